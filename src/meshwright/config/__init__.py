@@ -1,0 +1,1 @@
+"""The whole run as one validated value."""

@@ -1,0 +1,153 @@
+"""The configuration's sections and keys, their types, defaults and meaning.
+
+Frozen pydantic models that refuse unknown keys. What a key means stands once, in its description;
+`docs/config.md` is written from these. Rules that cross sections live in `rules`, reading of files and command
+lines in `load`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from meshwright.mesh.axes import Axes
+from meshwright.models.spec import LlamaSpec, RopeScaling
+
+
+class Section(BaseModel):
+    """A section: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RopeScalingConfig(Section):
+    """Llama 3.1's rotary scaling."""
+
+    factor: float = Field(8.0, gt=0, description="how many times longer the longest wavelengths get")
+    low_freq_factor: float = Field(1.0, gt=0, description="wavelengths over original_seq_len / this are stretched")
+    high_freq_factor: float = Field(4.0, gt=0, description="wavelengths under original_seq_len / this are kept")
+    original_seq_len: int = Field(8192, gt=0, description="context length before stretching, in tokens")
+
+
+class ModelConfig(Section):
+    """The model's dimensions."""
+
+    kind: Literal["llama"] = Field("llama", description="architecture")
+    num_layers: int = Field(4, ge=1, description="transformer blocks")
+    dim: int = Field(128, ge=1, description="width of the residual stream")
+    num_heads: int = Field(4, ge=1, description="query heads")
+    num_kv_heads: int = Field(4, ge=1, description="key/value heads (grouped-query attention when fewer)")
+    head_dim: int | None = Field(None, ge=2, description="width of a head; dim / num_heads when not given")
+    ffn_dim: int = Field(352, ge=1, description="hidden width of the SwiGLU feed-forward layer")
+    vocab_size: int = Field(256, ge=2, description="size of the vocabulary")
+    tie_embeddings: bool = Field(False, description="output head uses the embedding's weight")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="Llama 3.1's rotary scaling")
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
+
+    def spec(self) -> LlamaSpec:
+        """The model as the value that `models` builds from."""
+        scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
+        return LlamaSpec(
+            num_layers=self.num_layers,
+            dim=self.dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            ffn_dim=self.ffn_dim,
+            vocab_size=self.vocab_size,
+            head_dim=self.head_dim or self.dim // self.num_heads,
+            rope_theta=self.rope_theta,
+            rope_scaling=scaling,
+            norm_eps=self.norm_eps,
+            tie_embeddings=self.tie_embeddings,
+        )
+
+
+class DataConfig(Section):
+    """Where the text comes from."""
+
+    source: str = Field(
+        "stdlib",
+        description="stdlib (this Python's own source files), a glob of text files, or a token file "
+        "(.npy, or .bin of data.token_dtype)",
+    )
+    tokenizer: str = Field("bytes", description="bytes, or the path of a Hugging Face tokenizer.json")
+    token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
+    cache_dir: str | None = Field(None, description="where tokenised text is kept; ~/.cache/meshwright when not given")
+
+
+class MeshConfig(Section):
+    """How many ranks divide the work, and in which ways."""
+
+    pp: int = Field(1, ge=1, description="pipeline stages (not available yet)")
+    dp_replicate: int = Field(1, ge=1, description="replicas of the sharded model (HSDP)")
+    dp_shard: int = Field(1, ge=1, description="ranks that shard parameters, gradients and optimizer state (FSDP2)")
+    cp: int = Field(1, ge=1, description="ranks that divide the sequence in attention (not available yet)")
+    tp: int = Field(1, ge=1, description="ranks that divide each matrix product (tensor parallel)")
+    ep: int = Field(1, ge=1, description="expert-parallel ranks within dp_shard (not available yet)")
+    sequence_parallel: bool = Field(True, description="between tp's products, divide activations along the sequence")
+    reshard_after_forward: bool = Field(
+        True, description="free gathered parameters after each block's forward (ZeRO-3) or keep them until backward"
+    )
+
+    def axes(self) -> Axes:
+        """The mesh's axes as a value."""
+        return Axes(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
+
+
+class TrainConfig(Section):
+    """The training itself."""
+
+    steps: int = Field(500, ge=1, description="optimizer steps")
+    global_batch: int = Field(32, ge=1, description="samples a step, over all ranks")
+    num_microbatches: int = Field(1, ge=1, description="parts each rank's share of the batch is worked through in")
+    seq_len: int = Field(256, ge=1, description="tokens a sample")
+    seed: int = Field(0, ge=0, description="decides initial weights and sample order, on every layout alike")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    lr_schedule: Literal["cosine", "wsd"] = Field(
+        "cosine", description="after warm-up: cosine decay, or stable and then linear decay (warm-up–stable–decay)"
+    )
+    warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up")
+    decay_steps: int = Field(100, ge=0, description="length of the final decay of lr_schedule=wsd, in steps")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate over the peak")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices (norm weights have none)")
+    max_grad_norm: float = Field(1.0, gt=0, description="global gradient norm above which gradients are scaled down")
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="compute dtype; bfloat16 keeps float32 master weights, gradients reduced in float32"
+    )
+    compile: bool = Field(False, description="compile the model block by block with torch.compile")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA devices when there are any")
+    threads: int | None = Field(None, ge=1, description="CPU threads a rank; cores / local ranks when not given")
+    max_skipped_steps: int = Field(5, ge=0, description="non-finite steps skipped in a row before the run stops")
+    timeout_s: int = Field(600, ge=1, description="seconds a collective may take before the run is ended")
+    log_every: int = Field(10, ge=1, description="steps between plain progress lines (off a terminal)")
+    validate_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
+    validation_samples: int = Field(128, ge=0, description="held-out samples a validation reads; 0 turns it off")
+    sample_tokens: int = Field(120, ge=0, description="tokens of text generated at the end; 0 turns it off")
+    tensorboard: bool = Field(False, description="also write TensorBoard events into the run folder")
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field("run", description="the preset it came from; names the run folder")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+PLANNED_SECTIONS = ("pipeline", "comm", "capture", "recompute", "attention")
+"""Sections of parts that are not built yet: naming one is answered with that, not with `unknown key`."""

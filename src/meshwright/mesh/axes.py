@@ -1,0 +1,91 @@
+"""Mesh axes: the names of the ways work is divided, and how a rank sits on them.
+
+Outermost first, because neighbours on the last axis share the fastest links (Narayanan et al. 2021, section 3):
+`pp, dp_replicate, dp_shard, cp, tp`. Expert parallelism is not an axis of its own: it divides `dp_shard`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, astuple, dataclass, fields
+
+from meshwright.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the mesh axes; 1 means the axis is not used."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if size < 1:
+                raise LayoutError(
+                    f"mesh.{name} = {size} is not a size",
+                    where=f"mesh.{name}",
+                    rule="every axis has at least one rank",
+                    fix=f"mesh.{name}=1",
+                )
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The axes' names, outermost first."""
+        return tuple(field.name for field in fields(Axes))
+
+    def sizes(self) -> tuple[int, ...]:
+        """The axes' sizes, outermost first."""
+        return astuple(self)
+
+    def size(self, axis: str) -> int:
+        """The size of one axis."""
+        return int(getattr(self, axis))
+
+    def num_ranks(self) -> int:
+        """Ranks on the whole mesh."""
+        return math.prod(self.sizes())
+
+    def data_parallel(self) -> int:
+        """Ranks that see different samples: `dp_replicate × dp_shard`."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Position of `rank` on every axis.
+
+        Raises:
+            LayoutError: `rank` is not on this mesh.
+        """
+        if not 0 <= rank < self.num_ranks():
+            raise LayoutError(
+                f"rank {rank} is not on a mesh of {self.num_ranks()} ranks",
+                rule="ranks count from 0",
+                fix=f"use ranks 0 … {self.num_ranks() - 1}",
+            )
+        position: dict[str, int] = {}
+        for name, size in zip(reversed(self.names()), reversed(self.sizes()), strict=True):
+            rank, position[name] = divmod(rank, size)
+        return {name: position[name] for name in self.names()}
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate; axes left out are at 0. The inverse of `coordinate`."""
+        rank = 0
+        for name, size in zip(self.names(), self.sizes(), strict=True):
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def data_index(self, rank: int) -> int:
+        """Which of the `data_parallel()` shares of the batch `rank` works on."""
+        position = self.coordinate(rank)
+        return position["dp_replicate"] * self.dp_shard + position["dp_shard"]
+
+    def used(self) -> dict[str, int]:
+        """The axes larger than 1."""
+        return {name: size for name, size in zip(self.names(), self.sizes(), strict=True) if size > 1}
+
+    def __str__(self) -> str:
+        used = self.used()
+        return " × ".join(f"{name} {size}" for name, size in used.items()) if used else "one rank"

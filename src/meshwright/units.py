@@ -1,0 +1,43 @@
+"""How quantities are written for people: bytes, counts, durations."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`0.42 GiB`, `3.1 MiB`, `512 B`: binary units, three significant digits."""
+    for size, name in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= size or (name == "GiB" and abs(num_bytes) >= size / 10):
+            return f"{_three_digits(num_bytes / size)} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """`70.6 B`, `0.9 M`, `18.2 k`: powers of a thousand, as parameters and tokens are counted."""
+    for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        # From 0.9 of a unit upward the larger unit reads better: 0.9 M rather than 900 k.
+        if abs(count) >= 0.8 * size and size > 1e3 or abs(count) >= size:
+            return f"{_three_digits(count / size)}{name}"
+    return f"{count:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """`3:41`, `1:02:09`, `12 s` below a minute, `0.4 s` below ten seconds."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
