@@ -100,7 +100,9 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
     try:
         return label, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML: {error}", where=label, rule="a run is described in TOML", fix="see docs/config.md") from None
+        raise ConfigError(
+            f"not TOML: {error}", where=label, rule="a run is described in TOML", fix="see docs/config.md"
+        ) from None
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -69,7 +69,10 @@ def _check_model(config: RunConfig, where: Where) -> None:
         key = "model.head_dim" if model.head_dim is not None else "model.dim"
         fix = f"model.head_dim={head_dim + 1}"
         raise ConfigError(
-            f"a head is {head_dim} wide", where=where(key), rule="rotary embedding turns pairs: head_dim is even", fix=fix
+            f"a head is {head_dim} wide",
+            where=where(key),
+            rule="rotary embedding turns pairs: head_dim is even",
+            fix=fix,
         )
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(

@@ -1,0 +1,1 @@
+"""Benchmarks: `meshwright bench PART`, both sides in one run."""

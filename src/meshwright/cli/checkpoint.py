@@ -1,0 +1,94 @@
+"""`meshwright checkpoint`: list, verify, export to and import from Hugging Face's layout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.checkpoint.manifest import list_checkpoints, read_manifest, verify
+from meshwright.cli.style import paint
+from meshwright.errors import CheckpointError
+from meshwright.units import format_bytes
+
+app = typer.Typer(help="List, verify, export and import checkpoints.", no_args_is_help=True)
+
+FOLDER_HELP = "A run folder, a folder of checkpoints, or one checkpoint."
+
+
+@app.command("ls")
+def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
+    """List checkpoints with step, size and model."""
+    for path in _find(folder):
+        manifest = read_manifest(path)
+        size = sum(entry.size for entry in manifest.files.values())
+        model = " · ".join(
+            f"{key} {manifest.model[key]}" for key in ("kind", "num_layers", "dim") if key in manifest.model
+        )
+        print(f"{path}  step {manifest.step} · {format_bytes(size)} · {len(manifest.files)} files · {model}")
+
+
+@app.command("verify")
+def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
+    """Check size and hash of every file; exits 2 and names the file where one is damaged."""
+    failed: CheckpointError | None = None
+    for path in _find(folder):
+        try:
+            manifest = verify(path)
+        except CheckpointError as error:
+            print(f"{paint('✗', 'red', sys.stdout)} {path}  {error.what}")
+            failed = error
+        else:
+            print(f"{paint('✓', 'green', sys.stdout)} {path}  {len(manifest.files)} files verified")
+    if failed is not None:
+        raise failed
+
+
+@app.command("export")
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="The checkpoint, or a run folder whose newest valid one is taken.")
+    ],
+    out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
+) -> None:
+    """Write the model's weights as safetensors with Hugging Face's Llama names."""
+    from meshwright.checkpoint.convert import export_safetensors
+
+    path = _find(checkpoint)[-1]
+    export_safetensors(path, out)
+    print(f"{path} → {out}")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="A folder with safetensors and config.json of a Llama.")],
+    out: Annotated[Path, typer.Argument(help="The run folder whose checkpoints it becomes the first of.")],
+) -> None:
+    """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
+    from meshwright.checkpoint.convert import import_safetensors
+
+    path = import_safetensors(source, out / "checkpoints")
+    print(f"{source} → {path}")
+    model = read_manifest(path).model
+    print("model  " + " ".join(f"model.{key}={value}" for key, value in model.items() if not isinstance(value, dict)))
+
+
+def _find(folder: Path) -> list[Path]:
+    """The checkpoints that a path means, oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (folder / "manifest.json").exists():
+        return [folder]
+    for root in (folder / "checkpoints", folder):
+        if root.is_dir() and (found := list_checkpoints(root)):
+            return found
+    raise CheckpointError(
+        f"no checkpoint in {folder}",
+        where=str(folder),
+        rule="a checkpoint is a folder with a manifest.json; a run keeps them under checkpoints/",
+        fix="the path of a run folder, as in runs/llama-tiny-1",
+    )

@@ -1,0 +1,140 @@
+"""`meshwright doctor`: what is here, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from meshwright import __version__
+from meshwright.cli.style import paint
+from meshwright.train.launch import num_cores
+from meshwright.units import GIB, format_bytes
+
+REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
+EXTRAS = {"tokenizers": "tokenizers", "tensorboard": "tensorboard"}
+MIN_PYTHON, MIN_TORCH, TESTED_TORCH = (3, 11), (2, 11), (2, 13)
+MIN_OPEN_FILES = 1024
+MIN_FREE_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `ok`, `note` (fine, but know it) or `missing` (something will not work)."""
+
+    state: str
+    name: str
+    text: str
+    fix: str = ""
+
+
+def doctor() -> None:
+    """Report versions, devices, ports and limits; exits 1 if a training could not run here."""
+    marks = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "red")}
+    is_broken = False
+    for finding in _findings():
+        mark, style = marks[finding.state]
+        print(f"{paint(mark, style, sys.stdout)} {finding.name:<12} {finding.text}")
+        if finding.fix:
+            print(f"  {'':<12} {finding.fix}")
+        is_broken |= finding.state == "missing"
+    if is_broken:
+        sys.exit(1)
+
+
+def _findings() -> Iterator[Finding]:
+    yield Finding("ok", "meshwright", __version__)
+    good = sys.version_info[:2] >= MIN_PYTHON
+    fix = "" if good else "Python 3.11 or newer: python.org or your system's packages"
+    yield Finding("ok" if good else "missing", "python", f"{platform.python_version()} ({sys.executable})", fix)
+    yield Finding("ok", "machine", f"{platform.platform()} · {num_cores()} cores · {_total_memory()}")
+    yield from _packages()
+    yield from _torch()
+    yield _compiler()
+    yield from _limits()
+    yield from _ports()
+
+
+def _packages() -> Iterator[Finding]:
+    for name in REQUIRED:
+        version = _version(name)
+        fix = "" if version else f"pip install -c constraints.txt {name}"
+        yield Finding("ok" if version else "missing", name, version or "not installed", fix)
+    for extra, name in EXTRAS.items():
+        version = _version(name)
+        fix = "" if version else f'optional: pip install "meshwright[{extra}]"'
+        yield Finding("ok" if version else "note", name, version or "not installed", fix)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield Finding("missing", "torch", f"does not import: {error}", "pip install -c constraints.txt torch")
+        return
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not MIN_TORCH <= version <= TESTED_TORCH:
+        text = f"{torch.__version__} is outside the tested range 2.11 … 2.13"
+        yield Finding("missing" if version < MIN_TORCH else "note", "torch", text, "pip install torch==2.13.0")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            yield Finding("ok", f"cuda {index}", f"{facts.name} · {format_bytes(facts.total_memory)}")
+    else:
+        yield Finding("note", "cuda", "no CUDA device: runs use the CPU with gloo")
+    backends = [name for name, ok in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if ok]
+    state = "ok" if "gloo" in backends else "missing"
+    yield Finding(state, "backends", ", ".join(backends) or "none", "" if backends else "a PyTorch build with gloo")
+
+
+def _compiler() -> Finding:
+    found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    fix = "" if found else "only train.compile on CPU needs it: apt install g++"
+    return Finding("ok" if found else "note", "compiler", found or "no C++ compiler", fix)
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    good = soft >= MIN_OPEN_FILES
+    fix = "" if good else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    yield Finding("ok" if good else "note", "open files", f"{soft} (hard limit {hard})", fix)
+    for name, path in (("disk", Path.cwd()), ("temporary", Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(path).free
+        fix = (
+            "" if free >= MIN_FREE_BYTES else "checkpoints need three times the parameters' bytes: free some, or --out"
+        )
+        yield Finding("ok" if not fix else "note", name, f"{format_bytes(free)} free at {path}", fix)
+
+
+def _ports() -> Iterator[Finding]:
+    yield Finding("ok", "local runs", "meet at a file; their sockets stay on loopback; no port to open")
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+        address = socket.gethostbyname(socket.gethostname())
+        yield Finding(
+            "ok", "torchrun", f"{socket.gethostname()} resolves to {address}; open MASTER_PORT (29500) between nodes"
+        )
+    except OSError as error:
+        fix = "put this host's name into /etc/hosts, or give torchrun --master-addr"
+        yield Finding("note", "torchrun", f"host name does not resolve: {error}", fix)
+
+
+def _total_memory() -> str:
+    return format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,18 @@
+"""How an error looks: what, where, rule, fix, on one screen."""
+
+from __future__ import annotations
+
+import sys
+
+from meshwright.cli.style import paint
+from meshwright.errors import MeshwrightError
+
+
+def show_error(error: MeshwrightError) -> None:
+    """Print to stderr."""
+    sys.stdout.flush()
+    parts = (("error", error.what), ("where", error.where), ("rule", error.rule), ("fix", error.fix))
+    for label, text in parts:
+        if text:
+            style = "red" if label == "error" else "bold"
+            print(f"{paint(f'{label:<5}', style, sys.stderr)}  {text}", file=sys.stderr)

@@ -1,0 +1,55 @@
+"""`meshwright`: plan, prove and run. Verbs import what they need late, so that help and errors answer at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from meshwright import __version__
+from meshwright.cli import bench, checkpoint, doctor, presets, prove, run
+from meshwright.cli.errors import show_error
+from meshwright.errors import MeshwrightError
+
+app = typer.Typer(
+    name="meshwright",
+    help="Train transformers on any number of devices: plan it, prove it, run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run.run)
+app.command()(prove.prove)
+app.command()(presets.presets)
+app.command()(doctor.doctor)
+app.command()(bench.bench)
+app.add_typer(checkpoint.app, name="checkpoint")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: 0 fine, 1 a run or proof failed, 2 bad input."""
+    try:
+        app()
+    except MeshwrightError as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""`meshwright presets`: the presets that come with the package, one of them whole, or the devices known by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.config.dump import to_toml
+from meshwright.config.load import load, preset_names
+from meshwright.units import format_bytes, format_count
+
+
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Print this preset whole, every key resolved.")] = None,
+    devices: Annotated[bool, typer.Option("--devices", help="List the devices whose facts are known.")] = False,
+) -> None:
+    """List the presets with their size and layout, or print one."""
+    if devices:
+        _print_devices()
+    elif name is not None:
+        print(to_toml(load(name)), end="")
+    else:
+        for preset in preset_names():
+            config = load(preset)
+            axes, train = config.mesh.axes(), config.train
+            print(
+                f"{preset:<14} {format_count(config.model.spec().num_params()):>8} parameters · "
+                f"{axes.num_ranks()} ranks ({axes}) · batch {train.global_batch} × {train.seq_len} · {train.precision}"
+            )
+
+
+def _print_devices() -> None:
+    from meshwright.cluster.presets import cluster_preset
+    from meshwright.cluster.presets import preset_names as cluster_names
+
+    for name in cluster_names():
+        device = cluster_preset(name).device
+        rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.peak_flops.items())
+        print(f"{name:<10} {format_bytes(device.memory_bytes):>9} · peak TFLOP/s: {rates}")

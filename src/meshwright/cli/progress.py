@@ -1,0 +1,119 @@
+"""What a person sees of a run: the plan, one live line, the result. Off a terminal: plain lines, no escape codes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+
+from meshwright.cli.style import paint
+from meshwright.train.reporter import Facts, Progress, Reporter, Summary
+from meshwright.units import format_bytes, format_count, format_duration
+
+BARS = "▁▂▃▄▅▆▇█"
+REFRESH_S = 0.2
+SPARK_POINTS = 8
+
+
+class TerminalReporter(Reporter):
+    """Shows a run on stdout."""
+
+    def __init__(self, *, quiet: bool = False, log_every: int = 10) -> None:
+        self._quiet = quiet
+        self._log_every = log_every
+        self._is_terminal = sys.stdout.isatty()
+        self._losses: list[float] = []
+        self._last_shown = 0.0
+        self._line_is_open = False
+
+    def started(self, facts: Facts) -> None:
+        """The plan in two lines."""
+        where = facts.device if facts.backend is None else f"{facts.device}, {facts.backend}"
+        processes = "1 process" if facts.num_ranks == 1 else f"{facts.num_ranks} processes"
+        mesh = processes if facts.num_ranks == 1 else f"mesh {facts.mesh} = {processes}"
+        name = paint(facts.name, "bold", sys.stdout)
+        self._print(f"{name} · {format_count(facts.num_params)} parameters · {facts.corpus}")
+        self._print(
+            f"{mesh} ({where}) · batch {facts.global_batch} × {facts.seq_len} tokens · "
+            f"predicted {format_bytes(facts.predicted_bytes)} a rank · {facts.folder}"
+        )
+
+    def note(self, text: str) -> None:
+        """One line of its own."""
+        self._print(text)
+
+    def waiting(self, text: str) -> None:
+        """Shown in place of the progress line while it lasts."""
+        if self._is_terminal and not self._quiet:
+            self._show(f"{text} …")
+
+    def progress(self, progress: Progress) -> None:
+        """The live line; off a terminal every `log_every` steps."""
+        loss = progress.loss if progress.bits_per_byte is None else progress.bits_per_byte
+        self._losses.append(loss)
+        is_last = progress.step == progress.steps
+        if progress.skipped:
+            self._print(f"step {progress.step} was not finite and was skipped on all ranks")
+        if self._quiet:
+            return
+        if self._is_terminal:
+            if time.monotonic() - self._last_shown >= REFRESH_S or is_last:
+                self._show(self._text(progress, loss))
+        elif progress.step % self._log_every == 0 or is_last or progress.step == 1:
+            print(self._text(progress, loss), flush=True)
+
+    def validated(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """One line."""
+        self._print(f"step {step}  validation {_loss(loss, bits_per_byte)}")
+
+    def finished(self, summary: Summary) -> None:
+        """What came out, and where it lies."""
+        if summary.validation_loss is not None:
+            result = _loss(summary.validation_loss, summary.validation_bits_per_byte)
+            self._print(
+                f"{paint(f'validation {result}', 'green', sys.stdout)} · {summary.steps} steps in "
+                f"{format_duration(summary.seconds)} · run folder {summary.folder}"
+            )
+        saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
+        self._print(f"  metrics.jsonl · loss.png · {saved}repeat: meshwright run {summary.folder / 'config.toml'}")
+        if summary.sample is not None:
+            self._print(paint("sample", "bold", sys.stdout))
+            for line in summary.sample.splitlines():
+                self._print("  " + "".join(c if c.isprintable() else "�" for c in line))
+
+    def _text(self, progress: Progress, loss: float) -> str:
+        unit = "bits/byte" if progress.bits_per_byte is not None else "nats/token"
+        spark = _spark(self._losses) if self._is_terminal else ""
+        return (
+            f"step {progress.step}/{progress.steps}  loss {loss:.3f} {unit} {spark}  "
+            f"grad norm {progress.grad_norm:.2f}  {format_count(progress.tokens_per_s)} tok/s  "
+            f"{format_bytes(progress.memory_bytes)}  ETA {format_duration(progress.eta_s)}"
+        ).replace("   ", "  ")
+
+    def _show(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns
+        sys.stdout.write("\r\x1b[2K" + text[: width - 1])
+        sys.stdout.flush()
+        self._line_is_open = True
+        self._last_shown = time.monotonic()
+
+    def _print(self, text: str) -> None:
+        if self._quiet:
+            return
+        if self._line_is_open:
+            sys.stdout.write("\r\x1b[2K")
+            self._line_is_open = False
+        print(text, flush=True)
+
+
+def _loss(loss: float, bits_per_byte: float | None) -> str:
+    return f"{loss:.3f} nats/token" if bits_per_byte is None else f"{bits_per_byte:.3f} bits/byte"
+
+
+def _spark(losses: list[float]) -> str:
+    """The loss so far as a row of bars, each the mean of its part of the steps."""
+    size = max(1, len(losses) // SPARK_POINTS)
+    parts = [losses[i : i + size] for i in range(0, len(losses) - size + 1, size)][-SPARK_POINTS:]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((m - low) / (high - low or 1) * (len(BARS) - 1))] for m in means)

@@ -1,0 +1,92 @@
+"""`meshwright prove`: does this layout compute what one device computes?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.style import paint
+from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.config.load import load
+from meshwright.errors import InputError
+from meshwright.prove.spec import ProofSpec, as_proof
+from meshwright.train.context import RankContext
+from meshwright.train.launch import context_from_environment, launch
+from meshwright.units import format_duration
+
+
+def prove(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the result as JSON; - for stdout.")
+    ] = None,
+) -> None:
+    """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
+    from meshwright.train.corpus import open_training_corpus
+
+    if context_from_environment() is not None:
+        raise InputError(
+            "prove was started by a launcher",
+            where="WORLD_SIZE in the environment",
+            rule="prove starts its own processes on this machine",
+            fix="meshwright prove …, without torchrun",
+        )
+    source, overrides = split_words(words)
+    config = as_proof(load(source, overrides))
+    open_training_corpus(config)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
+        spec = ProofSpec(config, steps, Path(folder))
+        axes = config.mesh.axes()
+        _say(f"{config.name} · {axes} · {steps} steps in float64 …")
+        launch(record_body, spec, num_ranks=axes.num_ranks(), threads=config.train.threads)
+        _say("comparing with the reference: one process, a plain module, a plain loop …")
+        launch(compare_body, spec, num_ranks=1, threads=config.train.threads)
+        answer = json.loads(spec.result.read_text("utf-8"))
+    passed = answer["report"]["passed"]
+    _show(answer["lines"], passed, time.perf_counter() - started, to_stderr=json_path == Path("-"))
+    if json_path == Path("-"):
+        print(json.dumps(answer["report"], indent=1))
+    elif json_path is not None:
+        json_path.write_text(json.dumps(answer["report"], indent=1) + "\n", "utf-8")
+    if not passed:
+        sys.exit(1)
+
+
+def record_body(context: RankContext, spec: ProofSpec) -> None:
+    """What each rank of the layout runs; imports torch only there."""
+    from meshwright.prove.driver import record_layout
+
+    record_layout(context, spec)
+
+
+def compare_body(context: RankContext, spec: ProofSpec) -> None:
+    """What the reference's process runs; imports torch only there."""
+    from meshwright.prove.driver import compare_with_reference
+
+    compare_with_reference(context, spec)
+
+
+def _say(text: str) -> None:
+    """What a longer wait is for; on a terminal only, and gone when it is over."""
+    if sys.stderr.isatty():
+        print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
+
+
+def _show(lines: list[str], passed: bool, seconds: float, *, to_stderr: bool) -> None:
+    stream = sys.stderr if to_stderr else sys.stdout
+    _say("")
+    for line in lines:
+        mark = line.lstrip()[:1]
+        style = "green" if mark == "✓" else "red" if mark == "✗" else None
+        print(paint(line, style, stream) if style else line, file=stream)
+    print(f"{'' if passed else 'not '}proved in {format_duration(seconds)}", file=stream)

@@ -1,0 +1,60 @@
+"""`meshwright run`: start a training, or be one rank of it under torchrun, SLURM or Kubernetes."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.progress import TerminalReporter
+from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.config.load import load
+from meshwright.train.context import RankContext
+from meshwright.train.folder import choose_folder
+from meshwright.train.launch import context_from_environment, launch, run_as_rank
+from meshwright.train.runspec import RunSpec
+
+
+def run(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name>-<n> when left out.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto: go on from the folder's newest valid checkpoint; or a checkpoint's path.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Train: start the processes that the mesh needs here, or join those that a launcher started."""
+    from meshwright.train.corpus import open_training_corpus
+
+    source, overrides = split_words(words)
+    context = context_from_environment()
+    config = load(source, overrides, num_ranks=context.num_ranks if context else None)
+    open_training_corpus(config)
+    reporter = partial(TerminalReporter, quiet=quiet)
+    if context is not None:
+        run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))
+        return
+    folder = choose_folder(config, out=out, resume=resume)
+    launch(
+        run_body,
+        RunSpec(config, reporter, folder=folder),
+        num_ranks=config.mesh.axes().num_ranks(),
+        threads=config.train.threads,
+        on_interrupt=_say_stopping,
+    )
+
+
+def run_body(context: RankContext, spec: RunSpec) -> None:
+    """What each rank runs; imports torch only there."""
+    from meshwright.train.run import run_rank
+
+    run_rank(context, spec)
+
+
+def _say_stopping() -> None:
+    print("\nstopping after this step, saved (again to end at once)", file=sys.stderr, flush=True)

@@ -1,0 +1,18 @@
+"""Colour only on a terminal, and never where NO_COLOR is set."""
+
+from __future__ import annotations
+
+import os
+from typing import TextIO
+
+CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
+
+
+def use_color(stream: TextIO) -> bool:
+    """Whether escape codes belong on `stream`."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, style: str, stream: TextIO) -> str:
+    """`text` in a style, where the stream shows it."""
+    return f"\x1b[{CODES[style]}m{text}\x1b[0m" if use_color(stream) else text

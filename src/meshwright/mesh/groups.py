@@ -1,0 +1,65 @@
+"""Building the process group and the device mesh of a run, and ending them.
+
+Every group a run will ever use is created here, at start, on all ranks, in the axes' order: communicators
+created lazily, in whatever order ranks happen to reach them, are a known cause of deadlocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.mesh.axes import Axes
+
+
+@contextmanager
+def process_group(
+    *, rank: int, num_ranks: int, device: torch.device, timeout_s: float, store_path: str | None, needed: bool = True
+) -> Iterator[None]:
+    """Join the run's process group for the length of the block: NCCL on CUDA, gloo on CPU.
+
+    Args:
+        rank: this process.
+        num_ranks: processes of the run; with 1 there is no group.
+        device: the device this rank computes on.
+        timeout_s: seconds a collective may take.
+        store_path: a file all local ranks meet at (nothing listens off loopback), or None to meet at
+            MASTER_ADDR:MASTER_PORT of a launcher's environment.
+        needed: False for a single rank that does without a group.
+    """
+    if num_ranks == 1 and not needed:
+        yield
+        return
+    if store_path is not None:
+        # gloo and NCCL open sockets of their own on the interface these name.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(store_path, num_ranks) if store_path is not None else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
+    """The mesh of all axes, outermost first."""
+    return init_device_mesh(device.type, axes.sizes(), mesh_dim_names=axes.names())
+
+
+def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """The part of `mesh` spanned by the named axes, in the mesh's order."""
+    names = tuple(axes)
+    return mesh[names if len(names) > 1 else names[0]]

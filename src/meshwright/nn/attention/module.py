@@ -1,0 +1,41 @@
+"""Causal self-attention with grouped queries (Ainslie et al. 2023).
+
+Shapes: b batch, t time, d model width, n heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.nn.attention.rope import rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention.
+
+    The number of heads is read from the projections' output, not kept, so that tensor parallel can hand each rank
+    its share of the heads.
+    """
+
+    def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+
+    def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
+        """Attend each position to itself and those before it; [b, t, d] to [b, t, d]."""
+        q_btnh, k_btnh, v_btnh = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_btnh, k_btnh = rotate(q_btnh, cos_th, sin_th), rotate(k_btnh, cos_th, sin_th)
+        out_bnth = F.scaled_dot_product_attention(
+            q_btnh.transpose(1, 2),
+            k_btnh.transpose(1, 2),
+            v_btnh.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_btnh.shape[2] != k_btnh.shape[2],
+        )
+        out: Tensor = self.wo(out_bnth.transpose(1, 2).flatten(2))
+        return out

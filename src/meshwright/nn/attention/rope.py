@@ -1,0 +1,54 @@
+"""Rotary position embedding (Su et al. 2021), in the rotate-half convention of Hugging Face's Llama.
+
+Frequencies are computed when they are used: a table costs less than its upkeep as a buffer through meta devices,
+casts and sharding.
+
+Shapes: b batch, t time, n heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Llama 3.1's frequency scaling (Llama 3 herd of models, section 3.4); lengths in tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+
+def rope_tables(
+    seq_len: int, head_dim: int, *, theta: float, stretch: Stretch | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotation angles, each [t, h/2], in `dtype`."""
+    # float32 below float64, as Hugging Face does; float64 stays exact for the proof.
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    dims = torch.arange(0, head_dim, 2, device=device, dtype=exact) / head_dim
+    freqs = 1.0 / theta**dims
+    if stretch is not None:
+        freqs = _stretched(freqs, stretch)
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=exact), freqs)
+    return angles.cos(), angles.sin()
+
+
+def _stretched(freqs: Tensor, stretch: Stretch) -> Tensor:
+    turns = stretch.original_seq_len * freqs / (2 * math.pi)
+    low, high = stretch.low_freq_factor, stretch.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return freqs * (keep + (1 - keep) / stretch.factor)
+
+
+def rotate(x_btnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + h/2]) by its angle; computed in the tables' dtype, returned in x's."""
+    first, second = x_btnh.chunk(2, dim=-1)
+    cos, sin = cos_th[:, None], sin_th[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_btnh.dtype)

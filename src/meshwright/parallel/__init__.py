@@ -1,0 +1,1 @@
+"""Lays a plain model on a mesh. Models know nothing of it."""

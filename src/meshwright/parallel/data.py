@@ -1,0 +1,58 @@
+"""Data parallel: FSDP2 shards parameters, gradients and optimizer state; HSDP replicates the shards (Zhao et al. 2023).
+
+Gradients are *summed* over the data-parallel ranks: the step divides each rank's loss by the tokens of the whole
+batch, so the sum is the mean over the batch whatever each rank's share of it was. FSDP2's own division is off.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright.nn.block import TransformerBlock
+
+
+def apply_data_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+) -> None:
+    """Shard a model made of `embed`, `blocks`, `norm` and `head` over `mesh`, in place.
+
+    Args:
+        mesh: one axis (FSDP2) or two, replicas first (HSDP).
+        param_dtype: dtype of gathered parameters and of compute; None keeps the parameters'.
+        reduce_dtype: dtype gradients are reduced in; None keeps the gradients'.
+        reshard_after_forward: free a block's gathered parameters after its forward (ZeRO-3).
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    for block in model.modules():
+        if isinstance(block, TransformerBlock):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    embed, norm, head = (model.get_submodule(name) for name in ("embed", "norm", "head"))
+    if head.weight is not embed.weight:
+        fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        # The last to be gathered are the first that backward needs: keep them.
+        fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # A tied weight stays in the root's group, which both its modules reach.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP2 unit of the model: FSDP2's setters do not recurse."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_gradient_sync(model: nn.Module, last: bool) -> None:
+    """Reduce gradients in the next backward only if it is the step's `last`; until then they add up locally."""
+    for module in fsdp_modules(model):
+        module.set_requires_gradient_sync(last, recurse=False)
+        module.set_is_last_backward(last)

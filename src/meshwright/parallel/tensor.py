@@ -1,0 +1,89 @@
+"""Tensor parallel: each matrix product divided over the ranks of `tp` (Shoeybi et al. 2019), by PyTorch's DTensor.
+
+Optionally with sequence parallel (Korthikanti et al. 2022): between the products, activations are divided along
+the sequence, and the all-reduce becomes a reduce-scatter and an all-gather.
+
+The plan goes by building blocks (`nn.block`), not by model. Every parameter becomes a DTensor on the tp mesh, also
+those that stay whole, so that one rule counts copies and one mesh carries the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from meshwright.nn.block import TransformerBlock
+
+SEQUENCE_DIM = 1
+
+
+class Replicated(ParallelStyle):
+    """A module whose parameters and activations are whole on every rank of the axis."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=lambda module, inputs, mesh: tuple(DTensor.from_local(x, mesh, [Replicate()]) for x in inputs),
+            output_fn=lambda module, output, mesh: output.to_local(),
+        )
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Divide a model made of `embed`, `blocks`, `norm` and `head` over the one-axis mesh `mesh`, in place.
+
+    The logits come out as a DTensor sharded over the vocabulary, which the loss is computed on without gathering.
+    """
+    stream = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
+    norm: ParallelStyle = SequenceParallel(sequence_dim=SEQUENCE_DIM) if sequence_parallel else Replicated()
+    for block in model.modules():
+        if isinstance(block, TransformerBlock):
+            parallelize_module(block, mesh, _block_plan(stream, norm))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            "norm": norm,
+            "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+
+
+def sync_partial_gradients(model: nn.Module) -> None:
+    """Bring every gradient into its parameter's layout, after the last backward.
+
+    Under sequence parallel a norm's weight is whole on each rank but its gradient is only that of the rank's tokens,
+    a partial sum. FSDP2 adds such sums up on its way; without FSDP2 nobody does, and the loss still looks fine.
+    """
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _block_plan(stream: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
+    whole = Replicate()
+    return {
+        "attention_norm": norm,
+        "attention": PrepareModuleInput(input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+        "ffn_norm": norm,
+        "ffn": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
+        "ffn.gate": ColwiseParallel(),
+        "ffn.up": ColwiseParallel(),
+        "ffn.down": RowwiseParallel(output_layouts=stream),
+    }

@@ -1,0 +1,189 @@
+"""The loop over steps, with validation, checkpoints and records."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from meshwright.checkpoint import store
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.config.dump import to_toml
+from meshwright.data.loader import Loader
+from meshwright.data.sampler import Order
+from meshwright.data.text import Corpus, num_windows
+from meshwright.data.tokenizer import open_tokenizer
+from meshwright.errors import CheckpointError, RunError
+from meshwright.train.build import Job
+from meshwright.train.folder import RunFolder
+from meshwright.train.generate import generate
+from meshwright.train.metrics import Recorder, bits_per_byte, plot_loss
+from meshwright.train.optimizer import named_state
+from meshwright.train.reporter import Reporter, Summary
+from meshwright.train.step import StepResult, TrainStep
+from meshwright.train.stop import StopSignal
+from meshwright.train.validate import validate
+
+PROMPT = "def "
+TEMPERATURE = 0.7
+
+
+class Trainer:
+    """Takes a job from its folder's checkpoint, or from nothing, to the last step."""
+
+    def __init__(self, job: Job, corpus: Corpus, folder: RunFolder, reporter: Reporter) -> None:
+        train = job.config.train
+        self._job = job
+        self._corpus = corpus
+        self._folder = folder
+        self._reporter = reporter
+        self._stop = StopSignal(job.context)
+        order = Order(num_windows(corpus.train, train.seq_len), train.seed)
+        loader = Loader(corpus.train, order, train.seq_len, job.device)
+        self._step = TrainStep(job, loader, self._stop.requested)
+        self._skipped_in_a_row = 0
+        self._saved: Path | None = folder.checkpoint
+
+    def run(self) -> None:
+        """Train, and leave metrics, plot and a checkpoint in the run folder.
+
+        Raises:
+            RunError: too many non-finite steps in a row, a stop that was asked for, or a failed save.
+        """
+        started = time.perf_counter()
+        train = self._job.config.train
+        done = self._restore()
+        recorder = self._open_folder(done)
+        validation = None
+        with self._stop:
+            for step in range(done + 1, train.steps + 1):
+                self._job.context.post("step", step)
+                begin = time.perf_counter()
+                result = self._step(step)
+                seconds = time.perf_counter() - begin
+                validation = self._validate(step) if self._is_due(step, train.validate_every) else None
+                if recorder is not None:
+                    recorder.record(result, seconds, validation)
+                if result.stop or self._is_due(step, self._job.config.checkpoint.every):
+                    self._save(step)
+                self._check(result)
+        if done >= train.steps:
+            self._reporter.note(f"step {done} of {train.steps} is done: nothing left to train")
+            validation = self._validate(done)
+        if recorder is not None:
+            recorder.close()
+        self._finish(validation, time.perf_counter() - started)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Every `every` steps (0: never) and at the last."""
+        return step == self._job.config.train.steps or (every > 0 and step % every == 0)
+
+    def _open_folder(self, done: int) -> Recorder | None:
+        """Rank 0 writes the run folder."""
+        if self._job.context.rank != 0:
+            return None
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        (self._folder.path / "config.toml").write_text(to_toml(self._job.config), "utf-8")
+        for note in self._folder.notes:
+            self._reporter.note(note)
+        return Recorder(self._job, self._folder, self._reporter, self._corpus.validation_bytes_per_token, done=done)
+
+    def _restore(self) -> int:
+        """Load the folder's checkpoint, if there is one. Returns the last step done."""
+        path = self._folder.checkpoint
+        if path is None:
+            return 0
+        self._job.context.post("loading a checkpoint")
+        manifest = read_manifest(path)
+        tensors = named_state(self._job.model, self._job.optimizer)
+        if "config" not in manifest.run:
+            self._reporter.note(f"{path} holds weights only: starting at step 0 with fresh optimizer state")
+            store.load(path, {name: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+            return 0
+        if manifest.run["corpus"] != self._corpus.fingerprint:
+            raise CheckpointError(
+                "the checkpoint was trained on another corpus",
+                where=f"data.source = {self._job.config.data.source}, {path}",
+                rule="a resumed run sees the samples it would have seen",
+                fix="the files and the Python version of the first run, or a new run",
+            )
+        store.load(path, tensors)
+        self._skipped_in_a_row = manifest.run["skipped_in_a_row"]
+        return manifest.step
+
+    def _save(self, step: int) -> None:
+        self._job.context.post("saving", step)
+        self._reporter.waiting(f"saving step {step}")
+        self._saved = store.save(
+            self._folder.checkpoints,
+            step,
+            named_state(self._job.model, self._job.optimizer),
+            model=self._job.config.model.spec().identity(),
+            run={
+                "config": self._job.config.model_dump(),
+                "corpus": self._corpus.fingerprint,
+                "skipped_in_a_row": self._skipped_in_a_row,
+            },
+            keep=self._job.config.checkpoint.keep,
+        )
+
+    def _check(self, result: StepResult) -> None:
+        """End the run on what all ranks know alike: too many skipped steps, or the wish to stop."""
+        train = self._job.config.train
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if self._skipped_in_a_row > train.max_skipped_steps:
+            first = (result.step - 1) * train.global_batch
+            raise RunError(
+                f"{self._skipped_in_a_row} steps in a row were not finite: "
+                f"loss {result.loss}, gradient norm {result.grad_norm}",
+                where=f"step {result.step}, samples {first} … {first + train.global_batch - 1}",
+                rule=f"at most train.max_skipped_steps = {train.max_skipped_steps} in a row",
+                fix="a lower train.lr or a longer train.warmup_steps, then --resume auto",
+            )
+        if result.stop and result.step < train.steps:
+            raise RunError(
+                f"stopped after step {result.step}, as asked; saved {self._saved}",
+                fix=f"--out {self._folder.path} --resume auto goes on from there",
+            )
+
+    def _validate(self, step: int) -> float | None:
+        train = self._job.config.train
+        if not train.validation_samples:
+            return None
+        self._job.context.post("validating", step)
+        self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
+        loss = validate(self._job, self._corpus.validation)
+        self._reporter.validated(step, loss, bits_per_byte(loss, self._corpus.validation_bytes_per_token))
+        return loss
+
+    def _finish(self, validation: float | None, seconds: float) -> None:
+        sample = self._sample()
+        self._job.context.post("finishing", self._job.config.train.steps)
+        if self._job.context.rank != 0:
+            return
+        size = self._corpus.validation_bytes_per_token
+        name = self._job.config.name
+        plot_loss(self._folder.metrics, self._folder.path / "loss.png", title=name, bytes_per_token=size)
+        self._reporter.finished(
+            Summary(
+                steps=self._job.config.train.steps,
+                seconds=seconds,
+                validation_loss=validation,
+                validation_bits_per_byte=None if validation is None else bits_per_byte(validation, size),
+                folder=self._folder.path,
+                checkpoint=self._saved,
+                sample=sample,
+            )
+        )
+
+    def _sample(self) -> str | None:
+        """Generated text at the end, where token ids can be turned into text."""
+        config = self._job.config
+        if not config.train.sample_tokens or self._corpus.validation_bytes_per_token is None:
+            return None
+        self._job.context.post("generating text", config.train.steps)
+        self._reporter.waiting("generating text")
+        tokenizer = open_tokenizer(config.data.tokenizer)
+        prompt = [int(token) for token in tokenizer.encode(PROMPT)]
+        num_tokens = config.train.sample_tokens
+        tokens = generate(self._job, prompt, num_tokens=num_tokens, temperature=TEMPERATURE, seed=config.train.seed)
+        return PROMPT + tokenizer.decode(tokens)

@@ -1,0 +1,20 @@
+"""The learning rate as a function of the step: warm-up + cosine, or warm-up–stable–decay (Hu et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.config.schema import TrainConfig
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Learning rate of the step numbered `step`, from 1 to `config.steps`."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.lr_schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        factor = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    else:
+        stable_until = config.steps - config.decay_steps
+        factor = 1.0 if step <= stable_until else max(0.0, (config.steps - step) / config.decay_steps)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)

@@ -1,0 +1,172 @@
+"""The run folder's record: `metrics.jsonl`, one object a step, and the loss plot drawn from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright.errors import InputError
+from meshwright.train.build import Job
+from meshwright.train.folder import RunFolder
+from meshwright.train.reporter import Progress, Reporter
+from meshwright.train.step import StepResult
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+PAGE_BYTES = resource.getpagesize()
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run, written line by line and flushed at each.
+
+    A resumed run drops what stands after the step it goes on from, so that the file reads as if never interrupted.
+    """
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+        os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append one step's object. What is not finite becomes null: NaN is not JSON."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a metrics file; a last line that a kill cut short is left out."""
+    for line in path.read_text("utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+class Recorder:
+    """Writes each step's metrics and tells the reporter, on rank 0."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, reporter: Reporter, bytes_per_token: float | None, *, done: int
+    ) -> None:
+        self._job = job
+        self._reporter = reporter
+        self._bytes_per_token = bytes_per_token
+        self._done = done
+        self._started = time.perf_counter()
+        self._file = MetricsFile(folder.metrics, after_step=done)
+        self._board = _tensorboard(folder) if job.config.train.tensorboard else None
+
+    def record(self, result: StepResult, seconds: float, validation: float | None) -> None:
+        """Record one step.
+
+        Args:
+            result: what the step computed.
+            seconds: how long it took.
+            validation: loss on held-out text in nats a token, where the step was followed by a validation.
+        """
+        train, step = self._job.config.train, result.step
+        values = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens_per_s": train.global_batch * train.seq_len / seconds,
+            "memory_bytes": memory_bytes(self._job.device),
+            "samples": [(step - 1) * train.global_batch, step * train.global_batch - 1],
+            "skipped": result.skipped,
+        }
+        if validation is not None:
+            values["validation_loss"] = validation
+        self._file.write(values)
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, float | int):
+                    self._board.add_scalar(name, value, step)
+        self._reporter.progress(self._progress(result, values))
+
+    def _progress(self, result: StepResult, values: dict[str, Any]) -> Progress:
+        steps, step = self._job.config.train.steps, result.step
+        seconds_a_step = (time.perf_counter() - self._started) / (step - self._done)
+        return Progress(
+            step=step,
+            steps=steps,
+            loss=result.loss,
+            bits_per_byte=bits_per_byte(result.loss, self._bytes_per_token),
+            grad_norm=result.grad_norm,
+            tokens_per_s=values["tokens_per_s"],
+            memory_bytes=values["memory_bytes"],
+            eta_s=seconds_a_step * (steps - step),
+            skipped=result.skipped,
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: RunFolder) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            "TensorBoard is not installed",
+            where="train.tensorboard",
+            rule="train.tensorboard=true needs the extra",
+            fix='pip install "meshwright[tensorboard]"',
+        ) from None
+    return SummaryWriter(str(folder.path / "tensorboard"))
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """A loss in nats a token as bits a byte of text, where the text's bytes are known."""
+    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak bytes allocated on a CUDA device; on CPU the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def plot_loss(metrics: Path, out: Path, *, title: str, bytes_per_token: float | None) -> None:
+    """Draw training and validation loss over steps, in bits a byte where the text's bytes are known."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = list(read_metrics(metrics))
+    unit = "bits per byte" if bytes_per_token else "nats per token"
+    scale = 1 / (math.log(2) * bytes_per_token) if bytes_per_token else 1.0
+    figure, plot = pyplot.subplots(figsize=(7, 4), dpi=120)
+    train = [(line["step"], line["loss"] * scale) for line in lines if line["loss"] is not None]
+    held_out = [(line["step"], line["validation_loss"] * scale) for line in lines if line.get("validation_loss")]
+    plot.plot(*zip(*train, strict=True), linewidth=1, label="training") if train else None
+    if held_out:
+        plot.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label=f"validation {held_out[-1][1]:.2f}")
+    plot.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
+    plot.grid(alpha=0.3)
+    plot.legend()
+    figure.tight_layout()
+    figure.savefig(out)
+    pyplot.close(figure)

@@ -1,0 +1,79 @@
+"""AdamW over sharded parameters, its state as named tensors, and the global gradient norm.
+
+State is allocated at once, so that a checkpoint of any step, also of none, has the same names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config.schema import TrainConfig
+from meshwright.mesh.shards import num_shards, to_local
+
+STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019); matrices decay, vectors (norm weights) do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    for parameter in parameters:
+        # The fused kernel reads the count on the parameter's device, in float32.
+        step = torch.zeros((), dtype=torch.float32, device=to_local(parameter).device)
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in STATE_NAMES[1:]}
+        optimizer.state[parameter] = {"step": step, **moments}
+    return optimizer
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Model and optimizer as one flat dict, `model.<parameter>` and `optimizer.<state>.<parameter>`.
+
+    The tensors are the live ones: a checkpoint is read into them in place.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        for kind in STATE_NAMES:
+            if parameter in optimizer.state:
+                tensors[f"optimizer.{kind}.{name}"] = optimizer.state[parameter][kind]
+    return tensors
+
+
+def local_squared_norm(parameters: Iterable[nn.Parameter], *, num_ranks: int) -> Tensor:
+    """This rank's part of the squared global gradient norm: a float64 scalar whose sum over all ranks is the whole.
+
+    Each piece of a gradient is held by `num_ranks / num_shards` ranks, so each counts it by that fraction: every
+    parameter counts once on any layout. (`clip_grad_norm_` stacks norms, which fails across meshes.)
+    """
+    pieces: dict[int, list[Tensor]] = defaultdict(list)
+    device = torch.device("cpu")
+    for parameter in parameters:
+        if parameter.grad is not None:
+            pieces[num_shards(parameter.grad)].append(to_local(parameter.grad))
+            device = pieces[num_shards(parameter.grad)][-1].device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for shards, gradients in pieces.items():
+        norm = torch.nn.utils.get_total_norm(gradients).to(torch.float64)
+        total += norm * norm * (shards / num_ranks)
+    return total
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            to_local(parameter.grad).mul_(factor)

@@ -1,0 +1,91 @@
+"""A run as one rank lives it, however the rank was started: group, corpus, agreement, job, loop."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.comm.collectives import all_gather_object, broadcast_object
+from meshwright.config.schema import RunConfig
+from meshwright.data.text import Corpus
+from meshwright.errors import DataError, MeshwrightError
+from meshwright.mesh.groups import process_group
+from meshwright.plan.memory import predict_memory
+from meshwright.train.build import build_job, choose_device, layout_needs_mesh
+from meshwright.train.context import RankContext
+from meshwright.train.corpus import open_training_corpus
+from meshwright.train.folder import RunFolder, choose_folder
+from meshwright.train.loop import Trainer
+from meshwright.train.reporter import Facts, Reporter
+from meshwright.train.runspec import RunSpec
+
+
+def run_rank(context: RankContext, spec: RunSpec) -> None:
+    """Train as this rank.
+
+    Raises:
+        MeshwrightError: whatever a person can act on; anything else is a bug.
+    """
+    config = spec.config
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    device = choose_device(config, context)
+    with process_group(
+        rank=context.rank,
+        num_ranks=context.num_ranks,
+        device=device,
+        timeout_s=config.train.timeout_s,
+        store_path=context.store_path,
+        needed=layout_needs_mesh(config),
+    ):
+        folder = spec.folder or _agree_on_folder(context, spec)
+        reporter = spec.make_reporter() if context.rank == 0 else Reporter()
+        corpus = open_training_corpus(config)
+        _check_agreement(config, corpus)
+        reporter.started(_facts(config, corpus, device, folder))
+        Trainer(build_job(config, context, device), corpus, folder, reporter).run()
+
+
+def _facts(config: RunConfig, corpus: Corpus, device: torch.device, folder: RunFolder) -> Facts:
+    axes = config.mesh.axes()
+    return Facts(
+        name=config.name,
+        num_params=config.model.spec().num_params(),
+        corpus=corpus.description,
+        mesh=str(axes),
+        num_ranks=axes.num_ranks(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",
+        global_batch=config.train.global_batch,
+        seq_len=config.train.seq_len,
+        predicted_bytes=predict_memory(config).total(),
+        folder=folder.path,
+    )
+
+
+def _agree_on_folder(context: RankContext, spec: RunSpec) -> RunFolder:
+    """Rank 0 chooses; its error, if it has one, is every rank's."""
+    choice: RunFolder | MeshwrightError | None = None
+    if context.rank == 0:
+        try:
+            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume)
+        except MeshwrightError as error:
+            choice = error
+    choice = broadcast_object(choice)
+    if isinstance(choice, MeshwrightError):
+        raise choice
+    assert choice is not None
+    return choice
+
+
+def _check_agreement(config: RunConfig, corpus: Corpus) -> None:
+    """Ranks started apart may have other files: compare what decides the numbers before the first step."""
+    facts = all_gather_object({"configuration": config.model_dump_json(), "corpus": corpus.fingerprint})
+    for rank, fact in enumerate(facts):
+        for name, value in fact.items():
+            if value != facts[0][name]:
+                raise DataError(
+                    f"ranks 0 and {rank} do not have the same {name}",
+                    where=config.data.source if name == "corpus" else "command line",
+                    rule="every rank trains on the same corpus with the same configuration",
+                    fix="the same Python version, files and command line on every node",
+                )

@@ -1,0 +1,24 @@
+"""What every rank of a run is told. Torch-free: the launcher makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.schema import RunConfig
+from meshwright.train.folder import RunFolder
+from meshwright.train.reporter import Reporter
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run, resolved."""
+
+    config: RunConfig
+    make_reporter: Callable[[], Reporter]
+    """Makes the reporter on rank 0; picklable."""
+    folder: RunFolder | None = None
+    """Decided by the launcher; None when rank 0 decides because another launcher started the ranks."""
+    out: Path | None = None
+    resume: str | None = None

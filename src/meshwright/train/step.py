@@ -1,0 +1,144 @@
+"""One optimizer step: a batch through the pipeline table, one shared decision, the update.
+
+Each rank divides its loss by the tokens of the whole batch and gradients are summed, so the gradient is the mean
+over the batch on every layout. Loss, gradient norm and the wish to stop travel in one all-reduce, whose result is
+the same bits on every rank: what ranks decide from it, they decide alike.
+
+Shapes: b batch, t time, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from meshwright.comm.collectives import all_reduce_sum
+from meshwright.data.loader import Loader
+from meshwright.data.sampler import share
+from meshwright.parallel.data import set_gradient_sync
+from meshwright.parallel.tensor import sync_partial_gradients
+from meshwright.pipeline.execute import execute
+from meshwright.pipeline.table import one_stage
+from meshwright.train.build import Job
+from meshwright.train.lr_schedule import learning_rate
+from meshwright.train.optimizer import local_squared_norm, scale_gradients
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step."""
+
+    step: int
+    loss: float
+    """Mean over the batch's tokens, in nats."""
+    grad_norm: float
+    """Global, before clipping."""
+    lr: float
+    skipped: bool
+    """The loss or the norm was not finite, so no rank updated anything."""
+    stop: bool
+    """Some rank was asked to stop."""
+
+
+def vocab_context(job: Job) -> AbstractContextManager[None]:
+    """Within it, cross-entropy works on logits sharded over the vocabulary; its backward belongs inside too."""
+    return loss_parallel() if job.axes.tp > 1 else nullcontext()
+
+
+def loss_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    """Sum of the tokens' cross-entropies, in at least float32, on the whole vocabulary."""
+    logits = logits_btv.flatten(0, 1)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    loss = F.cross_entropy(logits, targets_bt.flatten(), reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+class TrainStep:
+    """Runs steps of a job."""
+
+    def __init__(self, job: Job, loader: Loader, stop_requested: Callable[[], bool]) -> None:
+        self._job = job
+        self._loader = loader
+        self._stop_requested = stop_requested
+        self._parameters = list(job.model.parameters())
+        self._schedule = one_stage(job.config.train.num_microbatches)
+
+    def __call__(self, step: int) -> StepResult:
+        """Run the step numbered `step`, from 1, on its samples."""
+        return self.update(step, self.accumulate(step))
+
+    def update(self, step: int, loss: Tensor) -> StepResult:
+        """Agree with all ranks on loss and gradient norm, clip, and update the parameters.
+
+        Args:
+            step: the step's number.
+            loss: what `accumulate` returned.
+        """
+        job = self._job
+        squared_norm = local_squared_norm(self._parameters, num_ranks=job.axes.num_ranks())
+        stop = torch.full_like(squared_norm, float(self._stop_requested()))
+        # The same loss stands on all ranks of tp: count it once.
+        totals = torch.stack((loss.to(squared_norm) / job.axes.tp, squared_norm, stop))
+        total_loss, total_squared, stops = all_reduce_sum(totals).tolist()
+        grad_norm = math.sqrt(total_squared) if total_squared >= 0 else math.nan
+        finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
+        lr = learning_rate(step, job.config.train)
+        if finite:
+            self._optimize(lr, grad_norm)
+        job.optimizer.zero_grad(set_to_none=True)
+        return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
+
+    def accumulate(self, step: int) -> Tensor:
+        """Forward and backward of this rank's share; gradients are left reduced in `.grad`.
+
+        Returns:
+            The share's part of the batch's mean loss, a scalar without a graph.
+        """
+        job = self._job
+        train = job.config.train
+        samples = self.samples(step)
+        num_tokens = train.global_batch * train.seq_len
+        losses: list[Tensor] = []
+
+        def forward(microbatch: int) -> Tensor:
+            inputs_bt, targets_bt = self._loader.batch(samples[microbatch])
+            loss = loss_sum(job.model(inputs_bt), targets_bt) / num_tokens
+            losses.append(loss.detach())
+            return loss
+
+        def backward(loss: Tensor, last: bool) -> None:
+            set_gradient_sync(job.model, last)
+            torch.autograd.backward(loss)
+
+        with vocab_context(job):
+            execute(self._schedule, rank=0, forward=forward, backward=backward)
+        sync_partial_gradients(job.model)
+        return torch.stack(losses).sum()
+
+    def samples(self, step: int) -> list[range]:
+        """The samples of this rank's micro-batches in the step numbered `step`, from 1."""
+        train = self._job.config.train
+        return share(
+            step - 1,
+            global_batch=train.global_batch,
+            data_parallel=self._job.axes.data_parallel(),
+            data_index=self._job.data_index,
+            num_microbatches=train.num_microbatches,
+        )
+
+    def _optimize(self, lr: float, grad_norm: float) -> None:
+        limit = self._job.config.train.max_grad_norm
+        if grad_norm > limit:
+            scale_gradients(self._parameters, limit / grad_norm)
+        for group in self._job.optimizer.param_groups:
+            group["lr"] = lr
+        self._job.optimizer.step()
