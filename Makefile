@@ -1,0 +1,50 @@
+# Every target makes what it needs: a .venv with the pinned dependencies and Meshwright in it, once.
+# PYTHON=… names the Python to make it with; DEMO_ARGS='train.steps=30' adds words to the demo's command.
+
+VENV := .venv
+READY := $(VENV)/.ready
+PY := $(VENV)/bin/python
+override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
+
+.PHONY: help demo test test-slow lint setup clean redo-setup
+help:
+	@echo "make demo       train a small Llama on 2 processes (2 minutes or so), and verify its checkpoint"
+	@echo "make test       all tests but the slow ones"
+	@echo "make test-slow  the end-to-end tests that take tens of seconds"
+	@echo "make lint       ruff, and mypy on src"
+	@echo "make setup      only the .venv that the others make by themselves"
+	@echo "make clean      remove .venv, caches and the demo's run folder; other runs stay"
+
+demo: $(READY)
+	@rm -rf $(DEMO_OUT)
+	@$(PY) -m meshwright run llama-tiny mesh.dp_shard=2 $(DEMO_ARGS) --out $(DEMO_OUT)
+	@$(PY) -m meshwright checkpoint verify $(DEMO_OUT)
+
+test: $(READY)
+	@echo "test: all tests but the slow ones (up to 4 minutes on 2 cores) …"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q
+
+test-slow: $(READY)
+	@echo "test-slow: end-to-end tests (some minutes on 2 cores) …"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow
+
+lint: $(READY)
+	@echo "lint: ruff, then mypy on src (a minute the first time) …"
+	@$(PY) -m ruff check -q .
+	@$(PY) -m mypy
+
+setup: $(READY)
+
+# The stamp holds the path of this folder: a .venv that came along with a copy points at the original.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+$(READY): redo-setup
+else ifeq ($(wildcard $(PY)),)
+$(READY): redo-setup
+endif
+$(READY): pyproject.toml constraints.txt
+	@PYTHON="$(PYTHON)" .ci/setup $(VENV) "$(CURDIR)"
+redo-setup:
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUT) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Hardware facts as data: devices, the links between them, and presets."""

@@ -1,0 +1,1 @@
+"""What tests share: gangs of worker processes."""

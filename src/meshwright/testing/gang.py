@@ -1,0 +1,336 @@
+"""Gangs: worker processes that stay up, so that a distributed test costs milliseconds and not a start-up.
+
+`Gang(4).run(body, …)` runs `body(rank, world_size, …)` on four gloo processes and returns the four results.
+Starting processes and importing torch for each test costs 3–12 s on two cores; here a fork server imports
+torch once, each world size forks its workers once, and each body only gets a fresh process group, made while
+the test before it looks at its results.
+
+A body can raise, hang or die, and whatever it does, the test that ran it learns which rank did what, and the
+next test finds a working gang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from multiprocessing import connection, forkserver, get_context
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshwright.errors import RunError
+from meshwright.log import get_logger
+from meshwright.testing import worker
+from meshwright.testing.worker import Body, Call, Pipe, Raised, Regroup, Reply, Request, Returned
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "pytest",  # the test modules import it, and so does the parent's main module
+    "meshwright.testing.worker",
+)
+START_TIMEOUT_S = 60.0
+"""For processes to start and to form a group; on an idle machine it takes about a second."""
+GRACE_S = 2.0
+"""How long the other ranks have to come back once one has failed."""
+
+_log = get_logger(__name__)
+
+
+class GangError(RunError):
+    """A body failed on some rank.
+
+    Attributes:
+        ranks: the ranks that failed by themselves: raised or died; for a hang, those that did not come back.
+            The first to fail stands first: it is the likeliest cause.
+        exception: the first of the exceptions raised, when it could be pickled.
+    """
+
+    ranks: tuple[int, ...] = ()
+    exception: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: ForkServerProcess
+    pipe: Pipe
+
+
+@dataclass
+class _Replies:
+    """What came of one request, by rank; a rank that is in none of the three did not come back."""
+
+    returned: dict[int, bytes] = field(default_factory=dict)
+    raised: dict[int, Raised] = field(default_factory=dict)
+    died: dict[int, int | None] = field(default_factory=dict)
+
+    def failed(self) -> bool:
+        return bool(self.raised or self.died)
+
+    def came_back(self) -> int:
+        return len(self.returned) + len(self.raised)
+
+
+class Gang:
+    """`world_size` processes, each with a gloo process group of all of them and one CPU thread.
+
+    Started on first use, and again after a body left them unusable.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[_Worker] = []
+        self._directory = Path(tempfile.mkdtemp(prefix=f"gang{world_size}-"))
+        self._num_stores = 0
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def pids(self) -> list[int | None]:
+        """The workers' process ids by rank; empty while none run."""
+        return [one.process.pid for one in self._workers]
+
+    def run(self, fn: Body, *args: Any, timeout_s: float = 30.0, **kwargs: Any) -> list[Any]:
+        """Run `fn(rank, world_size, *args, **kwargs)` on every rank and return the results by rank.
+
+        Args:
+            fn: a top-level function of an importable module: it travels by name.
+            args, kwargs: pickled, the same for every rank.
+            timeout_s: limit for the slowest rank, without the time the gang takes to start.
+
+        Raises:
+            GangError: a rank raised (its exception is the cause), died, or did not come back in time.
+        """
+        __tracebackhide__ = True  # pytest shows the test's own lines, not these
+        call = Call(_pickle_call(fn, args, kwargs))
+        try:
+            self._make_ready()
+            replies = self._ask(call, timeout_s)
+            error = self._explain(fn, replies, timeout_s)
+            if replies.came_back() == self.world_size:
+                self._send(self._regroup())
+            else:
+                self._kill()
+        except BaseException:  # a Ctrl-C too leaves ranks in the middle of something
+            self._kill()
+            raise
+        if error is not None:
+            raise error from error.exception
+        return [pickle.loads(replies.returned[rank]) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _make_ready(self) -> None:
+        """Wait for the fresh group that was asked for after the last body; replace workers that can't."""
+        if self._workers:
+            replies = self._collect(START_TIMEOUT_S)
+            alive = all(one.process.is_alive() for one in self._workers)
+            if alive and len(replies.returned) == self.world_size:
+                return
+            _log.warning("replacing a gang of %d that could not regroup: %s", self.world_size, replies)
+            self._kill()
+        self._start()
+        replies = self._ask(self._regroup(), START_TIMEOUT_S)
+        error = self._explain(self._start, replies, START_TIMEOUT_S)
+        if error is not None:
+            raise error
+
+    def _start(self) -> None:
+        context = _fork_context()
+        self._directory.mkdir(exist_ok=True)
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=worker.main,
+                args=(rank, self.world_size, there, self._directory),
+                name=f"gang{self.world_size}-rank{rank}",
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._workers.append(_Worker(process, here))
+
+    def _regroup(self) -> Regroup:
+        self._num_stores += 1
+        return Regroup(str(self._directory / f"store-{self._num_stores}"))
+
+    def _ask(self, request: Request, timeout_s: float) -> _Replies:
+        self._send(request)
+        return self._collect(timeout_s)
+
+    def _send(self, request: Request) -> None:
+        for one in self._workers:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_collect` will see it
+                worker.send(one.pipe, request)
+
+    def _collect(self, timeout_s: float) -> _Replies:
+        """One reply from each rank, or fewer: after a first failure the others get `GRACE_S`."""
+        replies = _Replies()
+        pending = dict(enumerate(self._workers))
+        deadline = time.monotonic() + timeout_s
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            handles = [handle for one in pending.values() for handle in (one.pipe, one.process.sentinel)]
+            ready = connection.wait(handles, left_s)
+            for rank, one in list(pending.items()):
+                if one.pipe in ready or one.process.sentinel in ready:
+                    _take(one, rank, replies)
+                    del pending[rank]
+            if replies.failed():
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+    def _explain(self, fn: Any, replies: _Replies, timeout_s: float) -> GangError | None:
+        """The error that says what each rank did, or None when all returned."""
+        if len(replies.returned) == self.world_size:
+            return None
+        missing = [r for r in range(self.world_size) if not _is_in(r, replies)]
+        stacks = self._stacks(missing)
+        if replies.died:
+            ranks = tuple(replies.died)
+            what = "; ".join(f"rank {r} died of {_cause(code)}" for r, code in replies.died.items())
+        elif replies.raised:
+            ranks = tuple(replies.raised)
+            what = "; ".join(f"rank {r} raised {raised.summary}" for r, raised in replies.raised.items())
+        else:
+            ranks = tuple(missing)
+            what = f"{_name_ranks(missing)} did not come back within {timeout_s:g} s"
+        parts = [what]
+        parts += [f"--- rank {r} raised\n{raised.traceback}" for r, raised in replies.raised.items()]
+        parts += [f"--- rank {r} died; its last words\n{self._read_stacks(r)}" for r in replies.died]
+        parts += [f"--- rank {r} did not come back; its stacks\n{text}" for r, text in stacks.items()]
+        if replies.returned and missing:
+            parts.append(f"--- {_name_ranks(list(replies.returned))} returned")
+        where = f"{fn.__module__}.{fn.__qualname__} on {self.world_size} ranks"
+        error = GangError("\n".join(parts), where=where)
+        error.ranks = ranks
+        pickled = [raised.exception for raised in replies.raised.values() if raised.exception is not None]
+        with contextlib.suppress(Exception):  # it may be of a module that only the worker has
+            error.exception = pickle.loads(pickled[0]) if pickled else None
+        return error
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Have the workers of `ranks` write the stacks of their threads, now."""
+        for rank in ranks:
+            pid = self._workers[rank].process.pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, worker.STACK_SIGNAL)
+        deadline = time.monotonic() + 2
+        for rank in ranks:
+            path, size = worker.stack_file(self._directory, rank), 0
+            while time.monotonic() < deadline and (size == 0 or path.stat().st_size != size):
+                size = path.stat().st_size if path.exists() else 0
+                time.sleep(0.05)
+        return {rank: self._read_stacks(rank) for rank in ranks}
+
+    def _read_stacks(self, rank: int) -> str:
+        path = worker.stack_file(self._directory, rank)
+        return (path.read_text() if path.exists() else "") or "(none)"
+
+    def _kill(self) -> None:
+        for one in self._workers:
+            one.process.kill()
+        for one in self._workers:
+            one.process.join()
+            one.pipe.close()
+        self._workers = []
+
+
+class GangPool:
+    """One gang a world size; of more than `max_gangs`, the one unused for longest is closed."""
+
+    def __init__(self, max_gangs: int = 3) -> None:
+        self._max_gangs = max_gangs
+        self._gangs: OrderedDict[int, Gang] = OrderedDict()
+
+    def __call__(self, world_size: int) -> Gang:
+        """The gang of `world_size`, made on first use."""
+        if world_size not in self._gangs:
+            while len(self._gangs) >= self._max_gangs:
+                self._gangs.popitem(last=False)[1].close()
+            self._gangs[world_size] = Gang(world_size)
+        self._gangs.move_to_end(world_size)
+        return self._gangs[world_size]
+
+    def close(self) -> None:
+        """Close all gangs."""
+        for gang in self._gangs.values():
+            gang.close()
+        self._gangs.clear()
+
+
+def _fork_context() -> ForkServerContext:
+    """The fork server with torch imported, started with one OpenMP thread: its children inherit both."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
+def _pickle_call(fn: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise GangError(
+            f"cannot send {fn!r} to workers: {error}",
+            rule="a body is a top-level function of an importable module, and its arguments can be pickled",
+            fix="move the function out of the test, and pass what it closes over as arguments",
+        ) from error
+
+
+def _take(one: _Worker, rank: int, replies: _Replies) -> None:
+    try:
+        if one.pipe.poll():  # also when it is dead: its reply may have come before its end
+            reply: Reply = worker.receive(one.pipe)
+            if isinstance(reply, Returned):
+                replies.returned[rank] = reply.payload
+            else:
+                replies.raised[rank] = reply
+            return
+    except (EOFError, ConnectionResetError):
+        pass
+    one.process.join(GRACE_S)
+    replies.died[rank] = one.process.exitcode
+
+
+def _is_in(rank: int, replies: _Replies) -> bool:
+    return rank in replies.returned or rank in replies.raised or rank in replies.died
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "a closed pipe"
+    if exit_code < 0:
+        return f"signal {signal.Signals(-exit_code).name}"
+    return f"exit status {exit_code}"
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

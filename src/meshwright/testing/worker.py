@@ -1,0 +1,179 @@
+"""One worker of a gang: waits for a body, runs it in a fresh process group, sends back what it returned.
+
+Runs in a process forked from a server that has already imported torch, so starting costs milliseconds. The
+parent's side is `gang`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+Body = Callable[..., Any]
+
+STACK_SIGNAL = signal.SIGUSR1
+"""A worker that gets this signal writes the stacks of all its threads to `stack_file`."""
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Longer than any body's limit: the gang's own limit ends a hang, with stacks, before gloo's does without."""
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Ask a worker for a fresh process group, met through the file `store`."""
+
+    store: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """Ask a worker to run a body; `payload` is the pickled `(fn, args, kwargs)`."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A body came back, or a fresh group is ready; `payload` is the pickled result."""
+
+    payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A body raised. `exception` is the pickled exception, None when it can't be pickled."""
+
+    summary: str
+    traceback: str
+    exception: bytes | None
+
+
+Request = Regroup | Call
+Reply = Returned | Raised
+Pipe = connection.Connection
+
+
+def send(pipe: Pipe, message: Request | Reply) -> None:
+    """Send by plain pickle.
+
+    Not `pipe.send`: torch teaches that one to send a tensor as a descriptor of shared memory, which is gone
+    once the worker moves on or is killed. A plain pickle carries the values.
+    """
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def receive(pipe: Pipe) -> Any:
+    """The next message of the other side."""
+    return pickle.loads(pipe.recv_bytes())
+
+
+def stack_file(directory: Path, rank: int) -> Path:
+    """Where the worker of `rank` writes its stacks."""
+    return directory / f"stacks-{rank}.txt"
+
+
+def main(rank: int, world_size: int, pipe: Pipe, directory: Path) -> None:
+    """Serve requests until the parent closes the pipe."""
+    _settle(rank, directory)
+    environment = dict(os.environ)
+    while True:
+        try:
+            request: Request = receive(pipe)
+        except (EOFError, ConnectionResetError):
+            return
+        send(pipe, _answer(request, rank, world_size, environment))
+
+
+def _answer(request: Request, rank: int, world_size: int, environment: dict[str, str]) -> Reply:
+    # Returns only bytes and text, so that nothing of a body outlives it but what it keeps on purpose.
+    try:
+        if isinstance(request, Regroup):
+            _regroup(rank, world_size, request.store)
+            return Returned()
+        _reseed(environment)
+        fn, args, kwargs = pickle.loads(request.payload)
+        return Returned(pickle.dumps(fn(rank, world_size, *args, **kwargs)))
+    except BaseException as error:  # a worker outlives whatever a body raises, SystemExit too
+        return _describe(error)
+
+
+def _settle(rank: int, directory: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    # gloo listens where this says, loopback only: `lo`, or `lo0` on macOS.
+    names = (name for _, name in socket.if_nameindex())
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for name in names if name.startswith("lo"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a run ends
+    # Kept open for the life of the process: the handlers write to its descriptor.
+    stacks = stack_file(directory, rank).open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+    threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
+    gc.collect()
+    gc.freeze()  # what torch brought is never garbage, so later collections need not walk it
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _regroup(rank: int, world_size: int, store: str) -> None:
+    """Replace the process group and every group made from it.
+
+    A body may leave groups, or messages nobody has received; a fresh group means the next body meets neither.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    # By a file: PyTorch's TCPStore listens on every interface.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+
+
+def _reseed(environment: dict[str, str]) -> None:
+    """Put back what a body may have changed: environment, default dtype, and the random streams."""
+    import numpy
+    import torch
+
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+def _describe(error: BaseException) -> Raised:
+    exception = None
+    with contextlib.suppress(Exception):
+        exception = pickle.dumps(error)
+        pickle.loads(exception)  # some exceptions pickle but don't come back
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    # What a body printed belongs before its error.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return Raised("".join(traceback.format_exception_only(error)).strip(), text, exception)

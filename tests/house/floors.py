@@ -1,0 +1,130 @@
+"""Floors: imports go down only, rooms on one floor don't import each other, and plans never import torch.
+
+The tables are the architecture's; a new room is entered here before its first file.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+from tests.house.source import PACKAGE, Module, Tree
+
+FLOORS = {
+    "errors": 0, "units": 0, "log": 0, "__init__": 0,
+    "cluster": 1, "mesh": 1, "testing": 1,
+    "comm": 2, "nn": 2,
+    "reshard": 3, "pipeline": 3,
+    "capture": 4, "models": 4, "parallel": 4, "data": 4, "checkpoint": 4,
+    "config": 5,
+    "plan": 6,
+    "train": 7,
+    "prove": 8, "bench": 8,
+    "cli": 9,
+    "__main__": 10,
+}  # fmt: skip
+"""Room, or file beside the rooms, by floor."""
+
+TORCH_FREE = (
+    "__init__.py", "__main__.py", "errors.py", "units.py", "log.py",
+    "cluster/spec.py", "cluster/presets.py",
+    "mesh/axes.py", "mesh/layout.py",
+    "testing/*",
+    "models/spec.py",
+    "data/sampler.py", "data/text.py", "data/tokenizer.py",
+    "config/*",
+    "plan/*",
+    "pipeline/table.py", "pipeline/generate.py", "pipeline/lower.py", "pipeline/verify.py",
+    "pipeline/simulate.py", "pipeline/draw.py",
+    "capture/plan.py", "capture/verify.py", "capture/draw.py",
+    "reshard/steps.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py", "reshard/draw.py",
+    "checkpoint/manifest.py",
+    "train/launch.py",
+    "cli/*",
+)  # fmt: skip
+"""Files that import no torch, by patterns inside the package."""
+
+LATE_TORCH_ALLOWED = ("__main__.py", "cli/*", "train/launch.py", "testing/*")
+"""Of those, files that start work that needs torch: they may import it inside functions."""
+
+TORCH = ("torch", "torchao", "torchvision", "triton", "safetensors.torch", "transformers")
+"""Torch itself and what imports it."""
+
+
+def floor_breaches(tree: Tree) -> list[str]:
+    """Rooms without a floor; imports that go up or sideways, wherever in the file they stand."""
+    breaches = []
+    for module in tree.package:
+        if module.room not in FLOORS:
+            breaches.append(f"{module.path}: {module.room} has no floor in the architecture's table")
+            continue
+        for one in module.imports:
+            room = _room_of(one.target)
+            if room is None or room == module.room:
+                continue
+            if room not in FLOORS:
+                breaches.append(f"{module.path}:{one.line} imports {one.target}, which has no floor")
+            elif not (FLOORS[room] < FLOORS[module.room] or FLOORS[room] == FLOORS[module.room] == 0):
+                way = "sideways" if FLOORS[room] == FLOORS[module.room] else "up"
+                breaches.append(
+                    f"{module.path}:{one.line} imports {way}: {one.target} "
+                    f"(floor {FLOORS[module.room]} → {FLOORS[room]})"
+                )
+    return breaches
+
+
+def torch_breaches(tree: Tree) -> list[str]:
+    """Torch-free files from which an import leads to torch."""
+    breaches = []
+    for module in tree.package:
+        if not _matches(module, TORCH_FREE):
+            continue
+        if chain := torch_chain(tree, module):
+            breaches.append(f"{module.path} leads to torch: {' → '.join(chain)}")
+        if _matches(module, LATE_TORCH_ALLOWED):
+            continue
+        for one in module.imports:
+            if one.late and not one.typing_only:
+                for chain in _lead(tree, one.target, {module.name}):
+                    way = " → ".join(chain)
+                    breaches.append(f"{module.path}:{one.line} leads to torch in a function: {way}")
+    return breaches
+
+
+def torch_chain(tree: Tree, module: Module, seen: set[str] | None = None) -> list[str]:
+    """The imports by which loading `module` loads torch, or nothing. A package on the way loads too."""
+    seen = set() if seen is None else seen
+    seen.add(module.name)
+    parents = [parent for parent in tree.resolve(module.name) if parent.name not in seen]
+    for parent in parents:
+        chain = torch_chain(tree, parent, seen)
+        if chain:
+            return [module.inner_path, *chain]
+    for one in module.imports:
+        if not one.late and not one.typing_only:
+            for chain in _lead(tree, one.target, seen):
+                return [module.inner_path, *chain]
+    return []
+
+
+def _lead(tree: Tree, target: str, seen: set[str]) -> list[list[str]]:
+    """At most one chain from an import's target to torch."""
+    if any(target == name or target.startswith(name + ".") for name in TORCH):
+        return [[target]]
+    for module in tree.resolve(target):
+        if module.name not in seen:
+            chain = torch_chain(tree, module, seen)
+            if chain:
+                return [chain]
+    return []
+
+
+def _room_of(target: str) -> str | None:
+    parts = target.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    # `import meshwright` and names of its `__init__`, such as `__version__`.
+    return "__init__" if len(parts) == 1 or parts[1] in ("__version__", "*") else parts[1]
+
+
+def _matches(module: Module, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(module.inner_path, pattern) for pattern in patterns)

@@ -1,0 +1,266 @@
+"""Gangs return results by rank, and survive bodies that raise, hang or die."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.testing.gang import GangError, GangPool
+
+
+def add(rank, world_size, left, right=0):
+    return rank, world_size, left + right
+
+
+def total(rank, world_size):
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    return value
+
+
+def draw(rank, world_size):
+    torch.set_default_dtype(torch.float64)
+    os.environ["GANG_LEFTOVER"] = "1"
+    return torch.rand(2), random.random(), numpy.random.rand()
+
+
+def default_dtype(rank, world_size):
+    return torch.get_default_dtype(), "GANG_LEFTOVER" in os.environ
+
+
+def raise_everywhere(rank, world_size):
+    raise ValueError(f"no luck on {rank}")
+
+
+def raise_on(rank, world_size, bad_rank):
+    if rank == bad_rank:
+        raise ValueError("no luck")
+    dist.barrier()
+
+
+def sleep_on(rank, world_size, slow_rank):
+    if rank == slow_rank:
+        time.sleep(60)
+
+
+def wait_for_nobody(rank, world_size):
+    if rank == 0:
+        dist.barrier()
+
+
+def die_on(rank, world_size, doomed_rank, signal_number):
+    if rank == doomed_rank:
+        os.kill(os.getpid(), signal_number)
+    dist.barrier()
+
+
+def exit_on(rank, world_size, doomed_rank):
+    if rank == doomed_rank:
+        os._exit(7)
+
+
+def leave_a_message(rank, world_size):
+    dist.new_group([0, 1])
+    if rank == 0:
+        dist.isend(torch.tensor([666.0]), 1)
+
+
+def pass_on(rank, world_size):
+    value = torch.tensor([float(rank)])
+    if rank == 0:
+        dist.send(value, 1)
+    if rank == 1:
+        dist.recv(value, 0)
+    return value.item()
+
+
+def large_tensor(rank, world_size):
+    return torch.full((1_000_000,), float(rank)), torch.zeros(3, requires_grad=True) + rank
+
+
+def threads(rank, world_size):
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def listening_addresses(rank, world_size):
+    """Local addresses of this process's listening TCP sockets, as /proc writes them."""
+    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)}
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as lines:
+            rows = [line.split() for line in lines][1:]
+        addresses += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return addresses
+
+
+def _exists(fd):
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def works(one) -> bool:
+    return [value.item() for value in one.run(total)] == [3.0, 3.0]
+
+
+def test_results_come_by_rank(gang):
+    assert gang(2).run(add, 1, right=2) == [(0, 2, 3), (1, 2, 3)]
+
+
+def test_all_reduce(gang):
+    assert [value.item() for value in gang(4).run(total)] == [10.0] * 4
+
+
+def test_bodies_start_from_the_same_state(gang):
+    first, second = gang(2).run(draw), gang(2).run(draw)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1:] == other[1:]
+    assert gang(2).run(default_dtype) == [(torch.float32, False)] * 2
+
+
+def test_tensors_survive_after_the_worker_moved_on(gang):
+    results = gang(2).run(large_tensor)
+    gang(2).run(total)
+    for rank, (large, small) in enumerate(results):
+        assert large.sum().item() == rank * 1_000_000
+        assert small.tolist() == [rank] * 3
+
+
+def test_one_thread_and_loopback_only(gang):
+    assert gang(2).run(threads) == [(1, "1", "lo")] * 2
+    for addresses in gang(2).run(listening_addresses):
+        assert addresses, "gloo listens somewhere, or this test looks in the wrong place"
+        assert all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1, little endian
+
+
+def test_an_exception_names_the_rank_and_brings_its_traceback(gang):
+    with pytest.raises(GangError, match=r"rank 1 raised ValueError: no luck") as caught:
+        gang(2).run(raise_on, 1)
+    assert "in raise_on" in str(caught.value)
+    assert "rank 0 did not come back" in str(caught.value)
+    assert caught.value.ranks == (1,)
+    assert isinstance(caught.value.exception, ValueError)
+    assert works(gang(2))
+
+
+def test_workers_that_all_raised_are_kept(gang):
+    one = gang(2)
+    assert works(one)
+    before = one.pids()
+    with pytest.raises(GangError, match="raised ValueError: no luck on") as caught:
+        one.run(raise_everywhere)
+    assert sorted(caught.value.ranks) == [0, 1]  # the first to raise stands first
+    assert works(one)
+    assert one.pids() == before
+
+
+def test_a_hang_shows_the_stacks(gang):
+    assert works(gang(2))  # so that this file's import doesn't count against the limit
+    with pytest.raises(GangError, match=r"rank 1 did not come back within 1 s") as caught:
+        gang(2).run(sleep_on, 1, timeout_s=1)
+    assert "in sleep_on" in str(caught.value)
+    assert "rank 0 returned" in str(caught.value)
+    assert works(gang(2))
+
+
+def test_a_hang_in_a_collective_shows_the_stacks(gang):
+    assert works(gang(2))  # so that this file's import doesn't count against the limit
+    with pytest.raises(GangError, match=r"rank 0 did not come back within 1 s") as caught:
+        gang(2).run(wait_for_nobody, timeout_s=1)
+    assert "in barrier" in str(caught.value)
+    assert "in wait_for_nobody" in str(caught.value)
+    assert works(gang(2))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_is_reported_with_rank_and_signal(gang, signal_number):
+    with pytest.raises(GangError, match=f"rank 1 died of signal {signal_number.name}") as caught:
+        gang(2).run(die_on, 1, signal_number)
+    assert caught.value.ranks == (1,)
+    assert works(gang(2))
+
+
+def test_a_crash_leaves_its_stack(gang):
+    with pytest.raises(GangError, match="rank 1 died of signal SIGSEGV") as caught:
+        gang(2).run(die_on, 1, signal.SIGSEGV)
+    assert "in die_on" in str(caught.value)
+
+
+def test_a_worker_that_exits_is_reported_with_its_status(gang):
+    with pytest.raises(GangError, match="rank 0 died of exit status 7"):
+        gang(2).run(exit_on, 0)
+    assert works(gang(2))
+
+
+def test_a_worker_that_died_between_bodies_is_replaced(gang):
+    assert works(gang(2))
+    doomed = gang(2).pids()[1]
+    os.kill(doomed, signal.SIGKILL)
+    wait_until_gone([doomed])
+    assert works(gang(2))
+
+
+def test_a_body_does_not_meet_what_the_last_one_left(gang):
+    gang(2).run(leave_a_message)
+    assert gang(2).run(pass_on) == [0.0, 0.0]
+
+
+def test_a_body_that_cannot_travel_is_refused(gang):
+    with pytest.raises(GangError, match="top-level function"):
+        gang(2).run(lambda rank, world_size: None)
+
+
+def test_a_pool_keeps_the_gangs_used_last():
+    pool = GangPool(max_gangs=2)
+    one = pool(1)
+    pool(2)
+    assert pool(1) is one
+    pool(3)
+    assert pool(1) is one
+    assert len(pool._gangs) == 2
+    pool.close()
+
+
+def test_the_gang_module_imports_no_torch():
+    code = "import sys, meshwright.testing.gang; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    code = (
+        "import os, signal\n"
+        "from meshwright.testing.gang import Gang\n"
+        "gang = Gang(2)\n"
+        "assert gang.run(max) == [2, 2]\n"
+        "print(*gang.pids(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed parent clears nothing away
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    wait_until_gone(pids)
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} still run"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
