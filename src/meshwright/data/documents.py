@@ -1,0 +1,182 @@
+"""Text files as a list of documents, and which parts of them are held out for validation.
+
+The rule of what is held out: a file is held out whole when the SHA-256 of its name, as a number, is divisible
+by ten, provided that at least 5 non-empty files are; otherwise (few files) the last tenth of every file is.
+A name is the path relative to the corpus's root with forward slashes, so the choice is the same on every
+machine, and with many files adding one moves no other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from meshwright.errors import DataError
+
+STDLIB = "stdlib"
+MIN_HELD_OUT_FILES = 5
+_ONE_IN = 10
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text file as it was listed: where it is, its name in the corpus, its size in bytes and its age."""
+
+    path: str
+    name: str
+    num_bytes: int
+    mtime_ns: int
+
+
+class Extent(Enum):
+    """How much of a document a part of the corpus takes."""
+
+    WHOLE = "whole"
+    HEAD = "all but the last tenth"
+    TAIL = "the last tenth"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document, or a part of one."""
+
+    document: Document
+    extent: Extent
+
+
+def list_documents(source: str) -> list[Document]:
+    """The files of a source, `stdlib` or a glob (`**` and `~` are expanded), sorted by name.
+
+    Raises:
+        DataError: nothing matches, or a file cannot be read.
+    """
+    if source == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = list(_python_files(root))
+    else:
+        pattern = os.path.expanduser(source)
+        root = _fixed_root(pattern)
+        # A file's own name comes first: it may have brackets in it. Nested `**` can match a file twice.
+        matches = {pattern} if os.path.isfile(pattern) else set(glob.glob(pattern, recursive=True))
+        paths = [path for path in matches if os.path.isfile(path)]
+    if not paths:
+        raise _nothing_found(source, root)
+    documents = [_document(path, root, source) for path in paths]
+    return sorted(documents, key=lambda document: document.name)
+
+
+def split(documents: list[Document]) -> tuple[list[Piece], list[Piece]]:
+    """The pieces that are trained on and those that are held out, by the rule at the top of this file."""
+    kept = [document for document in documents if not _is_held_out(document.name)]
+    held_out = [document for document in documents if _is_held_out(document.name)]
+    if sum(document.num_bytes > 0 for document in held_out) >= MIN_HELD_OUT_FILES:
+        return [Piece(item, Extent.WHOLE) for item in kept], [Piece(item, Extent.WHOLE) for item in held_out]
+    return [Piece(item, Extent.HEAD) for item in documents], [Piece(item, Extent.TAIL) for item in documents]
+
+
+def read(piece: Piece, *, source: str) -> str | None:
+    """The text of a piece, None when the file is not UTF-8 or holds a zero byte, which separates documents.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        data = Path(piece.document.path).read_bytes()
+    except OSError as error:
+        raise unreadable(piece.document.path, source, error) from None
+    if b"\0" in data:
+        return None
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    cut = len(text) - len(text) // _ONE_IN
+    if piece.extent is Extent.HEAD:
+        return text[:cut]
+    return text[cut:] if piece.extent is Extent.TAIL else text
+
+
+def unreadable(path: str | Path, source: str, error: OSError) -> DataError:
+    """The error for a file that exists and cannot be read."""
+    return DataError(
+        f"{path} cannot be read: {error.strerror or error}",
+        where=f"data.source, {source}",
+        rule="every file of the source is readable by the user who runs",
+        fix=f"chmod u+r {path}, or a data.source without it",
+    )
+
+
+def nearest_existing(path: str | Path) -> Path:
+    """The deepest directory on the way to `path` that exists."""
+    place = Path(os.path.abspath(path))
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def similar_file(path: str | Path) -> Path | None:
+    """A file beside the missing `path` whose name is close to it."""
+    parent = Path(os.path.abspath(path)).parent
+    names = sorted(entry.name for entry in os.scandir(parent) if entry.is_file()) if parent.is_dir() else []
+    near = difflib.get_close_matches(Path(path).name, names, n=1)
+    return parent / near[0] if near else None
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]
+        yield from (os.path.join(folder, name) for name in files if name.endswith(".py"))
+
+
+def _fixed_root(pattern: str) -> Path:
+    """The directory that a glob's matches all lie in: its path up to the first part with a wildcard."""
+    if os.path.isfile(pattern) or not glob.has_magic(pattern):
+        return Path(pattern).parent
+    parts = Path(pattern).parts
+    first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    return Path(*parts[:first])
+
+
+def _document(path: str, root: Path, source: str) -> Document:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, source, error) from None
+    return Document(path, Path(os.path.relpath(path, root)).as_posix(), status.st_size, status.st_mtime_ns)
+
+
+def _is_held_out(name: str) -> bool:
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "little") % _ONE_IN == 0
+
+
+def _nothing_found(source: str, root: Path) -> DataError:
+    if source == STDLIB:
+        return DataError(
+            f"this Python keeps no source files in {root}",
+            where="data.source, stdlib",
+            rule="stdlib reads the .py files of the Python that runs",
+            fix="data.source='<directory>/**/*.txt'",
+        )
+    pattern = os.path.expanduser(source)
+    near = similar_file(pattern)
+    if os.path.isdir(pattern):
+        what, fix = f"{source} is a directory", f"data.source='{os.path.join(source, '**', '*.txt')}'"
+    elif glob.has_magic(pattern):
+        what, fix = f"no file matches {source}", f"a pattern that matches, or data.source={STDLIB}"
+    else:
+        what, fix = f"no file {source}", f"data.source={near or STDLIB}"
+    return DataError(
+        f"{what} (the nearest existing directory is {nearest_existing(pattern)})",
+        where=f"data.source, {source}",
+        rule="a source is stdlib, a glob of text files, or a .npy or .bin token file",
+        fix=fix,
+    )

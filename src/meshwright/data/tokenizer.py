@@ -1,0 +1,206 @@
+"""Tokenizers: bytes, which need nothing, and any Hugging Face `tokenizer.json`.
+
+Torch-free. The `tokenizers` package is an extra and is imported only when a `tokenizer.json` is opened.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import DataError
+
+Tokens = NDArray[np.unsignedinteger]
+
+BYTES = "bytes"
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+"""Names of the end-of-text token: GPT-2 and Qwen, Llama 3, Llama 2 and Mistral, Gemma, DeepSeek."""
+
+_INVALID_BYTE = 0xFF
+_CHUNK_CHARS = 2**20
+_SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The smallest vocabulary that holds every id."""
+
+    @property
+    def separator_id(self) -> int | None:
+        """The id that follows every document, None when the vocabulary has none."""
+
+    def encode(self, text: str) -> Tokens:
+        """The ids of a text, 1-D, without begin or end tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """The ids of each of several texts, faster than one by one."""
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text of some ids; what is no text becomes a replacement character."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes: vocabulary 256, documents separated by a zero byte, which text files do not contain."""
+
+    vocab_size: int = 256
+    separator_id: int | None = 0
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        # A model whose vocabulary was rounded up can draw ids that are no byte.
+        values = np.asarray(ids, dtype=np.int64)
+        values = np.where((values >= 0) & (values < self.vocab_size), values, _INVALID_BYTE)
+        return values.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` through the `tokenizers` package.
+
+    Args:
+        path: the `tokenizer.json`.
+
+    Raises:
+        DataError: the package or the file is missing, or the file is not a tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        require_tokenizers(path)
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self._backend: Any = Backend.from_str(_read(path).decode("utf-8"))
+        except DataError:
+            raise
+        except Exception as error:  # The package raises bare Exception for whatever it does not understand.
+            raise _not_a_tokenizer(path, error) from None
+        # Files often carry the truncation and padding of the last use; a corpus wants neither.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Text is text: a document that mentions `<|endoftext|>` does not end there.
+        self._backend.encode_special_tokens = True
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise _not_a_tokenizer(path, "its vocabulary is empty")
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        separators = (vocabulary[name] for name in SEPARATORS if name in vocabulary)
+        self.separator_id: int | None = next(separators, None)
+
+    def encode(self, text: str) -> Tokens:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """The ids of each text; one over a million characters is worked through in chunks (see `_chunks`)."""
+        dtype = token_dtype(self.vocab_size)
+        chunks = [list(_chunks(text)) for text in texts]
+        flat = [chunk for parts in chunks for chunk in parts]
+        encoded = iter(self._backend.encode_batch(flat, add_special_tokens=False))
+        return [np.concatenate([np.array(next(encoded).ids, dtype=dtype) for _ in parts]) for parts in chunks]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `bytes` or the path of a `tokenizer.json` (`~` is expanded).
+
+    Raises:
+        DataError: no such file, not a tokenizer, or the `tokenizers` package is missing.
+    """
+    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(_locate(name))
+
+
+def tokenizer_identity(name: str) -> str:
+    """A string that changes whenever the tokenizer's ids may; reads the file but does not parse it.
+
+    Raises:
+        DataError: no such file, or the `tokenizers` package is missing.
+    """
+    if name == BYTES:
+        return BYTES
+    path = _locate(name)
+    require_tokenizers(path)
+    return f"tokenizer.json {hashlib.sha256(_read(path)).hexdigest()}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest of uint8, uint16, uint32 that holds every id of a vocabulary."""
+    if vocab_size <= 2**8:
+        return np.dtype(np.uint8)
+    return np.dtype(np.uint16) if vocab_size <= 2**16 else np.dtype(np.uint32)
+
+
+def require_tokenizers(path: Path) -> None:
+    """Raise a DataError when the `tokenizers` package, which reads `path`, is not installed."""
+    if importlib.util.find_spec("tokenizers") is None:
+        raise DataError(
+            "the package tokenizers is not installed",
+            where=f"data.tokenizer, {path}",
+            rule="a tokenizer.json is read by the package tokenizers",
+            fix='pip install "meshwright[tokenizers]", or data.tokenizer=bytes',
+        )
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """A long text in parts of about a million characters, so that memory is bounded and cores share the work.
+
+    Cuts only after a single line end between two non-blank characters, where pre-tokenizers of GPT-2's kind
+    (and with them Llama 3's and Qwen's) cut too, so that their ids are those of the whole text.
+    """
+    start = 0
+    while len(text) - start > _CHUNK_CHARS:
+        cut = _SAFE_CUT.search(text, start + _CHUNK_CHARS)
+        if cut is None:
+            break
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
+
+
+def _locate(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if (path / "tokenizer.json").is_file():
+        fix = f"data.tokenizer={path / 'tokenizer.json'}"
+    else:
+        siblings = [str(other) for other in path.parent.glob("*.json")]
+        near = difflib.get_close_matches(str(path), siblings, n=1)
+        fix = f"data.tokenizer={near[0]}" if near else f"data.tokenizer={BYTES}"
+    raise DataError(
+        f"{path} is {'a directory' if path.is_dir() else 'no file'}",
+        where=f"data.tokenizer, {name}",
+        rule="a tokenizer is bytes or the path of a Hugging Face tokenizer.json",
+        fix=fix,
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _not_a_tokenizer(path, error.strerror or error) from None
+
+
+def _not_a_tokenizer(path: Path, reason: object) -> DataError:
+    return DataError(
+        f"{path} cannot be used: {reason}",
+        where=f"data.tokenizer, {path}",
+        rule="a tokenizer is bytes or the path of a Hugging Face tokenizer.json",
+        fix=f"data.tokenizer={BYTES}, or save the tokenizer again as tokenizer.json",
+    )
