@@ -2,15 +2,70 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
+from meshwright.bench.parts import PARTS, DeviceChoice, Options, find_part, load_body
+from meshwright.bench.report import as_json, table
+from meshwright.cli.style import paint
+from meshwright.errors import InputError
+from meshwright.train.launch import context_from_environment
+
+PART_HELP = "; ".join(f"{part}: {row.title}" for part, row in PARTS.items())
+
 
 def bench(
-    part: Annotated[str, typer.Argument(help="What to measure.")],
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures as JSON.")] = None,
+    part: Annotated[str, typer.Argument(help=PART_HELP)],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures as JSON; - for stdout.")
+    ] = None,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="What to measure on; auto takes a CUDA device when there is one.")
+    ] = DeviceChoice.AUTO,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of each comparison; the part's own number when left out.")
+    ] = None,
 ) -> None:
-    """Measure a part of Meshwright against the obvious alternative, in one run."""
-    raise typer.Exit(2)
+    """Measure a part of Meshwright against the obvious alternative: both sides in one run, in turns, medians."""
+    if context_from_environment() is not None:
+        raise InputError(
+            "bench was started by a launcher",
+            where="WORLD_SIZE in the environment",
+            rule="bench starts its own processes on this machine",
+            fix="meshwright bench …, without torchrun",
+        )
+    body = load_body(find_part(part))
+    if json_path is not None and not json_path.parent.is_dir():
+        raise InputError(
+            f"there is no folder {json_path.parent}",
+            where="command line, --json",
+            rule="figures are written into a folder that exists",
+            fix=f"mkdir -p {json_path.parent}",
+        )
+    report = body(Options(device, rounds), _say)
+    _say("")
+    to_stdout = json_path == Path("-")
+    _show(table(report), sys.stderr if to_stdout else sys.stdout)
+    text = json.dumps(as_json(report), indent=1, ensure_ascii=False)
+    if to_stdout:
+        print(text)
+    elif json_path is not None:
+        json_path.write_text(text + "\n", "utf-8")
+
+
+def _say(text: str) -> None:
+    """What a longer wait is for; on a terminal only, and gone when it is over."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print("\r\x1b[2K" + text[:width], end="", file=sys.stderr, flush=True)
+
+
+def _show(lines: list[str], stream: TextIO) -> None:
+    for line in lines:
+        style = "green" if "✓" in line else "red" if "✗" in line else None
+        print(paint(line, style, stream) if style else line, file=stream)

@@ -23,11 +23,10 @@ def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
     """List checkpoints with step, size and model."""
     for path in _find(folder):
         manifest = read_manifest(path)
-        size = sum(entry.size for entry in manifest.files.values())
         model = " · ".join(
             f"{key} {manifest.model[key]}" for key in ("kind", "num_layers", "dim") if key in manifest.model
         )
-        print(f"{path}  step {manifest.step} · {format_bytes(size)} · {len(manifest.files)} files · {model}")
+        print(f"{path}  step {manifest.step} · {format_bytes(manifest.num_bytes())} · {len(manifest.files)} files · {model}")
 
 
 @app.command("verify")

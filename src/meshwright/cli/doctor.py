@@ -23,6 +23,7 @@ REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matpl
 EXTRAS = {"tokenizers": "tokenizers", "tensorboard": "tensorboard"}
 MIN_PYTHON, MIN_TORCH, TESTED_TORCH = (3, 11), (2, 11), (2, 13)
 MIN_OPEN_FILES = 1024
+LIMITS_FILE = "/etc/security/limits.conf"
 MIN_FREE_BYTES = 2 * GIB
 
 
@@ -85,7 +86,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
         yield Finding("missing", "torch", f"does not import: {error}", "pip install -c constraints.txt torch")
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -111,9 +112,12 @@ def _compiler() -> Finding:
 
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    good = soft >= MIN_OPEN_FILES
-    fix = "" if good else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-    yield Finding("ok" if good else "note", "open files", f"{soft} (hard limit {hard})", fix)
+    good = soft >= MIN_OPEN_FILES or soft == resource.RLIM_INFINITY
+    room = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    raised = f"ulimit -n {room}" if room >= MIN_OPEN_FILES else f"as root: ulimit -n 65536, or {LIMITS_FILE}"
+    fix = "" if good else raised
+    soft_text, hard_text = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
+    yield Finding("ok" if good else "note", "open files", f"{soft_text} (hard limit {hard_text})", fix)
     for name, path in (("disk", Path.cwd()), ("temporary", Path(tempfile.gettempdir()))):
         free = shutil.disk_usage(path).free
         fix = (

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from meshwright.cli.style import paint
+from meshwright.cli.style import CLEAR_LINE, is_terminal, paint
 from meshwright.errors import MeshwrightError
 
 
 def show_error(error: MeshwrightError) -> None:
     """Print to stderr."""
     sys.stdout.flush()
+    if is_terminal(sys.stderr):
+        print(CLEAR_LINE, end="", file=sys.stderr)  # a progress line may be open
     parts = (("error", error.what), ("where", error.where), ("rule", error.rule), ("fix", error.fix))
     for label, text in parts:
         if text:

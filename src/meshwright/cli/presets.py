@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.config.dump import to_toml
+from meshwright.config.dump import keys_table, to_toml
 from meshwright.config.load import load, preset_names
 from meshwright.units import format_bytes, format_count
 
@@ -14,9 +14,12 @@ from meshwright.units import format_bytes, format_count
 def presets(
     name: Annotated[str | None, typer.Argument(help="Print this preset whole, every key resolved.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="List the devices whose facts are known.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="Print every key with its meaning, as Markdown.")] = False,
 ) -> None:
     """List the presets with their size and layout, or print one."""
-    if devices:
+    if keys:
+        print(keys_table(), end="")
+    elif devices:
         _print_devices()
     elif name is not None:
         print(to_toml(load(name)), end="")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
 
-from meshwright.cli.style import paint
+from meshwright.cli.style import CLEAR_LINE, is_terminal, paint
 from meshwright.train.reporter import Facts, Progress, Reporter, Summary
 from meshwright.units import format_bytes, format_count, format_duration
 
@@ -21,13 +22,15 @@ class TerminalReporter(Reporter):
     def __init__(self, *, quiet: bool = False, log_every: int = 10) -> None:
         self._quiet = quiet
         self._log_every = log_every
-        self._is_terminal = sys.stdout.isatty()
+        self._is_terminal = is_terminal(sys.stdout)
         self._losses: list[float] = []
         self._last_shown = 0.0
         self._line_is_open = False
+        self._steps = 0
 
     def started(self, facts: Facts) -> None:
         """The plan in two lines."""
+        self._steps = facts.steps
         where = facts.device if facts.backend is None else f"{facts.device}, {facts.backend}"
         processes = "1 process" if facts.num_ranks == 1 else f"{facts.num_ranks} processes"
         mesh = processes if facts.num_ranks == 1 else f"mesh {facts.mesh} = {processes}"
@@ -50,7 +53,8 @@ class TerminalReporter(Reporter):
     def progress(self, progress: Progress) -> None:
         """The live line; off a terminal every `log_every` steps."""
         loss = progress.loss if progress.bits_per_byte is None else progress.bits_per_byte
-        self._losses.append(loss)
+        if math.isfinite(loss):
+            self._losses.append(loss)
         is_last = progress.step == progress.steps
         if progress.skipped:
             self._print(f"step {progress.step} was not finite and was skipped on all ranks")
@@ -63,8 +67,9 @@ class TerminalReporter(Reporter):
             print(self._text(progress, loss), flush=True)
 
     def validated(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """One line."""
-        self._print(f"step {step}  validation {_loss(loss, bits_per_byte)}")
+        """One line; the last validation stands in the result instead."""
+        if step < self._steps:
+            self._print(f"step {step}  validation {_loss(loss, bits_per_byte)}")
 
     def finished(self, summary: Summary) -> None:
         """What came out, and where it lies."""
@@ -92,7 +97,7 @@ class TerminalReporter(Reporter):
 
     def _show(self, text: str) -> None:
         width = shutil.get_terminal_size().columns
-        sys.stdout.write("\r\x1b[2K" + text[: width - 1])
+        sys.stdout.write(CLEAR_LINE + text[: width - 1])
         sys.stdout.flush()
         self._line_is_open = True
         self._last_shown = time.monotonic()
@@ -101,7 +106,7 @@ class TerminalReporter(Reporter):
         if self._quiet:
             return
         if self._line_is_open:
-            sys.stdout.write("\r\x1b[2K")
+            sys.stdout.write(CLEAR_LINE)
             self._line_is_open = False
         print(text, flush=True)
 
@@ -112,6 +117,8 @@ def _loss(loss: float, bits_per_byte: float | None) -> str:
 
 def _spark(losses: list[float]) -> str:
     """The loss so far as a row of bars, each the mean of its part of the steps."""
+    if not losses:
+        return ""
     size = max(1, len(losses) // SPARK_POINTS)
     parts = [losses[i : i + size] for i in range(0, len(losses) - size + 1, size)][-SPARK_POINTS:]
     means = [sum(part) / len(part) for part in parts]

@@ -34,12 +34,12 @@ def run(
     source, overrides = split_words(words)
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
-    open_training_corpus(config)
-    reporter = partial(TerminalReporter, quiet=quiet)
+    corpus = open_training_corpus(config)
+    reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
         run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))
         return
-    folder = choose_folder(config, out=out, resume=resume)
+    folder = choose_folder(config, out=out, resume=resume, corpus=corpus.fingerprint)
     launch(
         run_body,
         RunSpec(config, reporter, folder=folder),

@@ -7,10 +7,18 @@ from typing import TextIO
 
 CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
+CLEAR_LINE = "\r\x1b[2K"
+"""Puts a terminal's cursor at the start of its line, now empty."""
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can rewrite its line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
 
 def use_color(stream: TextIO) -> bool:
     """Whether escape codes belong on `stream`."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def paint(text: str, style: str, stream: TextIO) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
 
 from meshwright.config.schema import RunConfig
 
@@ -30,5 +32,45 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # TOML's basic strings escape as JSON's do
+        # TOML's basic strings escape as JSON's do, and the character DEL besides.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
+
+
+def keys_table() -> str:
+    """Every key with type, default and meaning, as the Markdown of `docs/config.md`."""
+    lines = ["# Every key", "", "Written by `meshwright presets --keys`; a test compares.", ""]
+    _section_tables(RunConfig, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _section_tables(model: type[BaseModel], prefix: str, lines: list[str]) -> None:
+    nested: list[tuple[str, type[BaseModel]]] = []
+    title = f"## `[{prefix.rstrip('.')}]`" if prefix else "## Top level"
+    lines += [
+        title,
+        "",
+        (model.__doc__ or "").split("\n")[0],
+        "",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for name, field in model.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if section is not None:
+            nested.append((f"{prefix}{name}.", section))
+        else:
+            default = "none" if field.default is None else f"`{_value(field.default)}`"
+            lines.append(f"| `{prefix}{name}` | {_type_words(field.annotation)} | {default} | {field.description} |")
+    lines.append("")
+    for name, section in nested:
+        _section_tables(section, name, lines)
+
+
+def _type_words(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    words = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return " or ".join(words.get(kind, str(kind)) for kind in kinds)

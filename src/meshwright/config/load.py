@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from meshwright.config import rules
+from meshwright.config.draft import Draft, shorten
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.errors import ConfigError
 
@@ -42,129 +43,160 @@ def load(
         ConfigError: an unknown preset, key or type; LayoutError: a mesh that does not fit.
     """
     source = source or DEFAULT_PRESET
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    draft = Draft()
     for word in defaults:
-        _set(values, origins, word, origin="default of this command")
+        _set(draft, word, origin="default of this command")
     label, tree = _read(source)
-    for key, value in _flatten(tree):
-        _put(values, key, value, where=f"{label}, {key}")
-        origins[key] = label
+    _put(draft, "", tree, origin=label)
     for word in overrides:
-        _set(values, origins, word, origin="command line")
-    values.setdefault("name", Path(source).stem)
+        _set(draft, word, origin="command line")
+    draft.values.setdefault("name", Path(source).stem)
     try:
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(draft.values)
     except ValidationError as error:
-        raise _explain(error, origins) from None
-    rules.check(config, origins, num_ranks=num_ranks)
+        raise _explain(error, draft, num_ranks=num_ranks) from None
+    rules.check(config, draft.origins, num_ranks=num_ranks)
     return config
 
 
 def known_keys() -> list[str]:
     """Every dotted key of the configuration."""
-    return [key for key, _ in _walk(RunConfig, "")]
+    return list(_fields())
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
+def _fields() -> dict[str, Any]:
+    """Every dotted key's field."""
+    return {key: field for key, field, section in _walk(RunConfig, "") if section is None}
+
+
+def _sections() -> dict[str, Any]:
+    """The field of every section, by its dotted name."""
+    return {key: field for key, field, section in _walk(RunConfig, "") if section is not None}
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, type[BaseModel] | None]]:
+    """Name and field of all keys and sections, with the section's model where it is one."""
     for name, field in model.model_fields.items():
-        nested = next(
-            (kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)),
-            None,
-        )
+        kinds = (field.annotation, *get_args(field.annotation))
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        yield f"{prefix}{name}", field, nested
         if nested is not None:
             yield from _walk(nested, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
     path = Path(source)
     if source in preset_names():
-        text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_text("utf-8")
+        text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
         label = f"preset {source}"
     elif path.suffix == ".toml" and path.is_file():
-        text, label = path.read_text("utf-8"), source
+        text, label = path.read_bytes(), source
     else:
-        near = difflib.get_close_matches(source, preset_names(), n=1)
-        raise ConfigError(
-            f"{source} is neither a preset nor a TOML file" + (" (no such file)" if path.suffix == ".toml" else ""),
-            where="command line",
-            rule=f"presets are {', '.join(preset_names())}",
-            fix=near[0] if near else DEFAULT_PRESET,
-        )
+        raise _no_source(source)
     try:
-        return label, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return label, tomllib.loads(text.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"not TOML: {error}", where=label, rule="a run is described in TOML", fix="see docs/config.md"
+            f"not TOML: {error}",
+            where=label,
+            rule="a run is described in TOML",
+            fix=f"meshwright presets {DEFAULT_PRESET} prints such a file with all keys",
         ) from None
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _no_source(source: str) -> ConfigError:
+    path = Path(source)
+    is_file = path.suffix == ".toml"
+    others = [str(other) for other in path.parent.glob("*.toml")] if is_file else preset_names()
+    near = difflib.get_close_matches(source, others, n=1)
+    return ConfigError(
+        f"{shorten(source)} is neither a preset nor a TOML file" + (" (no such file)" if is_file else ""),
+        where="command line",
+        rule=f"presets are {', '.join(preset_names())}",
+        fix=near[0] if near else DEFAULT_PRESET,
+    )
 
 
-def _set(values: dict[str, Any], origins: dict[str, str], word: str, *, origin: str) -> None:
+def _set(draft: Draft, word: str, *, origin: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not key:
+        is_source = word in preset_names() or word.endswith(".toml")
         raise ConfigError(
-            f"{word!r} is not an override",
+            f"{shorten(word)!r} is not an override",
             where=origin,
-            rule="an override is section.key=value",
-            fix=f"{_nearest_key(key) or 'train.steps'}=…",
+            rule="an override is section.key=value; a preset or a file comes first, before all of them",
+            fix=f"name {word} first" if is_source else f"{_nearest_key(key) or 'train.steps'}=…",
         )
-    _put(values, key, _parse_value(text), where=f"{origin}, {key}")
-    origins[key] = origin
+    field = _fields().get(key) or _sections().get(key)
+    _put(draft, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
 
 
-def _parse_value(text: str) -> Any:
-    """A TOML value; what TOML can't read is a string, so paths and names need no quotes. `none` unsets a key."""
-    if text.lower() in ("none", "null"):
+def _parse_value(text: str, annotation: Any) -> Any:
+    """A TOML value; what TOML can't read is a string, so paths and names need no quotes. `none` unsets a key.
+
+    Where a string belongs a word is one, whatever else TOML would read it as: `data.source=2024` is a file's name.
+    """
+    kinds = get_args(annotation) or (annotation,)
+    if type(None) in kinds and text.lower() in ("none", "null"):
         return None
     if text in ("True", "False"):
         text = text.lower()
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    is_more = len(tree) > 1  # a line end in the word, and another key after it
+    return text if is_more or (str in kinds and not isinstance(tree["value"], str)) else tree["value"]
 
 
-def _put(values: dict[str, Any], key: str, value: Any, *, where: str) -> None:
-    if key not in known_keys():
-        raise _unknown_key(key, where)
-    *sections, name = key.split(".")
-    for section in sections:
-        child = values.get(section)
-        if not isinstance(child, dict):
-            child = values[section] = {}
-        values = child
-    values[name] = value
+def _put(draft: Draft, key: str, value: Any, *, origin: str) -> None:
+    """Set a key, or all keys of a section given whole; `key` is empty for the whole configuration."""
+    if key in _fields():
+        draft.put(key, value, origin)
+        return
+    sections = _sections()
+    if isinstance(value, Mapping) and (not key or key in sections):
+        if not value:
+            draft.put(key, {}, origin) if key else None
+        for name, inner in value.items():
+            _put(draft, f"{key}.{name}" if key else name, inner, origin=origin)
+    elif key in sections and value is None:
+        draft.put(key, None, origin)
+    elif key in sections:
+        first = next(name for name in _fields() if name.startswith(f"{key}."))
+        raise ConfigError(
+            f"{key} is a section, not a key",
+            where=f"{origin}, {key}",
+            rule="a section's keys are set one by one",
+            fix=f"{first}=…",
+        )
+    else:
+        raise _unknown_key(_first_leaf(key, value), origin)
 
 
-def _unknown_key(key: str, where: str) -> ConfigError:
-    section = key.split(".")[0]
+def _first_leaf(key: str, value: Any) -> str:
+    """The first key in a table of an unknown section, which says more than the section's name."""
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
+
+
+def _unknown_key(key: str, origin: str) -> ConfigError:
+    section, where = key.split(".")[0], f"{origin}, {shorten(key)}"
     if section in PLANNED_SECTIONS:
         return ConfigError(
             f"the section {section} is not available yet",
             where=where,
             rule=f"this version has the sections {', '.join(RunConfig.model_fields)}",
-            fix=f"leave {key} out",
+            fix=f"leave {shorten(key)} out",
         )
     near = _nearest_key(key)
     return ConfigError(
-        f"unknown key {key}",
+        f"unknown key {shorten(key)}",
         where=where,
         rule="keys are those of docs/config.md",
-        fix=f"{near} (the nearest valid key)" if near else "see meshwright presets llama-tiny for all keys",
+        fix=f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys",
     )
 
 
@@ -174,19 +206,43 @@ def _nearest_key(key: str) -> str | None:
     return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+def _explain(error: ValidationError, draft: Draft, *, num_ranks: int | None) -> ConfigError:
     """The first of pydantic's complaints as one of our errors."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    field = dict(_walk(RunConfig, "")).get(key)
+    field = _fields().get(key)
     rule = first["msg"][:1].lower() + first["msg"][1:]
-    default = getattr(field, "default", None)
     meaning = getattr(field, "description", "") or ""
     allowed = first.get("ctx", {}).get("expected")
-    fix = f"{key}={str(default).lower() if isinstance(default, bool) else default}" if field is not None else ""
     return ConfigError(
-        f"{key} = {first['input']!r} is not allowed here",
-        where=f"{origins.get(key, 'default')}, {key}",
+        f"{key} = {shorten(repr(first['input']))} is not allowed here",
+        where=f"{draft.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
-        fix=fix + (" (the default)" if fix else ""),
+        fix=_way_back(draft, key, getattr(field, "default", None), num_ranks=num_ranks),
     )
+
+
+def _way_back(draft: Draft, key: str, default: Any, *, num_ranks: int | None) -> str:
+    """The word that sets a key to what stood there before, or to its default, whichever makes a valid run."""
+    choices = [(default, "the default")]
+    if key in draft.replaced:
+        value, origin = draft.replaced[key]
+        choices.insert(0, (value, f"as in {origin}"))
+    for value, what in choices:
+        try:
+            config = RunConfig.model_validate(draft.with_value(key, value))
+        except ValidationError:
+            continue
+        more = rules.repair(config, num_ranks)
+        if more is not None:
+            word = f"{key}={_word(value)} ({what})"
+            return f"{word} with {rules.as_words(more)}" if more else word
+    value, what = choices[0]
+    return f"{key}={_word(value)} ({what})"
+
+
+def _word(value: Any) -> str:
+    """A value as an override writes it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -2,18 +2,45 @@
 
 One place, checked before any process starts; each rule says what is wrong, where it was set, the rule, and a fix
 that works. Nothing is ever changed silently to make a rule hold.
+
+A rule that is broken offers ways out; those that would only break another rule are left out of the error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from meshwright.config.schema import RunConfig
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError, InputError, LayoutError
 
 Origins = Mapping[str, str]
 """Where each key was set (`command line`, a file, `preset llama-tiny`), by dotted key."""
+
+Way = Mapping[str, int]
+"""Keys and the values that they are set to together."""
+
+MAX_WAYS = 3
+MAX_COMPLETIONS = 3
+MAX_DIVISOR = 1 << 16
+"""No mesh or model has more ranks or heads; sizes may be so large that listing all their divisors would take hours."""
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A broken rule."""
+
+    kind: type[InputError]
+    what: str
+    key: str
+    rule: str
+    ways: Sequence[Way]
+    """Ways out, the best first."""
+    otherwise: str = ""
+    """A way out that is no setting of keys."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) -> None:
@@ -28,133 +55,188 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) 
         LayoutError: the mesh fits neither the model, the batch nor the number of ranks.
         ConfigError: the model's or the training's keys contradict each other.
     """
+    breach = next(breaches(config, num_ranks), None)
+    if breach is None:
+        return
+    where = f"{origins[breach.key]}, {breach.key}" if breach.key in origins else f"default of {breach.key}"
+    if num_ranks is not None:
+        where += f"; WORLD_SIZE={num_ranks} in the environment"
+    alone = (way for way in breach.ways if next(breaches(_changed(config, way), num_ranks), None) is None)
+    ways = list(islice(alone, MAX_WAYS))
+    if not ways:
+        completed = (_completed(config, way, num_ranks) for way in breach.ways)
+        ways = list(islice(filter(None, completed), 1)) or list(breach.ways[:1])
+    fixes = [as_words(way) for way in ways]
+    fix = " or ".join([*fixes, breach.otherwise] if breach.otherwise else fixes)
+    raise breach.kind(breach.what, where=where, rule=breach.rule, fix=fix)
 
-    def where(key: str) -> str:
-        return f"{origins[key]}, {key}" if key in origins else f"default of {key}"
 
-    _check_available(config, where)
-    _check_model(config, where)
-    _check_tensor_parallel(config, where)
-    _check_batch(config, where)
-    _check_ranks(config, where, num_ranks)
-    _check_schedule(config, where)
+def as_words(way: Way) -> str:
+    """A way out as a command line takes it."""
+    return " ".join(f"{key}={value}" for key, value in way.items())
 
 
-Where = Callable[[str], str]
+def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
+    """The rules that `config` breaks. Later ones assume that earlier ones hold: only the first is sure."""
+    yield from _unavailable(config)
+    yield from _model(config)
+    yield from _tensor_parallel(config)
+    yield from _ranks(config, num_ranks)
+    yield from _batch(config)
+    yield from _schedule(config)
 
 
-def _check_available(config: RunConfig, where: Where) -> None:
+def repair(config: RunConfig, num_ranks: int | None) -> Way | None:
+    """Keys to set so that no rule is broken, none if none is; None where that is not found."""
+    return _completed(config, {}, num_ranks)
+
+
+def _completed(config: RunConfig, way: Way, num_ranks: int | None, *, depth: int = MAX_COMPLETIONS) -> Way | None:
+    """`way` with what else has to be set then, so that no rule is broken; None where that is not found."""
+    breach = next(breaches(_changed(config, way), num_ranks), None)
+    if breach is None:
+        return way
+    # What this way has already set stays: setting it again would go round in circles.
+    more = (other for other in breach.ways if depth and not other.keys() & way.keys())
+    found = (_completed(config, {**way, **other}, num_ranks, depth=depth - 1) for other in islice(more, MAX_WAYS))
+    return next(filter(None, found), None)
+
+
+def _changed(config: RunConfig, way: Way) -> RunConfig:
+    sections: dict[str, Any] = {}
+    for key, value in way.items():
+        section, name = key.split(".")
+        sections[section] = sections.get(section, getattr(config, section)).model_copy(update={name: value})
+    return config.model_copy(update=sections)
+
+
+def _unavailable(config: RunConfig) -> Iterator[Breach]:
     for axis in ("pp", "cp", "ep"):
         size = getattr(config.mesh, axis)
         if size > 1:
-            raise LayoutError(
+            as_many_ranks = {} if axis == "ep" else {"mesh.dp_shard": config.mesh.dp_shard * size}
+            yield Breach(
+                LayoutError,
                 f"mesh.{axis} = {size} is not available yet",
-                where=where(f"mesh.{axis}"),
-                rule="this version lays work on dp_replicate, dp_shard and tp",
-                fix=f"mesh.{axis}=1, with mesh.dp_shard={config.mesh.dp_shard * size} for as many ranks",
+                f"mesh.{axis}",
+                "this version lays work on dp_replicate, dp_shard and tp",
+                [{f"mesh.{axis}": 1, **as_many_ranks}, {f"mesh.{axis}": 1}],
             )
 
 
-def _check_model(config: RunConfig, where: Where) -> None:
+def _model(config: RunConfig) -> Iterator[Breach]:
     model = config.model
     if model.head_dim is None and model.dim % model.num_heads:
-        raise ConfigError(
+        heads = [{"model.num_heads": size} for size in _by_distance(_divisors(model.dim), model.num_heads)]
+        multiple = _up(model.dim, 2 * model.num_heads)
+        yield Breach(
+            ConfigError,
             f"model.num_heads = {model.num_heads} does not divide model.dim = {model.dim}",
-            where=where("model.num_heads"),
-            rule="without model.head_dim a head is dim / num_heads wide",
-            fix=f"model.num_heads={_nearest(_divisors(model.dim), model.num_heads)}, or give model.head_dim",
+            "model.num_heads",
+            "without model.head_dim a head is dim / num_heads wide",
+            [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": _up(multiple // model.num_heads, 2)}],
         )
     head_dim = model.spec().head_dim
     if head_dim % 2:
-        key = "model.head_dim" if model.head_dim is not None else "model.dim"
-        fix = f"model.head_dim={head_dim + 1}"
-        raise ConfigError(
+        yield Breach(
+            ConfigError,
             f"a head is {head_dim} wide",
-            where=where(key),
-            rule="rotary embedding turns pairs: head_dim is even",
-            fix=fix,
+            "model.head_dim" if model.head_dim is not None else "model.dim",
+            "rotary embedding turns pairs: head_dim is even",
+            [{"model.head_dim": head_dim + 1}],
         )
     if model.num_heads % model.num_kv_heads:
-        raise ConfigError(
+        sizes = _by_distance(_divisors(model.num_heads), model.num_kv_heads)
+        heads_then = _up(model.num_heads, model.num_kv_heads)
+        yield Breach(
+            ConfigError,
             f"model.num_kv_heads = {model.num_kv_heads} does not divide model.num_heads = {model.num_heads}",
-            where=where("model.num_kv_heads"),
-            rule="grouped-query attention gives every key/value head the same number of query heads",
-            fix=f"model.num_kv_heads={_nearest(_divisors(model.num_heads), model.num_kv_heads)}",
+            "model.num_kv_heads",
+            "grouped-query attention gives every key/value head the same number of query heads",
+            [*({"model.num_kv_heads": size} for size in sizes), {"model.num_heads": heads_then}],
         )
 
 
-def _check_tensor_parallel(config: RunConfig, where: Where) -> None:
-    model, tp = config.model, config.mesh.tp
+def _tensor_parallel(config: RunConfig) -> Iterator[Breach]:
+    model, mesh = config.model, config.mesh
     counts = {
         "attention heads": model.num_heads,
         "key/value heads": model.num_kv_heads,
         "feed-forward columns (model.ffn_dim)": model.ffn_dim,
         "vocabulary entries (model.vocab_size)": model.vocab_size,
     }
-    if config.mesh.sequence_parallel:
+    if mesh.sequence_parallel:
         counts["tokens a sample (train.seq_len, with mesh.sequence_parallel)"] = config.train.seq_len
-    for name, count in counts.items():
-        if count % tp:
-            sizes = [size for size in _divisors(math.gcd(*counts.values())) if size > 1]
-            fix = " or ".join(f"mesh.tp={size}" for size in sizes[:4]) or "mesh.tp=1"
-            raise LayoutError(
-                f"mesh.tp = {tp} does not divide {count} {name}",
-                where=where("mesh.tp"),
-                rule="tp divides the numbers of heads, of key/value heads, ffn_dim, vocab_size, "
-                "and seq_len when sequence_parallel is on",
-                fix=fix,
-            )
+    name = next((name for name, count in counts.items() if count % mesh.tp), None)
+    if name is None:
+        return
+    sizes = _by_distance(_divisors(math.gcd(*counts.values())), mesh.tp)
+    yield Breach(
+        LayoutError,
+        f"mesh.tp = {mesh.tp} does not divide {counts[name]} {name}",
+        "mesh.tp",
+        "tp divides the numbers of heads, of key/value heads, ffn_dim, vocab_size, "
+        "and seq_len when sequence_parallel is on",
+        [{"mesh.tp": size} for size in sizes],
+    )
 
 
-def _check_batch(config: RunConfig, where: Where) -> None:
+def _batch(config: RunConfig) -> Iterator[Breach]:
     train, axes = config.train, config.mesh.axes()
     parts = axes.data_parallel() * train.num_microbatches
     if train.global_batch % parts:
-        low, high = train.global_batch // parts * parts, _up(train.global_batch, parts)
-        fix = f"train.global_batch={high}" + (f" or {low}" if low else "")
-        raise LayoutError(
+        yield Breach(
+            LayoutError,
             f"train.global_batch = {train.global_batch} does not divide into {parts} equal parts",
-            where=where("train.global_batch"),
-            rule=f"global_batch is a multiple of dp_replicate × dp_shard × num_microbatches = "
+            "train.global_batch",
+            f"global_batch is a multiple of dp_replicate × dp_shard × num_microbatches = "
             f"{axes.dp_replicate} × {axes.dp_shard} × {train.num_microbatches}",
-            fix=fix,
+            [
+                {"train.global_batch": size}
+                for size in (_up(train.global_batch, parts), train.global_batch // parts * parts)
+                if size
+            ],
         )
 
 
-def _check_ranks(config: RunConfig, where: Where, num_ranks: int | None) -> None:
+def _ranks(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     axes = config.mesh.axes()
     if num_ranks is None or axes.num_ranks() == num_ranks:
         return
     rest = axes.num_ranks() // axes.dp_shard
-    fix = f"start {axes.num_ranks()} ranks"
+    ways = []
     if num_ranks % rest == 0:
-        fix = f"mesh.dp_shard={num_ranks // rest}, or " + fix
-    raise LayoutError(
+        ways = [{"mesh.dp_shard": num_ranks // rest}]
+    yield Breach(
+        LayoutError,
         f"the mesh has {axes.num_ranks()} ranks ({axes}) but {num_ranks} were started",
-        where=f"{where('mesh.dp_shard')}; WORLD_SIZE={num_ranks} in the environment",
-        rule="the product of the axes' sizes is the number of ranks",
-        fix=fix,
+        "mesh.dp_shard",
+        "the product of the axes' sizes is the number of ranks",
+        ways,
+        otherwise=f"start {axes.num_ranks()} ranks",
     )
 
 
-def _check_schedule(config: RunConfig, where: Where) -> None:
+def _schedule(config: RunConfig) -> Iterator[Breach]:
     train = config.train
-    tail = train.decay_steps if train.lr_schedule == "wsd" else 0
-    if train.warmup_steps + tail > train.steps and train.lr_schedule == "wsd":
-        raise ConfigError(
-            f"warm-up of {train.warmup_steps} and decay of {tail} steps do not fit into {train.steps} steps",
-            where=where("train.decay_steps"),
-            rule="warmup_steps + decay_steps ≤ steps",
-            fix=f"train.decay_steps={max(0, train.steps - train.warmup_steps)}, or more train.steps",
+    room = max(0, train.steps - train.warmup_steps)
+    if train.lr_schedule == "wsd" and train.decay_steps > room:
+        yield Breach(
+            ConfigError,
+            f"warm-up of {train.warmup_steps} and decay of {train.decay_steps} steps do not fit into "
+            f"{train.steps} steps",
+            "train.decay_steps",
+            "warmup_steps + decay_steps ≤ steps",
+            [{"train.decay_steps": room}, {"train.steps": train.warmup_steps + train.decay_steps}],
         )
 
 
 def _divisors(count: int) -> list[int]:
-    return [size for size in range(1, count + 1) if count % size == 0]
+    return [size for size in range(1, min(count, MAX_DIVISOR) + 1) if count % size == 0]
 
 
-def _nearest(candidates: list[int], wanted: int) -> int:
-    return min(candidates, key=lambda size: (abs(size - wanted), size))
+def _by_distance(candidates: list[int], wanted: int) -> list[int]:
+    return sorted(candidates, key=lambda size: (abs(size - wanted), size))
 
 
 def _up(count: int, unit: int) -> int:

@@ -18,7 +18,7 @@ from meshwright.models.spec import LlamaSpec, RopeScaling
 class Section(BaseModel):
     """A section: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RopeScalingConfig(Section):
@@ -103,7 +103,7 @@ class TrainConfig(Section):
     global_batch: int = Field(32, ge=1, description="samples a step, over all ranks")
     num_microbatches: int = Field(1, ge=1, description="parts each rank's share of the batch is worked through in")
     seq_len: int = Field(256, ge=1, description="tokens a sample")
-    seed: int = Field(0, ge=0, description="decides initial weights and sample order, on every layout alike")
+    seed: int = Field(0, ge=0, lt=2**63, description="decides initial weights and sample order, on every layout alike")
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "wsd"] = Field(
         "cosine", description="after warm-up: cosine decay, or stable and then linear decay (warm-up–stable–decay)"
@@ -115,7 +115,9 @@ class TrainConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices (norm weights have none)")
-    max_grad_norm: float = Field(1.0, gt=0, description="global gradient norm above which gradients are scaled down")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="global gradient norm above which gradients are scaled down; 1e30 never does"
+    )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="compute dtype; bfloat16 keeps float32 master weights, gradients reduced in float32"
     )
@@ -141,7 +143,9 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    name: str = Field("run", description="the preset it came from; names the run folder")
+    name: str = Field(
+        "run", pattern=r"^[^/\x00]+$", description="the preset it came from; names the run folder, so it has no slash"
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()

@@ -6,6 +6,8 @@ batch, so the sum is the mean over the batch whatever each rank's share of it wa
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +32,8 @@ def apply_data_parallel(
         reduce_dtype: dtype gradients are reduced in; None keeps the gradients'.
         reshard_after_forward: free a block's gathered parameters after its forward (ZeRO-3).
     """
+    # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in model.modules():
         if isinstance(block, TransformerBlock):
@@ -37,10 +41,14 @@ def apply_data_parallel(
     embed, norm, head = (model.get_submodule(name) for name in ("embed", "norm", "head"))
     if head.weight is not embed.weight:
         fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        # A lookup's backward needs the indices only: don't gather the weight for it.
+        embed.set_unshard_in_backward(False)  # type: ignore[operator]
         # The last to be gathered are the first that backward needs: keep them.
         fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # A tied weight stays in the root's group, which both its modules reach.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if mesh.size() == 1:
+        return  # nothing is divided by then, and on one rank FSDP2 would spend a pass over memory dividing by 1
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -6,13 +6,24 @@ Torch-free, so that a folder in use or a checkpoint of another model is an error
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.manifest import Manifest, check_model, list_checkpoints, newest_valid, read_manifest, verify
+from meshwright.checkpoint.manifest import (
+    Manifest,
+    check_model,
+    list_checkpoints,
+    newest_complete,
+    newest_valid,
+    read_manifest,
+    verify,
+)
 from meshwright.config.schema import RunConfig
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import CheckpointError, InputError, RunError
 
 AUTO = "auto"
 RUNS = Path("runs")
@@ -39,42 +50,108 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
 
-def choose_folder(config: RunConfig, *, out: Path | None, resume: str | None) -> RunFolder:
-    """Decide where a run writes and which checkpoint it starts from.
+def choose_folder(config: RunConfig, *, out: Path | None, resume: str | None, corpus: str) -> RunFolder:
+    """Decide where a run writes and which checkpoint it starts from, and make the folder.
 
     Args:
         config: the run.
-        out: the folder asked for; `runs/<name>-<n>` when None: a new one, or the newest one to resume.
+        out: the folder asked for. When None: a new `runs/<name>-<n>`; to resume, the newest of these or the folder
+            of the checkpoint named.
         resume: None for a fresh run, `auto` for the newest valid checkpoint of the folder, or a checkpoint's path.
+        corpus: fingerprint of what the run trains on.
 
     Raises:
-        InputError: the folder already holds a run and `resume` is None.
+        InputError: the folder holds another run, or can't be written.
         CheckpointError: a checkpoint that is damaged, of another model, or of other data.
     """
-    path = out if out is not None else _default_folder(config.name, resume)
     if resume is None:
-        if (path / "metrics.jsonl").exists() or list_checkpoints(path / "checkpoints"):
-            raise InputError(
-                f"{path} already holds a run",
-                where="--out",
-                rule="a run never writes over another",
-                fix="--resume auto to go on with it, or another --out",
-            )
-        return RunFolder(path, None)
+        path = out or _new_folder(config.name)
+        _check_unused(path)
+        return _make(RunFolder(path, None))
     if resume != AUTO:
-        checkpoint = Path(resume)
-        check_continues(verify(checkpoint), config, checkpoint)
-        return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
+        return _from_checkpoint(config, Path(resume), out=out, corpus=corpus)
+    path = out or _last_folder(config.name) or _new_folder(config.name)
     newest, passed_over = newest_valid(path / "checkpoints")
     notes = [f"passed over {bad}: {reason}" for bad, reason in passed_over]
     if newest is None:
-        return RunFolder(path, None, (*notes, f"no valid checkpoint in {path / 'checkpoints'}: starting at step 0"))
-    check_continues(read_manifest(newest), config, newest)
-    return RunFolder(path, newest, (*notes, f"resuming from {newest}"))
+        notes.append(f"no valid checkpoint in {path / 'checkpoints'}: starting at step 0")
+        return _make(RunFolder(path, None, tuple(notes)))
+    check_continues(read_manifest(newest), config, newest, corpus)
+    return _make(RunFolder(path, newest, (*notes, f"resuming from {newest}")))
 
 
-def check_continues(manifest: Manifest, config: RunConfig, path: Path) -> None:
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Gives `path`, and turns a failure to write it within the block into an error that says so.
+
+    Raises:
+        RunError: it can't be written.
+    """
+    try:
+        yield path
+    except OSError as error:
+        raise RunError(
+            f"can't write {path.name}: {error.strerror or error}",
+            where=str(path),
+            rule="a run keeps its record in its folder; the checkpoints saved before are intact",
+            fix="free some room there, then --resume auto",
+        ) from error
+
+
+def _from_checkpoint(config: RunConfig, checkpoint: Path, *, out: Path | None, corpus: str) -> RunFolder:
+    inside = list_checkpoints(checkpoint / "checkpoints")
+    if inside and not (checkpoint / "manifest.json").exists():
+        raise CheckpointError(
+            f"{checkpoint} is a run folder, not a checkpoint",
+            where="--resume",
+            rule="--resume takes auto, which looks into --out, or one checkpoint",
+            fix=f"--out {checkpoint} --resume auto, or --resume {inside[-1]}",
+        )
+    check_continues(verify(checkpoint), config, checkpoint, corpus)
+    home = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    path = out or home or _new_folder(config.name)
+    if home is None or path.resolve() != home.resolve():
+        _check_unused(path)
+    elif (newest := newest_complete(checkpoint.parent)) and newest.name != checkpoint.name:
+        raise InputError(
+            f"{path} has gone on to {newest.name} after {checkpoint.name}",
+            where="--resume",
+            rule="a run folder holds one run: what came after its checkpoint is not written over",
+            fix=f"a new --out, or --out {path} --resume auto",
+        )
+    return _make(RunFolder(path, checkpoint, (f"resuming from {checkpoint}",)))
+
+
+def _check_unused(path: Path) -> None:
+    if (path / "metrics.jsonl").exists() or list_checkpoints(path / "checkpoints"):
+        raise InputError(
+            f"{path} already holds a run",
+            where="--out",
+            rule="a run never writes over another",
+            fix=f"--out {path} --resume auto to go on with it, or another --out",
+        )
+
+
+def _make(folder: RunFolder) -> RunFolder:
+    """The folder, which exists now and can be written to."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        # Asked of the disk: permission bits say nothing of read-only mounts, nor to root.
+        with tempfile.TemporaryFile(dir=folder.path):
+            return folder
+    except OSError as error:
+        raise InputError(
+            f"{folder.path} can't be written: {error.strerror or error}",
+            where="--out",
+            rule="a run writes its metrics and checkpoints into a folder",
+            fix="--out with another folder",
+        ) from None
+
+
+def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
     """Check that `config` may go on from a checkpoint: same model, and same samples in the same order.
+
+    A checkpoint without a configuration holds weights only, which start a run of their own.
 
     Raises:
         CheckpointError: it is of another model, or a key that decides the samples differs.
@@ -90,11 +167,26 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path) -> None:
                 rule="a resumed run sees the samples it would have seen: seed, seq_len and global_batch stay",
                 fix=f"train.{key}={saved[key]}",
             )
+    if manifest.run.get("corpus", corpus) != corpus:
+        raise CheckpointError(
+            "the checkpoint was trained on another corpus",
+            where=f"data.source = {config.data.source}; {path}",
+            rule="a resumed run sees the samples it would have seen",
+            fix="the files and the Python version of the first run; or a new run, with another --out",
+        )
 
 
-def _default_folder(name: str, resume: str | None) -> Path:
+def _numbers(name: str) -> list[int]:
+    """Of the folders `runs/<name>-<n>`."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     matches = (pattern.fullmatch(path.name) for path in RUNS.iterdir()) if RUNS.is_dir() else iter(())
-    numbers = [int(match.group(1)) for match in matches if match]
-    last = max(numbers, default=0)
-    return RUNS / f"{name}-{last if resume and last else last + 1}"
+    return [int(match.group(1)) for match in matches if match]
+
+
+def _new_folder(name: str) -> Path:
+    return RUNS / f"{name}-{max(_numbers(name), default=0) + 1}"
+
+
+def _last_folder(name: str) -> Path | None:
+    numbers = _numbers(name)
+    return RUNS / f"{name}-{max(numbers)}" if numbers else None

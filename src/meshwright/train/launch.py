@@ -16,9 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 from meshwright.errors import InputError, MeshwrightError, RunError
@@ -69,33 +70,54 @@ def context_from_environment() -> RankContext | None:
     Raises:
         InputError: the environment names a world but not the whole of it.
     """
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+    if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
         names = {
             "rank": "RANK",
             "num_ranks": "WORLD_SIZE",
             "local_rank": "LOCAL_RANK",
             "local_ranks": "LOCAL_WORLD_SIZE",
         }
-    elif "SLURM_NTASKS" in os.environ and "SLURM_PROCID" in os.environ and int(os.environ["SLURM_NTASKS"]) > 1:
+    elif "SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
         names = {"rank": "SLURM_PROCID", "num_ranks": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
     else:
         return None
-    try:
-        values = {field: int(os.environ[name]) for field, name in names.items() if name in os.environ}
-    except ValueError as error:
-        raise InputError(f"the environment's rank variables are not numbers: {error}", where=str(names)) from None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing and values["num_ranks"] > 1:
+    values = {"local_rank": 0, "local_ranks": 1}
+    values |= {field: _number(name) for field, name in names.items() if name in os.environ}
+    # Some containers set WORLD_SIZE=1 and nothing else: started plainly.
+    if values.get("num_ranks") == 1 and "rank" not in values:
+        return None
+    needed = [names["rank"], names["num_ranks"]]
+    if values.get("num_ranks", 2) > 1:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in needed if name not in os.environ]:
         raise InputError(
             f"{' and '.join(missing)} not set",
             where="environment",
-            rule="ranks started by a launcher meet at MASTER_ADDR:MASTER_PORT",
-            fix="start with torchrun, or export MASTER_ADDR (the first node) and MASTER_PORT on every rank",
+            rule="a launcher gives every rank its number, the number of ranks, and where they meet",
+            fix="start with torchrun; or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank; "
+            f"or unset {names['num_ranks']} {names['rank']} to start plainly",
         )
-    values.setdefault("local_rank", 0)
-    values.setdefault("local_ranks", 1)
+    if values["rank"] >= values["num_ranks"]:
+        raise InputError(
+            f"{names['rank']}={values['rank']} with {names['num_ranks']}={values['num_ranks']}",
+            where="environment",
+            rule="ranks count from 0",
+            fix=f"{names['rank']}=0 … {values['num_ranks'] - 1}",
+        )
     numbers = [0] * StatusBoard.length(values["num_ranks"])
     return RankContext(**values, store_path=None, board=StatusBoard(numbers))
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isascii() or not text.isdigit():
+        raise InputError(
+            f"{name}={text} is not a number",
+            where=f"{name} in the environment",
+            rule="a launcher numbers ranks from 0",
+            fix=f"start with torchrun, or unset {name}",
+        )
+    return int(text)
 
 
 def run_as_rank(body: Body[T], context: RankContext, argument: T) -> None:
@@ -115,7 +137,8 @@ def launch(
 ) -> None:
     """Start `num_ranks` processes that run `body(context, argument)`, and wait for all of them.
 
-    Ctrl-C or SIGTERM asks the ranks once to stop after their step; a second Ctrl-C ends them.
+    Ctrl-C or SIGTERM asks the ranks to stop after their step, and a second one ends them; where `on_interrupt` is
+    None the first one does.
 
     Raises:
         MeshwrightError: what a rank raised, or that a rank was killed or died, with its rank and step. By then no
@@ -135,14 +158,14 @@ def launch(
             ranks.append(
                 methods.Process(target=_enter, args=(body, argument, context, threads, folder), name=f"rank {rank}")
             )
-        previous = signal.signal(signal.SIGTERM, _raise_interrupt)
-        try:
-            for process in ranks:
-                process.start()
-            _watch(ranks, board, Path(folder), on_interrupt)
-        finally:
-            _end_all(ranks)
-            signal.signal(signal.SIGTERM, previous)
+        with _Interruptions() as interruptions:
+            try:
+                _start_server()
+                for process in ranks:
+                    process.start()
+                _watch(ranks, board, Path(folder), interruptions, on_interrupt)
+            finally:
+                _end_all(ranks)
 
 
 def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folder: str) -> None:
@@ -151,29 +174,76 @@ def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folde
     enter(body, argument, context, threads=threads, report_folder=Path(folder))
 
 
-def _raise_interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _start_server() -> None:
+    """Start the process that ranks are forked from.
+
+    It ignores Ctrl-C once it runs, but would die of it in the seconds that it takes to import torch.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _watch(ranks: list[BaseProcess], board: StatusBoard, folder: Path, on_interrupt: Interrupts | None) -> None:
+class _Interruptions:
+    """While entered, Ctrl-C and SIGTERM put a byte into `pipe`, instead of raising anywhere."""
+
+    def __init__(self) -> None:
+        self.pipe, self._end = os.pipe()
+
+    def __enter__(self) -> _Interruptions:
+        self._previous = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.pipe)
+        os.close(self._end)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        os.write(self._end, b"!")
+
+
+def _watch(
+    ranks: list[BaseProcess],
+    board: StatusBoard,
+    folder: Path,
+    interruptions: _Interruptions,
+    on_interrupt: Interrupts | None,
+) -> None:
     """Wait until all ranks ended well; raise for the first cause as soon as one did not."""
+    heard = 0
     while running := [process for process in ranks if process.is_alive()]:
-        try:
-            connection.wait([process.sentinel for process in running])
-        except KeyboardInterrupt:
-            if board.stop_requested():
-                raise RunError("ended by a second interrupt", where="launcher") from None
-            board.request_stop()
-            if on_interrupt is not None:
-                on_interrupt()
         if any(process.exitcode for process in ranks):
             break
+        ready = connection.wait([interruptions.pipe, *(process.sentinel for process in running)])
+        if interruptions.pipe in ready:
+            os.read(interruptions.pipe, 1)
+            heard += 1
+            _interrupt(heard, board, on_interrupt)
     if any(process.exitcode for process in ranks):
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
             time.sleep(0.02)
         ended = [_how_ended(rank, process, board, folder) for rank, process in enumerate(ranks) if process.exitcode]
         raise _explain(min(ended, key=lambda end: end.priority), len(ranks))
+
+
+def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) -> None:
+    if on_interrupt is None:
+        raise KeyboardInterrupt
+    if heard > 1:
+        raise RunError(
+            "ended by a second interrupt, without saving",
+            where=f"launcher, host {socket.gethostname()}",
+            fix="--resume auto goes on from the last checkpoint",
+        )
+    board.request_stop()
+    on_interrupt()
 
 
 def _how_ended(rank: int, process: BaseProcess, board: StatusBoard, folder: Path) -> _Ended:

@@ -12,9 +12,9 @@ from meshwright.data.loader import Loader
 from meshwright.data.sampler import Order
 from meshwright.data.text import Corpus, num_windows
 from meshwright.data.tokenizer import open_tokenizer
-from meshwright.errors import CheckpointError, RunError
+from meshwright.errors import RunError
 from meshwright.train.build import Job
-from meshwright.train.folder import RunFolder
+from meshwright.train.folder import RunFolder, writing
 from meshwright.train.generate import generate
 from meshwright.train.metrics import Recorder, bits_per_byte, plot_loss
 from meshwright.train.optimizer import named_state
@@ -60,6 +60,7 @@ class Trainer:
                 begin = time.perf_counter()
                 result = self._step(step)
                 seconds = time.perf_counter() - begin
+                self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 if recorder is not None:
                     recorder.record(result, seconds, validation)
@@ -82,7 +83,8 @@ class Trainer:
         if self._job.context.rank != 0:
             return None
         self._folder.path.mkdir(parents=True, exist_ok=True)
-        (self._folder.path / "config.toml").write_text(to_toml(self._job.config), "utf-8")
+        with writing(self._folder.path / "config.toml") as path:
+            path.write_text(to_toml(self._job.config), "utf-8")
         for note in self._folder.notes:
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, self._corpus.validation_bytes_per_token, done=done)
@@ -99,13 +101,6 @@ class Trainer:
             self._reporter.note(f"{path} holds weights only: starting at step 0 with fresh optimizer state")
             store.load(path, {name: tensor for name, tensor in tensors.items() if name.startswith("model.")})
             return 0
-        if manifest.run["corpus"] != self._corpus.fingerprint:
-            raise CheckpointError(
-                "the checkpoint was trained on another corpus",
-                where=f"data.source = {self._job.config.data.source}, {path}",
-                rule="a resumed run sees the samples it would have seen",
-                fix="the files and the Python version of the first run, or a new run",
-            )
         store.load(path, tensors)
         self._skipped_in_a_row = manifest.run["skipped_in_a_row"]
         return manifest.step
@@ -129,7 +124,6 @@ class Trainer:
     def _check(self, result: StepResult) -> None:
         """End the run on what all ranks know alike: too many skipped steps, or the wish to stop."""
         train = self._job.config.train
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if self._skipped_in_a_row > train.max_skipped_steps:
             first = (result.step - 1) * train.global_batch
             raise RunError(

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.train.build import Job
-from meshwright.train.folder import RunFolder
+from meshwright.train.folder import RunFolder, writing
 from meshwright.train.reporter import Progress, Reporter
 from meshwright.train.step import StepResult
 
@@ -33,16 +33,19 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, after_step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
+        self._path = path
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-        os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8")
+        with writing(path):
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+            os.replace(temporary, path)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one step's object. What is not finite becomes null: NaN is not JSON."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -166,7 +169,9 @@ def plot_loss(metrics: Path, out: Path, *, title: str, bytes_per_token: float | 
         plot.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label=f"validation {held_out[-1][1]:.2f}")
     plot.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
     plot.grid(alpha=0.3)
-    plot.legend()
+    if train or held_out:
+        plot.legend()
     figure.tight_layout()
-    figure.savefig(out)
+    with writing(out):
+        figure.savefig(out)
     pyplot.close(figure)

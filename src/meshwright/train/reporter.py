@@ -23,8 +23,9 @@ class Facts:
     """What moves bytes between ranks; None for a single rank."""
     global_batch: int
     seq_len: int
+    steps: int
     predicted_bytes: int
-    """Memory a rank, predicted."""
+    """Memory a rank, predicted, with what Python and PyTorch take on the CPU."""
     folder: Path
 
 

@@ -15,6 +15,7 @@ from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_corpus
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.loop import Trainer
+from meshwright.train.metrics import memory_bytes
 from meshwright.train.reporter import Facts, Reporter
 from meshwright.train.runspec import RunSpec
 
@@ -37,10 +38,10 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
     ):
-        folder = spec.folder or _agree_on_folder(context, spec)
-        reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         corpus = open_training_corpus(config)
         _check_agreement(config, corpus)
+        folder = spec.folder or _agree_on_folder(context, spec, corpus)
+        reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         reporter.started(_facts(config, corpus, device, folder))
         Trainer(build_job(config, context, device), corpus, folder, reporter).run()
 
@@ -57,17 +58,19 @@ def _facts(config: RunConfig, corpus: Corpus, device: torch.device, folder: RunF
         backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",
         global_batch=config.train.global_batch,
         seq_len=config.train.seq_len,
-        predicted_bytes=predict_memory(config).total(),
+        steps=config.train.steps,
+        # What Python and PyTorch themselves take is measured, the rest predicted.
+        predicted_bytes=memory_bytes(device) + predict_memory(config).total(),
         folder=folder.path,
     )
 
 
-def _agree_on_folder(context: RankContext, spec: RunSpec) -> RunFolder:
+def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus) -> RunFolder:
     """Rank 0 chooses; its error, if it has one, is every rank's."""
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
-            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume)
+            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint)
         except MeshwrightError as error:
             choice = error
     choice = broadcast_object(choice)

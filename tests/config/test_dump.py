@@ -1,0 +1,55 @@
+"""A configuration as TOML is the same configuration when it is read again."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.config.dump import to_toml
+from meshwright.config.load import load, preset_names
+from meshwright.config.schema import RunConfig
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+positive = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False, exclude_min=True)
+sizes = st.integers(1, 2**62)
+
+
+def again(config, folder):
+    (folder / "config.toml").write_text(to_toml(config), "utf-8")
+    return load(str(folder / "config.toml"))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_comes_back(name, tmp_path):
+    assert again(load(name), tmp_path) == load(name)
+
+
+def test_words_come_back(tmp_path):
+    config = load(None, ["mesh.dp_shard=2", "mesh.tp=2", "data.source=a b/'c\"d'\\e.txt", "train.precision=float64",
+                         "model.rope_scaling={}", "model.head_dim=48", "name=x y"])  # fmt: skip
+    assert config.model.rope_scaling is not None
+    assert again(config, tmp_path) == config
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "name": text.filter(lambda name: "/" not in name and "\0" not in name),
+            "data": st.fixed_dictionaries({"source": text, "cache_dir": st.none() | text}),
+            "train": st.fixed_dictionaries(
+                {"lr": positive, "eps": positive, "seed": st.integers(0, 2**63 - 1), "compile": st.booleans(),
+                 "precision": st.sampled_from(["float32", "bfloat16", "float64"]), "threads": st.none() | sizes}
+            ),
+            "model": st.fixed_dictionaries(
+                {"rope_theta": positive, "norm_eps": positive, "head_dim": st.none() | sizes.map(lambda n: n + 1),
+                 "rope_scaling": st.none() | st.fixed_dictionaries({"factor": positive, "original_seq_len": sizes})}
+            ),
+        }
+    )
+)  # fmt: skip
+def test_any_values_come_back(values):
+    config = RunConfig.model_validate(values)
+    assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config

@@ -1,0 +1,131 @@
+"""Rules that cross sections: each breach says what, where, the rule, and ways out that all work."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError, LayoutError
+from tests.helpers import assert_every_fix_works, outcome
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_planned_axes_are_not_available_yet(axis, size):
+    words = [f"mesh.{axis}={size}"]
+    error = outcome(words)
+    assert isinstance(error, LayoutError)
+    assert error.what == f"mesh.{axis} = {size} is not available yet" and error.where == f"command line, mesh.{axis}"
+    assert_every_fix_works(error, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "what", "where"),
+    [
+        (["mesh.tp=3"], LayoutError, "mesh.tp = 3 does not divide 4 attention heads", "mesh.tp"),
+        (["mesh.tp=4"], LayoutError, "mesh.tp = 4 does not divide 2 key/value heads", "mesh.tp"),
+        (["mesh.tp=2", "model.ffn_dim=383"], LayoutError, "383 feed-forward columns", "mesh.tp"),
+        (["mesh.tp=2", "model.vocab_size=257"], LayoutError, "257 vocabulary entries", "mesh.tp"),
+        (["mesh.tp=2", "train.seq_len=255"], LayoutError, "255 tokens a sample", "mesh.tp"),
+        (["mesh.dp_shard=3"], LayoutError, "does not divide into 3 equal parts", "train.global_batch"),
+        (["mesh.dp_shard=64"], LayoutError, "does not divide into 64 equal parts", "train.global_batch"),
+        (["train.num_microbatches=5"], LayoutError, "does not divide into 5 equal parts", "train.global_batch"),
+        (["train.global_batch=1", "mesh.dp_replicate=2"], LayoutError, "2 equal parts", "train.global_batch"),
+        (["model.num_heads=5"], ConfigError, "does not divide model.dim = 128", "model.num_heads"),
+        (["model.dim=130"], ConfigError, "does not divide model.dim = 130", "model.num_heads"),
+        (["model.dim=1000000000001"], ConfigError, "does not divide model.dim", "model.num_heads"),
+        (["model.dim=132"], ConfigError, "a head is 33 wide", "model.dim"),
+        (["model.head_dim=33"], ConfigError, "a head is 33 wide", "model.head_dim"),
+        (["model.num_kv_heads=3"], ConfigError, "does not divide model.num_heads = 4", "model.num_kv_heads"),
+        (["model.num_kv_heads=8"], ConfigError, "does not divide model.num_heads = 4", "model.num_kv_heads"),
+        (["train.lr_schedule=wsd", "train.steps=50"], ConfigError, "do not fit into 50 steps", "train.decay_steps"),
+        (["train.lr_schedule=wsd", "train.steps=5"], ConfigError, "do not fit into 5 steps", "train.decay_steps"),
+    ],
+)
+def test_a_breach_is_explained_and_every_fix_works(words, kind, what, where):
+    error = outcome(words)
+    assert type(error) is kind and what in error.what
+    assert where in error.where
+    assert_every_fix_works(error, words)
+
+
+def test_without_sequence_parallel_the_sequence_need_not_divide():
+    assert isinstance(outcome(["mesh.tp=2", "train.seq_len=255", "mesh.sequence_parallel=false"]), RunConfig)
+
+
+@pytest.mark.parametrize("words", [["mesh.tp=2"], ["mesh.dp_shard=2", "mesh.dp_replicate=2"], [], ["mesh.dp_shard=3"]])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 7, 512])
+def test_the_mesh_has_as_many_ranks_as_were_started(words, num_ranks):
+    words = [*words, "train.global_batch=24"]
+    found = outcome(words, num_ranks=num_ranks)
+    if isinstance(found, RunConfig):
+        assert found.mesh.axes().num_ranks() == num_ranks
+        return
+    assert isinstance(found, LayoutError)
+    assert str(num_ranks) in found.what and f"WORLD_SIZE={num_ranks}" in found.where
+    assert "start" in found.fix or "mesh." in found.fix
+    if "mesh." in found.fix:
+        assert_every_fix_works(found, words, num_ranks=num_ranks)
+
+
+def test_axes_that_match_the_ranks_are_fine():
+    assert isinstance(outcome(["mesh.tp=2", "mesh.dp_shard=2"], num_ranks=4), RunConfig)
+
+
+small = st.integers(1, 12)
+
+
+@st.composite
+def valid_words(draw):
+    """Words of a run that is valid, of all sizes that the rules look at."""
+    tp, kv_per_tp, group, pairs = (draw(st.integers(1, 3)) for _ in range(4))
+    replicate, shard, micro, per = (draw(st.integers(1, 3)) for _ in range(4))
+    heads = tp * kv_per_tp * group
+    sizes = {
+        "model.num_heads": heads,
+        "model.num_kv_heads": tp * kv_per_tp,
+        "model.dim": heads * 2 * pairs,
+        "model.ffn_dim": tp * draw(small),
+        "model.vocab_size": tp * draw(st.integers(2, 12)),
+        "train.seq_len": tp * draw(small),
+        "mesh.tp": tp,
+        "mesh.dp_replicate": replicate,
+        "mesh.dp_shard": shard,
+        "train.num_microbatches": micro,
+        "train.global_batch": replicate * shard * micro * per,
+    }
+    return {key: str(size) for key, size in sizes.items()}
+
+
+@given(valid_words(), st.data(), st.booleans())
+def test_one_wrong_word_in_a_valid_run_has_a_fix_that_works(sizes, data, launched):
+    as_words = [f"{key}={value}" for key, value in sizes.items()]
+    config = outcome(as_words)
+    assert isinstance(config, RunConfig), config
+    key = data.draw(st.sampled_from([*sizes, "model.head_dim"]))
+    word = f"{key}={data.draw(small)}"
+    num_ranks = config.mesh.axes().num_ranks() if launched else None
+    error = outcome([*as_words, word], num_ranks=num_ranks)
+    assume(not isinstance(error, RunConfig))
+    assert error.what and error.where and error.rule and error.fix
+    if "=" in error.fix:
+        assert_every_fix_works(error, [*as_words, word], num_ranks=num_ranks)
+    else:
+        assert launched and error.fix.startswith("start ")
+
+
+@given(st.dictionaries(st.sampled_from(["model.num_heads", "model.num_kv_heads", "model.dim", "model.ffn_dim",
+       "mesh.tp", "mesh.dp_shard", "mesh.dp_replicate", "mesh.pp", "train.num_microbatches", "train.global_batch",
+       "train.seq_len", "model.head_dim"]), small))  # fmt: skip
+def test_following_the_fixes_of_any_sizes_ends_at_a_valid_run(sizes):
+    words = [f"{key}={value}" for key, value in sizes.items()]
+    for _ in range(8):
+        found = outcome(words)
+        if isinstance(found, RunConfig):
+            return
+        from tests.helpers import alternatives
+
+        words += alternatives(found.fix)[0]
+    raise AssertionError(f"still: {found}")
