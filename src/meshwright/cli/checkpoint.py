@@ -26,7 +26,8 @@ def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
         model = " · ".join(
             f"{key} {manifest.model[key]}" for key in ("kind", "num_layers", "dim") if key in manifest.model
         )
-        print(f"{path}  step {manifest.step} · {format_bytes(manifest.num_bytes())} · {len(manifest.files)} files · {model}")
+        size = format_bytes(manifest.num_bytes())
+        print(f"{path}  step {manifest.step} · {size} · {len(manifest.files)} files · {model}")
 
 
 @app.command("verify")

@@ -11,12 +11,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from meshwright import __version__
 from meshwright.cli.style import paint
-from meshwright.train.launch import num_cores
 from meshwright.units import GIB, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
@@ -52,6 +50,8 @@ def doctor() -> None:
 
 
 def _findings() -> Iterator[Finding]:
+    from meshwright.train.launch import num_cores
+
     yield Finding("ok", "meshwright", __version__)
     good = sys.version_info[:2] >= MIN_PYTHON
     fix = "" if good else "Python 3.11 or newer: python.org or your system's packages"
@@ -76,6 +76,8 @@ def _packages() -> Iterator[Finding]:
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from meshwright.config.dump import keys_table, to_toml
-from meshwright.config.load import load, preset_names
 from meshwright.units import format_bytes, format_count
 
 
@@ -17,6 +15,9 @@ def presets(
     keys: Annotated[bool, typer.Option("--keys", help="Print every key with its meaning, as Markdown.")] = False,
 ) -> None:
     """List the presets with their size and layout, or print one."""
+    from meshwright.config.dump import keys_table, to_toml
+    from meshwright.config.load import load, preset_names
+
     if keys:
         print(keys_table(), end="")
     elif devices:

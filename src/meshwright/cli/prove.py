@@ -7,18 +7,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.style import paint
 from meshwright.cli.words import WORDS_HELP, split_words
-from meshwright.config.load import load
 from meshwright.errors import InputError
-from meshwright.prove.spec import ProofSpec, as_proof
-from meshwright.train.context import RankContext
-from meshwright.train.launch import context_from_environment, launch
 from meshwright.units import format_duration
+
+if TYPE_CHECKING:
+    from meshwright.prove.spec import ProofSpec
+    from meshwright.train.context import RankContext
 
 
 def prove(
@@ -31,7 +31,9 @@ def prove(
     ] = None,
 ) -> None:
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
-    from meshwright.train.corpus import open_training_corpus
+    from meshwright.config.load import load
+    from meshwright.prove.spec import ProofSpec, as_proof
+    from meshwright.train.launch import context_from_environment, launch
 
     if context_from_environment() is not None:
         raise InputError(
@@ -42,6 +44,10 @@ def prove(
         )
     source, overrides = split_words(words)
     config = as_proof(load(source, overrides))
+
+    # The configuration is right: from here on numpy may be imported.
+    from meshwright.train.corpus import open_training_corpus
+
     open_training_corpus(config)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.progress import TerminalReporter
 from meshwright.cli.words import WORDS_HELP, split_words
-from meshwright.config.load import load
-from meshwright.train.context import RankContext
-from meshwright.train.folder import choose_folder
-from meshwright.train.launch import context_from_environment, launch, run_as_rank
-from meshwright.train.runspec import RunSpec
+
+if TYPE_CHECKING:
+    from meshwright.train.context import RankContext
+    from meshwright.train.runspec import RunSpec
 
 
 def run(
@@ -29,11 +27,19 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Train: start the processes that the mesh needs here, or join those that a launcher started."""
-    from meshwright.train.corpus import open_training_corpus
+    from meshwright.config.load import load
+    from meshwright.train.launch import context_from_environment, launch, run_as_rank
 
     source, overrides = split_words(words)
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
+
+    # The configuration is right: from here on numpy may be imported.
+    from meshwright.cli.progress import TerminalReporter
+    from meshwright.train.corpus import open_training_corpus
+    from meshwright.train.folder import choose_folder
+    from meshwright.train.runspec import RunSpec
+
     corpus = open_training_corpus(config)
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
