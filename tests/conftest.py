@@ -11,7 +11,12 @@ import pytest
 from meshwright.testing.gang import GangPool
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
-hypothesis.settings.register_profile("meshwright", deadline=None, derandomize=os.environ.get("CI") == "true")
+hypothesis.settings.register_profile(
+    "meshwright",
+    deadline=None,
+    derandomize=os.environ.get("CI") == "true",
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("meshwright")
 
 

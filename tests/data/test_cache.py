@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import cache
@@ -46,6 +47,7 @@ def test_built_once_and_read_back(tmp_path):
     assert os.listdir(folder) == ["x"]
 
 
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_wrong_size_is_found_and_made_again(tmp_path_factory, whole, data):
     folder = tmp_path_factory.mktemp("damaged")
@@ -91,7 +93,7 @@ def test_a_killed_build_leaves_no_cache_and_its_remains_go_after_a_day(tmp_path)
     process.start()
     process.join(TIMEOUT_S)
     assert process.exitcode == 9
-    (remains,) = tmp_path.iterdir()
+    (remains,) = tmp_path.glob("*.tmp")
     assert cache.load(tmp_path / "x") is None
     cache.open_or_build("x", cache_dir=str(tmp_path), build=build)
     assert remains.exists(), "another process may still be writing it"
@@ -100,26 +102,38 @@ def test_a_killed_build_leaves_no_cache_and_its_remains_go_after_a_day(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["x", "y"]
 
 
-def race(folder, barrier):
+def race(folder, barrier, num_builds):
     def slow(file):
+        with num_builds.get_lock():
+            num_builds.value += 1
+        time.sleep(0.2)
+        return build(file)
+
+    def together(file):
         barrier.wait(TIMEOUT_S)  # All are building at once.
         return build(file)
 
-    path, facts = cache.open_or_build("x", cache_dir=folder, build=slow)
     barrier.wait(TIMEOUT_S)
-    np.testing.assert_array_equal(cache.payload(path, facts), TOKENS)
+    found = [cache.open_or_build("locked", cache_dir=folder, build=slow)]
+    cache._alone = contextlib.nullcontext  # As on a file system without locks.
+    found.append(cache.open_or_build("unlocked", cache_dir=folder, build=together))
+    barrier.wait(TIMEOUT_S)
+    for path, facts in found:
+        np.testing.assert_array_equal(cache.payload(path, facts), TOKENS)
 
 
-def test_several_processes_build_at_once(tmp_path, whole):
+def test_several_processes_make_one_file(tmp_path, whole):
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(3)
-    processes = [context.Process(target=race, args=(str(tmp_path), barrier)) for _ in range(3)]
+    barrier, num_builds = context.Barrier(3), context.Value("i", 0)
+    processes = [context.Process(target=race, args=(str(tmp_path), barrier, num_builds)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(TIMEOUT_S)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == whole
+    assert num_builds.value == 1, "the others wait for the one that builds"
+    assert sorted(os.listdir(tmp_path)) == ["locked", "unlocked"]
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {whole}
 
 
 def test_a_rebuild_leaves_earlier_maps_valid(tmp_path):
@@ -178,3 +192,12 @@ def test_a_full_disk_is_said(tmp_path):
         cache.open_or_build("x", cache_dir=str(tmp_path), build=full)
     assert "data.cache_dir" in caught.value.fix
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
+    assert cache.open_or_build("x", cache_dir=str(tmp_path), build=build)[1] == FACTS
+    assert os.listdir(tmp_path) == ["x"]

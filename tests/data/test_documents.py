@@ -19,7 +19,6 @@ from meshwright.data.documents import (
 )
 from meshwright.errors import DataError
 
-
 # The first text that hypothesis makes on a machine costs a second or two.
 ANY_TEXT = settings(suppress_health_check=[HealthCheck.too_slow])
 

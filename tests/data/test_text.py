@@ -86,7 +86,8 @@ def test_many_files_are_each_in_one_part_whole(tmp_path, opened):
 characters = st.characters(exclude_characters="\0", codec="utf-8")
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # The first text of a machine costs a second or two.
+# The first text that hypothesis makes on a machine costs a second or two.
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(texts=st.lists(st.text(characters, min_size=10), min_size=1, max_size=4))
 def test_few_files_are_each_in_both_parts(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("texts")

@@ -26,7 +26,7 @@ def opened(tmp_path):
     return open_it
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     ids=st.lists(st.integers(0, 255), min_size=2, max_size=100),
     dtype=st.sampled_from(["<u1", "<u2", ">u2", "<u4", "<i4", ">i8"]),
@@ -57,6 +57,7 @@ def test_bin_and_npy_of_the_same_tokens_are_the_same_corpus(tmp_path, opened, dt
         assert opened(tmp_path / other)[1].fingerprint == facts.fingerprint
 
 
+@settings(max_examples=25)
 @given(place=st.integers(0, 99), value=st.integers(0, 9))
 def test_the_fingerprint_sees_every_token(tmp_path_factory, place, value):
     folder = tmp_path_factory.mktemp("npy")
@@ -133,6 +134,7 @@ def test_a_truncated_npy_and_an_archive_are_refused(tmp_path, opened):
             opened(tmp_path / name)
 
 
+@settings(max_examples=40)
 @given(num_bytes=st.integers(2, 40), dtype=st.sampled_from(DTYPES))
 def test_a_bin_of_the_wrong_size_is_refused_with_types_that_fit(tmp_path_factory, num_bytes, dtype):
     folder = tmp_path_factory.mktemp("bin")

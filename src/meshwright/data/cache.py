@@ -2,13 +2,15 @@
 
     tokens | facts as JSON | length of the JSON, uint64 | magic, 8 bytes            (all little-endian)
 
-A file is written under a temporary name, synced, and renamed as the last act, so several processes may make
-it at once (they make the same bytes; the last rename wins, and maps of an earlier one stay valid) and a kill
-leaves no half file under the final name. A file whose length does not add up is made again. Torch-free.
+A file is written under a temporary name, synced, and renamed as the last act, so a kill leaves no half file
+under the final name, and a file whose length does not add up is made again. Of several processes on a machine
+one makes the file and the others wait; where file locks do not reach, several may make it at once: they make
+the same bytes, the last rename wins, and maps of an earlier one stay valid. Torch-free.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -16,7 +18,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -81,12 +83,9 @@ def open_or_build(name: str, *, cache_dir: str | None, build: Build) -> tuple[Pa
         return directory / name, facts
     _remove_stale(directory)
     path = directory / name
-    with _written(path) as file:
-        facts = build(file)
-        assert file.tell() == facts.payload_bytes, "a build tells its payload's size"
-        encoded = json.dumps(asdict(facts)).encode("utf-8")
-        file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
-    return path, facts
+    with _alone(path):
+        facts = load(path)
+        return path, facts if facts is not None else _make(path, build)
 
 
 def load(path: Path) -> Facts | None:
@@ -105,6 +104,15 @@ def payload(path: Path, facts: Facts) -> NDArray[np.unsignedinteger]:
     """The tokens of a cache file, 1-D and memory-mapped: training tokens, then held-out ones."""
     num_tokens = facts.num_train + facts.num_validation
     return np.asarray(np.memmap(path, dtype=facts.dtype, mode="r", shape=(num_tokens,)))
+
+
+def _make(path: Path, build: Build) -> Facts:
+    with _written(path) as file:
+        facts = build(file)
+        assert file.tell() == facts.payload_bytes, "a build tells its payload's size"
+        encoded = json.dumps(asdict(facts)).encode("utf-8")
+        file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
+    return facts
 
 
 def _load(file: BinaryIO) -> Facts:
@@ -165,6 +173,32 @@ def _temporary_directory() -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="meshwright-"))
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes of this machine from making `path` meanwhile.
+
+    It saves work and nothing depends on it: a file system without locks is no error, and a lock that is
+    removed while another process waits for it only lets two make the same file.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(lock.open("ab"))
+            stack.callback(lock.unlink, missing_ok=True)
+            _wait_for(file, path)
+        except OSError as error:
+            _log.info("no lock on %s (%s): other processes may make the same file", path, error)
+        yield
+
+
+def _wait_for(lock: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _log.info("waiting for another process, which is making %s", path)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 @contextmanager
