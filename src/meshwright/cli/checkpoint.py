@@ -57,7 +57,9 @@ def export(
     from meshwright.checkpoint.convert import export_safetensors
 
     path = _find(checkpoint)[-1]
-    export_safetensors(path, out)
+    # The longest text the model has seen; a checkpoint of weights alone does not know it.
+    trained = read_manifest(path).run.get("config", {}).get("train", {})
+    export_safetensors(path, out, max_seq_len=trained.get("seq_len"))
     print(f"{path} → {out}")
 
 

@@ -40,7 +40,11 @@ def process_group(
         # gloo and NCCL open sockets of their own on the interface these name.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(store_path, num_ranks) if store_path is not None else None
+    store: dist.Store | None = None
+    if store_path is not None:
+        store = dist.FileStore(store_path, num_ranks)
+    elif num_ranks == 1:
+        store = dist.HashStore()  # nobody to meet, so no address is needed
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -1,0 +1,124 @@
+"""Loading: reading from each safetensors file just the parts that a rank needs.
+
+A `StorageReader` of `torch.distributed.checkpoint`, which works out how saved pieces overlap the wanted
+ones, and the plain reading of whole tensors in one process. Only public names are used, checked on torch
+2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from meshwright.checkpoint.layout import Layout, Piece, TensorEntry
+from meshwright.checkpoint.planners import shareable
+from meshwright.checkpoint.tensor_file import DTYPES, open_tensors, read_slices
+from meshwright.errors import CheckpointError
+
+
+class SafetensorsReader(StorageReader):
+    """Reads what one rank needs of a checkpoint."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a reader serves one load."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Paths come with the layout, never as an id."""
+        return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The layout in PyTorch's terms."""
+        return Metadata({name: _tensor_metadata(entry) for name, entry in self._layout.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the layout is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The planner's, as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The planner's, as they are."""
+        return plans
+
+    @shareable
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill this rank's tensors, file after file.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        wanted = {item.storage_index.fqn for item in plan.items}
+        pieces = {(name, piece.offset): piece for name in wanted for piece in self._layout.tensors[name].pieces}
+        by_file: dict[str, list[tuple[ReadItem, Piece]]] = defaultdict(list)
+        for item in plan.items:
+            assert item.storage_index.offset is not None
+            piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            by_file[piece.file].append((item, piece))
+        for name in sorted(by_file):
+            with open_tensors(self._layout.path / name) as file, torch.no_grad():
+                for item, piece in by_file[name]:
+                    index = _slices(tuple(item.storage_offsets), tuple(item.lengths))
+                    target = planner.resolve_tensor(item)
+                    target.copy_(read_slices(file, piece.key, index))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def read_tensor(layout: Layout, name: str) -> Tensor:
+    """A whole tensor, put together from its pieces, on the CPU in its saved dtype.
+
+    Raises:
+        CheckpointError: it is not in the checkpoint, its pieces don't make up all of it, or a file cannot be
+            read.
+    """
+    entry = layout.entry(name)
+    found = sum(math.prod(piece.shape) for piece in entry.pieces)
+    if found != entry.numel():
+        raise CheckpointError(
+            f"the checkpoint holds {found} of the {entry.numel()} elements of {name}",
+            where=str(layout.path),
+            rule="the saved pieces of a tensor cover all of it",
+            fix="use another checkpoint",
+        )
+    value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    for piece in entry.pieces:
+        with open_tensors(layout.path / piece.file) as file:
+            part = read_slices(file, piece.key, _slices((0,) * len(piece.shape), piece.shape))
+            value[_slices(piece.offset, piece.shape)] = part
+    return value
+
+
+def _slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[entry.dtype]),
+        size=torch.Size(entry.shape),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
+            for piece in entry.pieces
+        ],
+    )

@@ -1,0 +1,216 @@
+"""Saving: what each rank writes, and how the coordinator makes a checkpoint of it.
+
+A `StorageWriter` of `torch.distributed.checkpoint`, which plans, and carries results and failures between ranks.
+Each rank with something to write writes one safetensors file; the coordinator adds `layout.json` and commits. Only
+public names are used, checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from meshwright.checkpoint import directory, layout, manifest
+from meshwright.checkpoint.durable import DurableFile, FileEntry, write_file
+from meshwright.checkpoint.layout import LAYOUT, Piece, TensorEntry, piece_key
+from meshwright.checkpoint.planners import shareable, tensor_data
+from meshwright.checkpoint.tensor_file import TensorToWrite, dtype_name, write_tensors
+from meshwright.errors import RunError
+from meshwright.log import get_logger
+from meshwright.units import format_bytes
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The checkpoint to save, as `store.save` was asked for it."""
+
+    root: Path
+    step: int
+    model: Mapping[str, Any]
+    run: Mapping[str, Any]
+    keep: int
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A piece that is on the disk; what a rank tells the coordinator of it."""
+
+    name: str
+    dtype: str
+    full_shape: tuple[int, ...]
+    piece: Piece
+    file_entry: FileEntry
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes one checkpoint from one rank; the coordinator's commits it."""
+
+    def __init__(self, request: SaveRequest, *, rank: int) -> None:
+        self._request = request
+        self._rank = rank
+        self._temporary = directory.temporary_path(request.root, request.step)
+        self._is_coordinator = False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer serves one save."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Paths come with the request, never as an id."""
+        return False
+
+    @shareable
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """On the coordinator: make the directory that all ranks write to."""
+        self._is_coordinator = is_coordinator
+        if not is_coordinator:
+            return
+        request = self._request
+        # What can't be written into the manifest should fail now, not when everything else has been written.
+        manifest.encode(step=request.step, model=request.model, run=request.run, files={})
+        with self._explained(self._temporary):
+            directory.clean(request.root)
+            directory.begin(request.root, request.step)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The planner's, as it is."""
+        return plan
+
+    @shareable
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell every rank the size of the whole, so that each can say how much room a checkpoint needs."""
+        total = sum(_num_bytes(item) for plan in plans for item in plan.items)
+        return [replace(plan, storage_data=total) for plan in plans]
+
+    @shareable
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; none if it has nothing to write.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write_items(plan, planner) if plan.items else [])
+        return future
+
+    @shareable
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written: commit, and remove what is no longer kept.
+
+        Raises:
+            RunError: the layout or the manifest cannot be written, or a rank's file can't be seen from here.
+        """
+        request = self._request
+        pieces: list[StoredPiece] = [result.storage_data for of_rank in results for result in of_rank]
+        entries = {stored.piece.file: stored.file_entry for stored in pieces}
+        with self._explained(self._temporary / LAYOUT):
+            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout.encode(_tensor_entries(pieces)))
+            final = directory.commit(
+                self._temporary, step=request.step, model=request.model, run=request.run, files=entries
+            )
+        try:
+            directory.prune(request.root, request.keep, protect=final)
+        except OSError as error:  # the new checkpoint is safe, which is what was asked for
+            _log.warning("%s is saved, but an older checkpoint can't be removed: %s", final, error)
+
+    def abandon(self) -> None:
+        """After a failure, on the coordinator: remove what was written. Never raises."""
+        if self._is_coordinator:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        path = self._temporary / f"rank-{self._rank:05d}.safetensors"
+        tensors = [_to_write(item, planner) for item in plan.items]
+        needed = sum(tensor.num_bytes() for tensor in tensors)
+        with self._explained(path, needed=needed, total=plan.storage_data), DurableFile(path) as file:
+            entry = write_tensors(file, tensors)
+        return [_result(item, path.name, entry) for item in plan.items]
+
+    @contextmanager
+    def _explained(self, path: Path, *, needed: int = 0, total: int = 0) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in FULL_DISK:
+                raise self._disk_full(path, needed=needed, total=total) from error
+            if isinstance(error, FileNotFoundError):
+                raise RunError(
+                    f"rank {self._rank} can't find {self._temporary}, which rank 0 has made",
+                    where=str(path),
+                    rule="all ranks write into one directory",
+                    fix="put the run folder on a file system that all nodes share",
+                ) from error
+            raise RunError(
+                f"rank {self._rank} can't write {path.name}: {error.strerror or error}",
+                where=str(path),
+                fix="make the directory writable, and continue with `--resume auto`",
+            ) from error
+
+    def _disk_full(self, path: Path, *, needed: int, total: int) -> RunError:
+        root = self._request.root
+        free = shutil.disk_usage(next(place for place in (root, *root.absolute().parents) if place.exists())).free
+        written = path.stat().st_size if path.is_file() else 0
+        size = f"{format_bytes(written)} of the {format_bytes(needed)} of its part" if needed else "all but the index"
+        earlier = manifest.newest_complete(root)
+        room = f"{format_bytes(total)} on that disk" if total else "some room on that disk"
+        return RunError(
+            f"the disk at {root} is full: {format_bytes(free)} free when rank {self._rank} had written {size}"
+            f" of the checkpoint of step {self._request.step}",
+            where=str(path),
+            rule=f"the newest earlier checkpoint, {earlier}, is intact" if earlier else "no earlier checkpoint exists",
+            fix=f"free {room} and continue with `--resume auto`; a smaller checkpoint.keep needs less",
+        )
+
+
+def _num_bytes(item: WriteItem) -> int:
+    data = tensor_data(item)
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _to_write(item: WriteItem, planner: SavePlanner) -> TensorToWrite:
+    data = tensor_data(item)
+    offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+
+    def fetch() -> Tensor:
+        value = planner.resolve_data(item)
+        assert isinstance(value, Tensor)
+        return value
+
+    key = piece_key(item.index.fqn, offset, shape, tuple(data.size))
+    return TensorToWrite(key, data.properties.dtype, shape, fetch)
+
+
+def _result(item: WriteItem, file: str, entry: FileEntry) -> WriteResult:
+    data = tensor_data(item)
+    offset, shape, full_shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+    piece = Piece(offset, shape, file, piece_key(item.index.fqn, offset, shape, full_shape))
+    stored = StoredPiece(item.index.fqn, dtype_name(data.properties.dtype), full_shape, piece, entry)
+    return WriteResult(item.index, _num_bytes(item), stored)
+
+
+def _tensor_entries(pieces: list[StoredPiece]) -> dict[str, TensorEntry]:
+    by_name: dict[str, list[StoredPiece]] = defaultdict(list)
+    for stored in pieces:
+        by_name[stored.name].append(stored)
+    return {
+        name: TensorEntry(stored[0].dtype, stored[0].full_shape, tuple(one.piece for one in stored))
+        for name, stored in by_name.items()
+    }

@@ -1,0 +1,212 @@
+"""A manifest notices every change to every file, and names the file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.checkpoint import directory, manifest
+from meshwright.checkpoint.durable import write_file
+from meshwright.errors import CheckpointError
+from meshwright.models.spec import LlamaSpec, RopeScaling
+
+FILES = {"layout.json": b'{"a": [1, 2]}\n', "rank-00000.safetensors": bytes(range(256)), "rank-00001.safetensors": b""}
+SPEC = LlamaSpec(4, 128, 4, 2, 352, 256, 32, rope_scaling=RopeScaling())
+RUN = {"config": {"lr": 3e-3, "name": "été ∞"}, "skipped": 0, "note": None}
+EVERY_FILE = ["manifest.json", *FILES]
+
+
+def make(root, step, *, model=None, files=FILES):
+    temporary = directory.begin(root, step)
+    entries = {name: write_file(temporary / name, content) for name, content in files.items()}
+    return directory.commit(temporary, step=step, model=model or SPEC.identity(), run=RUN, files=entries)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A valid checkpoint that nobody changes."""
+    return make(tmp_path_factory.mktemp("original"), 7)
+
+
+@pytest.fixture
+def checkpoint(original, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(original, tmp_path / original.name)
+
+
+@pytest.fixture(scope="module")
+def shared(original, tmp_path_factory):
+    """A copy for hypothesis to damage and repair."""
+    return shutil.copytree(original, tmp_path_factory.mktemp("shared") / original.name)
+
+
+def damage_of(path):
+    with pytest.raises(CheckpointError) as caught:
+        manifest.verify(path)
+    return caught.value
+
+
+def test_an_undamaged_checkpoint_says_what_it_is(original):
+    found = manifest.verify(original)
+    assert (found.path, found.step, found.run) == (original, 7, RUN)
+    assert found == manifest.read_manifest(original)
+    assert {name: entry.num_bytes for name, entry in found.files.items()} == {n: len(c) for n, c in FILES.items()}
+    assert found.num_bytes() == sum(map(len, FILES.values()))
+    manifest.check_model(found, SPEC.identity())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "layout.json", "rank-00000.safetensors"])
+@given(data=st.data())
+def test_any_changed_byte_is_noticed_and_its_file_named(shared, name, data):
+    content = (shared / name).read_bytes()
+    position = data.draw(st.integers(0, len(content) - 1))
+    changed = bytearray(content)
+    changed[position] ^= data.draw(st.integers(1, 255))
+    (shared / name).write_bytes(changed)
+    try:
+        error = damage_of(shared)
+    finally:
+        (shared / name).write_bytes(content)
+    assert name in error.what and "changed" in error.what
+    assert str(shared) in error.where
+
+
+def test_every_flipped_bit_of_the_manifest_is_noticed(original, monkeypatch):
+    content = (original / "manifest.json").read_bytes()
+    for position in range(len(content)):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[position] ^= 1 << bit
+            monkeypatch.setattr(Path, "read_bytes", lambda _, changed=changed: bytes(changed))
+            with pytest.raises(CheckpointError, match="manifest.json"):
+                manifest.read_manifest(original)
+
+
+@pytest.mark.parametrize("name", ["layout.json", "rank-00000.safetensors"])
+@given(data=st.data())
+def test_truncation_is_told_in_bytes(shared, name, data):
+    content = (shared / name).read_bytes()
+    left = data.draw(st.integers(0, len(content) - 1))
+    (shared / name).write_bytes(content[:left])
+    try:
+        error = damage_of(shared)
+    finally:
+        (shared / name).write_bytes(content)
+    assert error.what == f"{name} is truncated: {left} of {len(content)} bytes"
+
+
+@given(left=st.integers(0, 10_000))
+def test_a_truncated_manifest_is_noticed(shared, left):
+    content = (shared / "manifest.json").read_bytes()
+    (shared / "manifest.json").write_bytes(content[: left % len(content)])
+    try:
+        assert "manifest.json" in damage_of(shared).what
+    finally:
+        (shared / "manifest.json").write_bytes(content)
+
+
+@pytest.mark.parametrize("name", EVERY_FILE)
+def test_a_missing_file_is_named(checkpoint, name):
+    (checkpoint / name).unlink()
+    assert damage_of(checkpoint).what.startswith(f"{name} is missing")
+
+
+@pytest.mark.parametrize("name", EVERY_FILE)
+def test_appended_bytes_are_noticed(checkpoint, name):
+    with (checkpoint / name).open("ab") as file:
+        file.write(b"\n")
+    assert name in damage_of(checkpoint).what
+
+
+@pytest.mark.parametrize("name", EVERY_FILE)
+def test_a_directory_in_place_of_a_file_is_noticed(checkpoint, name):
+    (checkpoint / name).unlink()
+    (checkpoint / name).mkdir()
+    assert name in damage_of(checkpoint).what
+
+
+def test_swapped_files_are_noticed(tmp_path):
+    path = make(tmp_path, 1, files={"a": b"12", "b": b"34"})
+    (path / "a").rename(path / "c")
+    (path / "b").rename(path / "a")
+    (path / "c").rename(path / "b")
+    assert damage_of(path).what.startswith("a has changed")
+
+
+def test_a_file_that_nobody_listed_is_ignored(checkpoint):
+    (checkpoint / "notes.txt").write_text("mine")
+    manifest.verify(checkpoint)
+
+
+def test_a_manifest_of_another_format_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    assert "format 1" in damage_of(checkpoint).what
+
+
+def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path):
+    assert manifest.list_checkpoints(tmp_path / "nowhere") == []
+    steps = [3, 20, 100, 123456789]
+    for step in reversed(steps):
+        make(tmp_path, step)
+    for other in (".tmp-00000004", ".del-00000005", "best", "12", "00000006.bak"):
+        (tmp_path / other).mkdir()
+    assert [path.name for path in manifest.list_checkpoints(tmp_path)] == [
+        "00000003",
+        "00000020",
+        "00000100",
+        "123456789",
+    ]
+
+
+def test_the_newest_valid_one_is_taken_and_the_reasons_for_the_others_told(tmp_path):
+    assert manifest.newest_valid(tmp_path) == (None, [])
+    one, two, three, four = (make(tmp_path, step) for step in (1, 2, 3, 4))
+    (four / "manifest.json").unlink()
+    (three / "layout.json").write_bytes(FILES["layout.json"].replace(b"1", b"2"))
+    found, passed_over = manifest.newest_valid(tmp_path)
+    assert found == two
+    assert [path for path, _ in passed_over] == [four, three]
+    assert "manifest.json is missing" in passed_over[0][1]
+    assert "layout.json has changed content" in passed_over[1][1]
+    # The quick look sees sizes only.
+    assert manifest.newest_complete(tmp_path) == three
+    (two / "layout.json").unlink()
+    assert manifest.newest_valid(tmp_path)[0] == one
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "here", "there"),
+    [
+        ({"dim": 256}, "dim", "256", "128"),
+        ({"kind": "moe"}, "kind", '"moe"', '"llama"'),
+        ({"tie_embeddings": True}, "tie_embeddings", "true", "false"),
+        ({"rope_scaling": None}, "rope_scaling", "not set", "8.0"),
+        ({"rope_scaling": {**SPEC.identity()["rope_scaling"], "factor": 32.0}}, "rope_scaling.factor", "32.0", "8.0"),
+        ({"new_field": 3}, "new_field", "3", "not set"),
+    ],
+)
+def test_another_model_is_refused_by_its_first_difference(original, change, field, here, there):
+    with pytest.raises(CheckpointError) as caught:
+        manifest.check_model(manifest.read_manifest(original), SPEC.identity() | change)
+    assert f"model.{field}" in caught.value.what
+    assert f"{here} here" in caught.value.what and there in caught.value.what
+    assert f"model.{field}" in caught.value.fix
+
+
+def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
+    for run in ({"loss": float("nan")}, {"folder": tmp_path}):
+        with pytest.raises(CheckpointError, match="JSON"):
+            manifest.encode(step=1, model={}, run=run, files={})
+
+
+def test_reading_checkpoints_needs_no_torch():
+    rooms = "manifest, directory, durable, layout, hf_llama"
+    code = f"import sys\nfrom meshwright.checkpoint import {rooms}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
