@@ -41,10 +41,10 @@ def export_safetensors(
     The checkpoint is verified first. The directory appears complete or not at all.
 
     Args:
-        checkpoint: a checkpoint of a Llama, saved from any layout. out: a directory that does not exist or
-        is empty. max_shard_bytes: weights are split into files of at most this size; a larger tensor has
-        its own file. max_seq_len: the `max_position_embeddings` of `config.json`, which some servers take
-        as the limit; when None,
+        checkpoint: a checkpoint of a Llama, saved from any layout.
+        out: a directory that does not exist or is empty.
+        max_shard_bytes: weights are split into files of at most this size; a larger tensor has its own file.
+        max_seq_len: the `max_position_embeddings` of `config.json`, which some servers take as the limit; when None,
             what the rotary scaling stretches to, or 2048.
 
     Returns:

@@ -46,11 +46,12 @@ def save(
 
     Args:
         root: the directory of the run's checkpoints, on a file system that all ranks share; no other run's.
-        step: optimizer steps done. A checkpoint of the same step is replaced; at any moment one of them
-        exists. tensors: by name; on CUDA or CPU, copied to the CPU one at a time. model: the model's
-        identity, for `manifest.check_model`. Rank 0's counts, for `run` as well. run: JSON values that the
-        trainer needs to go on. keep: checkpoints to keep, this one included. group: the ranks that save;
-        all of them when not given.
+        step: optimizer steps done. A checkpoint of the same step is replaced; at any moment one of them exists.
+        tensors: by name; on CUDA or CPU, copied to the CPU one at a time.
+        model: the model's identity, for `manifest.check_model`. Rank 0's counts, for `run` as well.
+        run: JSON values that the trainer needs to go on.
+        keep: checkpoints to keep, this one included.
+        group: the ranks that save; all of them when not given.
 
     Returns:
         The checkpoint's directory.
