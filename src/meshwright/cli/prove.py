@@ -95,4 +95,5 @@ def _show(lines: list[str], passed: bool, seconds: float, *, to_stderr: bool) ->
         mark = line.lstrip()[:1]
         style = "green" if mark == "✓" else "red" if mark == "✗" else None
         print(paint(line, style, stream) if style else line, file=stream)
-    print(f"{'' if passed else 'not '}proved in {format_duration(seconds)}", file=stream)
+    verdict = paint("PROVED", "green", stream) if passed else paint("NOT PROVED", "red", stream)
+    print(f"{verdict} in {format_duration(seconds)}", file=stream)

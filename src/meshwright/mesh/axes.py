@@ -7,7 +7,7 @@ Outermost first, because neighbours on the last axis share the fastest links (Na
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from meshwright.errors import LayoutError
 
@@ -39,7 +39,7 @@ class Axes:
 
     def sizes(self) -> tuple[int, ...]:
         """The axes' sizes, outermost first."""
-        return astuple(self)
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     def size(self, axis: str) -> int:
         """The size of one axis."""

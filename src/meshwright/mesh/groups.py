@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.mesh.axes import Axes
@@ -40,11 +41,11 @@ def process_group(
         # gloo and NCCL open sockets of their own on the interface these name.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    store: dist.Store | None = None
+    store: FileStore | HashStore | None = None
     if store_path is not None:
-        store = dist.FileStore(store_path, num_ranks)
+        store = FileStore(store_path, num_ranks)
     elif num_ranks == 1:
-        store = dist.HashStore()  # nobody to meet, so no address is needed
+        store = HashStore()  # nobody to meet, so no address is needed
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -8,6 +8,9 @@ Shapes: b batch, t time, d model width, v vocabulary.
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +41,8 @@ class Llama(nn.Module):
         )
         self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        scaling = spec.rope_scaling
+        self._stretch = None if scaling is None else Stretch(**asdict(scaling))
         self.tie()
 
     def tie(self) -> None:
@@ -51,15 +56,11 @@ class Llama(nn.Module):
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Next-token logits [b, t, v] of token ids [b, t]."""
         x_btd: Tensor = self.embed(tokens_bt)
-        scaling = self.spec.rope_scaling
-        stretch = scaling and Stretch(
-            scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_seq_len
-        )
         cos_th, sin_th = rope_tables(
             tokens_bt.shape[1],
             self.spec.head_dim,
             theta=self.spec.rope_theta,
-            stretch=stretch,
+            stretch=self._stretch,
             device=tokens_bt.device,
             dtype=x_btd.dtype,
         )
@@ -77,7 +78,7 @@ class Llama(nn.Module):
         if "norm" in name:
             return None
         if name.endswith(("wo.weight", "down.weight")):
-            return INIT_STD / (2.0 * self.spec.num_layers) ** 0.5
+            return INIT_STD / math.sqrt(2.0 * self.spec.num_layers)
         return INIT_STD
 
 

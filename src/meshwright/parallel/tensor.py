@@ -30,12 +30,12 @@ class Replicated(ParallelStyle):
     """A module whose parameters and activations are whole on every rank of the axis."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            input_fn=lambda module, inputs, mesh: tuple(DTensor.from_local(x, mesh, [Replicate()]) for x in inputs),
-            output_fn=lambda module, output, mesh: output.to_local(),
+        distribute_module(module, device_mesh)
+        module.register_forward_pre_hook(
+            lambda module, inputs: tuple(DTensor.from_local(x, device_mesh, [Replicate()]) for x in inputs)
         )
+        module.register_forward_hook(lambda module, inputs, output: output.to_local())
+        return module
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -67,9 +67,10 @@ def sync_partial_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _block_plan(stream: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:

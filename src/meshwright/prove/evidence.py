@@ -6,7 +6,7 @@ itself; `compare` puts the pieces together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -40,6 +40,11 @@ class LayoutEvidence:
     """Per parameter: every rank's piece of the gradient of step 1, before clipping."""
     parameters: dict[str, list[Shard]]
     """Per parameter: every rank's piece after the last step."""
+    initial: dict[str, list[Shard]] = field(default_factory=dict)
+    """Per parameter: every rank's piece before the first step; empty when it was not recorded."""
+    after_first: dict[str, list[Shard]] = field(default_factory=dict)
+    """Per parameter: every rank's piece after the first step; empty when it was not recorded. What the optimizer does
+    wrong shows here before it has changed everything else."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,7 @@ class ReferenceEvidence:
     """Full parameters after the last step."""
     initial: dict[str, Tensor]
     """Full parameters before the first step."""
+    partial_losses: Tensor | None = None
+    """[data_parallel, num_microbatches]: what each cell adds to the loss of step 1; their sum is `losses[0]`."""
+    after_first: dict[str, Tensor] = field(default_factory=dict)
+    """Full parameters after the first step; empty when they were not kept."""

@@ -1,0 +1,118 @@
+"""The layout's side of a proof: each rank trains as a run would, and writes down what it holds.
+
+No collective of ours takes part in the recording: a rank records its pieces and where they sit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshwright.config.schema import RunConfig
+from meshwright.data.loader import Loader
+from meshwright.data.sampler import Order
+from meshwright.data.text import Corpus, num_windows
+from meshwright.mesh.shards import local_box, to_local
+from meshwright.prove.evidence import LayoutEvidence, Shard
+from meshwright.train.build import Job, build_job
+from meshwright.train.context import RankContext
+from meshwright.train.step import TrainStep
+
+Pieces = dict[str, tuple[tuple[int, ...], Tensor]]
+"""Per parameter: offset and value of this rank's piece."""
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw. Plain numbers and tensors, so that it travels without pickled code."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    gradients: Pieces = field(default_factory=dict)
+    parameters: Pieces = field(default_factory=dict)
+    initial: Pieces = field(default_factory=dict)
+    after_first: Pieces = field(default_factory=dict)
+
+
+class RecordingLoader(Loader):
+    """A loader that remembers which samples it was asked for."""
+
+    read: list[int]
+
+    def batch(self, samples: range) -> tuple[Tensor, Tensor]:
+        """As `Loader.batch`."""
+        self.read.extend(samples)
+        return super().batch(samples)
+
+
+Tamper = Callable[[Job, TrainStep], None]
+"""Damages a built job, to show that the proof sees it."""
+
+
+def record_rank(
+    config: RunConfig, context: RankContext, corpus: Corpus, *, num_steps: int, tamper: Tamper | None = None
+) -> RankRecord:
+    """Train `num_steps` steps of `config` as this rank of an existing process group, on CPU.
+
+    Args:
+        tamper: called on the job before the first step; only the seeded-fault suite passes one.
+    """
+    job = build_job(config, context, torch.device("cpu"))
+    size = config.train.seq_len
+    loader = RecordingLoader(corpus.train, Order(num_windows(corpus.train, size), config.train.seed), size, job.device)
+    loader.read = []
+    run_step = TrainStep(job, loader, stop_requested=lambda: False)
+    record = RankRecord()
+    if tamper is not None:
+        tamper(job, run_step)
+    record.initial = _weights(job)
+    for step in range(1, num_steps + 1):
+        context.post("step", step)
+        loader.read = []
+        loss = run_step.accumulate(step)
+        if step == 1:
+            gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+            record.gradients = _pieces(gradients)
+        result = run_step.update(step, loss)
+        record.losses.append(result.loss)
+        record.grad_norms.append(result.grad_norm)
+        record.samples.append(list(loader.read))
+        if step == 1:
+            record.after_first = _weights(job)
+    record.parameters = _weights(job)
+    return record
+
+
+def _weights(job: Job) -> Pieces:
+    return _pieces({name: parameter.detach() for name, parameter in job.model.named_parameters()})
+
+
+def _pieces(tensors: dict[str, Tensor]) -> Pieces:
+    return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}
+
+
+def gather_evidence(config: RunConfig, records: list[RankRecord]) -> LayoutEvidence:
+    """The ranks' records, by rank, as one value."""
+
+    def by_name(kind: str) -> dict[str, list[Shard]]:
+        shards: dict[str, list[Shard]] = {}
+        for rank, record in enumerate(records):
+            for name, (offset, value) in getattr(record, kind).items():
+                shards.setdefault(name, []).append(Shard(rank, tuple(offset), value))
+        return shards
+
+    return LayoutEvidence(
+        axes=config.mesh.axes(),
+        num_microbatches=config.train.num_microbatches,
+        losses=[record.losses for record in records],
+        grad_norms=[record.grad_norms for record in records],
+        samples=[record.samples for record in records],
+        gradients=by_name("gradients"),
+        parameters=by_name("parameters"),
+        initial=by_name("initial"),
+        after_first=by_name("after_first"),
+    )

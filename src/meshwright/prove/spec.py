@@ -1,0 +1,33 @@
+"""What a proof is asked. Torch-free: the launcher makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class ProofSpec:
+    """What is proved, and where its parts meet."""
+
+    config: RunConfig
+    num_steps: int
+    folder: Path
+    """Ranks leave their records here, the comparison its result."""
+
+    def record(self, rank: int) -> Path:
+        """The file of a rank's record."""
+        return self.folder / f"rank-{rank}.pt"
+
+    @property
+    def result(self) -> Path:
+        """The file of the result, as JSON: `report`, the interface, and `lines`, what a person reads."""
+        return self.folder / "result.json"
+
+
+def as_proof(config: RunConfig) -> RunConfig:
+    """The run as it is proved: float64, on the CPU, everything else as given."""
+    train = config.train.model_copy(update={"precision": "float64", "device": "cpu", "compile": False})
+    return config.model_copy(update={"train": train})
