@@ -8,11 +8,11 @@ import subprocess
 
 import pytest
 import torch
-from tests.checkpoint import failures
 
 from meshwright.checkpoint import manifest, store
 from meshwright.errors import RunError
 from meshwright.testing.gang import GangError
+from tests.checkpoint import failures
 
 SOON_S = 20.0
 

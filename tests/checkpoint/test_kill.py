@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.killed_save import NUM_DELAYS, save
 
 import meshwright
 from meshwright.checkpoint import manifest, store
+from tests.checkpoint.killed_save import NUM_DELAYS, save
 
 PATHS = (Path(__file__).parents[2], Path(meshwright.__file__).parents[1])
 """Where the tests and the package under test are, for the process that is killed."""

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.checkpoint import layouts
-from tests.checkpoint.layouts import ALONE, LAYOUTS, SHAPES, Layout, values
 
 from meshwright.checkpoint import layout as layout_file
 from meshwright.checkpoint import manifest, store
 from meshwright.checkpoint.tensor_file import DTYPES
 from meshwright.errors import CheckpointError, RunError
+from tests.checkpoint import layouts
+from tests.checkpoint.layouts import ALONE, LAYOUTS, SHAPES, Layout, values
 
 BLOCK_DEGREES = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (1, 2, 1), (2, 1, 2)]
 """dp_replicate, dp_shard, tp."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.prove.synthetic import SHAPES, hold, make_layout, make_reference
-
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
+from tests.prove.synthetic import SHAPES, hold, make_layout, make_reference
 
 EVERY = list(SHAPES)
 MATRIX = "blocks.0.attn.q.weight"

@@ -12,9 +12,6 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-import meshwright.train.optimizer
-import meshwright.train.step
-from meshwright import train
 from meshwright.config.load import load
 from meshwright.config.schema import RunConfig
 from meshwright.prove.compare import compare
@@ -23,6 +20,7 @@ from meshwright.prove.record import RankRecord, gather_evidence, record_rank
 from meshwright.prove.reference import compute_reference
 from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
+from meshwright.train import optimizer, step
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_corpus
 
@@ -52,7 +50,7 @@ def record_on_rank(rank: int, world_size: int, config: RunConfig, module: str, t
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     corpus = open_training_corpus(config)
-    with restored(train.step, train.optimizer, dist):
+    with restored(step, optimizer, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 

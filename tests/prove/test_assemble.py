@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, shards
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.assemble import assemble
 from meshwright.prove.evidence import Shard
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, shards
 
 FULLS = {name: torch.randn(shape, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
 

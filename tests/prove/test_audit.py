@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from tests.prove.synthetic import make_layout, make_reference
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence
 from meshwright.prove.report import render, to_json
+from tests.prove.synthetic import make_layout, make_reference
 
 AXES = Axes(dp_shard=2)
 MATRIX = "blocks.0.attn.q.weight"

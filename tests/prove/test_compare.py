@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from meshwright.prove.report import to_json
 from meshwright.prove.result import Kind
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference
 
 AXES = [
     Axes(),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.prove.gradient_case import ALL, EVERY, FSDP_TP, HSDP, LAYOUTS, MATRIX, ODD, Case
-from tests.prove.synthetic import REPLICATED_OVER_TP, scale
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.result import Kind
+from tests.prove.gradient_case import ALL, EVERY, FSDP_TP, HSDP, LAYOUTS, MATRIX, ODD, Case
+from tests.prove.synthetic import REPLICATED_OVER_TP, scale
 
 
 @pytest.mark.parametrize("axes", [Axes(dp_shard=2), Axes(dp_shard=3), Axes(dp_replicate=2), Axes(tp=2)], ids=str)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.prove.gradient_case import ALL, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.result import Kind
+from tests.prove.gradient_case import ALL, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)

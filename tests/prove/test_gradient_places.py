@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.prove.gradient_case import EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, MATRIX, Case
-from tests.prove.synthetic import SHAPES, box, cut, hold, scale
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from meshwright.prove.result import Kind
+from tests.prove.gradient_case import EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, MATRIX, Case
+from tests.prove.synthetic import SHAPES, box, cut, hold, scale
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference, scale
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from meshwright.prove.result import Kind
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference, scale
 
 LAYOUTS = [
     Axes(dp_replicate=2, dp_shard=2),

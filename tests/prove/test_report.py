@@ -8,13 +8,13 @@ import math
 
 import pytest
 import torch
-from tests.prove.synthetic import SHAPES, make_layout, make_reference, scale
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from meshwright.prove.pieces import Error
 from meshwright.prove.report import MAX_LINES, WIDTH, render, to_json
 from meshwright.prove.result import Diagnosis, Kind, ParameterResult, ProofResult, TensorResult
+from tests.prove.synthetic import SHAPES, make_layout, make_reference, scale
 
 AXES = Axes(dp_replicate=2, dp_shard=2)
 MATRIX = "blocks.0.attn.q.weight"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.prove.synthetic import SHAPES, Optimizer, hold, make_layout, make_reference, optimize, scale
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from meshwright.prove.result import Kind
+from tests.prove.synthetic import SHAPES, Optimizer, hold, make_layout, make_reference, optimize, scale
 
 MATRIX = "blocks.0.attn.q.weight"
 EVERY = list(SHAPES)

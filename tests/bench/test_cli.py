@@ -1,0 +1,56 @@
+"""`meshwright bench` as a person calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+
+
+def bench(*words, **environment):
+    command = [sys.executable, "-m", "meshwright", "bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=CLEAN | environment)
+
+
+def test_an_unknown_part_exits_2():
+    done = bench("trian")
+    assert done.returncode == 2
+    assert "meshwright bench train" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_an_error_before_measuring(tmp_path):
+    done = bench("train", "--json", str(tmp_path / "none" / "x.json"))
+    assert done.returncode == 2
+    assert "mkdir" in done.stderr
+
+
+def test_under_a_launcher_is_an_error():
+    done = bench("train", WORLD_SIZE="1", RANK="0")
+    assert done.returncode == 2
+    assert "torchrun" in done.stderr
+
+
+def test_help_names_every_part():
+    done = bench("--help", COLUMNS="200")
+    assert done.returncode == 0
+    assert "train: the training step against a bare PyTorch loop" in done.stdout
+
+
+@pytest.mark.slow
+def test_bench_train_prints_a_table_and_writes_json(tmp_path):
+    path = tmp_path / "figures.json"
+    done = bench("train", "--device", "cpu", "--rounds", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(path.read_text("utf-8"))
+    assert answer["part"] == "train"
+    assert answer["figures"]["one_process.ratio"] > 0
+    assert answer["figures"]["fsdp2_two_processes.ratio"] > 0
+    assert answer["figures"]["cuda_1b_eager.ratio"] is None
+    assert "unmeasured: needs a CUDA device" in done.stdout
+    assert "\x1b" not in done.stdout

@@ -1,0 +1,123 @@
+"""Both sides run and compute the same, on every kind of case; sides that differ are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.bench import bare, measure
+from meshwright.bench.measure import Arm, check_losses
+from meshwright.bench.train import run_case
+from meshwright.errors import RunError
+from meshwright.train.context import RankContext, StatusBoard
+from tests.bench.tiny import tiny_case
+
+CPU = torch.device("cpu")
+
+
+def context_of(rank, world_size) -> RankContext:
+    board = StatusBoard([0] * StatusBoard.length(world_size))
+    return RankContext(rank, world_size, rank, world_size, None, board)
+
+
+def compare_body(rank, world_size, case):
+    arms, timed = measure.compare(context_of(rank, world_size), case, CPU)
+    return {arm.name: (arm.losses, arm.done) for arm in arms}, dict(timed.seconds)
+
+
+@pytest.mark.parametrize("ranks, precision", [(1, "float32"), (1, "bfloat16"), (2, "float32")])
+def test_both_sides_run_all_their_steps_on_the_same_losses(gang, ranks, precision):
+    case = tiny_case(ranks=ranks, precision=precision)
+    for sides, seconds in gang(ranks).run(compare_body, case):
+        (ours, ours_done), (theirs, theirs_done) = sides["ours"], sides["bare"]
+        assert ours == pytest.approx(theirs, abs=case.loss_tolerance)
+        assert len(set(ours)) == case.warmup, "the model did not learn"
+        assert ours_done == theirs_done == case.num_steps
+        assert {name: len(values) for name, values in seconds.items()} == {"ours": case.rounds, "bare": case.rounds}
+        assert all(value > 0 for values in seconds.values() for value in values)
+
+
+def other_samples_body(rank, world_size, case):
+    class OtherBatches(bare.BareBatches):
+        def __getitem__(self, step):
+            return super().__getitem__(step + 1)
+
+    measure.BareBatches = OtherBatches
+    try:
+        measure.compare(context_of(rank, world_size), case, CPU)
+    finally:
+        measure.BareBatches = bare.BareBatches
+
+
+def other_weights_body(rank, world_size, case):
+    bare.initialize = lambda model, seed: None
+    try:
+        measure.compare(context_of(rank, world_size), case, CPU)
+    finally:
+        from meshwright.train.build import initialize
+
+        bare.initialize = initialize
+
+
+def other_rate_body(rank, world_size, case):
+    right = bare.set_learning_rate
+    bare.set_learning_rate = lambda optimizer, step, config: right(optimizer, 2 * step, config)
+    try:
+        measure.compare(context_of(rank, world_size), case, CPU)
+    finally:
+        bare.set_learning_rate = right
+
+
+@pytest.mark.parametrize("body", [other_samples_body, other_weights_body, other_rate_body])
+def test_sides_that_compute_different_things_are_refused(gang, body):
+    with pytest.raises(RunError, match="different losses"):
+        gang(1).run(body, tiny_case())
+
+
+@pytest.mark.parametrize("own", [2.0002, float("nan"), float("inf")])
+def test_losses_apart_or_not_finite_are_refused(own):
+    case = replace(tiny_case(), warmup=1)
+    arms = [Arm(name, lambda step: None, float, losses=[loss]) for name, loss in (("ours", own), ("bare", 2.0))]
+    with pytest.raises(RunError) as caught:
+        check_losses(case, arms)
+    assert "tiny, step 1" in caught.value.where
+
+
+def stop_body(rank, world_size, case):
+    context = context_of(rank, world_size)
+    context.board.request_stop()
+    measure.compare(context, case, CPU)
+
+
+def test_a_wish_to_stop_ends_the_measurement(gang):
+    with pytest.raises(RunError, match="as asked"):
+        gang(1).run(stop_body, tiny_case())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        tiny_case(ranks=2),
+        tiny_case(ranks=2, compile=True),
+        tiny_case(precision="bfloat16", compile=True),
+    ],
+    ids=["two processes", "two processes, compiled", "bfloat16, compiled"],
+)
+def test_a_case_runs_in_processes_of_its_own(case):
+    found = run_case(case)
+    assert found.device is None
+    assert len(found.timed.speedups("ours", over="bare")) == case.rounds
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_case_runs_on_cuda(compile):
+    case = tiny_case(precision="bfloat16", compile=compile)
+    train = case.config.train.model_copy(update={"device": "cuda"})
+    found = run_case(replace(case, config=case.config.model_copy(update={"train": train})))
+    assert found.device == torch.cuda.get_device_name(0)
+    assert all(size is not None and size > 0 for size in found.memory_bytes.values())

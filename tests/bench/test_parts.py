@@ -1,0 +1,33 @@
+"""One table of parts: every row leads to a function, and an unknown name to an error that names them all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.bench.parts import PARTS, Part, find_part, load_body
+from meshwright.errors import InputError
+
+
+@pytest.mark.parametrize("part", Part)
+def test_every_part_has_a_row_whose_body_exists(part):
+    assert PARTS[part].title
+    assert callable(load_body(part))
+    assert find_part(str(part)) is part
+
+
+@pytest.mark.parametrize("name", ["trian", "TRAIN", "nothing-like-it", ""])
+def test_an_unknown_part_names_the_nearest_and_all(name):
+    with pytest.raises(InputError) as caught:
+        find_part(name)
+    assert caught.value.exit_code == 2
+    assert caught.value.fix == "meshwright bench train"
+    assert all(part in caught.value.rule for part in Part)
+
+
+def test_the_launcher_side_imports_no_torch():
+    modules = "meshwright.cli.bench, meshwright.bench.report, meshwright.bench.alternate, meshwright.bench.train"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
