@@ -8,7 +8,7 @@ GIB = 1024**3
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`0.42 GiB`, `3.1 MiB`, `512 B`: binary units, three significant digits."""
+    """`0.42 GiB`, `3.1 MiB`, `512 B`: binary units, three digits, or two below a GiB."""
     for size, name in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= size or (name == "GiB" and abs(num_bytes) >= size / 10):
             return f"{_three_digits(num_bytes / size)} {name}"
@@ -26,9 +26,9 @@ def format_count(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """`3:41`, `1:02:09`, `12 s` below a minute, `0.4 s` below ten seconds."""
-    if seconds < 10:
+    if round(seconds, 1) < 10:
         return f"{seconds:.1f} s"
-    if seconds < 60:
+    if round(seconds) < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -16,7 +16,7 @@ from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import submesh
 from meshwright.nn.block import TransformerBlock
 from meshwright.parallel.data import apply_data_parallel
-from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.tensor import apply_tensor_parallel, await_embedding
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def apply_parallel(model: nn.Module, mesh: DeviceMesh | None, axes: Axes, option
         apply_tensor_parallel(model, submesh(mesh, ["tp"]), sequence_parallel=options.sequence_parallel)
         model.tie()  # type: ignore[operator]
     if options.compile:
+        if axes.tp > 1:
+            await_embedding(model)
         for block in model.modules():
             if isinstance(block, TransformerBlock):
                 block.compile()

@@ -59,6 +59,15 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered.
+
+    Until then the model's parameters are the gathered ones: not those that the optimizer and a checkpoint know.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
 def set_gradient_sync(model: nn.Module, last: bool) -> None:
     """Reduce gradients in the next backward only if it is the step's `last`; until then they add up locally."""
     for module in fsdp_modules(model):

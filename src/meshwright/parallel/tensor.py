@@ -73,6 +73,15 @@ def sync_partial_gradients(model: nn.Module) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
+def await_embedding(model: nn.Module) -> None:
+    """Have the embedding hand on a tensor that has arrived, for compiled blocks.
+
+    Its output is a tensor still under way (`AsyncCollectiveTensor`), and a compiled graph that takes one loses the
+    way back to its gradient (seen on torch 2.13). A copy waits, and is differentiable.
+    """
+    model.get_submodule("embed").register_forward_hook(lambda module, inputs, output: output.clone())
+
+
 def _block_plan(stream: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
     whole = Replicate()
     return {

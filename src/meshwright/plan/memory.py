@@ -6,9 +6,12 @@ the two gathered blocks are what FSDP2 holds at once while it prefetches.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from meshwright.config.schema import RunConfig
+from meshwright.mesh.axes import Axes
+from meshwright.models.spec import LlamaSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 OPTIMIZER_MOMENTS = 2
@@ -16,7 +19,7 @@ OPTIMIZER_MOMENTS = 2
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank, by type."""
+    """Bytes on one rank, the one that holds most, by type."""
 
     parameters: int
     gradients: int
@@ -35,7 +38,7 @@ def predict_memory(config: RunConfig) -> MemoryEstimate:
     axes, spec = config.mesh.axes(), config.model.spec()
     compute = BYTES[config.train.precision]
     master = max(4, compute)
-    stored = spec.num_params() // (axes.dp_shard * axes.tp)
+    stored = _stored(spec, axes)
     block, embeddings = spec.params_per_layer() // axes.tp, spec.vocab_size * spec.dim // axes.tp
     is_sharded = axes.data_parallel() > 1
     gathered = 2 * (2 * block + embeddings) * compute if is_sharded else 0
@@ -48,6 +51,24 @@ def predict_memory(config: RunConfig) -> MemoryEstimate:
         gathered=gathered,
         activations=_activations(config, compute),
     )
+
+
+def _stored(spec: LlamaSpec, axes: Axes) -> int:
+    """Parameters on the rank that holds most of them.
+
+    Tensor parallel divides the rows or the columns of matrices and leaves norms whole; FSDP2 divides the rows that
+    are left, and gives its first ranks one more where they do not divide evenly.
+    """
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    by_rows = [(rows, spec.dim) for rows in (queries, keys, keys, spec.ffn_dim, spec.ffn_dim)]
+    by_columns = [(spec.dim, queries), (spec.dim, spec.ffn_dim)]
+    norms = [(spec.dim, 1)] * 2
+    embeddings = [(spec.vocab_size, spec.dim)] * (1 if spec.tie_embeddings else 2)
+    matrices = spec.num_layers * by_rows + embeddings
+    pieces = [(rows // axes.tp, columns) for rows, columns in matrices]
+    pieces += spec.num_layers * [(rows, columns // axes.tp) for rows, columns in by_columns]
+    pieces += spec.num_layers * norms + norms[:1]
+    return sum(math.ceil(rows / axes.dp_shard) * columns for rows, columns in pieces)
 
 
 def _activations(config: RunConfig, compute: int) -> int:

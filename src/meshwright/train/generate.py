@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.collectives import broadcast_object
+from meshwright.parallel.data import reshard
 from meshwright.train.build import Job
 
 
@@ -36,4 +37,5 @@ def generate(job: Job, prompt: Sequence[int], *, num_tokens: int, temperature: f
         choice = int(torch.multinomial(chances, 1, generator=generator).item())
         tokens.append(broadcast_object(choice))
     job.model.train()
+    reshard(job.model)
     return tokens[len(prompt) :]

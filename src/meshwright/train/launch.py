@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -179,6 +179,7 @@ def _start_server() -> None:
 
     It ignores Ctrl-C once it runs, but would die of it in the seconds that it takes to import torch.
     """
+    resource_tracker.ensure_running()  # the server's start would start it, and that unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from meshwright.comm.collectives import all_gather_object, broadcast_object
@@ -75,6 +77,8 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus) -> Run
             choice = error
     choice = broadcast_object(choice)
     if isinstance(choice, MeshwrightError):
+        if context.rank != 0:
+            sys.exit(choice.exit_code)  # rank 0 says it for all
         raise choice
     assert choice is not None
     return choice

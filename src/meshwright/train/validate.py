@@ -7,6 +7,7 @@ import torch
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.data.loader import IGNORED_TARGET, validation_batches
 from meshwright.data.text import Tokens
+from meshwright.parallel.data import reshard
 from meshwright.train.build import Job
 from meshwright.train.step import loss_sum, vocab_context
 
@@ -31,6 +32,7 @@ def validate(job: Job, tokens: Tokens) -> float:
             totals[0] += loss_sum(job.model(inputs_bt), targets_bt)
             totals[1] += (targets_bt != IGNORED_TARGET).sum()
     job.model.train()
+    reshard(job.model)
     # Ranks of tp hold the same numbers; the ratio does not change by counting them all.
     loss, num_tokens = all_reduce_sum(totals).tolist()
     return float(loss / num_tokens)

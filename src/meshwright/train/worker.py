@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from multiprocessing import connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +34,7 @@ LOST_PEER_WORDS = ("connection", "closed by peer", "timed out", "gloo", "nccl", 
 
 def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, report_folder: Path) -> None:
     """Run `body` as this rank and end the process: 0 well, otherwise with a report for the launcher."""
-    _die_with_parent()
+    _die_with_launcher()
     # The launcher hears Ctrl-C and asks through the board; a rank that died of it could not save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
@@ -88,7 +91,19 @@ def _report(error: BaseException, path: Path) -> None:
     temporary.rename(path)
 
 
-def _die_with_parent() -> None:
-    """Have Linux kill this rank when the process it was forked from goes, so that a killed launcher leaves none."""
+def _die_with_launcher() -> None:
+    """End this rank when the launcher goes, however it went, so that a killed launcher leaves none.
+
+    Linux kills it when the process it was forked from goes. But that one stays for as long as a rank lives: each holds
+    an end of the pipe by which it hears of the launcher. So a thread listens for the launcher itself.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "a rank is started by a launcher"
+
+    def wait() -> None:
+        connection.wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True, name="die-with-launcher").start()

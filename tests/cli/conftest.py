@@ -1,0 +1,61 @@
+"""Ways to run the command: as a process where importing torch raises, and within this one, likewise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from meshwright.cli.main import main
+from tests.helpers import clean_environment, small_corpus
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="session")
+def no_torch(tmp_path_factory):
+    """An environment in which importing torch is an error."""
+    folder = tmp_path_factory.mktemp("no-torch")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')\n")
+    return clean_environment(PYTHONPATH=str(folder))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Words that train on a small file."""
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, tmp_path):
+    """Runs the command in this process, in an empty folder."""
+
+    def run(*words, torch=False, **environment):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["meshwright", *map(str, words)])
+            if not torch:
+                patch.setitem(sys.modules, "torch", None)
+            patch.chdir(tmp_path)
+            for name in os.environ.keys() - clean_environment().keys():
+                patch.delenv(name)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            code = 0
+            try:
+                main()
+            except SystemExit as ended:
+                code = ended.code or 0
+        output = capsys.readouterr()
+        return Outcome(code, output.out, output.err)
+
+    return run

@@ -1,0 +1,59 @@
+"""Help, version and presets answer without torch; what they print is plain off a terminal and true."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from meshwright.config.load import load, preset_names
+from tests.helpers import meshwright
+
+VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["checkpoint"], ["checkpoint", "ls"],
+         ["checkpoint", "verify"], ["checkpoint", "export"], ["checkpoint", "import"])  # fmt: skip
+
+
+def test_help_needs_no_torch(no_torch):
+    done = meshwright("--help", env=no_torch)
+    assert done.returncode == 0 and "\x1b" not in done.stdout and done.stderr == ""
+    for verb in VERBS:
+        assert verb[0] in done.stdout
+
+
+@pytest.mark.parametrize("words", [*([*verb, "--help"] for verb in VERBS), ["-h"], ["run", "-h"]])
+def test_every_verb_has_help(here, words):
+    done = here(*words)
+    assert done.returncode == 0 and "Usage" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_version(here):
+    from importlib.metadata import version
+
+    assert here("--version").stdout == f"meshwright {version('meshwright')}\n"
+
+
+@pytest.mark.parametrize("words", [["--no-such"], ["no-such"], ["run", "--steps", "5"], ["checkpoint", "no-such"]])
+def test_wrong_usage_is_bad_input(here, words):
+    done = here(*words)
+    assert done.returncode == 2 and words[-1] in done.stderr + " ".join(words)
+    assert "Traceback" not in done.stderr and "\x1b" not in done.stderr
+
+
+def test_presets_are_listed(here):
+    lines = here("presets").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == preset_names()
+    assert "70.6 B parameters" in next(line for line in lines if line.startswith("llama3-70b"))
+    assert max(map(len, lines)) < 120
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_printed_preset_loads_again(here, tmp_path, name):
+    text = here("presets", name).stdout
+    assert tomllib.loads(text)["name"] == name
+    (tmp_path / "again.toml").write_text(text)
+    assert load(str(tmp_path / "again.toml")) == load(name)
+
+
+def test_devices_are_listed(here):
+    lines = here("presets", "--devices").stdout.splitlines()
+    assert lines and all("TFLOP/s" in line for line in lines)

@@ -1,0 +1,157 @@
+"""What a person sees of a run: one line that rewrites itself on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import progress as module
+from meshwright.cli.errors import show_error
+from meshwright.cli.progress import TerminalReporter
+from meshwright.errors import RunError
+from meshwright.train.reporter import Facts, Progress, Summary
+
+SUMMARY = Summary(steps=30, seconds=3.0, validation_loss=2.0, validation_bits_per_byte=2.5, folder=Path("runs/x-1"),
+                  checkpoint=Path("runs/x-1/checkpoints/00000030"), sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
+
+FACTS = Facts(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
+              backend="gloo", global_batch=8, seq_len=64, steps=30, predicted_bytes=10**9,
+              folder=Path("runs/x-1"))  # fmt: skip
+
+
+def step(number, *, steps=30, skipped=False, loss=2.0):
+    return Progress(step=number, steps=steps, loss=loss, bits_per_byte=None, grad_norm=1.0, tokens_per_s=1e4,
+                    memory_bytes=10**9, eta_s=1.0, skipped=skipped)  # fmt: skip
+
+
+@contextmanager
+def terminal(monkeypatch, *, columns=60):
+    """Makes stdout and stderr a terminal; gives a function that reads what was written to it."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    attributes = termios.tcgetattr(follower)
+    attributes[1] &= ~termios.OPOST  # no \n → \r\n
+    termios.tcsetattr(follower, termios.TCSANOW, attributes)
+    os.set_blocking(leader, False)
+    stream = os.fdopen(follower, "w")
+    with monkeypatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        patch.setenv("TERM", "xterm")
+        for name in ("stdout", "__stdout__", "stderr"):
+            patch.setattr(sys, name, stream)
+        patch.setattr(module, "REFRESH_S", 0.0)
+
+        def read():
+            stream.flush()
+            text = b""
+            while True:
+                try:
+                    text += os.read(leader, 65536)
+                except BlockingIOError:
+                    return text.decode()
+
+        yield read
+    stream.close()
+    os.close(leader)
+
+
+def rows(text, columns):
+    """The rows that a terminal shows after `text`; fails when a row would have wrapped."""
+    shown = []
+    for line in text.split("\n"):
+        row = ""
+        for part in re.split(r"(\r|\x1b\[2K)", line):
+            row = "" if part in ("\r", "\x1b[2K") else row + part
+            visible = re.sub(r"\x1b\[\d+m", "", row)
+            assert len(visible) < columns, f"wraps: {visible!r}"
+        shown.append(re.sub(r"\x1b\[\d+m", "", row))
+    return shown
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_the_progress_line_rewrites_itself_and_fits(monkeypatch, columns):
+    with terminal(monkeypatch, columns=columns) as read:
+        reporter = TerminalReporter()
+        for number in range(1, 31):
+            reporter.progress(step(number, loss=3.0 - number / 30))
+        reporter.waiting("a wait whose description is rather longer than twenty columns")
+        text = read()
+    assert text.count("\r") >= 30 and "\n" not in text
+    assert "step 30/30"[: columns - 1] in text
+    assert len(rows(text, columns)) == 1
+
+
+def test_other_lines_do_not_mix_with_the_progress_line(monkeypatch):
+    with terminal(monkeypatch, columns=120) as read:
+        reporter = TerminalReporter()
+        reporter.started(FACTS)
+        reporter.progress(step(1))
+        reporter.note("a note")
+        reporter.progress(step(2))
+        reporter.validated(2, 2.0, 2.5)
+        reporter.progress(step(3))
+        show_error(RunError("rank 1 was killed"))
+        shown = rows(read(), 120)
+    assert shown[2:-2] == ["a note", "step 2  validation 2.500 bits/byte"]
+    assert shown[-2] == "error  rank 1 was killed"
+
+
+def test_no_color_is_honoured(monkeypatch):
+    for no_color in (False, True):
+        with terminal(monkeypatch, columns=200) as read:
+            if no_color:
+                monkeypatch.setenv("NO_COLOR", "1")
+            TerminalReporter().finished(SUMMARY)
+            show_error(RunError("x"))
+            assert ("\x1b[" in read().replace("\x1b[2K", "")) is not no_color
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    with terminal(monkeypatch) as read:
+        monkeypatch.setenv("TERM", "dumb")
+        reporter = TerminalReporter(log_every=10)
+        for number in range(1, 31):
+            reporter.progress(step(number))
+        show_error(RunError("x"))
+        text = read()
+    assert "\x1b" not in text and "\r" not in text and text.count("\n") == 5
+
+
+def test_off_a_terminal_lines_are_plain_and_few(capsys):
+    reporter = TerminalReporter(log_every=10)
+    for number in range(1, 31):
+        reporter.progress(step(number))
+    reporter.waiting("something")
+    reporter.finished(SUMMARY)
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\r" not in text and "\0" not in text
+    assert [line.split("  ")[0] for line in text.splitlines()[:4]] == [f"step {n}/30" for n in (1, 10, 20, 30)]
+
+
+def test_quiet_says_nothing(capsys):
+    reporter = TerminalReporter(quiet=True)
+    reporter.progress(step(1, skipped=True))
+    reporter.note("x")
+    reporter.validated(1, 2.0, None)
+    reporter.finished(SUMMARY)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_skipped_step_is_said_once_and_does_not_break_the_bars(monkeypatch):
+    with terminal(monkeypatch, columns=100) as read:
+        reporter = TerminalReporter()
+        reporter.progress(step(1))
+        reporter.progress(step(2, skipped=True, loss=float("nan")))
+        reporter.progress(step(3))
+        text = read()
+    assert text.count("step 2 was not finite and was skipped") == 1
+    assert "step 3/30" in text

@@ -1,0 +1,100 @@
+"""What tests of several rooms share: small corpora, the real command, and reading the errors it shows. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshwright.config.load import load
+from meshwright.config.schema import RunConfig
+from meshwright.errors import MeshwrightError
+
+SMALL = ("model.num_layers=2", "train.global_batch=8", "train.seq_len=64", "train.validation_samples=16",
+         "train.sample_tokens=8", "train.threads=1")  # fmt: skip
+"""A run of the default preset that takes milliseconds a step."""
+
+SCREEN_LINES, SCREEN_COLUMNS = 24, 80
+
+
+def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
+    """Write a text file into `folder`, and give the words that train on it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = "def step_{n}(x):\n    return x * {n} + {m}\n"
+    text = "".join(line.format(n=n, m=n * 7919 % 1000) for n in range(num_bytes // 34))
+    (folder / "corpus.txt").write_text(text, "utf-8")
+    return [f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache"]
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's environment, without what a launcher or a terminal may have left in it."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR",
+               "COLUMNS")  # fmt: skip
+    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
+    return kept | changes
+
+
+def meshwright(
+    *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run the real command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright", *map(str, words)],
+        env=dict(env if env is not None else clean_environment()),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def shown_error(stderr: str) -> dict[str, str]:
+    """The parts of the error that a command showed, which is all it showed and fits one screen."""
+    lines = stderr.splitlines()
+    assert "Traceback" not in stderr, stderr
+    rows = sum(-(-len(line) // SCREEN_COLUMNS) for line in lines)  # as a terminal wraps them
+    assert lines and rows <= SCREEN_LINES, stderr
+    parts: dict[str, str] = {}
+    label = ""
+    for line in lines:
+        found = re.match(r"(error|where|rule|fix) +(\S.*)", line)
+        if found:
+            label = found[1]
+            assert label not in parts, f"two errors:\n{stderr}"
+            parts[label] = found[2]
+        else:
+            assert label, f"something before the error:\n{stderr}"
+            parts[label] += "\n" + line
+    assert list(parts) == ["error", "where", "rule", "fix"], stderr
+    return parts
+
+
+def alternatives(fix: str) -> list[list[str]]:
+    """The `key=value` words of each way out that a fix names; words of one way stand side by side."""
+    ways = (re.findall(r"[a-z_0-9.]+=\S*[^\s,;]", way) for way in re.split(r",? or |; ", fix))
+    return [words for words in ways if words]
+
+
+def outcome(
+    words: Sequence[str], source: str | None = None, *, num_ranks: int | None = None
+) -> RunConfig | MeshwrightError:
+    """What loading gives: a configuration, or the error."""
+    try:
+        return load(source, words, num_ranks=num_ranks)
+    except MeshwrightError as error:
+        return error
+
+
+def assert_every_fix_works(
+    error: MeshwrightError, words: Sequence[str], source: str | None = None, *, num_ranks: int | None = None
+) -> None:
+    """Each way out that the error's fix names makes the same command valid."""
+    assert error.what and error.where and error.rule and error.fix, error
+    ways = alternatives(error.fix)
+    assert ways, f"no key=value in the fix: {error.fix}"
+    for way in ways:
+        result = outcome([*words, *way], source, num_ranks=num_ranks)
+        assert isinstance(result, RunConfig), f"{words} said: {error}\n\nand with {way}: {result}"

@@ -1,0 +1,122 @@
+"""Predicted memory against what a job really holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.config.load import load
+from meshwright.mesh.shards import to_local
+from meshwright.plan.memory import predict_memory
+from meshwright.train.optimizer import STATE_NAMES
+from tests.helpers import SMALL, small_corpus
+from tests.train.jobs import make_job
+
+UNEVEN = ["model.ffn_dim=50", "model.vocab_size=262"]
+LAYOUTS = [
+    (1, []),
+    (1, ["train.precision=float64"]),
+    (1, ["model.tie_embeddings=true"]),
+    (2, ["mesh.dp_shard=2"]),
+    (2, ["mesh.dp_replicate=2"]),
+    (2, ["mesh.tp=2"]),
+    (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
+    (2, ["mesh.dp_shard=2", "train.precision=bfloat16"]),
+    (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
+    (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "model.tie_embeddings=true"]),
+    (4, ["mesh.dp_shard=4", *UNEVEN]),
+    (4, ["mesh.tp=2", "mesh.dp_shard=2", *UNEVEN]),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("memory"))
+
+
+def num_bytes(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in map(to_local, tensors))
+
+
+def held(rank, world_size, words):
+    """Bytes of parameters, gradients, and optimizer state after a step's backward."""
+    job, step = make_job(rank, world_size, words)
+    step.accumulate(1)
+    parameters = list(job.model.parameters())
+    moments = [state[name] for state in job.optimizer.state.values() for name in STATE_NAMES[1:]]
+    return num_bytes(parameters), num_bytes(p.grad for p in parameters), num_bytes(moments)
+
+
+def run(gang, world_size, body, words):
+    return gang(world_size).run(body, words) if world_size > 1 else [body(0, 1, words)]
+
+
+@pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
+def test_what_is_stored_between_steps_is_exact(gang, corpus, world_size, words):
+    """On the rank that holds most, where they do not hold the same."""
+    predicted = predict_memory(load(None, [*SMALL, *words]))
+    most = tuple(map(max, zip(*run(gang, world_size, held, [*corpus, *words]), strict=True)))
+    assert most == (predicted.parameters, predicted.gradients, predicted.optimizer)
+
+
+def saved_for_backward(rank, world_size, words):
+    """Bytes that autograd keeps of a forward, without the parameters, and of the logits twice."""
+    job, step = make_job(rank, world_size, words)
+    parameters = {to_local(p).untyped_storage().data_ptr() for p in job.model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        local = to_local(tensor)
+        storage = getattr(local, "elem", local).untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs, _ = step._loader.batch(step.samples(1)[0])
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = to_local(job.model(inputs))
+    return sum(kept.values()) + 2 * logits.numel() * max(4, logits.element_size())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (1, []),
+        (1, ["train.precision=float64"]),
+        (1, ["model.num_layers=6", "train.seq_len=128"]),
+        (1, ["train.num_microbatches=4"]),
+        (2, ["mesh.tp=2"]),
+        (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
+    ],
+)
+def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words):
+    predicted = predict_memory(load(None, [*SMALL, *words])).activations
+    for found in run(gang, world_size, saved_for_backward, [*corpus, *words]):
+        assert predicted == pytest.approx(found, rel=0.25)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b"])
+def test_presets_fit_the_devices_they_are_for(name):
+    """80 GB each; published recipes of these sizes run there."""
+    predicted = predict_memory(load(name))
+    assert all(value >= 0 for value in vars(predicted).values())
+    assert predicted.parameters + predicted.gradients + predicted.optimizer < 80e9
+
+
+def test_larger_runs_take_more():
+    base = predict_memory(load(None, ["mesh.dp_shard=2"]))
+    for word in ("train.global_batch=64", "train.seq_len=1024", "model.num_layers=16", "train.precision=float64",
+                 "mesh.reshard_after_forward=false"):  # fmt: skip
+        assert predict_memory(load(None, ["mesh.dp_shard=2", word])).total() > base.total(), word
+
+
+def test_predicting_needs_no_torch_and_no_time():
+    code = (
+        "import sys; from meshwright.config.load import load; from meshwright.plan.memory import predict_memory; "
+        "predict_memory(load('llama3-405b')); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+

@@ -1,0 +1,242 @@
+"""`meshwright run` as a process of its own, from the outside: what it writes, where it listens, how it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshwright.checkpoint.manifest import list_checkpoints, verify
+from meshwright.config.load import load
+from tests.helpers import clean_environment, meshwright, small_corpus
+from tests.train.runs import (
+    LIMIT_S,
+    STEPS,
+    assert_bitwise_equal,
+    descendants,
+    is_alive,
+    listeners,
+    metrics,
+    num_steps,
+    rank_pids,
+    start,
+    wait_until,
+)
+
+LAYOUT = ["mesh.dp_shard=2", "train.steps=30", "checkpoint.every=5"]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return [*STEPS, *small_corpus(tmp_path_factory.mktemp("corpus")), *LAYOUT]
+
+
+class Finished:
+    """A run that nobody disturbed, and what was seen of it while it ran."""
+
+    def __init__(self, words, out):
+        self.out = out
+        process = start(words, out)
+        self.listeners, self.pids = set(), set()
+        while process.poll() is None:
+            pids = [process.pid, *descendants(process.pid)]
+            self.pids.update(pids)
+            self.listeners.update(listeners(pids))
+            time.sleep(0.05)
+        self.stdout, self.stderr = process.communicate()
+        self.returncode = process.returncode
+
+
+@pytest.fixture(scope="module")
+def finished(words, tmp_path_factory):
+    return Finished(words, tmp_path_factory.mktemp("finished") / "run")
+
+
+def test_what_a_run_prints(finished):
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert "\x1b" not in finished.stdout + finished.stderr and "\r" not in finished.stdout
+    assert lines[0].startswith("llama-tiny · 459 k parameters · 1 files of ")
+    assert lines[1].startswith("mesh dp_shard 2 = 2 processes (cpu, gloo) · batch 8 × 32 tokens")
+    for text in ("step 10/30  loss ", "step 20  validation ", "30 steps in ", "checkpoints/00000030", "sample"):
+        assert any(text in line for line in lines), text
+    assert max(map(len, lines)) <= 200 and finished.stderr == ""
+
+
+def test_what_a_run_leaves(finished, words):
+    names = {path.name for path in finished.out.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert load(str(finished.out / "config.toml")) == load(None, words)
+    assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    found = list_checkpoints(finished.out / "checkpoints")
+    assert [path.name for path in found] == ["00000020", "00000025", "00000030"]
+    assert [verify(path).step for path in found] == [20, 25, 30]
+
+
+def test_metrics_have_one_object_a_step(finished):
+    lines = [json.loads(line) for line in (finished.out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    for line in lines:
+        assert line.keys() >= {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "samples", "skipped"}
+        assert line["samples"] == [(line["step"] - 1) * 8, line["step"] * 8 - 1]
+        assert line["loss"] > 0 and line["grad_norm"] > 0 and line["tokens_per_s"] > 0
+        assert 50e6 < line["memory_bytes"] < 4e9 and line["skipped"] is False
+        assert ("validation_loss" in line) == (line["step"] % 4 == 0 or line["step"] == 30)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+
+
+def test_local_runs_listen_on_loopback_only(finished):
+    assert len(finished.pids) >= 4  # the launcher, the process it forks from, two ranks
+    assert finished.listeners, "gloo listens somewhere: the test looked at the wrong moment"
+    assert all(listener.is_loopback() for listener in finished.listeners), finished.listeners
+
+
+@pytest.mark.parametrize(("address", "is_loopback"), [("0.0.0.0", False), ("::", False), ("127.0.0.1", True), ("::1", True)])
+def test_a_listener_off_loopback_would_be_seen(address, is_loopback):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    code = (
+        f"import socket, sys; s = socket.socket({int(family)}); s.bind(({address!r}, 0)); s.listen(); "
+        "print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
+        port = int(one.stdout.readline())
+        [found] = listeners([one.pid])
+        one.stdin.close()
+    assert (found.port, found.address, found.is_loopback()) == (port, address, is_loopback)
+
+
+def ends_in_time(process, *, timeout_s=LIMIT_S):
+    """Both outputs of a process that ends in time, and leaves no other behind."""
+    left = set(descendants(process.pid))
+    try:
+        output = process.communicate(timeout=timeout_s)
+        wait_until(lambda: not any(map(is_alive, left)), timeout_s=5)
+        return output
+    finally:
+        for pid in filter(is_alive, {process.pid, *left}):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_killed_from_outside(words, finished, tmp_path):
+    """The others end, the message names rank and step; resumed, all is bitwise as if nothing had happened."""
+    process = start(words, tmp_path)
+    wait_until(lambda: num_steps(tmp_path) >= 12)
+    pids = rank_pids(process.pid)
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGKILL)
+    _, stderr = ends_in_time(process)
+    assert process.returncode == 1
+    assert re.search(r"rank 1 was killed by SIGKILL (in step \d+|while \w+ \(step \d+\))", stderr), stderr
+    assert "--resume auto" in stderr and "Traceback" not in stderr
+    done = num_steps(tmp_path)
+    assert 12 <= done < 30
+    process = start(words, tmp_path, resume=True)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert re.search(r"resuming from .*/checkpoints/000000(10|15|20|25)\n", stdout)
+    assert_bitwise_equal(tmp_path, finished.out)
+
+
+@pytest.mark.slow
+def test_a_run_is_repeated_from_its_own_config(words, finished, tmp_path):
+    done = meshwright("run", finished.out / "config.toml", "--out", tmp_path / "again", "--quiet")
+    assert done.returncode == 0 and done.stdout == "" and done.stderr == ""
+    assert_bitwise_equal(tmp_path / "again", finished.out)
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_left_to_do(words, finished):
+    before = (finished.out / "metrics.jsonl").read_bytes()
+    done = meshwright("run", *words, "--out", finished.out, "--resume", "auto")
+    assert done.returncode == 0 and "nothing left to train" in done.stdout
+    assert (finished.out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_rank(words, tmp_path):
+    process = start([*words, "train.steps=100000"], tmp_path)
+    wait_until(lambda: num_steps(tmp_path) >= 3)
+    assert len(rank_pids(process.pid)) == 2
+    left = descendants(process.pid)
+    process.kill()
+    try:
+        wait_until(lambda: not any(map(is_alive, left)), timeout_s=LIMIT_S)
+    finally:
+        for pid in filter(is_alive, left):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.9, 2.5])
+def test_a_rank_of_four_killed_at_any_moment(words, tmp_path, rank, delay_s):
+    """From outside, so also in start-up and amid collectives."""
+    process = start([*words, "mesh.tp=2", "train.steps=100000", "checkpoint.every=1"], tmp_path)
+    pids = wait_until(lambda: found if len(found := rank_pids(process.pid)) == 4 else None)
+    time.sleep(delay_s)
+    os.kill(pids[rank], signal.SIGKILL)
+    _, stderr = ends_in_time(process)
+    assert process.returncode == 1 and f"rank {rank} was killed by SIGKILL" in stderr, stderr
+    assert "starting" in stderr or "step" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_saved(words, tmp_path, number):
+    process = start([*words, "train.steps=100000", "checkpoint.every=0"], tmp_path)
+    wait_until(lambda: num_steps(tmp_path) >= 3)
+    process.send_signal(number)
+    _, stderr = ends_in_time(process)
+    assert process.returncode == 1
+    assert "stopping after this step" in stderr
+    step = int(re.search(r"stopped after step (\d+), as asked; saved .*/0*\1\n", stderr)[1])
+    assert num_steps(tmp_path) == step
+    assert verify(list_checkpoints(tmp_path / "checkpoints")[-1]).step == step
+    process = start([*words, f"train.steps={step + 2}"], tmp_path, resume=True)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(words, tmp_path):
+    # A step so long that the first signal is still waited for.
+    process = start([*words, "train.seq_len=2048", "train.global_batch=64", "train.steps=100000"], tmp_path)
+    wait_until(lambda: (tmp_path / "config.toml").exists())
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = ends_in_time(process)
+    assert process.returncode == 1 and "ended by a second interrupt" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
+def test_control_c_in_start_up_leaves_no_traceback(words, tmp_path, delay_s):
+    """The terminal sends it to all processes at once."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "run", *words, "train.steps=100000", "--out", str(tmp_path)],
+        env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(delay_s)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = ends_in_time(process, timeout_s=60)
+    assert process.returncode != 0
+    assert "Traceback" not in stderr or delay_s <= 0.3, stderr  # Python itself, before our first line, prints one
+
+
+@pytest.mark.slow
+def test_environment_of_a_single_rank_needs_no_address(words, tmp_path):
+    process = start([*words, "mesh.dp_shard=1", "train.precision=bfloat16", "train.steps=2"], tmp_path,
+                    RANK="0", WORLD_SIZE="1")  # fmt: skip
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr

@@ -1,0 +1,184 @@
+"""A rank is killed: the others end, the message names rank and step, and the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+
+import pytest
+import torch
+
+from meshwright.checkpoint.manifest import list_checkpoints, newest_valid, verify
+from meshwright.errors import RunError
+from tests.helpers import small_corpus
+from tests.train.runs import Fault, assert_bitwise_equal, choose, metrics, num_steps, train
+
+LAYOUTS = {
+    "one process": [],
+    "dp_shard 2": ["mesh.dp_shard=2"],
+    "tp 2, dp_shard 2": ["mesh.tp=2", "mesh.dp_shard=2"],
+    "dp_replicate 2, dp_shard 2": ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
+}
+FP64 = "train.precision=float64"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(words, tmp_path_factory):
+    """Folders of runs that nobody disturbed, each run once."""
+
+    @cache
+    def run(*layout):
+        out = tmp_path_factory.mktemp("uninterrupted")
+        train([*words, *layout], out)
+        return out
+
+    return run
+
+
+def killed(words, out, fault, *, resume=None):
+    """A run that a kill ends; what the launcher said."""
+    with pytest.raises(RunError) as caught:
+        train(words, out, fault=fault, resume=resume)
+    error = caught.value
+    assert f"rank {fault.rank} was killed by SIGKILL" in error.what
+    assert error.where.startswith(f"rank {fault.rank} of ") and "--resume auto" in error.fix
+    return error
+
+
+QUICK = [
+    ("dp_shard 2", Fault(rank=1, phase="starting", step=0), "while starting"),
+    ("dp_shard 2", Fault(rank=0, step=5), "in step 5"),
+    ("dp_shard 2", Fault(rank=1, phase="saving", step=4), "while saving (step 4)"),
+]
+MOMENTS = {
+    "start": (("starting", 0), "while starting"),
+    "first step": (("step", 1), "in step 1"),
+    "middle": (("step", 5), "in step 5"),
+    "validation": (("validating", 4), "while validating (step 4)"),
+    "save": (("saving", 4), "while saving (step 4)"),
+    "last save": (("saving", 8), "while saving (step 8)"),
+    "text": (("generating text", 8), "while generating text (step 8)"),
+    "end": (("finishing", 8), "while finishing (step 8)"),
+}
+
+
+def all_moments():
+    for layout, ranks in (("dp_shard 2", (0, 1)), ("tp 2, dp_shard 2", (0, 1, 3))):
+        for rank in ranks:
+            for (phase, step), place in MOMENTS.values():
+                yield layout, Fault(rank=rank, phase=phase, step=step), place
+
+
+@pytest.mark.parametrize(("layout", "fault", "place"), QUICK)
+def test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fault, place):
+    """The others end, the message names rank and step, and what follows is bitwise what would have been."""
+    words = [*words, *LAYOUTS[layout]]
+    error = killed(words, tmp_path, fault)
+    assert place in error.what and "the other ranks were ended" in error.what
+    train(words, tmp_path, resume="auto")
+    assert_bitwise_equal(tmp_path, uninterrupted(*LAYOUTS[layout]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "fault", "place"), list(all_moments()))
+def test_a_killed_rank_costs_nothing_at_any_moment(words, uninterrupted, tmp_path, layout, fault, place):
+    test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fault, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)], ids=["float32", "float64"]
+)
+def test_it_goes_on_with_other_numbers_of_processes(words, uninterrupted, tmp_path, precision, tolerance):
+    """2 → 4 → 1 processes: same samples, and losses as of a run that was never stopped."""
+    words = [*words, f"train.precision={precision}"]
+    killed([*words, "mesh.dp_shard=2"], tmp_path, Fault(rank=1, step=4))
+    assert num_steps(tmp_path) == 3
+    killed([*words, "mesh.tp=2", "mesh.dp_shard=2"], tmp_path, Fault(rank=2, step=7), resume="auto")
+    train(words, tmp_path, resume="auto")
+    found, expected = metrics(tmp_path), metrics(uninterrupted(f"train.precision={precision}"))
+    for key in ("step", "lr", "samples", "skipped"):
+        assert [line[key] for line in found] == [line[key] for line in expected]
+    for key in ("loss", "grad_norm"):
+        torch.testing.assert_close(
+            *(torch.tensor([line[key] for line in lines], dtype=torch.float64) for lines in (found, expected)),
+            rtol=0, atol=tolerance * (10 if key == "grad_norm" else 1),
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", range(1, 21))
+def test_killed_within_a_save_an_earlier_checkpoint_always_loads(words, uninterrupted, tmp_path, operation):
+    """Twenty points of the save of step 4, on rank 0, which commits, or rank 1, which only writes its file."""
+    words = [*words, "mesh.dp_shard=2"]
+    fault = Fault(rank=0 if operation <= 15 else 1, phase="saving", step=4,
+                  action=operation if operation <= 15 else operation - 15)  # fmt: skip
+    killed(words, tmp_path, fault)
+    newest, _ = newest_valid(tmp_path / "checkpoints")
+    assert newest is not None and verify(newest).step in (2, 4)
+    train(words, tmp_path, resume="auto")
+    assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[len(data) // 2] ^= 4
+    path.unlink() if how == "remove" else path.write_bytes(data[: -1 if how == "truncate" else None])
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(words, uninterrupted, tmp_path):
+    words = [*words, "mesh.dp_shard=2"]
+    killed(words, tmp_path / "run", Fault(rank=0, step=6))
+    for how in ("truncate", "remove", "flip"):
+        for victim in ("rank-00001.safetensors", "layout.json", "manifest.json"):
+            out = shutil.copytree(tmp_path / "run", tmp_path / f"{how} {victim}")
+            newest = list_checkpoints(out / "checkpoints")[-1]
+            damage(newest / victim, how)
+            chosen = choose(words, out=out, resume="auto")
+            assert chosen.checkpoint == newest.with_name("00000002")
+            assert any(str(newest) in note and victim in note for note in chosen.notes)
+    out = tmp_path / "flip rank-00001.safetensors"
+    train(words, out, resume="auto")
+    assert_bitwise_equal(out, uninterrupted("mesh.dp_shard=2"))
+
+
+def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_path):
+    words = [*words, "mesh.dp_shard=2"]
+    with pytest.raises(RunError, match="stopped after step 3, as asked; saved .*00000003") as caught:
+        train(words, tmp_path, fault=Fault(rank=1, step=3, action="stop"))
+    assert caught.value.exit_code == 1 and f"--out {tmp_path} --resume auto" in caught.value.fix
+    assert num_steps(tmp_path) == 3
+    train(words, tmp_path, resume="auto")
+    # One checkpoint more was saved, so that other ones are kept; the last is the same.
+    assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
+
+
+def test_a_rank_that_raises_is_named_with_its_step(words, tmp_path):
+    with pytest.raises(RunError, match="rank 1 failed in step 3") as caught:
+        train([*words, "mesh.dp_shard=2"], tmp_path, fault=Fault(rank=1, step=3, action="raise"))
+    assert "Input/output error" in caught.value.what
+
+
+def test_it_stops_when_steps_stay_not_finite(words, tmp_path):
+    """And counts them across a stop: two before it, one more than the limit after it."""
+    words = [*words, "mesh.dp_shard=2", "train.max_skipped_steps=3", "train.validate_every=0"]
+    with pytest.raises(RunError, match="4 steps in a row were not finite") as caught:
+        train(words, tmp_path / "a", fault=Fault(rank=1, step=3, action="nan"))
+    assert caught.value.where == "step 6, samples 40 … 47" and "train.lr" in caught.value.fix
+    lines = metrics(tmp_path / "a")
+    assert [line["skipped"] for line in lines] == [False, False, True, True, True, True]
+    assert lines[2]["loss"] is None and lines[2]["samples"] == [16, 23]
+    # The checkpoint of step 4 was saved with two steps skipped in a row.
+    assert verify(list_checkpoints(tmp_path / "a/checkpoints")[1]).run["skipped_in_a_row"] == 2
+    for path in list_checkpoints(tmp_path / "a/checkpoints")[2:]:
+        shutil.rmtree(path)
+    with pytest.raises(RunError, match="4 steps in a row were not finite") as caught:
+        train(words, tmp_path / "a", fault=Fault(rank=0, step=5, action="nan"), resume="auto")
+    assert caught.value.where.startswith("step 6,")

@@ -1,0 +1,91 @@
+"""A step that is not finite on one rank is skipped on all of them: nothing is updated anywhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from meshwright.mesh.shards import to_local
+from meshwright.train.optimizer import named_state
+from tests.helpers import small_corpus
+from tests.train.jobs import make_job
+
+LAYOUTS = [
+    (1, []),
+    (2, ["mesh.dp_shard=2"]),
+    (2, ["mesh.tp=2"]),
+    (2, ["mesh.dp_replicate=2"]),
+    (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("step"))
+
+
+def spoil(job, kind, value):
+    """Make this rank's next loss, or one number of its gradients, `value`."""
+    if kind == "gradient":
+        gradient = to_local(next(p.grad for p in job.model.parameters() if to_local(p.grad).numel()))
+        gradient.view(-1)[0] = value
+
+
+def steps_with_a_spoilt_one(rank, world_size, words, bad_rank, kind, value):
+    """Two good steps, one spoilt on `bad_rank`, one good: the spoilt result, whether it changed anything, the last."""
+    job, step = make_job(rank, world_size, words)
+    step(1), step(2)
+    before = {name: to_local(tensor).clone() for name, tensor in named_state(job.model, job.optimizer).items()}
+    loss = step.accumulate(3)
+    if rank == bad_rank:
+        spoil(job, kind, value)
+        loss = loss * value if kind == "loss" else loss
+    spoilt = step.update(3, loss)
+    after = named_state(job.model, job.optimizer)
+    changed = [name for name, tensor in after.items() if not torch.equal(to_local(tensor), before[name])]
+    leftover = [p for p in job.model.parameters() if p.grad is not None]
+    return spoilt, changed, len(leftover), step(3)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("kind", "value"), [("loss", math.nan), ("gradient", math.inf), ("gradient", math.nan)])
+def test_all_ranks_skip_what_is_not_finite_on_one(gang, corpus, world_size, layout, kind, value):
+    words, bad_rank = [*corpus, *layout], world_size - 1
+    if world_size > 1:
+        results = gang(world_size).run(steps_with_a_spoilt_one, words, bad_rank, kind, value)
+        clean = gang(world_size).run(steps_with_a_spoilt_one, words, None, kind, value)
+    else:
+        results = [steps_with_a_spoilt_one(0, 1, words, 0, kind, value)]
+        clean = [steps_with_a_spoilt_one(0, 1, words, None, kind, value)]
+    for spoilt, changed, leftover, after in results:
+        assert spoilt.skipped and not changed and not leftover
+        assert not after.skipped and math.isfinite(after.loss)
+        # The step done again is the step that would have been done.
+        assert (after.loss, after.grad_norm) == (clean[0][0].loss, clean[0][0].grad_norm)
+    assert len({str(result[0]) for result in results}) == 1
+    assert all(not spoilt.skipped and changed for spoilt, changed, _, _ in clean)
+
+
+def stops(rank, world_size, words, asked):
+    job, step = make_job(rank, world_size, words)
+    step._stop_requested = lambda: rank == asked
+    return step(1).stop
+
+
+@pytest.mark.parametrize("asked", [0, 1, None])
+def test_all_ranks_hear_of_a_stop_that_one_was_asked_for(gang, corpus, asked):
+    assert gang(2).run(stops, [*corpus, "mesh.dp_shard=2"], asked) == [asked is not None] * 2
+
+
+def test_gradients_are_clipped_to_the_limit(corpus):
+    changes = []
+    for limit in ("1e-3", "1e30"):
+        job, step = make_job(0, 1, [*corpus, f"train.max_grad_norm={limit}", "train.precision=float64"])
+        step._optimize = lambda lr, norm, step=step, job=job: (type(step)._optimize(step, lr, norm), changes.append(
+            [p.grad.clone() for p in job.model.parameters()]))  # fmt: skip
+        norm = step(1).grad_norm
+    clipped, whole = (torch.cat([g.flatten() for g in gradients]) for gradients in changes)
+    assert whole.norm().item() == pytest.approx(norm, rel=1e-12)
+    torch.testing.assert_close(clipped, whole * (1e-3 / norm), rtol=1e-12, atol=0)
