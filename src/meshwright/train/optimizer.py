@@ -22,7 +22,7 @@ class ShardAdamW(torch.optim.AdamW):
     """Fused AdamW that steps on this rank's pieces.
 
     The update is elementwise, so the pieces are all it needs, and a gradient lies as its parameter does by then.
-    Through DTensor's dispatch the same kernel costs the host seven times as much (4.1 ms against 0.6 ms for 147
+    Through DTensor's dispatch the same kernel costs the host three times as much (4.1 ms against 1.3 ms for 147
     parameters), while a GPU waits.
     """
 
