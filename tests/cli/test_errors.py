@@ -198,8 +198,9 @@ def test_checkpoint_of_another_model(fails, corpus, tmp_path):
 
 @pytest.mark.parametrize("word", ["train.seed=1", "train.seq_len=128", "train.global_batch=16"])
 def test_checkpoint_of_other_samples(fails_here, corpus, tmp_path, word):
-    save_checkpoint(tmp_path / "old/checkpoints", "train.seed=7", "train.seq_len=64", "train.global_batch=8")
-    error = fails_here("run", *corpus, "train.seed=7", "train.seq_len=64", "train.global_batch=8", word, "--out", "old", "--resume", "auto")
+    words = ["train.seed=7", "train.seq_len=64", "train.global_batch=8"]
+    save_checkpoint(tmp_path / "old/checkpoints", *words)
+    error = fails_here("run", *corpus, *words, word, "--out", "old", "--resume", "auto")
     key = word.partition("=")[0]
     assert error["error"].startswith(f"{key} = ") and alternatives(error["fix"])[0][0].startswith(f"{key}=")
 

@@ -21,7 +21,8 @@ from meshwright.errors import RunError
 from meshwright.train.reporter import Facts, Progress, Summary
 
 SUMMARY = Summary(steps=30, seconds=3.0, validation_loss=2.0, validation_bits_per_byte=2.5, folder=Path("runs/x-1"),
-                  checkpoint=Path("runs/x-1/checkpoints/00000030"), sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
+                  checkpoint=Path("runs/x-1/checkpoints/00000030"),
+                  sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
 
 FACTS = Facts(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
               backend="gloo", global_batch=8, seq_len=64, steps=30, predicted_bytes=10**9,

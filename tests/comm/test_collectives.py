@@ -23,7 +23,8 @@ def everything(rank, world_size):
         )  # fmt: skip
     collectives.barrier()
     return (total is x, total.tolist(), collectives.all_gather_object({"rank": rank}),
-            collectives.broadcast_object(["from", rank]), collectives.rank(), collectives.world_size(), inside)  # fmt: skip
+            collectives.broadcast_object(["from", rank]), collectives.rank(), collectives.world_size(),
+            inside)  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

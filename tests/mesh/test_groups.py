@@ -25,9 +25,9 @@ def test_one_rank_needs_neither_address_nor_group():
 
 
 def test_the_group_ends_with_the_block_also_when_it_raises(tmp_path):
-    with pytest.raises(KeyError):
-        with process_group(rank=0, num_ranks=1, device=CPU, timeout_s=5, store_path=str(tmp_path / "store")):
-            raise KeyError
+    group = process_group(rank=0, num_ranks=1, device=CPU, timeout_s=5, store_path=str(tmp_path / "store"))
+    with pytest.raises(KeyError), group:
+        raise KeyError
     assert not dist.is_initialized()
 
 

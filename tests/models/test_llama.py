@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from meshwright.models.spec import LlamaSpec
 from meshwright.train.build import initialize
 
 SPEC = LlamaSpec(num_layers=3, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=50, head_dim=8)
-TIED = LlamaSpec(num_layers=3, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=50, head_dim=8,
-                 tie_embeddings=True)  # fmt: skip
+TIED = replace(SPEC, tie_embeddings=True)
 
 
 def build(spec, *, seed=0):
@@ -52,7 +52,7 @@ def test_building_takes_no_memory():
 
 
 def test_initial_deviations():
-    model = build(LlamaSpec(num_layers=8, dim=128, num_heads=8, num_kv_heads=4, ffn_dim=256, vocab_size=256, head_dim=16))
+    model = build(replace(SPEC, num_layers=8, dim=128, ffn_dim=256, vocab_size=256))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             assert (parameter == 1).all()

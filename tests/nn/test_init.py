@@ -37,7 +37,7 @@ def test_a_piece_is_the_slice_of_the_whole(box, seed, block_elements):
 def test_pieces_of_a_large_tensor_cross_blocks():
     shape = (3000, 700)  # 374 rows a block
     whole = normal_piece(0, "w", shape, std=1.0)
-    for index in ((slice(370, 380), slice(0, 700)), (slice(0, 3000), slice(699, 700)), (slice(2999, 3000), slice(0, 1))):
+    for index in (slice(370, 380), slice(0, 700)), (slice(0, 3000), slice(699, 700)), (slice(2999, 3000), slice(0, 1)):
         assert torch.equal(normal_piece(0, "w", shape, std=1.0, index=index), whole[index])
 
 

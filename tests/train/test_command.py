@@ -98,14 +98,17 @@ def test_local_runs_listen_on_loopback_only(finished):
     assert all(listener.is_loopback() for listener in finished.listeners), finished.listeners
 
 
-@pytest.mark.parametrize(("address", "is_loopback"), [("0.0.0.0", False), ("::", False), ("127.0.0.1", True), ("::1", True)])
+@pytest.mark.parametrize(
+    ("address", "is_loopback"), [("0.0.0.0", False), ("::", False), ("127.0.0.1", True), ("::1", True)]
+)
 def test_a_listener_off_loopback_would_be_seen(address, is_loopback):
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     code = (
         f"import socket, sys; s = socket.socket({int(family)}); s.bind(({address!r}, 0)); s.listen(); "
         "print(s.getsockname()[1], flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as one:
         port = int(one.stdout.readline())
         [found] = listeners([one.pid])
         one.stdin.close()
@@ -175,8 +178,7 @@ def test_a_killed_launcher_leaves_no_rank(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1, 3])
-@pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.9, 2.5])
+@pytest.mark.parametrize(("rank", "delay_s"), [(0, 0.0), (3, 0.2), (1, 0.6), (3, 1.2), (0, 2.0), (1, 3.5)])
 def test_a_rank_of_four_killed_at_any_moment(words, tmp_path, rank, delay_s):
     """From outside, so also in start-up and amid collectives."""
     process = start([*words, "mesh.tp=2", "train.steps=100000", "checkpoint.every=1"], tmp_path)
@@ -220,7 +222,7 @@ def test_a_second_signal_ends_it_at_once(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("delay_s", [0.05, 0.5, 1.0, 1.5, 2.5])
 def test_control_c_in_start_up_leaves_no_traceback(words, tmp_path, delay_s):
     """The terminal sends it to all processes at once."""
     process = subprocess.Popen(

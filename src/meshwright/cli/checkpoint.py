@@ -22,7 +22,11 @@ FOLDER_HELP = "A run folder, a folder of checkpoints, or one checkpoint."
 def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
     """List checkpoints with step, size and model."""
     for path in _find(folder):
-        manifest = read_manifest(path)
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            print(f"{path}  {paint('damaged', 'red', sys.stdout)}: {error.what}")
+            continue
         model = " · ".join(
             f"{key} {manifest.model[key]}" for key in ("kind", "num_layers", "dim") if key in manifest.model
         )

@@ -1,0 +1,93 @@
+"""`meshwright checkpoint`: what it lists, verifies, exports and imports of a run's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from meshwright.checkpoint import store
+from meshwright.config.load import load
+from meshwright.models.llama import build_llama
+from tests.helpers import SMALL, meshwright, shown_error
+
+CONFIG = load(None, SMALL)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run folder with two checkpoints of a small model."""
+    folder = tmp_path_factory.mktemp("run")
+    model = build_llama(CONFIG.model.spec(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"model.{n}": torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+    run = {"config": CONFIG.model_dump(), "corpus": "c", "skipped_in_a_row": 0}
+    for step in (5, 10):
+        store.save(folder / "checkpoints", step, tensors, model=CONFIG.model.spec().identity(), run=run, keep=9)
+    return folder
+
+
+@pytest.fixture
+def copied(run_folder, tmp_path):
+    return shutil.copytree(run_folder, tmp_path / "run")
+
+
+def test_ls_and_verify_need_no_torch(no_torch, run_folder):
+    done = meshwright("checkpoint", "ls", run_folder, env=no_torch)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and "step 5 · " in lines[0] and "step 10 · " in lines[1]
+    assert all(" MiB · 2 files · kind llama · num_layers 2 · dim 128" in line for line in lines)
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/00000010"])
+def test_a_run_a_folder_or_a_checkpoint(here, run_folder, part):
+    for verb in ("ls", "verify"):
+        done = here("checkpoint", verb, run_folder / part)
+        assert done.returncode == 0 and len(done.stdout.splitlines()) == (1 if "0" in part else 2)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "layout.json", "manifest.json"])
+def test_damage_is_found_and_the_file_named(here, copied, name, damage):
+    path = copied / "checkpoints/00000005" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink() if damage == "remove" else path.write_bytes(data if damage == "flip" else data[:-1])
+    done = here("checkpoint", "verify", copied)
+    assert done.returncode == 2
+    assert f"✗ {copied}/checkpoints/00000005  {name}" in done.stdout and "✓" in done.stdout
+    assert name in shown_error(done.stderr)["error"]
+
+
+def test_ls_names_what_has_no_manifest(here, copied):
+    (copied / "checkpoints/00000005/manifest.json").unlink()
+    lines = here("checkpoint", "ls", copied).stdout.splitlines()
+    assert "step 10" in lines[1] and lines[0].endswith("00000005  damaged: manifest.json is missing")
+
+
+def test_export_and_import_are_inverse(here, run_folder, tmp_path):
+    done = here("checkpoint", "export", run_folder, tmp_path / "hf", torch=True)
+    assert done.returncode == 0 and "00000010" in done.stdout, done.stderr
+    assert {"model.safetensors", "config.json"} <= set(os.listdir(tmp_path / "hf"))
+    done = here("checkpoint", "import", tmp_path / "hf", tmp_path / "new", torch=True)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "new/checkpoints/00000000"
+    names = store.tensor_names(path)
+    ours, theirs = (store.read_tensors(p, names) for p in (path, run_folder / "checkpoints/00000010"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in names) and len(names) > 10
+    # The words it prints are those with which a run takes the weights up.
+    words = next(line for line in done.stdout.splitlines() if line.startswith("model  ")).split()[1:]
+    assert load(None, words).model.spec() == CONFIG.model.spec()
+
+
+def test_import_needs_a_new_folder(here, run_folder, tmp_path):
+    here("checkpoint", "export", run_folder, tmp_path / "hf", torch=True)
+    done = here("checkpoint", "import", tmp_path / "hf", run_folder, torch=True)
+    assert done.returncode == 2 and "already holds checkpoints" in shown_error(done.stderr)["error"]
+    done = here("checkpoint", "export", run_folder, tmp_path / "hf", torch=True)
+    assert done.returncode == 2 and "not an empty directory" in shown_error(done.stderr)["error"]
+    done = here("checkpoint", "import", tmp_path, tmp_path / "new", torch=True)
+    assert done.returncode == 2 and "config.json is missing" in shown_error(done.stderr)["error"]

@@ -1,0 +1,97 @@
+"""Laying a model on a mesh: what becomes of its parameters, its gradients, and its communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.data import fsdp_modules
+from tests.helpers import small_corpus
+from tests.train.jobs import make_job, whole
+
+FP64 = "train.precision=float64"
+LAYOUTS = [
+    (2, ["mesh.tp=2"]),
+    (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
+    (2, ["mesh.dp_shard=2", "train.num_microbatches=2"]),
+    (4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]),
+    (4, ["mesh.tp=2", "mesh.dp_replicate=2"]),
+    (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("parallel"))
+
+
+def gradients(rank, world_size, words):
+    job, step = make_job(rank, world_size, words)
+    step.accumulate(1)
+    return whole(job, gradients=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+def test_every_gradient_is_that_of_one_process(gang, corpus, world_size, layout, tied):
+    words = [*corpus, FP64, f"model.tie_embeddings={tied}"]
+    expected = gradients(0, 1, words)
+    for found in gang(world_size).run(gradients, [*words, *layout]):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+            assert error <= 1e-12, f"{name}: {error}"
+
+
+def structure(rank, world_size, words):
+    job, _ = make_job(rank, world_size, words)
+    placements = {name: str(p.placements) for name, p in job.model.named_parameters() if isinstance(p, DTensor)}
+    units = [name for name, module in job.model.named_modules() if isinstance(module, FSDPModule)]
+    return len(list(job.model.parameters())), placements, units
+
+
+def test_what_tensor_parallel_divides(gang, corpus):
+    count, placements, units = gang(2).run(structure, [*corpus, "mesh.tp=2", "model.num_layers=1"])[0]
+    assert len(placements) == count and not units
+    by_columns = ("wo.weight", "down.weight")
+    for name, found in placements.items():
+        whole = "Replicate()" if "norm" in name else f"Shard(dim={1 if name.endswith(by_columns) else 0})"
+        assert found == f"({whole},)", name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_fsdp_gathers_together(gang, corpus, tied):
+    words = [*corpus, "mesh.dp_shard=2", f"model.tie_embeddings={tied}"]
+    count, placements, units = gang(2).run(structure, words)[0]
+    assert len(placements) == count and set(placements.values()) == {"(Shard(dim=0),)"}
+    assert {"", "blocks.0", "blocks.1"} <= set(units) and ("embed" in units) is not tied
+
+
+def reductions(rank, world_size, words):
+    """How often the collectives that reduce gradients are called in a step."""
+    job, step = make_job(rank, world_size, words)
+    with torch.profiler.profile() as profile:
+        step.accumulate(1)
+    names = Counter(event.name for event in profile.events())
+    return {name: n for name, n in names.items() if name.startswith("c10d::") and "reduce" in name}
+
+
+@pytest.mark.parametrize(
+    "layout", [["mesh.dp_shard=2"], ["mesh.dp_replicate=2"], ["mesh.dp_replicate=2", "mesh.dp_shard=2"]]
+)
+def test_gradients_are_reduced_once_a_step_not_once_a_part(gang, corpus, layout):
+    world_size = 2 ** len(layout)
+    found = [
+        gang(world_size).run(reductions, [*corpus, *layout, f"train.num_microbatches={parts}"])[0] for parts in (1, 2)
+    ]
+    assert found[0] == found[1] and sum(found[0].values()) > 0
+
+
+def test_a_plain_model_has_no_units(corpus):
+    job, _ = make_job(0, 1, corpus)
+    assert fsdp_modules(job.model) == [] and job.mesh is None
+    assert all(type(p) is torch.nn.Parameter for p in job.model.parameters())

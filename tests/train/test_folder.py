@@ -1,0 +1,119 @@
+"""Where a run writes and what it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import directory
+from meshwright.checkpoint.durable import write_file
+from meshwright.config.load import load
+from meshwright.errors import CheckpointError, InputError
+from meshwright.train.folder import choose_folder
+
+CONFIG = load(None, ["name=mine"])
+
+
+def save(folder, step, *, words=(), run=None):
+    """A checkpoint in a run's folder, with a manifest and no tensors."""
+    config = load(None, ["name=mine", *words])
+    temporary = directory.begin(folder / "checkpoints", step)
+    files = {"data": write_file(temporary / "data", b"x" * 1000)}
+    run = {"config": config.model_dump(), "corpus": "text", "skipped_in_a_row": 0} if run is None else run
+    model = config.model.spec().identity()
+    return directory.commit(temporary, step=step, model=model, run=run, files=files)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def choose(out=None, resume=None, config=CONFIG, corpus="text"):
+    return choose_folder(config, out=Path(out) if out else None, resume=resume, corpus=corpus)
+
+
+def test_new_runs_are_numbered(tmp_path):
+    assert [str(choose().path) for _ in range(3)] == ["runs/mine-1", "runs/mine-2", "runs/mine-3"]
+    (tmp_path / "runs/mine-9").mkdir()
+    (tmp_path / "runs/mine-x").mkdir()
+    (tmp_path / "runs/other-20").mkdir()
+    assert str(choose().path) == "runs/mine-10"
+
+
+def test_names_with_wild_cards_are_taken_literally(tmp_path):
+    (tmp_path / "runs/ab-7").mkdir(parents=True)
+    assert str(choose(config=load(None, ["name=a."])).path) == "runs/a.-1"
+
+
+def test_auto_takes_the_newest_valid_of_the_newest_run(tmp_path):
+    for number in (1, 2):
+        save(tmp_path / f"runs/mine-{number}", number)
+        save(tmp_path / f"runs/mine-{number}", number + 10)
+    found = choose(resume="auto")
+    assert str(found.path) == "runs/mine-2" and found.checkpoint.name == "00000012"
+    (tmp_path / "runs/mine-2/checkpoints/00000012/data").write_bytes(b"")
+    found = choose(resume="auto")
+    assert found.checkpoint.name == "00000002"
+    assert "passed over runs/mine-2/checkpoints/00000012: data is truncated" in found.notes[0]
+
+
+def test_auto_without_a_checkpoint_starts_at_0_and_says_so():
+    for out in (None, "new"):
+        found = choose(out, "auto")
+        assert found.checkpoint is None and "starting at step 0" in found.notes[-1]
+
+
+@pytest.mark.parametrize("word", ["model.dim=64", "model.tie_embeddings=true", "model.rope_theta=5e5"])
+def test_another_model_is_refused(tmp_path, word):
+    path = save(tmp_path / "a", 3, words=[word])
+    for resume in ("auto", str(path)):
+        with pytest.raises(CheckpointError, match=word.partition("=")[0]):
+            choose("a", resume)
+
+
+def test_another_layout_precision_or_length_is_fine(tmp_path):
+    save(tmp_path / "a", 3)
+    for words in (["mesh.dp_shard=2"], ["train.precision=float64"], ["train.steps=9"], ["train.num_microbatches=2"]):
+        assert choose("a", "auto", config=load(None, words)).checkpoint is not None
+
+
+def test_weights_alone_start_any_run(tmp_path):
+    save(tmp_path / "a", 0, run={"imported_from": "x"})
+    assert choose("a", "auto", config=load(None, ["train.seed=5"]), corpus="other").checkpoint is not None
+
+
+def test_a_checkpoint_by_its_path_goes_on_in_its_folder(tmp_path):
+    path = save(tmp_path / "a", 3)
+    (tmp_path / "runs/mine-5").mkdir(parents=True)
+    (tmp_path / "runs/mine-5/metrics.jsonl").write_text("{}\n")
+    assert choose(resume=str(path)).path == tmp_path / "a"
+    assert choose("a", str(path)).checkpoint == path
+    assert choose("new", str(path)).path.name == "new"
+    with pytest.raises(InputError, match="runs/mine-5 already holds a run"):
+        choose("runs/mine-5", str(path))
+
+
+def test_going_back_in_a_folder_is_refused_and_elsewhere_fine(tmp_path):
+    path = save(tmp_path / "a", 3)
+    later = save(tmp_path / "a", 6)
+    with pytest.raises(InputError, match="has gone on to 00000006 after 00000003") as caught:
+        choose(resume=str(path))
+    assert "--out" in caught.value.fix
+    assert choose("new", str(path)).checkpoint == path
+    (later / "data").unlink()  # what came after is not whole: nothing is lost by going on from here
+    assert choose(resume=str(path)).path == tmp_path / "a"
+
+
+def test_a_copied_checkpoint_starts_a_run_of_its_own(tmp_path):
+    path = save(tmp_path / "a", 3)
+    path.rename(tmp_path / "copied")
+    assert str(choose(resume="copied").path) == "runs/mine-1"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in ("file", "file/x", "/proc/x", "/sys"):
+        with pytest.raises(InputError, match="can't be written"):
+            choose(out)

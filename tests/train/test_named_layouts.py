@@ -1,0 +1,38 @@
+"""The issue's layouts through the command: same samples, and losses of 20 steps equal to one process's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.helpers import meshwright, small_corpus
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "one process": [],
+    "dp_shard 4": ["mesh.dp_shard=4"],
+    "tp 2, dp_shard 2": ["mesh.tp=2", "mesh.dp_shard=2"],
+    "dp_replicate 2, dp_shard 2": ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
+}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)])
+def test_layouts_of_the_issue_train_alike(tmp_path, precision, tolerance):
+    """The preset as it is, but for the number of steps."""
+    words = ["llama-tiny", "train.steps=20", "train.sample_tokens=0", "train.validation_samples=16",
+             f"train.precision={precision}", *small_corpus(tmp_path / "corpus", num_bytes=200_000)]  # fmt: skip
+    found = {}
+    for name, layout in LAYOUTS.items():
+        done = meshwright("run", *words, *layout, "--out", tmp_path / name, timeout_s=300)
+        assert done.returncode == 0, done.stderr
+        found[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    one = found["one process"]
+    assert len(one) == 20 and one[-1]["loss"] < one[0]["loss"] - 0.5
+    for name, lines in found.items():
+        for line, expected in zip(lines, one, strict=True):
+            assert line["samples"] == expected["samples"], name
+            assert line["loss"] == pytest.approx(expected["loss"], rel=0, abs=tolerance), (name, line["step"])
+            assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=10 * tolerance), (name, line["step"])
+        assert lines[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], rel=0, abs=tolerance)
