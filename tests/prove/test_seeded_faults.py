@@ -21,8 +21,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("tied", ["false", "true"])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+VARIANTS = [(1, "false"), (4, "true")]
+MORE_VARIANTS = [pytest.param(1, "true", marks=pytest.mark.slow), pytest.param(4, "false", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("num_microbatches", "tied"), [*VARIANTS, *MORE_VARIANTS])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_right_layout_is_proved(gang: GangPool, layout: str, num_microbatches: int, tied: str) -> None:
     batch = () if "uneven" in layout else (f"train.global_batch={16 if num_microbatches == 4 else 8}",)
