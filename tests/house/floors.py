@@ -38,12 +38,15 @@ TORCH_FREE = (
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
     "reshard/steps.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py", "reshard/draw.py",
     "checkpoint/manifest.py",
-    "train/launch.py",
+    "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
+    "train/reporter.py", "train/lr_schedule.py",
+    "prove/spec.py",
+    "bench/parts.py", "bench/report.py", "bench/alternate.py", "bench/cases.py", "bench/train.py",
     "cli/*",
 )  # fmt: skip
 """Files that import no torch, by patterns inside the package."""
 
-LATE_TORCH_ALLOWED = ("__main__.py", "cli/*", "train/launch.py", "testing/*")
+LATE_TORCH_ALLOWED = ("__main__.py", "cli/*", "train/launch.py", "bench/train.py", "testing/*")
 """Of those, files that start work that needs torch: they may import it inside functions."""
 
 TORCH = ("torch", "torchao", "torchvision", "triton", "safetensors.torch", "transformers")

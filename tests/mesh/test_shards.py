@@ -9,26 +9,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.mesh.shards import Box, local_box, num_shards, to_local
 from tests.helpers import small_corpus
-from tests.train.jobs import make_job, whole
+from tests.train.jobs import make_job
 
 SHAPES = [(8, 4), (7, 5), (3, 2), (1, 9), (2, 3, 5), (5,)]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("shards"))
-
-
-def counts(rank, world_size, shape, mesh_shape, placements):
-    """This rank's piece, by its box of the full tensor, and in how many pieces the tensor is."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
-    tensor = distribute_tensor(full, mesh, placements)
-    box = local_box(tensor)
-    assert torch.equal(to_local(tensor), full[box.slices()]) and box.numel() == to_local(tensor).numel()
-    count = torch.zeros(shape, dtype=torch.int64)
-    count[box.slices()] += 1
-    return count, num_shards(tensor)
+    return [*small_corpus(tmp_path_factory.mktemp("shards")), "model.num_layers=1"]
 
 
 def layouts(shape):
@@ -39,30 +27,44 @@ def layouts(shape):
     yield (4,), [Replicate()]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_pieces_tile_the_tensor(gang, shape):
-    for mesh_shape, placements in layouts(shape):
-        results = gang(4).run(counts, shape, mesh_shape, placements)
-        shards = results[0][1]
-        expected = 4
+CASES = [(shape, mesh_shape, placements) for shape in SHAPES for mesh_shape, placements in layouts(shape)]
+
+
+def boxes(rank, world_size):
+    """For each case this rank's box and the number of pieces; checks that what it holds is that box of the whole."""
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
+    found = []
+    for shape, mesh_shape, placements in CASES:
+        full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+        tensor = distribute_tensor(full, meshes[mesh_shape], placements, src_data_rank=None)
+        box = local_box(tensor)
+        assert torch.equal(to_local(tensor), full[box.slices()]) and box.numel() == to_local(tensor).numel()
+        found.append((box, num_shards(tensor)))
+    return found
+
+
+def assert_tiled(shape, boxes, num_pieces, what):
+    """Each element lies in as many boxes as there are copies of a piece."""
+    count = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        count[box.slices()] += 1
+    assert (count == len(boxes) // num_pieces).all(), f"{what}: {count.unique().tolist()} holders, {num_pieces} pieces"
+
+
+def test_pieces_tile_the_tensor(gang):
+    by_rank = gang(4).run(boxes)
+    for i, (shape, mesh_shape, placements) in enumerate(CASES):
+        expected = 1
         for size, placement in zip(mesh_shape, placements, strict=True):
-            expected = expected // size if isinstance(placement, Shard) else expected
-        assert shards == 4 // expected
-        assert (sum(count for count, _ in results) == expected).all(), (mesh_shape, placements)
+            expected *= size if isinstance(placement, Shard) else 1
+        assert {of_rank[i][1] for of_rank in by_rank} == {expected}
+        assert_tiled(shape, [of_rank[i][0] for of_rank in by_rank], expected, placements)
 
 
 def parameters(rank, world_size, words):
-    """Per parameter: its elements' count of holders by this rank's box, and pieces. Checks values too."""
+    """Of each parameter: this rank's piece, its box, and the number of pieces."""
     job, _ = make_job(rank, world_size, words)
-    full = whole(job)
-    found = {}
-    for name, parameter in job.model.named_parameters():
-        box = local_box(parameter)
-        assert torch.equal(to_local(parameter), full[name][box.slices()]), name
-        count = torch.zeros(parameter.shape, dtype=torch.int64)
-        count[box.slices()] += 1
-        found[name] = count, num_shards(parameter)
-    return found
+    return {n: (to_local(p.detach()), local_box(p), num_shards(p)) for n, p in job.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -71,21 +73,22 @@ def parameters(rank, world_size, words):
         ["mesh.dp_shard=4"],
         ["mesh.tp=2", "mesh.dp_shard=2"],
         ["mesh.tp=2", "mesh.dp_replicate=2"],
-        ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
+        ["mesh.dp_replicate=2", "mesh.dp_shard=2", "model.tie_embeddings=true"],
         # Rows that neither tp's nor FSDP2's ranks divide evenly among them: 262 / 2 = 131, and 50 / 2 = 25.
         ["mesh.tp=2", "mesh.dp_shard=2", "model.vocab_size=262", "model.ffn_dim=50"],
         ["mesh.dp_shard=4", "model.vocab_size=257", "model.ffn_dim=3", "model.dim=6", "model.num_heads=1",
          "model.num_kv_heads=1"],
-        ["mesh.dp_shard=4", "model.tie_embeddings=true"],
     ],
     ids=" ".join,
 )  # fmt: skip
 def test_pieces_of_parameters_tile_them(gang, corpus, layout):
     """Also where FSDP2 shards what tensor parallel sharded along the same dim (`_StridedShard`)."""
-    results = gang(4).run(parameters, [*corpus, *layout])
-    for name, (_, shards) in results[0].items():
-        together = sum(result[name][0] for result in results)
-        assert (together == 4 // shards).all(), f"{name}: {together.unique()} holders, {shards} pieces"
+    plain = parameters(0, 1, [*corpus, *(word for word in layout if word.startswith("model."))])
+    by_rank = gang(4).run(parameters, [*corpus, *layout])
+    for name, (whole, _, _) in plain.items():
+        for values, box, _ in (of_rank[name] for of_rank in by_rank):
+            assert torch.equal(values, whole[box.slices()]), name
+        assert_tiled(whole.shape, [of_rank[name][1] for of_rank in by_rank], by_rank[0][name][2], name)
 
 
 def test_a_plain_tensor_is_one_piece():

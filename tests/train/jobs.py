@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshwright.config.load import load
 from meshwright.config.schema import RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.sampler import Order
 from meshwright.data.text import num_windows
+from meshwright.mesh.shards import local_box, to_local
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_corpus
 from meshwright.train.step import StepResult, TrainStep
 from tests.helpers import SMALL
 
-warnings.filterwarnings("ignore", message="Redistributing .* shard")
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a tensor."""
+
+    index: tuple[slice, ...]
+    values: Tensor
+
+    def of(self, full: Tensor) -> Tensor:
+        """The same part of another tensor."""
+        return full[self.index]
+
+
+Pieces = dict[str, Piece]
 
 
 @dataclass
@@ -31,8 +44,8 @@ class Trace:
     results: list[StepResult] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     """By step, this rank's samples in order."""
-    initial: dict[str, Tensor] = field(default_factory=dict)
-    final: dict[str, Tensor] = field(default_factory=dict)
+    initial: Pieces = field(default_factory=dict)
+    final: Pieces = field(default_factory=dict)
 
     @property
     def losses(self) -> Tensor:
@@ -59,31 +72,23 @@ def make_loader(config: RunConfig) -> Loader:
     return Loader(train, order, config.train.seq_len, torch.device("cpu"))
 
 
-def whole(job: Job, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Copies of the full parameters, or of their gradients; all ranks call it."""
-    parameters = {name: p.grad if gradients else p.detach() for name, p in job.model.named_parameters()}
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in parameters.items()}
+def pieces(job: Job, *, gradients: bool = False) -> Pieces:
+    """Copies of this rank's pieces of the parameters, or of their gradients. Moves nothing between ranks."""
+    found = {name: p.grad if gradients else p.detach() for name, p in job.model.named_parameters()}
+    return {name: Piece(local_box(x).slices(), to_local(x).clone()) for name, x in found.items()}
 
 
-def trace(
-    rank: int,
-    world_size: int,
-    words: Sequence[str],
-    num_steps: int,
-    *,
-    weights: bool = False,
-    tamper: Callable[[Job, TrainStep, int], None] | None = None,
-) -> Trace:
-    """Run steps 1 … `num_steps`; `tamper(job, step, number)` is called before each."""
+def trace(rank: int, world_size: int, words: Sequence[str], num_steps: int) -> Trace:
+    """Run steps 1 … `num_steps`."""
     job, step = make_job(rank, world_size, words)
-    found = Trace()
-    if weights:
-        found.initial = whole(job)
+    found = Trace(initial=pieces(job))
     for number in range(1, num_steps + 1):
-        if tamper is not None:
-            tamper(job, step, number)
         found.samples.append([i for part in step.samples(number) for i in part])
         found.results.append(step(number))
-    if weights:
-        found.final = whole(job)
+    found.final = pieces(job)
     return found
+
+
+def run_on(gang: Callable[[int], Any], world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a body on a gang; a world of one is this process, without any process group."""
+    return gang(world_size).run(body, *args, timeout_s=300) if world_size > 1 else [body(0, 1, *args)]

@@ -8,7 +8,7 @@ import torch
 from meshwright.mesh.groups import process_group
 from meshwright.train.build import layout_needs_mesh
 from tests.helpers import small_corpus
-from tests.train.jobs import make_job, trace, whole
+from tests.train.jobs import make_job, pieces, run_on, trace
 
 NUM_STEPS = 12
 BF16 = "train.precision=bfloat16"
@@ -69,9 +69,9 @@ def test_initial_weights_do_not_depend_on_the_precision(corpus):
     weights = {}
     for precision in ("float32", "float64"):
         job, _ = make_job(0, 1, [*corpus, f"train.precision={precision}"])
-        weights[precision] = whole(job)
+        weights[precision] = pieces(job)
     for name, weight in weights["float32"].items():
-        assert torch.equal(weight.double(), weights["float64"][name])
+        assert torch.equal(weight.values.double(), weights["float64"][name].values)
 
 
 @pytest.mark.slow
@@ -87,11 +87,7 @@ def test_initial_weights_do_not_depend_on_the_precision(corpus):
 )
 def test_compiled_it_computes_the_same(gang, corpus, float32, world_size, layout):
     words = [*corpus, "train.compile=true", *layout]
-    if world_size > 1:
-        traces = gang(world_size).run(trace, words, NUM_STEPS, timeout_s=300)
-    else:
-        traces = [trace(0, 1, words, NUM_STEPS)]
-    for found in traces:
+    for found in run_on(gang, world_size, trace, words, NUM_STEPS):
         torch.testing.assert_close(found.losses, float32.losses, rtol=0, atol=1e-4)
 
 

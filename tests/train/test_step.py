@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -10,20 +11,26 @@ import torch
 from meshwright.mesh.shards import to_local
 from meshwright.train.optimizer import named_state
 from tests.helpers import small_corpus
-from tests.train.jobs import make_job
+from tests.train.jobs import make_job, run_on
 
-LAYOUTS = [
-    (1, []),
-    (2, ["mesh.dp_shard=2"]),
-    (2, ["mesh.tp=2"]),
-    (2, ["mesh.dp_replicate=2"]),
-    (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
-]
+ONE, SHARD, TP, BOTH = (1,), (2, "mesh.dp_shard=2"), (2, "mesh.tp=2"), (4, "mesh.tp=2", "mesh.dp_shard=2")
+"""Layouts: ranks and words."""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("step"))
+    return [*small_corpus(tmp_path_factory.mktemp("step")), "model.num_layers=1"]
+
+
+@pytest.fixture(scope="module")
+def clean(gang, corpus):
+    """The third step of an untouched job on a layout."""
+
+    @cache
+    def run(world_size, *layout):
+        return run_on(gang, world_size, steps_with_a_spoilt_one, [*corpus, *layout], None, "loss", 1.0)
+
+    return run
 
 
 def spoil(job, kind, value):
@@ -49,23 +56,25 @@ def steps_with_a_spoilt_one(rank, world_size, words, bad_rank, kind, value):
     return spoilt, changed, len(leftover), step(3)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-@pytest.mark.parametrize(("kind", "value"), [("loss", math.nan), ("gradient", math.inf), ("gradient", math.nan)])
-def test_all_ranks_skip_what_is_not_finite_on_one(gang, corpus, world_size, layout, kind, value):
-    words, bad_rank = [*corpus, *layout], world_size - 1
-    if world_size > 1:
-        results = gang(world_size).run(steps_with_a_spoilt_one, words, bad_rank, kind, value)
-        clean = gang(world_size).run(steps_with_a_spoilt_one, words, None, kind, value)
-    else:
-        results = [steps_with_a_spoilt_one(0, 1, words, 0, kind, value)]
-        clean = [steps_with_a_spoilt_one(0, 1, words, None, kind, value)]
+@pytest.mark.parametrize(
+    ("layout", "kind", "value"),
+    [
+        *((layout, "loss", math.nan) for layout in (ONE, SHARD, TP, BOTH)),
+        *((layout, "gradient", math.nan) for layout in (ONE, SHARD, TP)),
+        (SHARD, "gradient", math.inf),
+    ],
+)
+def test_all_ranks_skip_what_is_not_finite_on_one(gang, corpus, clean, layout, kind, value):
+    world_size, *words = layout
+    results = run_on(gang, world_size, steps_with_a_spoilt_one, [*corpus, *words], world_size - 1, kind, value)
     for spoilt, changed, leftover, after in results:
         assert spoilt.skipped and not changed and not leftover
         assert not after.skipped and math.isfinite(after.loss)
         # The step done again is the step that would have been done.
-        assert (after.loss, after.grad_norm) == (clean[0][0].loss, clean[0][0].grad_norm)
+        third = clean(*layout)[0][0]
+        assert (after.loss, after.grad_norm) == (third.loss, third.grad_norm)
     assert len({str(result[0]) for result in results}) == 1
-    assert all(not spoilt.skipped and changed for spoilt, changed, _, _ in clean)
+    assert all(not spoilt.skipped and changed for spoilt, changed, _, _ in clean(*layout))
 
 
 def stops(rank, world_size, words, asked):
