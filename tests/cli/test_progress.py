@@ -19,6 +19,7 @@ from meshwright.cli.errors import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
 from meshwright.train.reporter import Facts, Progress, Summary
+from tests.helpers import clean_environment, meshwright
 
 SUMMARY = Summary(steps=30, seconds=3.0, validation_loss=2.0, validation_bits_per_byte=2.5, folder=Path("runs/x-1"),
                   checkpoint=Path("runs/x-1/checkpoints/00000030"),
@@ -88,7 +89,20 @@ def test_the_progress_line_rewrites_itself_and_fits(monkeypatch, columns):
         text = read()
     assert text.count("\r") >= 30 and "\n" not in text
     assert "step 30/30"[: columns - 1] in text
+    assert "a wait whose descr" in text
     assert len(rows(text, columns)) == 1
+
+
+@pytest.mark.parametrize("columns", [50, 60, 70, 80, 90, 100])
+def test_a_narrow_terminal_does_without_the_least_important(monkeypatch, columns):
+    with terminal(monkeypatch, columns=columns) as read:
+        reporter = TerminalReporter()
+        for number in range(1, 31):
+            reporter.progress(step(number))
+        [shown] = rows(read(), columns)
+    assert "step 30/30" in shown and "loss 2.000" in shown and "ETA 1.0 s" in shown
+    assert ("tok/s" in shown) >= ("grad norm" in shown) >= ("GiB" in shown) >= ("▁" in shown)
+    assert ("▁" in shown) is (columns >= 100)
 
 
 def test_other_lines_do_not_mix_with_the_progress_line(monkeypatch):
@@ -156,3 +170,8 @@ def test_a_skipped_step_is_said_once_and_does_not_break_the_bars(monkeypatch):
         text = read()
     assert text.count("step 2 was not finite and was skipped") == 1
     assert "step 3/30" in text
+
+
+def test_an_encoding_without_bars_and_dots_is_no_reason_to_fail():
+    done = meshwright("presets", env=clean_environment(PYTHONIOENCODING="ascii", PYTHONUTF8="0"))
+    assert done.returncode == 0 and "llama3-70b" in done.stdout and "?" in done.stdout

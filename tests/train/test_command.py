@@ -242,3 +242,13 @@ def test_environment_of_a_single_rank_needs_no_address(words, tmp_path):
                     RANK="0", WORLD_SIZE="1")  # fmt: skip
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
+
+
+@pytest.mark.slow
+def test_compiled_ranks_leave_no_compiler_behind(words, tmp_path):
+    """Inductor compiles in processes of its own."""
+    process = start([*words, "train.compile=true", "train.steps=100000"], tmp_path)
+    wait_until(lambda: num_steps(tmp_path) >= 6, timeout_s=240)  # a validation with its own graphs among them
+    os.kill(rank_pids(process.pid)[0], signal.SIGKILL)
+    _, stderr = ends_in_time(process)
+    assert "rank 0 was killed by SIGKILL" in stderr

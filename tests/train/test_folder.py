@@ -47,6 +47,19 @@ def test_names_with_wild_cards_are_taken_literally(tmp_path):
     assert str(choose(config=load(None, ["name=a."])).path) == "runs/a.-1"
 
 
+@pytest.mark.parametrize("what", ["metrics", "checkpoint"])
+def test_a_folder_with_a_run_in_it_takes_no_new_one(tmp_path, what):
+    (tmp_path / "a").mkdir()
+    if what == "metrics":
+        (tmp_path / "a/metrics.jsonl").write_text("")
+    else:
+        save(tmp_path / "a", 3)
+    with pytest.raises(InputError, match="a already holds a run") as caught:
+        choose("a")
+    assert "--out a --resume auto" in caught.value.fix
+    assert choose("a", "auto").path == Path("a")
+
+
 def test_auto_takes_the_newest_valid_of_the_newest_run(tmp_path):
     for number in (1, 2):
         save(tmp_path / f"runs/mine-{number}", number)

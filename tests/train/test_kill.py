@@ -1,4 +1,7 @@
-"""A rank is killed: the others end, the message names rank and step, and the run goes on as if nothing had happened."""
+"""A rank is killed: the others end, the message names rank and step, and the run goes on as if nothing had happened.
+
+A rank of the command, killed from outside, is in `test_command`.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,6 @@ def killed(words, out, fault, *, resume=None):
     return error
 
 
-QUICK = [
-    ("dp_shard 2", Fault(rank=1, phase="starting", step=0), "while starting"),
-    ("dp_shard 2", Fault(rank=0, step=5), "in step 5"),
-    ("dp_shard 2", Fault(rank=1, phase="saving", step=4), "while saving (step 4)"),
-]
 MOMENTS = {
     "start": (("starting", 0), "while starting"),
     "first step": (("step", 1), "in step 1"),
@@ -76,7 +74,8 @@ def all_moments():
             yield layout, Fault(rank=rank, phase=phase, step=step), place
 
 
-@pytest.mark.parametrize(("layout", "fault", "place"), QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "fault", "place"), list(all_moments()))
 def test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fault, place):
     """The others end, the message names rank and step, and what follows is bitwise what would have been."""
     words = [*words, *LAYOUTS[layout]]
@@ -84,12 +83,6 @@ def test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fau
     assert place in error.what and "the other ranks were ended" in error.what
     train(words, tmp_path, resume="auto")
     assert_bitwise_equal(tmp_path, uninterrupted(*LAYOUTS[layout]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "fault", "place"), list(all_moments()))
-def test_a_killed_rank_costs_nothing_at_any_moment(words, uninterrupted, tmp_path, layout, fault, place):
-    test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fault, place)
 
 
 @pytest.mark.slow
@@ -137,6 +130,7 @@ def damage(path, how):
     path.unlink() if how == "remove" else path.write_bytes(data[: -1 if how == "truncate" else None])
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(words, uninterrupted, tmp_path):
     words = [*words, "mesh.dp_shard=2"]
     killed(words, tmp_path / "run", Fault(rank=0, step=6))
@@ -153,6 +147,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(words, uninterrupt
     assert_bitwise_equal(out, uninterrupted("mesh.dp_shard=2"))
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_path):
     words = [*words, "mesh.dp_shard=2"]
     with pytest.raises(RunError, match="stopped after step 3, as asked; saved .*00000003") as caught:

@@ -9,6 +9,7 @@ import typer
 from meshwright import __version__
 from meshwright.cli import bench, checkpoint, doctor, presets, prove, run
 from meshwright.cli.errors import show_error
+from meshwright.cli.style import tolerate
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ def _options(
 
 def main() -> None:
     """Entry point: 0 fine, 1 a run or proof failed, 2 bad input."""
+    tolerate(sys.stdout, sys.stderr)
     try:
         app()
     except MeshwrightError as error:

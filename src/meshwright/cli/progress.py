@@ -7,13 +7,15 @@ import shutil
 import sys
 import time
 
-from meshwright.cli.style import CLEAR_LINE, is_terminal, paint
+from meshwright.cli.style import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.train.reporter import Facts, Progress, Reporter, Summary
 from meshwright.units import format_bytes, format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.2
 SPARK_POINTS = 8
+DISPENSABLE = ("bars", "memory", "norm", "speed")
+"""Parts of the progress line that a narrow terminal does without, the first to go first."""
 
 
 class TerminalReporter(Reporter):
@@ -25,7 +27,8 @@ class TerminalReporter(Reporter):
         self._is_terminal = is_terminal(sys.stdout)
         self._losses: list[float] = []
         self._last_shown = 0.0
-        self._line_is_open = False
+        self._line_is_open = self._is_terminal  # the launcher's, which says what it waits for
+        tolerate(sys.stdout)
         self._steps = 0
 
     def started(self, facts: Facts) -> None:
@@ -49,6 +52,7 @@ class TerminalReporter(Reporter):
         """Shown in place of the progress line while it lasts."""
         if self._is_terminal and not self._quiet:
             self._show(f"{text} …")
+            self._last_shown = -math.inf  # the progress line takes its place as soon as there is one
 
     def progress(self, progress: Progress) -> None:
         """The live line; off a terminal every `log_every` steps."""
@@ -88,12 +92,20 @@ class TerminalReporter(Reporter):
 
     def _text(self, progress: Progress, loss: float) -> str:
         unit = "bits/byte" if progress.bits_per_byte is not None else "nats/token"
-        spark = _spark(self._losses) if self._is_terminal else ""
-        return (
-            f"step {progress.step}/{progress.steps}  loss {loss:.3f} {unit} {spark}  "
-            f"grad norm {progress.grad_norm:.2f}  {format_count(progress.tokens_per_s)} tok/s  "
-            f"{format_bytes(progress.memory_bytes)}  ETA {format_duration(progress.eta_s)}"
-        ).replace("   ", "  ")
+        parts = {
+            "step": f"step {progress.step}/{progress.steps}",
+            "loss": f"loss {loss:.3f} {unit}",
+            "bars": _spark(self._losses) if self._is_terminal else "",
+            "norm": f"grad norm {progress.grad_norm:.2f}",
+            "speed": f"{format_count(progress.tokens_per_s)} tok/s",
+            "memory": format_bytes(progress.memory_bytes),
+            "rest": f"ETA {format_duration(progress.eta_s)}",
+        }
+        if self._is_terminal:
+            for part in DISPENSABLE:
+                if len(_joined(parts)) >= shutil.get_terminal_size().columns:
+                    parts[part] = ""
+        return _joined(parts)
 
     def _show(self, text: str) -> None:
         width = shutil.get_terminal_size().columns
@@ -109,6 +121,10 @@ class TerminalReporter(Reporter):
             sys.stdout.write(CLEAR_LINE)
             self._line_is_open = False
         print(text, flush=True)
+
+
+def _joined(parts: dict[str, str]) -> str:
+    return "  ".join(filter(None, parts.values()))
 
 
 def _loss(loss: float, bits_per_byte: float | None) -> str:

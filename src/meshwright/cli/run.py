@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.style import CLEAR_LINE, is_terminal
 from meshwright.cli.words import WORDS_HELP, split_words
 
 if TYPE_CHECKING:
@@ -40,16 +41,19 @@ def run(
     from meshwright.train.folder import choose_folder
     from meshwright.train.runspec import RunSpec
 
+    num_ranks = config.mesh.axes().num_ranks()
+    _say_waiting("reading the corpus", quiet=quiet)
     corpus = open_training_corpus(config)
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
         run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))
         return
     folder = choose_folder(config, out=out, resume=resume, corpus=corpus.fingerprint)
+    _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
     launch(
         run_body,
         RunSpec(config, reporter, folder=folder),
-        num_ranks=config.mesh.axes().num_ranks(),
+        num_ranks=num_ranks,
         threads=config.train.threads,
         on_interrupt=_say_stopping,
     )
@@ -60,6 +64,12 @@ def run_body(context: RankContext, spec: RunSpec) -> None:
     from meshwright.train.run import run_rank
 
     run_rank(context, spec)
+
+
+def _say_waiting(text: str, *, quiet: bool) -> None:
+    """What the start waits for, on a terminal; the first line after it takes its place."""
+    if is_terminal(sys.stdout) and not quiet:
+        print(f"{CLEAR_LINE}{text} …", end="", flush=True)
 
 
 def _say_stopping() -> None:

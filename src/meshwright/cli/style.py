@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from io import TextIOWrapper
 from typing import TextIO
 
 CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
 CLEAR_LINE = "\r\x1b[2K"
 """Puts a terminal's cursor at the start of its line, now empty."""
+
+
+def tolerate(*streams: TextIO) -> None:
+    """Have streams write `?` for what their encoding lacks, where they would raise."""
+    for stream in streams:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def is_terminal(stream: TextIO) -> bool:

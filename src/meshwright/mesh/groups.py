@@ -7,6 +7,7 @@ created lazily, in whatever order ranks happen to reach them, are a known cause 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,8 +40,7 @@ def process_group(
         return
     if store_path is not None:
         # gloo and NCCL open sockets of their own on the interface these name.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
     store: FileStore | HashStore | None = None
     if store_path is not None:
         store = FileStore(store_path, num_ranks)
@@ -57,6 +57,11 @@ def process_group(
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _loopback() -> str:
+    """The name of the interface that only this machine reaches: `lo`, or `lo0` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:

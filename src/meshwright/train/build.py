@@ -60,7 +60,7 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
             f"{context.local_ranks} ranks on this machine but {available} CUDA devices",
             where="train.device",
             rule="each rank has a CUDA device of its own",
-            fix=f"a mesh of at most {available} ranks, or train.device=cpu",
+            fix="train.device=cpu" + (f", or a mesh of at most {available} ranks a machine" if available else ""),
         )
     device = torch.device("cuda", context.local_rank)
     torch.cuda.set_device(device)
