@@ -6,8 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from meshwright.config.load import load
 from meshwright.config.schema import RunConfig
@@ -27,6 +30,13 @@ def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
     text = "".join(line.format(n=n, m=n * 7919 % 1000) for n in range(num_bytes // 34))
     (folder / "corpus.txt").write_text(text, "utf-8")
     return [f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache"]
+
+
+def quick_and_slow(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
+    """All of `cases` as parameters of a test; those that are not in `quick` are marked slow."""
+    cases = list(cases)
+    assert set(quick) <= set(cases)
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def clean_environment(**changes: str) -> dict[str, str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from meshwright.prove.report import render, to_json
 from meshwright.testing.gang import GangPool
+from tests.helpers import quick_and_slow
 from tests.prove.proofs import prove_with, record_on_rank, small_config
 from tests.prove.seeded_faults import FAULTS
 
@@ -21,12 +24,17 @@ LAYOUTS = {
 }
 
 
-VARIANTS = [(1, "false"), (4, "true")]
-MORE_VARIANTS = [pytest.param(1, "true", marks=pytest.mark.slow), pytest.param(4, "false", marks=pytest.mark.slow)]
+QUICK = {
+    ("dp_shard 4", 1, "false"),
+    ("tp 2 × dp_shard 2", 4, "true"),
+    ("dp_replicate 2 × dp_shard 2", 4, "true"),
+    ("tp 2, no sequence parallel", 1, "false"),
+}
 
 
-@pytest.mark.parametrize(("num_microbatches", "tied"), [*VARIANTS, *MORE_VARIANTS])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches", "tied"), quick_and_slow(product(LAYOUTS, (1, 4), ("true", "false")), QUICK)
+)
 def test_a_right_layout_is_proved(gang: GangPool, layout: str, num_microbatches: int, tied: str) -> None:
     batch = () if "uneven" in layout else (f"train.global_batch={16 if num_microbatches == 4 else 8}",)
     words = (*LAYOUTS[layout], *batch, f"train.num_microbatches={num_microbatches}", f"model.tie_embeddings={tied}")
