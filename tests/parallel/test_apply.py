@@ -63,12 +63,15 @@ def test_what_tensor_parallel_divides(gang, corpus):
         assert found == f"({whole},)", name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_fsdp_gathers_together(gang, corpus, tied):
-    words = [*corpus, "mesh.dp_shard=2", f"model.tie_embeddings={tied}"]
+@pytest.mark.parametrize(
+    ("vocab_size", "tied", "by_itself"), [(256, "false", False), (4096, "false", True), (4096, "true", False)]
+)
+def test_what_fsdp_gathers_together(gang, corpus, vocab_size, tied, by_itself):
+    """An embedding has a unit of its own where it is larger than a block and not the head's weight too."""
+    words = [*corpus, "mesh.dp_shard=2", f"model.tie_embeddings={tied}", f"model.vocab_size={vocab_size}"]
     count, placements, units = gang(2).run(structure, words)[0]
     assert len(placements) == count and set(placements.values()) == {"(Shard(dim=0),)"}
-    assert {"", "blocks.0"} <= set(units) and ("embed" in units) is not tied
+    assert {"", "blocks.0"} <= set(units) and ("embed" in units) is by_itself
 
 
 def reductions(rank, world_size, words):

@@ -37,6 +37,7 @@ LAYOUTS = {
     "HSDP, in 2 parts": (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"], []),
     "dp_shard 4, tied": (4, ["mesh.dp_shard=4"], [TIED]),
     "tp 2, dp_shard 2, tied": (4, ["mesh.tp=2", "mesh.dp_shard=2"], [TIED]),
+    "dp_shard 2, a large embedding": (2, ["mesh.dp_shard=2"], ["model.vocab_size=4096"]),
     "dp_shard 4, uneven": (4, ["mesh.dp_shard=4"], UNEVEN),
     "dp_shard 4, fewer rows than ranks": (4, ["mesh.dp_shard=4"], FEW_ROWS),
     "tp 2, dp_shard 2, uneven": (4, ["mesh.tp=2", "mesh.dp_shard=2"], UNEVEN),

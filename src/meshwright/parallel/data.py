@@ -35,23 +35,29 @@ def apply_data_parallel(
     # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for block in model.modules():
-        if isinstance(block, TransformerBlock):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     embed, norm, head = (model.get_submodule(name) for name in ("embed", "norm", "head"))
-    if head.weight is not embed.weight:
+    # An embedding smaller than a block isn't worth collectives of its own: it stays in the root's unit.
+    if head.weight is not embed.weight and num_elements(embed) > max(map(num_elements, blocks), default=0):
         fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         # A lookup's backward needs the indices only: don't gather the weight for it.
         embed.set_unshard_in_backward(False)  # type: ignore[operator]
         # The last to be gathered are the first that backward needs: keep them.
         fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # A tied weight stays in the root's group, which both its modules reach.
+    # A tied weight stays in the root's unit, which both its modules reach.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if mesh.size() == 1:
         return  # nothing is divided by then, and on one rank FSDP2 would spend a pass over memory dividing by 1
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def num_elements(module: nn.Module) -> int:
+    """Elements of a module's parameters, over all ranks."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
