@@ -1,4 +1,4 @@
-"""What the docs say is what the command does: the table of keys is its output, and commands in them have valid words."""
+"""What the docs say is what the command does: the table of keys is its output, and its words are valid."""
 
 from __future__ import annotations
 
