@@ -60,6 +60,10 @@ class LayoutError(InputError):
     """A layout that does not fit the model, the batch or the number of ranks."""
 
 
+class ScheduleError(InputError):
+    """A pipeline table that is not one, or that would compute something wrong or never end."""
+
+
 class DataError(InputError):
     """A data source that is missing, empty or too small."""
 

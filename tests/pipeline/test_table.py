@@ -41,11 +41,11 @@ def test_exactly_the_last_backward_is_told_that_it_is(num_microbatches):
 @given(st.permutations(range(4)), st.permutations(range(4)))
 def test_the_table_decides_the_order(forwards, backwards):
     actions = tuple(Action(FORWARD, 0, m) for m in forwards) + tuple(Action(BACKWARD, 0, m) for m in backwards)
-    table = Schedule(1, 4, ((), actions))
+    table = Schedule("test", 4, (1,), ((), actions))
     assert run(table, rank=0) == []
     seen = run(table, rank=1)
     assert [int(entry[1]) for entry in seen] == [*forwards, *backwards]
 
 
 def test_a_table_without_backward_is_fine():
-    assert run(Schedule(1, 1, ((Action(FORWARD, 0, 0),),))) == ["F0"]
+    assert run(Schedule("test", 1, (0,), ((Action(FORWARD, 0, 0),),))) == ["F0"]

@@ -1,1 +1,20 @@
 """Pipeline schedules as tables. Every training step goes through one, also without pipeline parallelism."""
+
+from meshwright.pipeline.costs import Costs, EdgeCosts, StageCosts
+from meshwright.pipeline.generate import generate
+from meshwright.pipeline.lower import lower
+from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule
+
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Costs",
+    "EdgeCosts",
+    "Overlap",
+    "Schedule",
+    "StageCosts",
+    "generate",
+    "lower",
+    "simulate",
+]

@@ -25,7 +25,7 @@ def execute(
         backward: runs backward from a loss; its second argument says whether it is the step's last backward.
     """
     losses: dict[int, Tensor] = {}
-    actions = schedule.actions[rank]
+    actions = [part for action in schedule.actions[rank] for part in action.parts()]
     last = max((i for i, action in enumerate(actions) if action.kind is ActionKind.BACKWARD), default=-1)
     for i, action in enumerate(actions):
         if action.kind is ActionKind.FORWARD:
