@@ -120,11 +120,11 @@ def test_batch_that_does_not_divide(fails):
 
 
 def test_axis_that_is_not_there_yet(fails_here):
-    assert "not available yet" in fails_here("run", "mesh.pp=2")["error"]
+    assert "not available yet" in fails_here("run", "mesh.cp=2")["error"]
 
 
 def test_section_that_is_not_there_yet(fails_here):
-    assert "not available yet" in fails_here("run", "pipeline.schedule=1f1b")["error"]
+    assert "not available yet" in fails_here("run", "capture.kind=graph")["error"]
 
 
 def test_missing_data_file(fails):

@@ -9,8 +9,9 @@ import pytest
 from meshwright.config.load import load, preset_names
 from tests.helpers import meshwright
 
-VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["checkpoint"], ["checkpoint", "ls"],
-         ["checkpoint", "verify"], ["checkpoint", "export"], ["checkpoint", "import"])  # fmt: skip
+VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"],
+         ["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export"],
+         ["checkpoint", "import"])  # fmt: skip
 
 
 def test_help_needs_no_torch(no_torch):

@@ -34,6 +34,7 @@ TORCH_FREE = (
     "config/*",
     "plan/*",
     "pipeline/table.py", "pipeline/text.py", "pipeline/generate/*", "pipeline/lower.py", "pipeline/verify.py",
+    "pipeline/verify_memory.py", "pipeline/verify_fault.py", "pipeline/rendezvous.py",
     "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py", "pipeline/draw.py", "pipeline/stages.py",
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
     "reshard/steps.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py", "reshard/draw.py",

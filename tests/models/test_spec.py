@@ -27,7 +27,7 @@ def specs(draw):
 def test_parameter_counts(spec):
     model = build_llama(spec, dtype=torch.float32)
     assert sum(p.numel() for p in model.parameters()) == spec.num_params()
-    assert sum(p.numel() for p in model.blocks[0].parameters()) == spec.params_per_layer()
+    assert sum(p.numel() for p in model.blocks["0"].parameters()) == spec.params_per_layer()
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
     assert matrices + (model.embed.weight.numel() if spec.tie_embeddings else 0) == spec.matmul_params()
 

@@ -1,15 +1,13 @@
-"""The one-stage table is gradient accumulation, and the executor does what stands in it and nothing else."""
+"""The table's questions, and that the one-stage table is gradient accumulation."""
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.pipeline.execute import execute
-from meshwright.pipeline.table import Action, ActionKind, Schedule, one_stage
+from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule, one_stage
 
-FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 @given(st.integers(1, 20))
@@ -18,34 +16,24 @@ def test_each_forward_is_followed_by_its_backward(num_microbatches):
     assert [str(action) for action in actions] == [f"0{k}{m}" for m in range(num_microbatches) for k in "FB"]
 
 
-def run(schedule, rank=0):
-    seen = []
-
-    def forward(microbatch):
-        seen.append(f"F{microbatch}")
-        return torch.tensor(float(microbatch))
-
-    def backward(loss, last):
-        seen.append(f"B{int(loss)}{' last' if last else ''}")
-
-    execute(schedule, rank=rank, forward=forward, backward=backward)
-    return seen
+def test_a_transfer_and_its_other_end():
+    send = Action(ActionKind.SEND_FORWARD, 2, 3)
+    assert str(send) == "2SEND_F3" and str(send.peer()) == "3RECV_F3" and send.peer().peer() == send
+    back = Action(ActionKind.SEND_BACKWARD, 3, 1)
+    assert str(back.peer()) == "2RECV_B1" and back.peer().peer() == back
 
 
-@given(st.integers(1, 20))
-def test_exactly_the_last_backward_is_told_that_it_is(num_microbatches):
-    seen = run(one_stage(num_microbatches))
-    assert [entry for entry in seen if "last" in entry] == [f"B{num_microbatches - 1} last"] == seen[-1:]
+def test_stages_of_a_v():
+    overlap = Overlap(Action(F, 0, 1), Action(B, 3, 0))
+    table = Schedule("test", 2, (0, 1, 1, 0), ((overlap,), ()))
+    assert table.num_stages == 4 and table.num_ranks == 2 and table.num_chunks == 2
+    assert table.stages_of(0) == (0, 3) and table.stages_of(1) == (1, 2)
+    assert [table.is_transfer(stage) for stage in range(-1, 5)] == [False, True, False, True, False, False]
+    assert [str(part) for _, _, part in table.positions()] == ["0F1", "3B0"]
 
 
-@given(st.permutations(range(4)), st.permutations(range(4)))
-def test_the_table_decides_the_order(forwards, backwards):
-    actions = tuple(Action(FORWARD, 0, m) for m in forwards) + tuple(Action(BACKWARD, 0, m) for m in backwards)
-    table = Schedule("test", 4, (1,), ((), actions))
-    assert run(table, rank=0) == []
-    seen = run(table, rank=1)
-    assert [int(entry[1]) for entry in seen] == [*forwards, *backwards]
-
-
-def test_a_table_without_backward_is_fine():
-    assert run(Schedule("test", 1, (0,), ((Action(FORWARD, 0, 0),),))) == ["F0"]
+def test_the_fingerprint_is_of_everything():
+    row = (Action(F, 0, 0), Action(B, 0, 0))
+    tables = [Schedule("a", 1, (0,), (row,)), Schedule("b", 1, (0,), (row,)), Schedule("a", 2, (0,), (row,)),
+              Schedule("a", 1, (0,), (row[::-1],)), Schedule("a", 1, (1,), ((), row))]  # fmt: skip
+    assert len({table.fingerprint() for table in tables}) == len(tables)

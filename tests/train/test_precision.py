@@ -35,7 +35,7 @@ def dtypes(rank, world_size, words):
     """Dtypes of the stored parameters and state, and of what a block computes in."""
     job, step = make_job(rank, world_size, words)
     seen = set()
-    job.model.blocks[0].ffn.down.register_forward_hook(
+    job.model.blocks["0"].ffn.down.register_forward_hook(
         lambda module, inputs, output: seen.update((inputs[0].dtype, output.dtype, module.weight.dtype))
     )
     step(1)

@@ -8,6 +8,7 @@ import torch
 from meshwright.train.corpus import open_training_corpus
 from meshwright.train.generate import generate
 from meshwright.train.optimizer import STATE_NAMES, named_state
+from meshwright.train.stages import Pipeline
 from meshwright.train.validate import validate
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, run_on
@@ -42,9 +43,9 @@ def validate_and_generate(rank, world_size, words):
     for num_samples in (16, 5, 1):
         train = job.config.train.model_copy(update={"validation_samples": num_samples})
         job.config = job.config.model_copy(update={"train": train})
-        losses.append(validate(job, open_training_corpus(job.config).validation))
+        losses.append(validate(Pipeline(job), open_training_corpus(job.config).validation))
         states.append(state(job))
-    tokens = generate(job, [100, 101, 102, 32], num_tokens=4, temperature=0.7, seed=3)
+    tokens = generate(Pipeline(job), [100, 101, 102, 32], num_tokens=4, temperature=0.7, seed=3)
     states.append(state(job))
     return losses, tokens, states, job.model.training, len(list(job.model.parameters())), step(2).loss
 
@@ -71,12 +72,12 @@ def test_it_is_the_mean_over_evenly_spread_windows(corpus):
     targets = torch.stack([tokens[s + 1 : s + seq_len + 1] for s in starts])
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(job.model(inputs).flatten(0, 1), targets.flatten())
-    assert validate(job, tokens.numpy()) == pytest.approx(expected.item(), rel=1e-12)
+    assert validate(Pipeline(job), tokens.numpy()) == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_text_longer_than_the_context(corpus):
     job, _ = make_job(0, 1, [*corpus, "train.seq_len=8"])
-    tokens = generate(job, list(range(20)), num_tokens=20, temperature=1.0, seed=0)
+    tokens = generate(Pipeline(job), list(range(20)), num_tokens=20, temperature=1.0, seed=0)
     assert len(tokens) == 20 and all(0 <= token < 256 for token in tokens)
 
 
@@ -84,6 +85,6 @@ def test_seeds_and_temperatures_matter(corpus):
     job, step = make_job(0, 1, corpus)
 
     def text(seed, temperature):
-        return generate(job, [32], num_tokens=16, temperature=temperature, seed=seed)
+        return generate(Pipeline(job), [32], num_tokens=16, temperature=temperature, seed=seed)
 
     assert text(0, 9.0) == text(0, 9.0) and text(0, 0.001) != text(0, 9.0) != text(1, 9.0)

@@ -60,14 +60,14 @@ def bare_step(config: RunConfig, batches: BareBatches, *, device: torch.device) 
         model = Llama(config.model.spec())
     initialize(model, train.seed)
     if train.compile:
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.compile()
     if train.precision == "bfloat16":
         return mixed_loop(model, batches, train)
     num_ranks = config.mesh.axes().num_ranks()
     if num_ranks > 1:
         mesh = init_device_mesh(device.type, (num_ranks,))
-        for block in model.blocks:
+        for block in model.blocks.values():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return plain_loop(model, batches, train)

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, presets, prove, run
+from meshwright.cli import bench, checkpoint, doctor, draw, presets, prove, run
 from meshwright.cli.errors import show_error
 from meshwright.cli.style import tolerate
 from meshwright.errors import MeshwrightError
@@ -25,6 +25,7 @@ app.command()(prove.prove)
 app.command()(presets.presets)
 app.command()(doctor.doctor)
 app.command()(bench.bench)
+app.add_typer(draw.app, name="draw")
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

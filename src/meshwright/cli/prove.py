@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,7 @@ def prove(
 ) -> None:
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
     from meshwright.config.load import load
+    from meshwright.config.pipeline import action_words
     from meshwright.prove.spec import ProofSpec, as_proof
     from meshwright.train.launch import context_from_environment, launch
 
@@ -54,7 +56,13 @@ def prove(
         spec = ProofSpec(config, steps, Path(folder))
         axes = config.mesh.axes()
         _say(f"{config.name} · {axes} · {steps} steps in float64 …")
-        launch(record_body, spec, num_ranks=axes.num_ranks(), threads=config.train.threads)
+        launch(
+            record_body,
+            spec,
+            num_ranks=axes.num_ranks(),
+            threads=config.train.threads,
+            describe_action=partial(action_words, config),
+        )
         _say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=config.train.threads)
         answer = json.loads(spec.result.read_text("utf-8"))

@@ -29,6 +29,7 @@ def run(
 ) -> None:
     """Train: start the processes that the mesh needs here, or join those that a launcher started."""
     from meshwright.config.load import load
+    from meshwright.config.pipeline import action_words
     from meshwright.train.launch import context_from_environment, launch, run_as_rank
 
     source, overrides = split_words(words)
@@ -56,6 +57,7 @@ def run(
         num_ranks=num_ranks,
         threads=config.train.threads,
         on_interrupt=_say_stopping,
+        describe_action=partial(action_words, config),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -34,7 +34,7 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         # TOML's basic strings escape as JSON's do, and the character DEL besides.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def keys_table() -> str:
@@ -71,6 +71,12 @@ def _section_tables(model: type[BaseModel], prefix: str, lines: list[str]) -> No
 def _type_words(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _type_words(get_args(annotation)[0])
+    if get_origin(annotation) is tuple:
+        return f"list of {_type_words(get_args(annotation)[0])}s"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if len(kinds) == 1 and kinds[0] is not annotation:
+        return _type_words(kinds[0])
     words = {int: "whole number", float: "number", str: "text", bool: "true or false"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from meshwright.config import rules
+from meshwright.config.breach import as_word, as_words
 from meshwright.config.draft import Draft, shorten
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.errors import ConfigError
@@ -235,14 +236,7 @@ def _way_back(draft: Draft, key: str, default: Any, *, num_ranks: int | None) ->
             continue
         more = rules.repair(config, num_ranks)
         if more is not None:
-            word = f"{key}={_word(value)} ({what})"
-            return f"{word} with {rules.as_words(more)}" if more else word
+            way = f"{key}={as_word(value)} ({what})"
+            return f"{way} with {as_words(more)}" if more else way
     value, what = choices[0]
-    return f"{key}={_word(value)} ({what})"
-
-
-def _word(value: Any) -> str:
-    """A value as an override writes it."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return f"{key}={as_word(value)} ({what})"

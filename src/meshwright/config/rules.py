@@ -9,38 +9,22 @@ A rule that is broken offers ways out; those that would only break another rule 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from meshwright.config.breach import Breach, Way, as_words
+from meshwright.config.rules_pipeline import pipeline_breaches
 from meshwright.config.schema import RunConfig
-from meshwright.errors import ConfigError, InputError, LayoutError
+from meshwright.errors import ConfigError, LayoutError
 
 Origins = Mapping[str, str]
 """Where each key was set (`command line`, a file, `preset llama-tiny`), by dotted key."""
-
-Way = Mapping[str, int]
-"""Keys and the values that they are set to together."""
 
 MAX_WAYS = 3
 MAX_COMPLETIONS = 3
 MAX_DIVISOR = 1 << 16
 """No mesh or model has more ranks or heads; sizes may be so large that listing all their divisors would take hours."""
-
-
-@dataclass(frozen=True)
-class Breach:
-    """A broken rule."""
-
-    kind: type[InputError]
-    what: str
-    key: str
-    rule: str
-    ways: Sequence[Way]
-    """Ways out, the best first."""
-    otherwise: str = ""
-    """A way out that is no setting of keys."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) -> None:
@@ -71,11 +55,6 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) 
     raise breach.kind(breach.what, where=where, rule=breach.rule, fix=fix)
 
 
-def as_words(way: Way) -> str:
-    """A way out as a command line takes it."""
-    return " ".join(f"{key}={value}" for key, value in way.items())
-
-
 def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     """The rules that `config` breaks. Later ones assume that earlier ones hold: only the first is sure."""
     yield from _unavailable(config)
@@ -84,6 +63,7 @@ def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
     yield from _schedule(config)
+    yield from pipeline_breaches(config)
 
 
 def repair(config: RunConfig, num_ranks: int | None) -> Way | None:
@@ -111,7 +91,7 @@ def _changed(config: RunConfig, way: Way) -> RunConfig:
 
 
 def _unavailable(config: RunConfig) -> Iterator[Breach]:
-    for axis in ("pp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         size = getattr(config.mesh, axis)
         if size > 1:
             as_many_ranks = {} if axis == "ep" else {"mesh.dp_shard": config.mesh.dp_shard * size}
@@ -119,7 +99,7 @@ def _unavailable(config: RunConfig) -> Iterator[Breach]:
                 LayoutError,
                 f"mesh.{axis} = {size} is not available yet",
                 f"mesh.{axis}",
-                "this version lays work on dp_replicate, dp_shard and tp",
+                "this version lays work on pp, dp_replicate, dp_shard and tp",
                 [{f"mesh.{axis}": 1, **as_many_ranks}, {f"mesh.{axis}": 1}],
             )
 

@@ -7,9 +7,9 @@ lines in `load`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from meshwright.mesh.axes import Axes
 from meshwright.models.spec import LlamaSpec, RopeScaling
@@ -19,6 +19,10 @@ class Section(BaseModel):
     """A section: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Counts = Annotated[tuple[int, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+"""Whole numbers, written as a list."""
 
 
 class RopeScalingConfig(Section):
@@ -80,7 +84,7 @@ class DataConfig(Section):
 class MeshConfig(Section):
     """How many ranks divide the work, and in which ways."""
 
-    pp: int = Field(1, ge=1, description="pipeline stages (not available yet)")
+    pp: int = Field(1, ge=1, description="ranks that divide the layers (pipeline parallel)")
     dp_replicate: int = Field(1, ge=1, description="replicas of the sharded model (HSDP)")
     dp_shard: int = Field(1, ge=1, description="ranks that shard parameters, gradients and optimizer state (FSDP2)")
     cp: int = Field(1, ge=1, description="ranks that divide the sequence in attention (not available yet)")
@@ -130,7 +134,34 @@ class TrainConfig(Section):
     validate_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
     validation_samples: int = Field(128, ge=0, description="held-out samples a validation reads; 0 turns it off")
     sample_tokens: int = Field(120, ge=0, description="tokens of text generated at the end; 0 turns it off")
+    trace: bool = Field(
+        False, description="measure each computation of the last step, and leave timelines in the run folder"
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run folder")
+
+
+class PipelineConfig(Section):
+    """How the layers are divided over mesh.pp ranks, and the order in which train.num_microbatches run through them."""
+
+    schedule: str = Field(
+        "1f1b",
+        description="f-then-b, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, v-half, v-min, or the path of a CSV table",
+    )
+    num_chunks: int | None = Field(
+        None, ge=1, description="stages a rank; 2 for interleaved and the V-shaped, else 1, when not given"
+    )
+    layers_per_stage: Counts | None = Field(
+        None, description="blocks of each stage, first stage first; balanced by cost when not given"
+    )
+    allow_empty_stages: bool = Field(False, description="a stage may have no block")
+    release: bool = Field(True, description="free inputs, outputs and gradients as soon as they can be")
+    poison: bool = Field(False, description="fill freed buffers with NaN, to find what uses them later")
+
+
+class RecomputeConfig(Section):
+    """What is computed again in the backward instead of kept."""
+
+    policy: Literal["none", "full"] = Field("none", description="none, or full: each block keeps only its input")
 
 
 class CheckpointConfig(Section):
@@ -150,8 +181,10 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
-PLANNED_SECTIONS = ("pipeline", "comm", "capture", "recompute", "attention")
+PLANNED_SECTIONS = ("comm", "capture", "attention")
 """Sections of parts that are not built yet: naming one is answered with that, not with `unknown key`."""

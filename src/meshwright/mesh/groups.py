@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.mesh.axes import Axes
@@ -67,6 +67,16 @@ def _loopback() -> str:
 def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
     """The mesh of all axes, outermost first."""
     return init_device_mesh(device.type, axes.sizes(), mesh_dim_names=axes.names())
+
+
+def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
+    """A group of some ranks; None on the others. All ranks of the run call it, in the same order.
+
+    (`use_local_synchronization`, which would let the others go on, hangs on torch 2.13 where a rank is in several
+    groups of two.)
+    """
+    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+    return group if isinstance(group, ProcessGroup) else None
 
 
 def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:

@@ -9,7 +9,9 @@ Shapes: b batch, t time, d model width, v vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,57 +19,97 @@ from torch import Tensor, nn
 from meshwright.models.spec import LlamaSpec
 from meshwright.nn.attention.rope import Stretch, rope_tables
 from meshwright.nn.block import TransformerBlock
+from meshwright.nn.linear import Linear
 
 INIT_STD = 0.02
 
 
-class Llama(nn.Module):
-    """Token embedding, blocks, final norm and output head."""
+@dataclass(frozen=True)
+class Part:
+    """Consecutive layers of a model: what a pipeline stage holds of it."""
 
-    def __init__(self, spec: LlamaSpec) -> None:
+    layers: range
+    is_first: bool = True
+    """Has the embedding, and takes token ids."""
+    is_last: bool = True
+    """Has the final norm and the output head, and gives logits."""
+
+
+class Llama(nn.Module):
+    """Token embedding, blocks, final norm and output head; or the part of them that a pipeline stage has.
+
+    A part's parameters have the names that they have in the whole model. Where the embedding is tied and the part has
+    the head but not the embedding, it has a copy of its own under the embedding's name.
+    """
+
+    def __init__(self, spec: LlamaSpec, part: Part | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocab_size, spec.dim)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(
-                spec.dim,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                ffn_dim=spec.ffn_dim,
-                norm_eps=spec.norm_eps,
-            )
-            for _ in range(spec.num_layers)
+        self.part = part or Part(range(spec.num_layers))
+        if self.part.is_first:
+            self.embed = nn.Embedding(spec.vocab_size, spec.dim)
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): TransformerBlock(
+                    spec.dim,
+                    num_heads=spec.num_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_dim,
+                    ffn_dim=spec.ffn_dim,
+                    norm_eps=spec.norm_eps,
+                )
+                for layer in self.part.layers
+            }
         )
-        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        if self.part.is_last:
+            self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+            self.head = Linear(spec.dim, spec.vocab_size)
         scaling = spec.rope_scaling
         self._stretch = None if scaling is None else Stretch(**asdict(scaling))
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, when the spec says so.
+        """Make the head's weight the embedding's, when the spec says so and both are here.
 
         Anything that replaces parameters (laying on a mesh, leaving the meta device) calls this again.
         """
-        if self.spec.tie_embeddings:
+        if self.spec.tie_embeddings and self.part.is_first and self.part.is_last:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Next-token logits [b, t, v] of token ids [b, t]."""
-        x_btd: Tensor = self.embed(tokens_bt)
+    @property
+    def has_copy(self) -> bool:
+        """Whether the head's weight is a copy of an embedding that another part has."""
+        return self.spec.tie_embeddings and self.part.is_last and not self.part.is_first
+
+    def shared_parameter(self) -> nn.Parameter | None:
+        """The parameter that this part shares with another one, if there is any."""
+        if not self.spec.tie_embeddings or not (self.part.is_first or self.part.is_last):
+            return None
+        return cast(nn.Parameter, self.head.weight if self.has_copy else self.embed.weight)
+
+    def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the name that they have in the whole model."""
+        for name, parameter in self.named_parameters():
+            yield "embed.weight" if self.has_copy and name == "head.weight" else name, parameter
+
+    def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
+        """Next-token logits [b, t, v] of token ids [b, t].
+
+        A part that isn't the first takes the stream [b, t, d] instead, one that isn't the last gives it. Where the
+        stream is divided along the sequence, `seq_len` is the whole length t.
+        """
+        x_btd: Tensor = self.embed(inputs) if self.part.is_first else inputs
         cos_th, sin_th = rope_tables(
-            tokens_bt.shape[1],
+            seq_len or inputs.shape[1],
             self.spec.head_dim,
             theta=self.spec.rope_theta,
             stretch=self._stretch,
-            device=tokens_bt.device,
+            device=inputs.device,
             dtype=x_btd.dtype,
         )
-        for block in self.blocks:
+        for block in self.blocks.values():
             x_btd = block(x_btd, cos_th, sin_th)
-        logits: Tensor = self.head(self.norm(x_btd))
-        return logits
+        return self.head(self.norm(x_btd)) if self.part.is_last else x_btd
 
     def initial_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None for a norm's weight, which starts at one.
@@ -82,7 +124,7 @@ class Llama(nn.Module):
         return INIT_STD
 
 
-def build_llama(spec: LlamaSpec, *, dtype: torch.dtype) -> Llama:
+def build_llama(spec: LlamaSpec, *, dtype: torch.dtype, part: Part | None = None) -> Llama:
     """The module on the meta device, with parameters of `dtype` and no storage."""
     with torch.device("meta"):
-        return Llama(spec).to(dtype)
+        return Llama(spec, part).to(dtype)

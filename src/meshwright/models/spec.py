@@ -63,6 +63,19 @@ class LlamaSpec:
         attention = 6 * self.num_layers * self.num_heads * self.head_dim * seq_len
         return 6.0 * self.matmul_params() + attention
 
+    def layer_flops(self, seq_len: int) -> float:
+        """Forward floating-point operations of one block for one token."""
+        matmuls = 2.0 * (self.params_per_layer() - 2 * self.dim)
+        return matmuls + 2.0 * self.num_heads * self.head_dim * seq_len
+
+    def head_flops(self) -> float:
+        """Forward floating-point operations of the output head for one token."""
+        return 2.0 * self.vocab_size * self.dim
+
+    def embedding_flops(self) -> float:
+        """What the lookup costs a token: it moves a row, and its backward adds one."""
+        return 2.0 * self.dim
+
     def identity(self) -> dict[str, Any]:
         """Everything that decides names and shapes of the parameters and what they mean: a checkpoint's identity."""
         return {"kind": "llama", **asdict(self)}

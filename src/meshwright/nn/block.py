@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.nn.attention.module import Attention
+from meshwright.nn.linear import Linear
+from meshwright.nn.recompute import recomputed
 
 
 class FeedForward(nn.Module):
@@ -19,9 +21,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, *, ffn_dim: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(dim, ffn_dim, bias=False)
-        self.up = nn.Linear(dim, ffn_dim, bias=False)
-        self.down = nn.Linear(ffn_dim, dim, bias=False)
+        self.gate = Linear(dim, ffn_dim)
+        self.up = Linear(dim, ffn_dim)
+        self.down = Linear(ffn_dim, dim)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]."""
@@ -40,9 +42,16 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim=ffn_dim)
+        self.recomputes = False
+        """Keep only the input for the backward, and compute the forward again there."""
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""
+        if self.recomputes:
+            return recomputed(self._forward, x_btd, cos_th, sin_th)
+        return self._forward(x_btd, cos_th, sin_th)
+
+    def _forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_th, sin_th)
         out: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
         return out

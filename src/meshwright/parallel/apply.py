@@ -28,6 +28,8 @@ class ParallelOptions:
     param_dtype: torch.dtype | None = None
     """Compute dtype under FSDP2's mixed-precision policy; None computes in the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
+    recompute: bool = False
+    """Each block keeps only its input for the backward."""
     compile: bool = False
 
 
@@ -40,7 +42,7 @@ def apply_parallel(model: nn.Module, mesh: DeviceMesh | None, axes: Axes, option
     """Lay `model`, still on the meta device, on `mesh` in place.
 
     Args:
-        model: made of `embed`, `blocks`, `norm` and `head`, with a `tie()` that shares what is tied.
+        model: made of `embed`, `blocks`, `norm` and `head`, or a part of it, with a `tie()` that shares what is tied.
         mesh: the mesh of all axes; None where `needs_mesh` says that none is needed.
         axes: its sizes.
         options: everything else.
@@ -48,12 +50,15 @@ def apply_parallel(model: nn.Module, mesh: DeviceMesh | None, axes: Axes, option
     if mesh is not None and axes.tp > 1:
         apply_tensor_parallel(model, submesh(mesh, ["tp"]), sequence_parallel=options.sequence_parallel)
         model.tie()  # type: ignore[operator]
+    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    if mesh is not None and axes.tp > 1 and (options.compile or not blocks) and "embed" in dict(model.named_children()):
+        await_embedding(model)
+    if options.recompute:
+        for block in blocks:
+            block.recomputes = True
     if options.compile:
-        if axes.tp > 1:
-            await_embedding(model)
-        for block in model.modules():
-            if isinstance(block, TransformerBlock):
-                block.compile()
+        for block in blocks:
+            block.compile()
     if mesh is not None and (axes.data_parallel() > 1 or options.param_dtype is not None):
         names = ["dp_replicate", "dp_shard"] if axes.dp_replicate > 1 else ["dp_shard"]
         apply_data_parallel(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.nn.block import TransformerBlock
+from meshwright.parallel.fsdp import finish_backward
 
 
 def apply_data_parallel(
@@ -24,7 +25,7 @@ def apply_data_parallel(
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard a model made of `embed`, `blocks`, `norm` and `head` over `mesh`, in place.
+    """Shard a model made of `embed`, `blocks`, `norm` and `head`, or a part of it, over `mesh`, in place.
 
     Args:
         mesh: one axis (FSDP2) or two, replicas first (HSDP).
@@ -38,14 +39,18 @@ def apply_data_parallel(
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    embed, norm, head = (model.get_submodule(name) for name in ("embed", "norm", "head"))
-    # An embedding smaller than a block isn't worth collectives of its own: it stays in the root's unit.
-    if head.weight is not embed.weight and num_elements(embed) > max(map(num_elements, blocks), default=0):
-        fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        # A lookup's backward needs the indices only: don't gather the weight for it.
-        embed.set_unshard_in_backward(False)  # type: ignore[operator]
-        # The last to be gathered are the first that backward needs: keep them.
-        fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    children = dict(model.named_children())
+    embed, norm, head = (children.get(name) for name in ("embed", "norm", "head"))
+    if embed is None or head is None or head.weight is not embed.weight:
+        # Ends smaller than a block aren't worth collectives of their own: they stay in the root's unit.
+        largest = max(map(num_elements, blocks), default=0)
+        if embed is not None and num_elements(embed) > largest:
+            fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            # A lookup's backward needs the indices only: don't gather the weight for it.
+            embed.set_unshard_in_backward(False)  # type: ignore[operator]
+        if norm is not None and head is not None and num_elements(head) > largest:
+            # The last to be gathered are the first that backward needs: keep them.
+            fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # A tied weight stays in the root's unit, which both its modules reach.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if mesh.size() == 1:
@@ -79,3 +84,17 @@ def set_gradient_sync(model: nn.Module, last: bool) -> None:
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_is_last_backward(last)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce what backwards without a reduction have added up: what put-off gradients of weights are part of."""
+    set_gradient_sync(model, True)
+    if isinstance(model, FSDPModule):
+        finish_backward(model)
+
+
+def keep_unsharded(model: nn.Module) -> None:
+    """Gather all parameters, and keep them through forwards and backwards until `reshard`."""
+    for module in fsdp_modules(model):
+        module.set_reshard_after_backward(False, recurse=False)
+        module.unshard()

@@ -39,7 +39,7 @@ class Replicated(ParallelStyle):
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Divide a model made of `embed`, `blocks`, `norm` and `head` over the one-axis mesh `mesh`, in place.
+    """Divide a model made of `embed`, `blocks`, `norm` and `head`, or a part of it, over the one-axis mesh `mesh`.
 
     The logits come out as a DTensor sharded over the vocabulary, which the loss is computed on without gathering.
     """
@@ -48,15 +48,13 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parall
     for block in model.modules():
         if isinstance(block, TransformerBlock):
             parallelize_module(block, mesh, _block_plan(stream, norm))
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-            "norm": norm,
-            "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
-        },
-    )
+    ends: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "norm": norm,
+        "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+    }
+    present = dict(model.named_children())
+    parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in present})
 
 
 def sync_partial_gradients(model: nn.Module) -> None:
@@ -74,10 +72,10 @@ def sync_partial_gradients(model: nn.Module) -> None:
 
 
 def await_embedding(model: nn.Module) -> None:
-    """Have the embedding hand on a tensor that has arrived, for compiled blocks.
+    """Have the embedding hand on a tensor that has arrived, for compiled blocks and for a stage without blocks.
 
     Its output is a tensor still under way (`AsyncCollectiveTensor`), and a compiled graph that takes one loses the
-    way back to its gradient (seen on torch 2.13). A copy waits, and is differentiable.
+    way back to its gradient (seen on torch 2.13); nor can one be sent. A copy waits, and is differentiable.
     """
     model.get_submodule("embed").register_forward_hook(lambda module, inputs, output: output.clone())
 

@@ -5,6 +5,7 @@ from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower
 from meshwright.pipeline.simulate import simulate
 from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule
+from meshwright.pipeline.verify import verify
 
 __all__ = [
     "Action",
@@ -17,4 +18,5 @@ __all__ = [
     "generate",
     "lower",
     "simulate",
+    "verify",
 ]

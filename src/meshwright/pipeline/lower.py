@@ -62,6 +62,20 @@ def lower(schedule: Schedule, options: LowerOptions = LowerOptions()) -> Schedul
     return replace(schedule, actions=tuple(map(tuple, rows)))
 
 
+def forward_only(num_microbatches: int, stage_ranks: tuple[int, ...]) -> Schedule:
+    """The table of an evaluation: forwards only, micro-batch after micro-batch through all stages of a rank."""
+    rows = tuple(
+        tuple(
+            Action(K.FORWARD, stage, m)
+            for m in range(num_microbatches)
+            for stage, owner in enumerate(stage_ranks)
+            if owner == rank
+        )
+        for rank in range(max(stage_ranks) + 1)
+    )
+    return Schedule("forward only", num_microbatches, stage_ranks, rows)
+
+
 def num_slots(schedule: Schedule, rank: int) -> dict[ActionKind, int]:
     """Buffers that a lowered table's rank needs for received inputs and for received gradients."""
     used = {K.RECV_FORWARD: 0, K.RECV_BACKWARD: 0}
@@ -130,11 +144,11 @@ def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release:
         lowered.append(action)
         for part in action.parts():
             key = (part.stage, part.microbatch)
-            if part.kind in COMPUTE and last[key] == position and part.kind is not K.FORWARD:
+            if part.kind in COMPUTE and last[key] == position:
                 freed: Row = []
                 if schedule.is_transfer(part.stage - 1):
                     freed.append(Action(K.FREE_INPUT, *key))
-                if schedule.is_transfer(part.stage):
+                if schedule.is_transfer(part.stage) and part.kind is not K.FORWARD:
                     freed.append(Action(K.FREE_GRADIENT, *key))
                 (lowered if release else at_the_end).extend(freed)
     if not release:
@@ -161,19 +175,22 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
                 begun.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
-        for part in action.parts():
-            if part.kind in COMPUTE and last[part.stage] == position and part.kind is not K.FORWARD:
-                lowered.append(Action(K.REDUCE, part.stage))
+        # Both parts of an overlap may be of one stage: it ends once.
+        for stage in dict.fromkeys(part.stage for part in action.parts() if part.kind in COMPUTE):
+            if last[stage] == position:
+                lowered.append(Action(K.REDUCE, stage))
                 if options.keeps_unsharded:
-                    lowered.append(Action(K.RESHARD, part.stage))
+                    lowered.append(Action(K.RESHARD, stage))
     return lowered
 
 
 def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, ...], ...]) -> list[Row]:
-    """Groups in the same order on all ranks, after everything else: nothing waits for them."""
+    """Groups in the same order on all ranks, after everything else: nothing waits for them. One action a rank, named
+    by the first of the group's stages there."""
     for group in shared:
-        for stage in group:
-            rows[schedule.stage_ranks[stage]].append(Action(K.SYNC_SHARED, stage))
+        on_ranks = {schedule.stage_ranks[stage]: stage for stage in reversed(group)}
+        for rank, stage in on_ranks.items():
+            rows[rank].append(Action(K.SYNC_SHARED, stage))
     return rows
 
 

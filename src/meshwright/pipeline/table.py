@@ -51,6 +51,24 @@ OF_A_STAGE = frozenset({K.UNSHARD, K.RESHARD, K.REDUCE, K.SYNC_SHARED})
 
 NO_MICROBATCH = -1
 
+WORDS = {
+    K.FORWARD: "forward",
+    K.BACKWARD: "backward",
+    K.BACKWARD_INPUT: "gradient of the inputs",
+    K.BACKWARD_WEIGHT: "gradient of the weights",
+    K.SEND_FORWARD: "sending the output",
+    K.RECV_FORWARD: "receiving the input",
+    K.SEND_BACKWARD: "sending the gradient of the input",
+    K.RECV_BACKWARD: "receiving the gradient of the output",
+    K.FREE_INPUT: "freeing the input",
+    K.FREE_OUTPUT: "waiting until the output is sent",
+    K.FREE_GRADIENT: "freeing the gradient of the output",
+    K.UNSHARD: "gathering the parameters",
+    K.RESHARD: "freeing the gathered parameters",
+    K.REDUCE: "reducing the gradients",
+    K.SYNC_SHARED: "adding up gradients of shared parameters",
+}
+
 
 @dataclass(frozen=True)
 class Action:
@@ -66,6 +84,11 @@ class Action:
         microbatch = "" if self.microbatch == NO_MICROBATCH else str(self.microbatch)
         slot = "" if self.slot is None else f"@{self.slot}"
         return f"{self.stage}{self.kind.value}{microbatch}{slot}"
+
+    def words(self) -> str:
+        """For people: `2F3: forward of micro-batch 3 on stage 2`."""
+        microbatch = "" if self.microbatch == NO_MICROBATCH else f" of micro-batch {self.microbatch}"
+        return f"{self}: {WORDS[self.kind]}{microbatch} on stage {self.stage}"
 
     def parts(self) -> tuple[Action, ...]:
         """Itself; what an `Overlap` is made of."""

@@ -1,7 +1,8 @@
 """Tables as text: JSON of everything, and a CSV of the compute actions that people can write by hand.
 
 A CSV has a line per rank and an action per cell, `0F0,0F1,0B0,0B1`; empty cells and lines that start with `#` mean
-nothing. What `torch.distributed.pipelining` writes with `_dump_csv` is such a file.
+nothing, and neither does PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions: what `torch.distributed.pipelining`
+writes of a compute-only table without overlaps is such a file.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import count
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.table import COMPUTE, NO_MICROBATCH, OF_A_STAGE, RECVS, Action, ActionKind, Overlap, Schedule
 
 FORMAT = "meshwright pipeline table 1"
-CELL = re.compile(r"(\d+)([A-Z][A-Z_]*?)(\d+)?(?:@(\d+))?")
+CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
+TORCH_REDUCE = re.compile(r"[0-9]+REDUCE_GRAD")
 BY_NAME = {kind.value: kind for kind in ActionKind}
 CELL_RULE = (
     "a cell is stage, kind and micro-batch like 2F3, with F, B, I or W for kind; two that overlap have a + between"
@@ -82,7 +85,7 @@ def from_csv(source: str, *, where: str, kind: str) -> Schedule:
         row, column = [], 1
         for cell in line.split(","):
             text = cell.strip()
-            if text:
+            if text and not TORCH_REDUCE.fullmatch(text):
                 place = f"{where}, line {number}, column {column + len(cell) - len(cell.lstrip())}"
                 row.append(_at(_parse_compute, text, place))
             column += len(cell) + 1
@@ -104,13 +107,13 @@ def _stage_ranks(parts: list[tuple[int, Action]], where: str) -> tuple[int, ...]
                 rule="a stage is on one rank; line n of the file is rank n-1",
                 fix=f"{part} in the line of rank {owners[part.stage]}",
             )
-    missing = sorted(set(range(max(owners) + 1)) - set(owners))
-    if missing:
+    missing = next(stage for stage in count() if stage not in owners)
+    if missing < len(owners):
         raise ScheduleError(
-            f"there is no stage {missing[0]}, but a stage {max(owners)}",
+            f"there is no stage {missing}, but a stage {max(owners)}",
             where=where,
             rule="stages are numbered from 0 in the model's order",
-            fix=f"actions of stage {missing[0]}, or lower numbers",
+            fix=f"actions of stage {missing}, or lower numbers",
         )
     return tuple(owners[stage] for stage in sorted(owners))
 
@@ -140,7 +143,8 @@ def _parse_single(text: str, cell: str) -> Action:
     if match is None or kind is None:
         raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=_suggestion(text))
     if (match[3] is None) is not (kind in OF_A_STAGE) or (match[4] is not None and kind not in RECVS):
-        raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=f"{match[1]}{match[2]}0")
+        fix = f"{match[1]}{match[2]}{'' if kind in OF_A_STAGE else match[3] or 0}"
+        raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=fix)
     microbatch = NO_MICROBATCH if match[3] is None else int(match[3])
     return Action(kind, int(match[1]), microbatch, None if match[4] is None else int(match[4]))
 

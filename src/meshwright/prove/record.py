@@ -75,7 +75,7 @@ def record_rank(
         loader.read = []
         loss = run_step.accumulate(step)
         if step == 1:
-            gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+            gradients = {name: p.grad for name, p in job.model.whole_model_parameters() if p.grad is not None}
             record.gradients = _pieces(gradients)
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
@@ -88,7 +88,7 @@ def record_rank(
 
 
 def _weights(job: Job) -> Pieces:
-    return _pieces({name: parameter.detach() for name, parameter in job.model.named_parameters()})
+    return _pieces({name: parameter.detach() for name, parameter in job.model.whole_model_parameters()})
 
 
 def _pieces(tensors: dict[str, Tensor]) -> Pieces:

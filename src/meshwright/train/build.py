@@ -12,19 +12,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.config.pipeline import layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
-from meshwright.models.llama import Llama, build_llama
+from meshwright.models.chunks import Chunks
+from meshwright.models.llama import Llama, Part, build_llama
 from meshwright.nn.init import normal_piece
 from meshwright.parallel.apply import ParallelOptions, apply_parallel, needs_mesh
+from meshwright.pipeline.stages import layer_ranges
+from meshwright.pipeline.table import Schedule
 from meshwright.train.context import RankContext
-from meshwright.train.optimizer import build_optimizer
+from meshwright.train.optimizer import STATE_NAMES, build_optimizer
 
 MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Dtype that parameters and optimizer state are kept in, by `train.precision`."""
+
+COMPUTE_DTYPES = MASTER_DTYPES | {"bfloat16": torch.bfloat16}
+"""Dtype of activations."""
 
 
 @dataclass
@@ -36,13 +43,40 @@ class Job:
     axes: Axes
     device: torch.device
     mesh: DeviceMesh | None
-    model: Llama
+    model: Llama | Chunks
+    """The whole model, or this rank's parts of it."""
     optimizer: torch.optim.AdamW
+    schedule: Schedule
+    """The lowered table of a step."""
 
     @property
     def data_index(self) -> int:
         """Which share of the batch this rank works on."""
         return self.axes.data_index(self.context.rank)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Position in the pipeline."""
+        return self.axes.coordinate(self.context.rank)["pp"]
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a micro-batch."""
+        train = self.config.train
+        return train.global_batch // (self.axes.data_parallel() * train.num_microbatches)
+
+    def parts(self) -> dict[int, Llama]:
+        """The stages on this rank, by number."""
+        return self.model.parts() if isinstance(self.model, Chunks) else {0: self.model}
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """Parameters without the copies of a tied embedding, which the first stage counts."""
+        return [
+            parameter
+            for part in self.parts().values()
+            for parameter in part.parameters()
+            if not (part.has_copy and parameter is part.shared_parameter())
+        ]
 
 
 def choose_device(config: RunConfig, context: RankContext) -> torch.device:
@@ -75,6 +109,7 @@ def parallel_options(config: RunConfig) -> ParallelOptions:
         reshard_after_forward=config.mesh.reshard_after_forward,
         param_dtype=torch.bfloat16 if mixed else None,
         reduce_dtype=torch.float32 if mixed else None,
+        recompute=config.recompute.policy == "full",
         compile=config.train.compile,
     )
 
@@ -89,21 +124,52 @@ def build_job(config: RunConfig, context: RankContext, device: torch.device) -> 
     axes = config.mesh.axes()
     options = parallel_options(config)
     mesh = build_mesh(axes, device) if layout_needs_mesh(config) else None
-    model = build_llama(config.model.spec(), dtype=MASTER_DTYPES[config.train.precision])
-    apply_parallel(model, mesh, axes, options)
-    model.to_empty(device=device)
-    model.tie()
-    initialize(model, config.train.seed)
-    return Job(config, context, axes, device, mesh, model, build_optimizer(model, config.train))
+    schedule = lowered_table(config)
+    parts = {}
+    for stage, part in _parts(config, schedule, axes.coordinate(context.rank)["pp"]).items():
+        module = build_llama(config.model.spec(), dtype=MASTER_DTYPES[config.train.precision], part=part)
+        apply_parallel(module, mesh, axes, options)
+        module.to_empty(device=device)
+        module.tie()
+        initialize(module, config.train.seed)
+        parts[stage] = module
+    model = Chunks(parts) if schedule.num_stages > 1 else parts[0]
+    return Job(config, context, axes, device, mesh, model, build_optimizer(model, config.train), schedule)
+
+
+def _parts(config: RunConfig, schedule: Schedule, pipeline_rank: int) -> dict[int, Part]:
+    """What each stage on a rank of the pipeline holds."""
+    last = schedule.num_stages - 1
+    layers = layer_ranges(layers_per_stage(config))
+    return {
+        stage: Part(layers[stage], is_first=stage == 0, is_last=stage == last)
+        for stage in schedule.stages_of(pipeline_rank)
+    }
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
+def initialize(model: Llama, seed: int) -> None:
     """Fill every parameter's local piece with its initial values, the same on every layout."""
-    for name, parameter in model.named_parameters():
-        std = model.initial_std(name)  # type: ignore[operator]
+    for name, parameter in model.whole_model_parameters():
+        std = model.initial_std(name)
         local, box = to_local(parameter), local_box(parameter)
         if std is None:
             local.fill_(1.0)
         elif box.numel():
             local.copy_(normal_piece(seed, name, parameter.shape, std=std, index=box.slices()))
+
+
+@torch.no_grad()
+def refresh_copies(job: Job) -> None:
+    """After a checkpoint was loaded: give this rank's copy of a tied embedding what its embedding got.
+
+    Only where both are on one rank: on another one the copy is loaded by the embedding's name.
+    """
+    parts = list(job.parts().values())
+    source = next((part for part in parts if part.part.is_first), None)
+    for part in parts:
+        if part.has_copy and source is not None:
+            original, copy = source.embed.weight, part.head.weight
+            to_local(copy).copy_(to_local(original))
+            for name in STATE_NAMES:
+                to_local(job.optimizer.state[copy][name]).copy_(to_local(job.optimizer.state[original][name]))

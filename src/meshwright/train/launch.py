@@ -7,7 +7,6 @@ loopback. Under torchrun, SLURM or Kubernetes nothing is started: `context_from_
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -15,15 +14,15 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from meshwright.errors import InputError, MeshwrightError, RunError
-from meshwright.train.context import RankContext, StatusBoard
+from meshwright.errors import InputError, RunError
+from meshwright.train.causes import explain
+from meshwright.train.context import DescribeAction, RankContext, StatusBoard
 
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]
@@ -38,25 +37,6 @@ class Interrupts(Protocol):
     """Told once when the user asks the run to stop."""
 
     def __call__(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """How a rank ended."""
-
-    rank: int
-    exit_code: int
-    place: str
-    report: dict[str, Any] | None
-
-    @property
-    def priority(self) -> tuple[int, float]:
-        """A rank that a signal killed explains the others' lost connections; among the rest, the first to fail."""
-        if self.exit_code < 0:
-            return 0, 0.0
-        if self.report is None:
-            return 1, 0.0
-        return (3 if self.report["lost_peer"] else 2), self.report["time"]
 
 
 def num_cores() -> int:
@@ -134,11 +114,12 @@ def launch(
     num_ranks: int,
     threads: int | None,
     on_interrupt: Interrupts | None = None,
+    describe_action: DescribeAction | None = None,
 ) -> None:
     """Start `num_ranks` processes that run `body(context, argument)`, and wait for all of them.
 
     Ctrl-C or SIGTERM asks the ranks to stop after their step, and a second one ends them; where `on_interrupt` is
-    None the first one does.
+    None the first one does. `describe_action` says what a position in a rank's row of the pipeline's table is.
 
     Raises:
         MeshwrightError: what a rank raised, or that a rank was killed or died, with its rank and step. By then no
@@ -149,7 +130,8 @@ def launch(
     os.environ["OMP_NUM_THREADS"] = str(threads)
     methods = multiprocessing.get_context("forkserver")
     methods.set_forkserver_preload(PRELOAD)
-    board = StatusBoard(methods.Array("q", StatusBoard.length(num_ranks), lock=False))
+    numbers = methods.Array("q", StatusBoard.length(num_ranks), lock=False)
+    board = StatusBoard(numbers)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         ranks: list[BaseProcess] = []
         for rank in range(num_ranks):
@@ -163,7 +145,7 @@ def launch(
                 _start_server()
                 for process in ranks:
                     process.start()
-                _watch(ranks, board, Path(folder), interruptions, on_interrupt)
+                _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
             finally:
                 _end_all(ranks)
 
@@ -230,8 +212,7 @@ def _watch(
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
             time.sleep(0.02)
-        ended = [_how_ended(rank, process, board, folder) for rank, process in enumerate(ranks) if process.exitcode]
-        raise _explain(min(ended, key=lambda end: end.priority), len(ranks))
+        raise explain(ranks, board, folder)
 
 
 def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) -> None:
@@ -245,40 +226,6 @@ def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) 
         )
     board.request_stop()
     on_interrupt()
-
-
-def _how_ended(rank: int, process: BaseProcess, board: StatusBoard, folder: Path) -> _Ended:
-    path = folder / f"rank-{rank}.json"
-    report = json.loads(path.read_text("utf-8")) if path.is_file() else None
-    return _Ended(rank, process.exitcode or 0, board.place(rank), report)
-
-
-def _explain(end: _Ended, num_ranks: int) -> MeshwrightError:
-    where = f"rank {end.rank} of {num_ranks}, {end.place}, host {socket.gethostname()}"
-    if end.report is not None and end.report["error"] is not None:
-        fields = end.report["error"]
-        kind = InputError if fields["exit_code"] == 2 else RunError
-        return kind(fields["what"], where=fields["where"] or where, rule=fields["rule"], fix=fields["fix"])
-    if end.exit_code < 0:
-        name = signal.Signals(-end.exit_code).name
-        fix = "run again with --resume auto"
-        if name == "SIGKILL":
-            fix += (
-                "; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or a smaller batch"
-            )
-        return RunError(
-            f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were ended",
-            where=where,
-            fix=fix,
-        )
-    if end.report is None:
-        return RunError(f"rank {end.rank} exited with code {end.exit_code} {_during(end.place)}", where=where)
-    trace = end.report["traceback"].rstrip()
-    return RunError(f"rank {end.rank} failed {_during(end.place)}\n{trace}", where=where)
-
-
-def _during(place: str) -> str:
-    return f"in {place}" if place.startswith("step") else f"while {place}"
 
 
 def _end_all(ranks: list[BaseProcess]) -> None:

@@ -13,7 +13,7 @@ from meshwright.data.sampler import Order
 from meshwright.data.text import Corpus, num_windows
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import RunError
-from meshwright.train.build import Job
+from meshwright.train.build import Job, refresh_copies
 from meshwright.train.folder import RunFolder, writing
 from meshwright.train.generate import generate
 from meshwright.train.metrics import Recorder, bits_per_byte, plot_loss
@@ -100,8 +100,10 @@ class Trainer:
         if "config" not in manifest.run:
             self._reporter.note(f"{path} holds weights only: starting at step 0 with fresh optimizer state")
             store.load(path, {name: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+            refresh_copies(self._job)
             return 0
         store.load(path, tensors)
+        refresh_copies(self._job)
         self._skipped_in_a_row = manifest.run["skipped_in_a_row"]
         return manifest.step
 
@@ -145,7 +147,7 @@ class Trainer:
             return None
         self._job.context.post("validating", step)
         self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
-        loss = validate(self._job, self._corpus.validation)
+        loss = validate(self._step.pipeline, self._corpus.validation)
         self._reporter.validated(step, loss, bits_per_byte(loss, self._corpus.validation_bytes_per_token))
         return loss
 
@@ -179,5 +181,6 @@ class Trainer:
         tokenizer = open_tokenizer(config.data.tokenizer)
         prompt = [int(token) for token in tokenizer.encode(PROMPT)]
         num_tokens = config.train.sample_tokens
-        tokens = generate(self._job, prompt, num_tokens=num_tokens, temperature=TEMPERATURE, seed=config.train.seed)
+        seed, pipeline = config.train.seed, self._step.pipeline
+        tokens = generate(pipeline, prompt, num_tokens=num_tokens, temperature=TEMPERATURE, seed=seed)
         return PROMPT + tokenizer.decode(tokens)

@@ -14,6 +14,8 @@ from torch.optim.adamw import adamw
 
 from meshwright.config.schema import TrainConfig
 from meshwright.mesh.shards import num_shards, to_local
+from meshwright.models.chunks import Chunks
+from meshwright.models.llama import Llama
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 
@@ -54,13 +56,13 @@ class ShardAdamW(torch.optim.AdamW):
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019); matrices decay, vectors (norm weights) do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]  # none, if a stage has no layers
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = ShardAdamW(
-        [group for group in groups if group["params"]],
+        [group for group in groups if group["params"]] or groups[:1],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -74,13 +76,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return optimizer
 
 
-def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_state(model: Llama | Chunks, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Model and optimizer as one flat dict, `model.<parameter>` and `optimizer.<state>.<parameter>`.
 
     The tensors are the live ones: a checkpoint is read into them in place.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.whole_model_parameters():
         tensors[f"model.{name}"] = parameter.detach()
         for kind in STATE_NAMES:
             if parameter in optimizer.state:
@@ -89,14 +91,21 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 @torch.no_grad()
-def local_squared_norm(parameters: Iterable[nn.Parameter], *, num_ranks: int) -> Tensor:
+def local_squared_norm(
+    parameters: Iterable[nn.Parameter], *, num_ranks: int, device: torch.device | None = None
+) -> Tensor:
     """This rank's part of the squared global gradient norm: a float64 scalar whose sum over all ranks is the whole.
 
     Each piece of a gradient is held by `num_ranks / num_shards` ranks, so each counts it by that fraction: every
     parameter counts once on any layout. (`clip_grad_norm_` stacks norms, which fails across meshes.)
+
+    Args:
+        parameters: those of this rank, without copies of ones that others count.
+        num_ranks: ranks over which a parameter is divided or copied: those of a pipeline stage.
+        device: where the answer goes if there is no gradient.
     """
     pieces: dict[int, list[Tensor]] = defaultdict(list)
-    device = torch.device("cpu")
+    device = device or torch.device("cpu")
     for parameter in parameters:
         if parameter.grad is not None:
             pieces[num_shards(parameter.grad)].append(to_local(parameter.grad))

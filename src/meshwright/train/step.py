@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.data.loader import Loader
 from meshwright.data.sampler import share
-from meshwright.parallel.data import set_gradient_sync
-from meshwright.parallel.tensor import sync_partial_gradients
-from meshwright.pipeline.execute import execute
-from meshwright.pipeline.table import one_stage
 from meshwright.train.build import Job
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
+from meshwright.train.stages import Batch, Pipeline
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ class TrainStep:
         self._loader = loader
         self._stop_requested = stop_requested
         self._parameters = list(job.model.parameters())
-        self._schedule = one_stage(job.config.train.num_microbatches)
+        self._counted = job.counted_parameters()
+        self.pipeline = Pipeline(job)
+        self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
 
     def __call__(self, step: int) -> StepResult:
         """Run the step numbered `step`, from 1, on its samples."""
@@ -84,7 +84,8 @@ class TrainStep:
             loss: what `accumulate` returned.
         """
         job = self._job
-        squared_norm = local_squared_norm(self._parameters, num_ranks=job.axes.num_ranks())
+        ranks_per_stage = job.axes.num_ranks() // job.axes.pp
+        squared_norm = local_squared_norm(self._counted, num_ranks=ranks_per_stage, device=job.device)
         stop = torch.full_like(squared_norm, float(self._stop_requested()))
         # The same loss stands on all ranks of tp: count it once.
         totals = torch.stack((loss.to(squared_norm) / job.axes.tp, squared_norm, stop))
@@ -109,20 +110,20 @@ class TrainStep:
         num_tokens = train.global_batch * train.seq_len
         losses: list[Tensor] = []
 
-        def forward(microbatch: int) -> Tensor:
-            inputs_bt, targets_bt = self._loader.batch(samples[microbatch])
-            loss = loss_sum(job.model(inputs_bt), targets_bt) / num_tokens
+        @cache
+        def batch(microbatch: int) -> Batch:
+            return self._loader.batch(samples[microbatch])
+
+        def finish(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+            loss = loss_sum(logits_btv, targets_bt) / num_tokens
             losses.append(loss.detach())
             return loss
 
-        def backward(loss: Tensor, last: bool) -> None:
-            set_gradient_sync(job.model, last)
-            torch.autograd.backward(loss)
-
+        self.pipeline.feed.batch, self.pipeline.feed.finish = batch, finish
         with vocab_context(job):
-            execute(self._schedule, rank=0, forward=forward, backward=backward)
-        sync_partial_gradients(job.model)
-        return torch.stack(losses).sum()
+            self._executor.run()
+        # Only the last stage's rank has losses; the sum over all ranks is the batch's.
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)
 
     def samples(self, step: int) -> list[range]:
         """The samples of this rank's micro-batches in the step numbered `step`, from 1."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.nn.attention.rope import rotate
+from meshwright.nn.linear import Linear
 
 
 class Attention(nn.Module):
@@ -21,10 +22,10 @@ class Attention(nn.Module):
     def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.wq = Linear(dim, num_heads * head_dim)
+        self.wk = Linear(dim, num_kv_heads * head_dim)
+        self.wv = Linear(dim, num_kv_heads * head_dim)
+        self.wo = Linear(num_heads * head_dim, dim)
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         """Attend each position to itself and those before it; [b, t, d] to [b, t, d]."""

@@ -1,0 +1,38 @@
+"""A broken rule, with the ways out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import InputError
+
+Way = Mapping[str, Any]
+"""Keys and the values that they are set to together."""
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A broken rule."""
+
+    kind: type[InputError]
+    what: str
+    key: str
+    rule: str
+    ways: Sequence[Way]
+    """Ways out, the best first."""
+    otherwise: str = ""
+    """A way out that is no setting of keys."""
+
+
+def as_words(way: Way) -> str:
+    """A way out as a command line takes it."""
+    return " ".join(f"{key}={as_word(value)}" for key, value in way.items())
+
+
+def as_word(value: Any) -> str:
+    """A value as an override writes it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)).replace(" ", "") if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,291 @@
+"""Timelines as pictures: a row per rank, a box per computation, what is left over is idle.
+
+Simulated and measured timelines are the same to it, so one can be laid over the other. Pictures of the same timeline
+have the same bytes under the same matplotlib, so those in the docs can be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import InputError
+from meshwright.pipeline.boxes import ROW, Box, boxes, text_timeline
+from meshwright.pipeline.simulate import Simulation
+from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule
+from meshwright.pipeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["check_picture", "draw", "draw_comparison", "text_timeline"]
+
+K = ActionKind
+EXTENSIONS = (".svg", ".png")
+HALF = 0.40
+"""Height of each half of a row that compares."""
+
+COLORS = {
+    K.FORWARD: (0.18, 0.40, 0.69),
+    K.BACKWARD: (0.11, 0.52, 0.36),
+    K.BACKWARD_INPUT: (0.78, 0.36, 0.11),
+    K.BACKWARD_WEIGHT: (0.47, 0.30, 0.62),
+}
+NAMES = {
+    K.FORWARD: "F forward",
+    K.BACKWARD: "B backward",
+    K.BACKWARD_INPUT: "I input gradient",
+    K.BACKWARD_WEIGHT: "W weight gradient",
+}
+IDLE, GREY, INK = (0.925, 0.93, 0.94), (0.45, 0.45, 0.47), (0.13, 0.13, 0.15)
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "svg.fonttype": "none",
+    "svg.hashsalt": "meshwright",
+}
+LARGEST_FONT, SMALLEST_FONT = 8.5, 4.5
+DIGIT = 0.64
+"""Width of a digit over its height, a little more than it is."""
+
+
+def check_picture(path: Path) -> None:
+    """See that a picture can be written there.
+
+    Raises:
+        InputError: it is no kind of picture that is known, or its folder isn't there.
+    """
+    if path.suffix.lower() not in EXTENSIONS:
+        raise InputError(
+            f"no picture is called {path.name!r}",
+            where=str(path),
+            rule=f"a picture's name ends with {' or '.join(EXTENSIONS)}",
+            fix=str(path.with_suffix(".svg")) if path.name else "timeline.svg",
+        )
+    if not path.parent.is_dir():
+        raise InputError(
+            f"there is no folder {path.parent}",
+            where=str(path),
+            rule="a picture is written into a folder that exists",
+            fix=f"mkdir -p {path.parent}",
+        )
+
+
+def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Schedule | None = None) -> None:
+    """Write a picture of a timeline, as .svg or .png.
+
+    Args:
+        result: what was simulated or measured.
+        path: the picture.
+        title: its first line stands out, the others explain.
+        schedule: the table behind it, to frame the pairs that overlap.
+
+    Raises:
+        InputError: a picture can't be written there.
+    """
+    timeline = result.timeline if isinstance(result, Simulation) else result
+    strip = _Strip("", -ROW / 2, ROW, boxes(timeline))
+    _Picture(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule)).write(path)
+
+
+def draw_comparison(
+    predicted: Timeline,
+    measured: Timeline,
+    path: Path,
+    *,
+    title: str,
+    unit: str = "time",
+    schedule: Schedule | None = None,
+) -> None:
+    """Write a picture with a measured timeline below the predicted one, rank by rank on a common axis.
+
+    Args:
+        predicted: in the unit of `measured`.
+        measured: of the same table.
+        path: the picture.
+        title: its first line stands out, the others explain.
+        unit: what the times are in, for the axis.
+        schedule: the table behind them, to frame the pairs that overlap.
+
+    Raises:
+        InputError: a picture can't be written there.
+    """
+    above = _Strip("predicted", -ROW / 2, HALF, boxes(predicted, top=-ROW / 2, height=HALF))
+    below = _Strip("measured", ROW / 2 - HALF, HALF, boxes(measured, top=ROW / 2 - HALF, height=HALF))
+    num_ranks = max(predicted.num_ranks, measured.num_ranks)
+    _Picture(num_ranks, (above, below), title, unit, _overlaps(schedule)).write(path)
+
+
+def _overlaps(schedule: Schedule | None) -> dict[Action, Action]:
+    actions = (action for row in schedule.actions for action in row) if schedule else ()
+    return {action.first: action.second for action in actions if isinstance(action, Overlap)}
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """One timeline's part of every rank's row."""
+
+    name: str
+    top: float
+    height: float
+    boxes: tuple[Box, ...]
+
+    @property
+    def end(self) -> float:
+        return max((box.end for box in self.boxes), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """What is drawn; nothing of matplotlib's."""
+
+    num_ranks: int
+    strips: tuple[_Strip, ...]
+    title: str
+    unit: str
+    overlaps: dict[Action, Action]
+    """The second of a pair by its first."""
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        return [box for strip in self.strips for box in strip.boxes]
+
+    @cached_property
+    def end(self) -> float:
+        return max(strip.end for strip in self.strips) or 1.0
+
+    @cached_property
+    def short(self) -> float:
+        """A short computation's time; a tenth may be shorter, as measured ones of an empty stage are."""
+        times = sorted(box.end - box.start for box in self.boxes if box.end > box.start)
+        return times[len(times) // 10] if times else self.end
+
+    @cached_property
+    def num_chunks(self) -> int:
+        return 1 + max((box.chunk for box in self.boxes), default=0)
+
+    def pairs(self) -> Iterator[tuple[Box, Box]]:
+        """The boxes of overlaps that stand one after the other."""
+        for strip in self.strips:
+            by_action = {box.action: box for box in strip.boxes}
+            for first, second in self.overlaps.items():
+                if first in by_action and second in by_action and by_action[first].end <= by_action[second].start:
+                    yield by_action[first], by_action[second]
+
+    def notes(self) -> str:
+        """What the legend's second line says."""
+        notes = [f"chunks 0 to {self.num_chunks - 1} from dark to light"] if self.num_chunks > 1 else []
+        for where, strip in zip(("upper", "lower"), self.strips, strict=False):
+            if strip.name:
+                notes.append(f"{where} half: {strip.name}, makespan {strip.end:.4g}")
+        if len(self.strips) == 2 and self.strips[0].end:
+            notes[-1] += f" ({self.strips[1].end / self.strips[0].end - 1:+.1%})"
+        return " · ".join(notes)
+
+    def write(self, path: Path) -> None:
+        """Have matplotlib draw it."""
+        check_picture(path)
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()  # not what a person's matplotlibrc says
+            matplotlib.rcParams.update(STYLE)
+            figure = _figure(self)
+            try:
+                figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+            except OSError as error:
+                raise InputError(
+                    f"can't write {path}: {error.strerror}",
+                    where=str(path),
+                    rule="a picture is written to a file that can be written",
+                    fix="another name or folder",
+                ) from error
+
+
+def _figure(picture: _Picture) -> Figure:
+    """All sizes in inches; a unit of time gets enough of them for a number, a whole axis no more than a screen has."""
+    from matplotlib.figure import Figure
+
+    left, right, top, bottom = 0.75, 0.25, 0.85, 0.95 if picture.notes() else 0.72
+    axis_width = min(max(0.24 * picture.end / picture.short, 8.0), 32.0)
+    axis_height = (0.44 if len(picture.strips) == 1 else 0.66) * picture.num_ranks
+    width, height = axis_width + left + right, axis_height + top + bottom
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes((left / width, bottom / height, axis_width / width, axis_height / height))
+    axes.set(xlim=(0, picture.end), ylim=(picture.num_ranks - 0.5, -0.5))
+    _add_rows(axes, picture)
+    _add_boxes(axes, picture, inches=axis_width / picture.end)
+    axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
+    axes.tick_params(length=0, labelsize=8.5, labelcolor=INK)
+    axes.tick_params(axis="x", length=3, color=GREY, labelcolor=GREY)
+    axes.spines[["left", "top", "right", "bottom"]].set_visible(False)
+    axes.annotate(picture.unit, (0, 0), (-7, -6.5), xycoords="axes fraction", textcoords="offset points",
+                  ha="right", va="top", fontsize=8.5, color=GREY)  # fmt: skip
+    headline, _, others = picture.title.partition("\n")
+    figure.text(left / width, 1 - 0.18 / height, headline, fontsize=12, fontweight="bold", color=INK, va="top")
+    figure.text(left / width, 1 - 0.47 / height, others, fontsize=9, color=GREY, va="top")
+    _add_legend(figure, picture, at=(left / width, 1 - (axis_height + top + 0.38) / height))
+    figure.text(left / width, 0.12 / height, picture.notes(), fontsize=8.5, color=GREY, va="bottom")
+    return figure
+
+
+def _add_rows(axes: Axes, picture: _Picture) -> None:
+    """The idle background of each row, and frames around pairs."""
+    from matplotlib.patches import Rectangle
+
+    for strip in picture.strips:
+        for rank in range(picture.num_ranks):
+            axes.add_patch(Rectangle((0, rank + strip.top), strip.end, strip.height, facecolor=IDLE, linewidth=0))
+    for first, second in picture.pairs():
+        corner, length = (first.start, first.top), second.end - first.start
+        axes.add_patch(Rectangle(corner, length, first.height, fill=False, edgecolor=INK, linewidth=1.1, zorder=4))
+
+
+def _add_boxes(axes: Axes, picture: _Picture, *, inches: float) -> None:
+    """Boxes and their micro-batches' numbers, `inches` to a unit of time."""
+    from matplotlib.patches import Rectangle
+
+    def largest_font(box: Box) -> float:
+        return (box.end - box.start) * inches * 72 / (DIGIT * len(str(box.action.microbatch)) + 0.35)
+
+    size = min([LARGEST_FONT, *(font for box in picture.boxes if (font := largest_font(box)) >= SMALLEST_FONT)])
+    for strip in picture.strips:
+        for box in strip.boxes:
+            color = _shade(box.action.kind, box.chunk, picture.num_chunks)
+            patch = Rectangle((box.start, box.top), box.end - box.start, box.height, facecolor=color, edgecolor="white")
+            patch.set(linewidth=0.6, zorder=2, gid=f"{strip.name}rank{box.rank}-{box.action}")
+            axes.add_patch(patch)
+            if largest_font(box) >= size:
+                middle = (box.start + box.end) / 2, box.top + box.height / 2
+                is_dark = 0.3 * color[0] + 0.59 * color[1] + 0.11 * color[2] < 0.6
+                axes.text(*middle, str(box.action.microbatch), fontsize=size, color="white" if is_dark else INK,
+                          ha="center", va="center_baseline", zorder=3)  # fmt: skip
+
+
+def _shade(kind: ActionKind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
+    """A kind's colour, lighter for later chunks."""
+    white = 0.62 * chunk / max(1, num_chunks - 1)
+    red, green, blue = COLORS[kind]
+    return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
+
+
+def _add_legend(figure: Figure, picture: _Picture, *, at: tuple[float, float]) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    present = {box.action.kind for box in picture.boxes}
+    shades = {kind: [_shade(kind, chunk, picture.num_chunks) for chunk in range(picture.num_chunks)] for kind in COLORS}
+    entries = [
+        (tuple(Patch(facecolor=shade) for shade in shades[kind]), NAMES[kind]) for kind in COLORS if kind in present
+    ]
+    entries.append(((Patch(facecolor=IDLE),), "idle"))
+    if any(picture.pairs()):
+        entries.append(((Patch(fill=False, edgecolor=INK, linewidth=1.1),), "overlapped pair"))
+    handles, labels = zip(*entries, strict=True)
+    figure.legend(handles, labels, loc="upper left", bbox_to_anchor=at, ncols=len(entries), frameon=False, fontsize=8.5,
+                  handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, labelcolor=INK, borderpad=0,
+                  borderaxespad=0, handlelength=1.6, handleheight=0.9, columnspacing=1.5)  # fmt: skip

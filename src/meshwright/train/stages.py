@@ -1,0 +1,174 @@
+"""What connects a job's parts to the pipeline's executor: data in, loss out, gradients reduced.
+
+Shapes: b batch, t time, d model width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collectives import all_gather_object, all_reduce_sum
+from meshwright.comm.p2p import Channel, open_channels
+from meshwright.mesh.axes import Axes
+from meshwright.mesh.groups import new_group
+from meshwright.mesh.shards import to_local
+from meshwright.models.llama import Llama
+from meshwright.nn.linear import WeightGradients, defer_weight_gradients
+from meshwright.parallel.data import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
+from meshwright.parallel.tensor import sync_partial_gradients
+from meshwright.pipeline.buffers import Buffers, TensorSpec, check_fingerprints
+from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
+from meshwright.pipeline.table import Schedule
+from meshwright.train.build import COMPUTE_DTYPES, Job
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets of a micro-batch, [b, t] both."""
+
+
+@dataclass
+class Feed:
+    """What a rank's stages read and write in a step; the step sets it before it runs the table."""
+
+    batch: Callable[[int], Batch]
+    """The micro-batch of a number. A rank's stages ask once each."""
+    finish: Callable[[Tensor, Tensor], Tensor]
+    """From the last stage's logits [b, t, v] and the targets to a scalar to run backward from."""
+
+
+class ModelStage(Stage):
+    """A part of the model as a stage."""
+
+    def __init__(self, job: Job, part: Llama, feed: Feed, sync_shared: Callable[[], None]) -> None:
+        self._part = part
+        self._feed = feed
+        self._seq_len = job.config.train.seq_len
+        self._sync_shared = sync_shared
+        splits = job.schedule.splits_backward
+        self.weight_gradients: WeightGradients | None = defer_weight_gradients(part) if splits else None
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        """The stream [b, t, d], or the loss on the last stage."""
+        part = self._part.part
+        inputs_bt, targets_bt = self._feed.batch(microbatch)
+        out: Tensor = self._part(inputs_bt if x is None else x, self._seq_len)
+        return self._feed.finish(out, targets_bt) if part.is_last else out
+
+    def before_backward(self, *, reduces: bool) -> None:
+        """Set FSDP2's gradient sync."""
+        set_gradient_sync(self._part, reduces)
+
+    def reduce(self, *, done: bool) -> None:
+        """Reduce over the ranks that hold the same stage."""
+        if not done:
+            reduce_gradients(self._part)
+        sync_partial_gradients(self._part)
+
+    def unshard(self) -> None:
+        """Gather all parameters."""
+        keep_unsharded(self._part)
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        reshard(self._part)
+
+    def sync_shared(self) -> None:
+        """Add up a tied embedding's gradients."""
+        self._sync_shared()
+
+
+class Pipeline:
+    """A job's part in its pipeline: channels and stages, made once; executors of tables over them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.feed = Feed(_no_batch, _no_loss)
+        self._channels = _open_channels(job)
+        shared = _SharedGradient(job)
+        self._stages = {stage: ModelStage(job, part, self.feed, shared.sync) for stage, part in job.parts().items()}
+        self._check_tables()
+
+    def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
+        """A table bound to this rank.
+
+        Args:
+            schedule: lowered, with the stages of the job's own table.
+            batch_size: samples of a micro-batch.
+        """
+        job = self.job
+        buffers = None
+        if schedule.num_stages > 1:
+            edge = _stream_spec(job, batch_size)
+            edges = dict.fromkeys(range(schedule.num_stages - 1), edge)
+            buffers = Buffers(
+                schedule, rank=job.pipeline_rank, edges=edges, device=job.device, poison=job.config.pipeline.poison
+            )
+        return Executor(
+            schedule,
+            rank=job.pipeline_rank,
+            stages=self._stages,
+            channels=self._channels,
+            buffers=buffers,
+            post=job.context.post_action,
+        )
+
+    def _check_tables(self) -> None:
+        """All ranks must run the same table."""
+        if self.job.axes.pp > 1:
+            check_fingerprints(all_gather_object(self.job.schedule.fingerprint()))
+
+
+def _no_batch(microbatch: int) -> Batch:
+    raise AssertionError("the step sets the feed first")
+
+
+def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    raise AssertionError("the step sets the feed first")
+
+
+def _open_channels(job: Job) -> Mapping[ChannelKey, Channel]:
+    """Those of this rank's pipeline. All ranks create those of all pipelines, in one order."""
+    keys = channel_keys(job.schedule)
+    columns = _pipelines(job.axes) if keys else []
+    ends = [(column[source], column[target]) for column in columns for source, target, _ in keys]
+    found = open_channels(ends, rank=job.context.rank, timeout_s=job.config.train.timeout_s)
+    mine = zip(keys * len(columns), found, strict=True)
+    return {key: channel for key, channel in mine if channel is not None}
+
+
+def _pipelines(axes: Axes) -> list[list[int]]:
+    """The ranks of each pipeline, by position in it."""
+    starts = (axes.coordinate(rank) for rank in range(axes.num_ranks() // axes.pp))  # pp is the outermost axis
+    return [[axes.rank(**{**start, "pp": position}) for position in range(axes.pp)] for start in starts]
+
+
+def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
+    """What goes from a stage to the next on this rank."""
+    train, mesh = job.config.train, job.config.mesh
+    length = train.seq_len // mesh.tp if mesh.sequence_parallel else train.seq_len
+    return TensorSpec((batch_size, length, job.config.model.dim), COMPUTE_DTYPES[train.precision])
+
+
+class _SharedGradient:
+    """A tied embedding's gradients: the embedding's and its copy's, brought to their sum on both."""
+
+    def __init__(self, job: Job) -> None:
+        self._copies = [p for p in (part.shared_parameter() for part in job.parts().values()) if p is not None]
+        self._group = None
+        first, last = job.schedule.stage_ranks[0], job.schedule.stage_ranks[-1]
+        if job.config.model.tie_embeddings and first != last:
+            for ranks in _pipelines(job.axes):
+                group = new_group([ranks[first], ranks[last]], timeout_s=job.config.train.timeout_s)
+                self._group = group or self._group
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        gradients = [to_local(copy.grad) for copy in self._copies if copy.grad is not None]
+        total = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
+        if self._group is not None:
+            all_reduce_sum(total, group=self._group)
+        for gradient in gradients:
+            gradient.copy_(total)

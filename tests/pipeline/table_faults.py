@@ -1,0 +1,265 @@
+"""Good tables broken on purpose, each in one way with a name, and what `verify` must say about it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from meshwright.pipeline import Schedule, generate, lower
+from meshwright.pipeline.lower import LowerOptions
+from meshwright.pipeline.text import parse_action
+
+TORCH_1F1B = Path(__file__).with_name("torch_1f1b.csv")
+EVERYTHING = LowerOptions(reduces=True, keeps_unsharded=True, shared=((0, 3),))
+
+
+class Edit:
+    """A table being changed. Actions are named without a slot, and each name stands once."""
+
+    def __init__(self, table: Schedule) -> None:
+        self.table = table
+        self.rows = [[str(action) for action in row] for row in table.actions]
+
+    def find(self, name: str) -> tuple[int, int]:
+        places = [(r, i) for r, row in enumerate(self.rows) for i, cell in enumerate(row) if _plain(cell) == name]
+        assert len(places) == 1, (name, places)
+        return places[0]
+
+    def drop(self, *names: str) -> Edit:
+        for name in names:
+            rank, at = self.find(name)
+            del self.rows[rank][at]
+        return self
+
+    def insert(self, cell: str, *, after: str) -> Edit:
+        rank, at = self.find(after)
+        self.rows[rank].insert(at + 1, cell)
+        return self
+
+    def put(self, name: str, cell: str) -> Edit:
+        rank, at = self.find(name)
+        self.rows[rank][at] = cell
+        return self
+
+    def move(self, name: str, *, before: str = "", after: str = "") -> Edit:
+        rank, at = self.find(name)
+        cell = self.rows[rank].pop(at)
+        other_rank, other = self.find(before or after)
+        assert other_rank == rank
+        self.rows[rank].insert(other + bool(after), cell)
+        return self
+
+    def done(self, **changes) -> Schedule:
+        return replace(self.table, actions=tuple(tuple(map(parse_action, row)) for row in self.rows), **changes)
+
+
+def _plain(cell: str) -> str:
+    return cell.split("@")[0]
+
+
+@cache
+def base(kind: str = "1f1b", p: int = 4, m: int = 8, options: LowerOptions | None = None) -> Schedule:
+    table = generate(kind, num_stages=p, num_microbatches=m)
+    return table if options is None else lower(table, options)
+
+
+def compute(kind: str = "1f1b", **size: int) -> Edit:
+    return Edit(base(kind, **size))
+
+
+def lowered(kind: str = "1f1b", options: LowerOptions | None = None, **size: int) -> Edit:
+    return Edit(base(kind, options=options or LowerOptions(), **size))
+
+
+def sharded() -> Edit:
+    return lowered(options=EVERYTHING)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is broken, at which action (the n-th of that name) it shows, and words that the error has."""
+
+    name: str
+    make: Callable[[], Schedule]
+    at: str
+    words: tuple[str, ...]
+    nth: int = 0
+
+    def place(self, table: Schedule) -> str:
+        """Where the error must point, by the broken table itself."""
+        found = [(rank, position, str(action)) for rank, row in enumerate(table.actions)
+                 for position, action in enumerate(row) if _plain(str(action)) == self.at]  # fmt: skip
+        rank, position, name = found[self.nth]
+        return f"rank {rank}, position {position + 1}, {name}"
+
+
+def both_send_first(*, apart_on: tuple[int, ...]) -> Schedule:
+    """Two ranks that each send before they receive; on the ranks of `apart_on` with something between the two."""
+    edit = lowered(p=2, m=4).move("1RECV_F1", after="1SEND_B0")
+    if 0 in apart_on:
+        edit.move("0FREE_OUT0", before="0RECV_B0")
+    if 1 in apart_on:
+        edit.move("1FREE_IN0", before="1RECV_F1")
+    return edit.done()
+
+
+def circle_of_three() -> Schedule:
+    """Rank 1 receives from rank 2 before it sends what rank 2 needs first; all wait on."""
+    return lowered("f-then-b", p=3, m=2).move("1SEND_F1", after="1RECV_B1").done()
+
+
+def compute_faults() -> Iterator[Fault]:
+    yield Fault("a forward lost", lambda: compute().drop("2F3").done(), "2B3", ("needs 2F3", "rank 2 never does"))
+    yield Fault("a backward lost", lambda: compute().drop("1B5").done(), "1F5", ("has no 1B5", "one F and either"))
+    yield Fault("a W lost", lambda: compute("zb-v").drop("3W2").done(), "3I2", ("has no 3W2",))
+    yield Fault("an I lost", lambda: compute("zb-v").drop("3I2").done(), "3W2", ("needs 3I2",))
+    yield Fault("a forward twice", lambda: compute().insert("1F1", after="1F1").done(), "1F1", ("second time",), 1)
+    yield Fault("a backward twice", lambda: compute().insert("0B3", after="0B3").done(), "0B3", ("second time",), 1)
+    yield Fault("a W twice", lambda: compute("zb-h1").insert("0W3", after="0W3").done(), "0W3", ("second time",), 1)
+    yield Fault(
+        "a B beside an I and a W", lambda: compute("zb-h1").insert("1B2", after="1W2").done(), "1I2",
+        ("comes beside 1B2",),
+    )  # fmt: skip
+    yield Fault("a B and a W", lambda: compute().insert("1W2", after="1B2").done(), "1W2", ("needs 1I2",))
+    yield Fault(
+        "a backward before its forward", lambda: compute().move("3F2", after="3B2").done(), "3B2",
+        ("comes before 3F2 (position 6), which it needs",),
+    )  # fmt: skip
+    yield Fault(
+        "a W before its I", lambda: compute("zb-h1").move("0W3", before="0I3").done(), "0W3", ("comes before 0I3",)
+    )
+    yield Fault(
+        "stages of one rank in the wrong order", lambda: compute("zb-v").move("4F0", before="3F0").done(), "4F0",
+        ("comes before 3F0",),
+    )  # fmt: skip
+    yield Fault(
+        "backwards of one rank in the wrong order",
+        lambda: compute("zb-v").move("4I7", after="3I7").move("4W7", after="4I7").done(), "3I7", ("comes before 4I7",),
+    )  # fmt: skip
+    yield Fault("a micro-batch too many", lambda: compute().put("0F7", "0F8").done(), "0F8", ("micro-batch 8 of 8",))
+    yield Fault("another rank's stage", lambda: compute().put("1F2", "2F2").done(), "2F2", ("is on rank 2",), 0)
+    yield Fault("no such stage", lambda: compute().put("3F2", "9F2").done(), "9F2", ("the table has not", "stage of 3"))
+    yield Fault(
+        "ranks that wait for each other's data", lambda: compute().move("0B0", before="0F1").done(), "0B0",
+        ("4 of 4 ranks wait for ever: rank 0 at position 2, 0B0; rank 1 at position 2, 1F1; rank 2 at position 2, 2F1; "
+         "rank 3 at position 3, 3F1", "1B0 (rank 1, position 4) earlier"),
+    )  # fmt: skip
+    yield Fault(
+        "an overlap of a forward with its own backward",
+        lambda: compute(p=2).put("1F3", "1F3+1B3").drop("1B3").done(), "1F3+1B3", ("overlaps 1B3 with 1F3",),
+    )  # fmt: skip
+    yield Fault(
+        "an overlap of neighbouring stages", lambda: compute("zb-v").put("4F0", "3F0+4F0").drop("3F0").done(),
+        "3F0+4F0", ("overlaps 4F0 with 3F0",),
+    )  # fmt: skip
+    yield Fault(
+        "an overlap of an I with its W", lambda: compute("zb-h1").put("0I2", "0I2+0W2").drop("0W2").done(), "0I2+0W2",
+        ("overlaps 0W2 with 0I2", "independent"),
+    )  # fmt: skip
+    yield Fault(
+        "PyTorch's 1F1B, whose last rank begins with micro-batch 1",
+        lambda: Schedule.from_csv(TORCH_1F1B.read_text(), where="torch_1f1b.csv"), "3B0",
+        ("needs 3F0, which rank 3 never does", "3F0 before position 2"),
+    )  # fmt: skip
+
+
+def transfer_faults() -> Iterator[Fault]:
+    yield Fault("a send lost", lambda: lowered().drop("1SEND_F2").done(), "2RECV_F2", ("has no 1SEND_F2 on rank 1",))
+    yield Fault("a receive lost", lambda: lowered().drop("1RECV_B2").done(), "2SEND_B2", ("has no 1RECV_B2 on rank 1",))
+    yield Fault("both ends lost", lambda: lowered().drop("1SEND_F2", "2RECV_F2", "2FREE_IN2").done(), "2F2",
+                ("uses an input that has not come", "2RECV_F2"))  # fmt: skip
+    yield Fault("a gradient sent twice", lambda: lowered().insert("2SEND_B3", after="2SEND_B3").done(), "2SEND_B3",
+                ("second time",), 1)  # fmt: skip
+    yield Fault("a send before its computation", lambda: lowered().move("1SEND_F2", before="1F2").done(), "1SEND_F2",
+                ("sends what 1F2 has not made yet",))  # fmt: skip
+    yield Fault("a gradient's send before its computation", lambda: lowered("zb-h1").move("1SEND_B0", before="1I0")
+                .done(), "1SEND_B0", ("sends what 1B0 or 1I0 has not made yet",))  # fmt: skip
+    yield Fault("a receive after its use", lambda: lowered().move("2RECV_F3", after="2F3").done(), "2F3",
+                ("has not come", "2RECV_F3 before position"))  # fmt: skip
+    yield Fault("a transfer within a rank", lambda: lowered("zb-v").insert("3SEND_F0", after="3F0").done(), "3SEND_F0",
+                ("which is on rank 3 too",))  # fmt: skip
+    yield Fault("a send off the end", lambda: lowered().insert("3SEND_F0", after="3F0").done(), "3SEND_F0",
+                ("there is no stage 4",))  # fmt: skip
+    yield Fault(
+        "micro-batches swapped at the receiving end",
+        lambda: lowered("f-then-b", LowerOptions(release=False)).move("1RECV_F2", before="1RECV_F1").done(), "0SEND_F1",
+        ("would be taken for 0SEND_F2", "from rank 0 to rank 1, SEND_Fs come in one order"),
+    )  # fmt: skip
+    yield Fault(
+        "micro-batches swapped at the sending end",
+        lambda: lowered("f-then-b", LowerOptions(release=False)).move("1SEND_F3", after="1SEND_F4").done(), "1SEND_F4",
+        ("would be taken for 1SEND_F3",),
+    )  # fmt: skip
+    yield Fault(
+        "two ranks that send before they receive", lambda: both_send_first(apart_on=(0, 1)), "0SEND_F1",
+        ("2 of 2 ranks wait for ever: rank 0 at position", "0SEND_F1; rank 1 at position", "1SEND_B0",
+         "a send waits until its receive is reached"),
+    )  # fmt: skip
+    yield Fault("a send put off until a receive that needs it", circle_of_three, "1RECV_B0",
+                ("wait for ever", "rank 1 at position", "rank 2 at position"))  # fmt: skip
+    yield Fault("an overlap with a transfer", lambda: lowered().drop("1F1").put("1RECV_F2", "1F1+1RECV_F2").done(),
+                "1F1+1RECV_F2", ("overlaps 1RECV_F2", "two computations can overlap"))  # fmt: skip
+
+
+def memory_faults() -> Iterator[Fault]:
+    yield Fault("a receive without a slot", lambda: lowered().put("2RECV_F1", "2RECV_F1").done(), "2RECV_F1",
+                ("has no buffer slot",))  # fmt: skip
+    yield Fault("a stale buffer", lambda: lowered().put("2RECV_F1", "2RECV_F1@0").done(), "2RECV_F1",
+                ("fills slot 0, where 2RECV_F0@0 is",))  # fmt: skip
+    yield Fault("an input freed before its forward", lambda: lowered().move("1FREE_IN2", before="1F2").done(), "1F2",
+                ("uses an input that is freed at position",))  # fmt: skip
+    yield Fault("an input freed before its backward", lambda: lowered().move("1FREE_IN2", before="1B2").done(), "1B2",
+                ("uses an input that is freed at position",))  # fmt: skip
+    yield Fault("an input freed before its W", lambda: lowered("zb-h1").move("2FREE_IN2", before="2W2").done(), "2W2",
+                ("uses an input that is freed at position",))  # fmt: skip
+    yield Fault("a gradient freed before its use", lambda: lowered().move("1FREE_GRAD2", before="1B2").done(), "1B2",
+                ("uses a gradient that is freed at position",))  # fmt: skip
+    yield Fault("a gradient freed before its W", lambda: lowered("zb-h1").move("1FREE_GRAD2", before="1W2").done(),
+                "1W2", ("uses a gradient that is freed at position",))  # fmt: skip
+    yield Fault("an output freed before it is sent", lambda: lowered().move("1FREE_OUT2", before="1SEND_F2").done(),
+                "1SEND_F2", ("uses an output that is freed at position",))  # fmt: skip
+    yield Fault("an input freed twice", lambda: lowered().insert("1FREE_IN2", after="1FREE_IN2").done(), "1FREE_IN2",
+                ("second time",), 1)  # fmt: skip
+    yield Fault("something freed that was never there", lambda: lowered().insert("0FREE_IN2", after="0B2").done(),
+                "0FREE_IN2", ("frees an input that is not there", "does not go between ranks"))  # fmt: skip
+    yield Fault("a gradient freed before it comes", lambda: lowered().move("1FREE_GRAD2", before="1RECV_B2").done(),
+                "1FREE_GRAD2", ("frees a gradient that is not there", "1RECV_B2 is not before it"))  # fmt: skip
+    yield Fault("an input never freed", lambda: lowered().drop("3FREE_IN7").done(), "3RECV_F7",
+                ("an input that is never freed",))  # fmt: skip
+    yield Fault("a gradient never freed", lambda: lowered().drop("0FREE_GRAD7").done(), "0RECV_B7",
+                ("a gradient that is never freed",))  # fmt: skip
+    yield Fault("an output never freed", lambda: lowered().drop("0FREE_OUT5").done(), "0F5",
+                ("an output that is never freed",))  # fmt: skip
+
+
+def stage_faults() -> Iterator[Fault]:
+    yield Fault("parameters never gathered", lambda: sharded().drop("1UNSHARD").done(), "1RESHARD", ("not gathered",))
+    yield Fault("parameters gathered late", lambda: sharded().move("1UNSHARD", after="1F1").done(), "1F0",
+                ("parameters of stage 1, which are sharded",))  # fmt: skip
+    yield Fault("parameters freed early", lambda: sharded().move("1RESHARD", before="1B7").done(), "1B7",
+                ("parameters of stage 1, which are sharded",))  # fmt: skip
+    yield Fault("parameters never freed", lambda: sharded().drop("1RESHARD").done(), "1UNSHARD", ("never freed",))
+    yield Fault("parameters gathered twice", lambda: sharded().insert("1UNSHARD", after="1F2").done(), "1UNSHARD",
+                ("there since position",), 1)  # fmt: skip
+    yield Fault("gradients reduced early", lambda: sharded().move("2REDUCE", before="2B7").done(), "2REDUCE",
+                ("before the last backward of stage 2",))  # fmt: skip
+    yield Fault("gradients reduced twice", lambda: sharded().insert("2REDUCE", after="2REDUCE").done(), "2REDUCE",
+                ("reduces a second time",), 1)  # fmt: skip
+    yield Fault("gradients never reduced", lambda: sharded().drop("2REDUCE").done(), "2B7", ("no 2REDUCE follows",))
+    yield Fault("shared gradients synced early", lambda: sharded().move("0SYNC_SHARED", before="0B7").done(),
+                "0SYNC_SHARED", ("before the last backward of stage 0",))  # fmt: skip
+    yield Fault("shared gradients synced before they are reduced",
+                lambda: sharded().move("3SYNC_SHARED", before="3REDUCE").done(), "3SYNC_SHARED",
+                ("comes without 3REDUCE before it",))  # fmt: skip
+    yield Fault("shared gradients synced twice", lambda: sharded().insert("0SYNC_SHARED", after="0SYNC_SHARED").done(),
+                "0SYNC_SHARED", ("comes 2 times, and other ranks sync 1 times",))  # fmt: skip
+    yield Fault("shared gradients synced on one rank only", lambda: sharded().drop("0SYNC_SHARED").done(),
+                "3SYNC_SHARED", ("comes 1 times, and other ranks sync 0 times",))  # fmt: skip
+    yield Fault("a transfer after the shared gradients",
+                lambda: sharded().move("3SEND_B7", after="3SYNC_SHARED").done(), "3SEND_B7",
+                ("comes after 3SYNC_SHARED", "wait in a circle"))  # fmt: skip
+
+
+FAULTS = [*compute_faults(), *transfer_faults(), *memory_faults(), *stage_faults()]

@@ -1,0 +1,106 @@
+"""Every schedule computes the gradients of one process: with data and tensor parallel, tied and untied, uneven stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.prove.report import render
+from tests.helpers import quick_and_slow
+from tests.prove.proofs import prove_with, record_on_rank, small_config
+
+KINDS = ("f-then-b", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min")
+ONE_STAGE_A_RANK = ("f-then-b", "1f1b", "zb-h1")
+OTHER_AXES = {"alone": (), "dp_shard": ("mesh.dp_shard=2",), "tp": ("mesh.tp=2",), "HSDP": ("mesh.dp_replicate=2",)}
+QUICK = {
+    ("1f1b", 2, "dp_shard", "false"),
+    ("zb-h1", 4, "alone", "true"),
+    ("interleaved", 2, "alone", "true"),
+    ("zb-v", 2, "tp", "true"),
+    ("dualpipe-v", 2, "dp_shard", "false"),
+    ("v-min", 2, "alone", "false"),
+}
+MATRIX = [
+    (kind, pp, axis, tied)
+    for kind in KINDS
+    for pp in (2, 4)
+    for axis in OTHER_AXES
+    for tied in ("false", "true")
+    if pp == 2 or axis == "alone"
+]
+
+
+def proof(gang, *words):
+    config = small_config(*words)
+    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "")
+    return prove_with(records, config)
+
+
+@pytest.mark.parametrize(("kind", "pp", "axis", "tied"), quick_and_slow(MATRIX, QUICK))
+def test_every_schedule_is_proved(gang, kind, pp, axis, tied):
+    stages = pp if kind in ONE_STAGE_A_RANK else 2 * pp
+    microbatches = 2 * pp
+    result = proof(
+        gang,
+        *OTHER_AXES[axis],
+        f"mesh.pp={pp}",
+        f"pipeline.schedule={kind}",
+        f"train.num_microbatches={microbatches}",
+        "train.global_batch=16",
+        f"model.num_layers={stages}",
+        f"model.tie_embeddings={tied}",
+        "pipeline.poison=true",
+    )
+    assert result.passed, "\n".join(render(result))
+
+
+UNEVEN = {
+    "3 2 2 1": ("mesh.pp=4", "model.num_layers=8", "pipeline.layers_per_stage=[3,2,2,1]"),
+    "an empty stage": ("mesh.pp=4", "model.num_layers=3", "pipeline.layers_per_stage=[1,0,1,1]",
+                       "pipeline.allow_empty_stages=true"),
+    "no layer first": ("mesh.pp=2", "model.num_layers=2", "pipeline.layers_per_stage=[0,2]",
+                       "pipeline.allow_empty_stages=true", "mesh.tp=2"),
+    "no layer last": ("mesh.pp=2", "model.num_layers=2", "pipeline.layers_per_stage=[2,0]",
+                      "pipeline.allow_empty_stages=true", "mesh.dp_shard=2", "model.tie_embeddings=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    quick_and_slow([(name, kind) for name in UNEVEN for kind in ONE_STAGE_A_RANK], {("an empty stage", "zb-h1")}),
+)
+def test_uneven_and_empty_stages_are_proved(gang, name, kind):
+    words = [*UNEVEN[name], f"pipeline.schedule={kind}", "train.num_microbatches=4", "train.global_batch=8"]
+    result = proof(gang, *words)
+    assert result.passed, "\n".join(render(result))
+
+
+MORE = {
+    "full recompute": ("recompute.policy=full",),
+    "full recompute, split backward": ("recompute.policy=full", "pipeline.schedule=zb-h1"),
+    "full recompute, sharded": ("recompute.policy=full", "mesh.dp_shard=2", "pipeline.schedule=zb-h1"),
+    "without release": ("pipeline.release=false",),
+    "kept gathered": ("mesh.dp_shard=2", "mesh.reshard_after_forward=false"),
+    "kept gathered, split backward": ("mesh.dp_shard=2", "mesh.reshard_after_forward=false", "pipeline.schedule=zb-h1"),
+    "whole sequences": ("mesh.tp=2", "mesh.sequence_parallel=false"),
+    "fewer micro-batches than stages": ("train.num_microbatches=1",),
+}
+
+
+@pytest.mark.parametrize("name", list(MORE))
+def test_options_are_proved(gang, name):
+    words = ["mesh.pp=2", "train.num_microbatches=4", "train.global_batch=8", "model.num_layers=2", *MORE[name]]
+    result = proof(gang, *words)
+    assert result.passed, "\n".join(render(result))
+
+
+def test_recompute_without_a_pipeline_is_proved(gang):
+    result = proof(gang, "recompute.policy=full", "mesh.dp_shard=2")
+    assert result.passed, "\n".join(render(result))
+
+
+def test_a_table_from_a_file_is_proved(gang, tmp_path):
+    """Any order that `verify` takes: here the second micro-batch's backward comes first."""
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1I1,1W1,1B0\n")
+    result = proof(gang, "mesh.pp=2", f"pipeline.schedule={path}", "train.num_microbatches=2", "train.global_batch=8")
+    assert result.passed, "\n".join(render(result))
