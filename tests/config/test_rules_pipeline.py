@@ -21,7 +21,8 @@ from tests.helpers import assert_every_fix_works, outcome
         (["mesh.pp=2", "pipeline.num_chunks=2"], LayoutError, "1f1b with 2 chunks", "pipeline.schedule"),
         (["mesh.pp=2", "pipeline.schedule=dualpipe-v"], LayoutError, "dualpipe-v on 2 ranks with 1 micro-batches",
          "pipeline.schedule"),
-        (["mesh.pp=4", "pipeline.layers_per_stage=[3,2,2,1]"], LayoutError, "has 8 layers", "pipeline.layers_per_stage"),
+        (["mesh.pp=4", "pipeline.layers_per_stage=[3,2,2,1]"], LayoutError, "has 8 layers",
+         "pipeline.layers_per_stage"),
         (["mesh.pp=2", "pipeline.layers_per_stage=[2,1,1]"], LayoutError, "has 3 entries for 2 stages",
          "pipeline.layers_per_stage"),
         (["mesh.pp=2", "pipeline.layers_per_stage=[4,0]"], LayoutError, "leaves stage 1 without a layer",
@@ -42,8 +43,9 @@ def test_a_table_for_other_ranks_or_micro_batches(tmp_path):
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = [f"pipeline.schedule={path}", "mesh.pp=2", "train.num_microbatches=2"]
     assert lowered_table(load(None, words)).num_microbatches == 2
-    for wrong, what in (("mesh.pp=4", "for 2 ranks, and mesh.pp = 4"),
-                        ("train.num_microbatches=4", "for 2 micro-batches, and train.num_microbatches = 4")):  # fmt: skip
+    other_ranks = ("mesh.pp=4", "for 2 ranks, and mesh.pp = 4")
+    other_parts = ("train.num_microbatches=4", "for 2 micro-batches, and train.num_microbatches = 4")
+    for wrong, what in (other_ranks, other_parts):
         error = outcome([*words, wrong])
         assert isinstance(error, LayoutError) and what in error.what
         assert_every_fix_works(error, [*words, wrong])

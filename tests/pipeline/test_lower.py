@@ -166,6 +166,9 @@ def test_one_rank_is_left_as_it_is():
 
 @pytest.mark.parametrize("stage_ranks", [(0,), (0, 1), (0, 1, 1, 0), (0, 1, 0, 1)])
 def test_an_evaluation_lowers_too(stage_ranks):
+    gathered = lower(forward_only(3, stage_ranks), LowerOptions(reduces=True, keeps_unsharded=True))
+    verify(gathered, trains=False)
+    assert not names(gathered, {K.REDUCE})
     lowered = lower(forward_only(3, stage_ranks))
     verify(lowered, trains=False)
     for rank in range(max(stage_ranks) + 1):

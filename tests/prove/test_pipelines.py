@@ -1,4 +1,4 @@
-"""Every schedule computes the gradients of one process: with data and tensor parallel, tied and untied, uneven stages."""
+"""Every schedule computes the gradients of one process: with other axes, tied and untied, with uneven stages."""
 
 from __future__ import annotations
 

@@ -175,12 +175,13 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
                 begun.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
-        # Both parts of an overlap may be of one stage: it ends once.
-        for stage in dict.fromkeys(part.stage for part in action.parts() if part.kind in COMPUTE):
-            if last[stage] == position:
+        # Both parts of an overlap may be of one stage: it ends once. An evaluation has nothing to reduce.
+        ended = {part.stage: part for part in action.parts() if part.kind in COMPUTE and last[part.stage] == position}
+        for stage, part in ended.items():
+            if part.kind is not K.FORWARD:
                 lowered.append(Action(K.REDUCE, stage))
-                if options.keeps_unsharded:
-                    lowered.append(Action(K.RESHARD, stage))
+            if options.keeps_unsharded:
+                lowered.append(Action(K.RESHARD, stage))
     return lowered
 
 
