@@ -15,6 +15,7 @@ from meshwright.errors import ScheduleError
 from meshwright.pipeline import Costs, EdgeCosts, Schedule, StageCosts, generate, lower, simulate, verify
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.lower import LowerOptions
+from meshwright.pipeline.timeline import from_json, to_chrome_trace, to_json
 from tests.pipeline.random_tables import random_table
 
 TRANSFERS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
@@ -273,8 +274,9 @@ def test_a_timeline_has_each_computation_once_and_a_rank_does_one_at_a_time(data
     for rank in range(table.num_ranks):
         own = found.timeline.of_rank(rank)
         assert all(first.end <= second.start + 1e-12 for first, second in zip(own, own[1:], strict=False))
-    trace = json.loads(found.timeline.to_chrome_trace(time_us=2.0, name="x"))["traceEvents"]
+    trace = json.loads(to_chrome_trace({"x": found.timeline}, time_us=2.0))["traceEvents"]
     assert len(trace) == 1 + table.num_ranks + len(spans)
+    assert from_json(to_json({"x": found.timeline})) == {"x": found.timeline}
 
 
 @given(st.data(), generated())

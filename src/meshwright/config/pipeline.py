@@ -14,6 +14,7 @@ from meshwright.pipeline.generate import default_chunks, generate, schedule_kind
 from meshwright.pipeline.lower import LowerOptions, lower
 from meshwright.pipeline.stages import balanced
 from meshwright.pipeline.table import Schedule, one_stage
+from meshwright.pipeline.verify import verify
 
 
 def is_file(schedule: str) -> bool:
@@ -44,7 +45,7 @@ def read_table(path: str) -> Schedule:
     """The CSV table in a file.
 
     Raises:
-        ScheduleError: it can't be read, or is no table.
+        ScheduleError: it can't be read, is no table, or one that `verify` refuses.
     """
     try:
         source = Path(path).read_text("utf-8")
@@ -55,7 +56,9 @@ def read_table(path: str) -> Schedule:
             rule="a schedule is a name, or the path of a CSV table",
             fix="pipeline.schedule=1f1b",
         ) from None
-    return Schedule.from_csv(source, where=path, kind=path)
+    table = Schedule.from_csv(source, where=path, kind=path)
+    verify(table)
+    return table
 
 
 def num_stages(config: RunConfig) -> int:
@@ -103,7 +106,9 @@ def _lowered(config_json: str) -> Schedule:
         keeps_unsharded=reduces and mesh.pp > 1 and not mesh.reshard_after_forward,
         shared=((0, last),) if config.model.tie_embeddings and last > 0 else (),
     )
-    return lower(table, options)
+    lowered = lower(table, options)
+    verify(lowered, shared=options.shared)
+    return lowered
 
 
 def action_words(config: RunConfig, rank: int, position: int) -> str:

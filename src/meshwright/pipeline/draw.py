@@ -223,7 +223,8 @@ def _figure(picture: _Picture) -> Figure:
     axes.tick_params(length=0, labelsize=8.5, labelcolor=INK)
     axes.tick_params(axis="x", length=3, color=GREY, labelcolor=GREY)
     axes.spines[["left", "top", "right", "bottom"]].set_visible(False)
-    axes.annotate(picture.unit, (0, 0), (-7, -6.5), xycoords="axes fraction", textcoords="offset points",
+    room = 7 if picture.end >= 10 else 16  # half of the first tick's label, which has decimals then
+    axes.annotate(picture.unit, (0, 0), (-room, -6.5), xycoords="axes fraction", textcoords="offset points",
                   ha="right", va="top", fontsize=8.5, color=GREY)  # fmt: skip
     headline, _, others = picture.title.partition("\n")
     figure.text(left / width, 1 - 0.18 / height, headline, fontsize=12, fontweight="bold", color=INK, va="top")

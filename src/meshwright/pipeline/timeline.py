@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.pipeline.table import Action
+from meshwright.pipeline.text import parse_action
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,25 @@ class Timeline:
         """One rank's spans."""
         return tuple(span for span in self.spans if span.rank == rank)
 
-    def to_chrome_trace(self, *, time_us: float, name: str) -> str:
-        """JSON for chrome://tracing and Perfetto: a process with a thread per rank.
 
-        Args:
-            time_us: microseconds in one unit of the timeline.
-            name: what the process is called.
-        """
-        events: list[dict[str, object]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
+def to_chrome_trace(timelines: Mapping[str, Timeline], *, time_us: float) -> str:
+    """JSON for chrome://tracing and Perfetto: a process for each timeline, with a thread for each rank.
+
+    Args:
+        timelines: by name.
+        time_us: microseconds in one unit of the timelines.
+    """
+    events: list[dict[str, object]] = []
+    for process, (name, timeline) in enumerate(timelines.items()):
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         events += [
-            {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-            for rank in range(self.num_ranks)
+            {"ph": "M", "pid": process, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+            for rank in range(timeline.num_ranks)
         ]
         events += [
             {
                 "ph": "X",
-                "pid": 0,
+                "pid": process,
                 "tid": span.rank,
                 "name": str(span.action),
                 "cat": span.action.kind.value,
@@ -57,6 +62,28 @@ class Timeline:
                 "dur": (span.end - span.start) * time_us,
                 "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
             }
-            for span in self.spans
+            for span in timeline.spans
         ]
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def to_json(timelines: Mapping[str, Timeline]) -> str:
+    """Timelines by name; `from_json` is the inverse."""
+    return json.dumps(
+        {
+            name: {
+                "num_ranks": timeline.num_ranks,
+                "spans": [[span.rank, str(span.action), span.start, span.end] for span in timeline.spans],
+            }
+            for name, timeline in timelines.items()
+        }
+    )
+
+
+def from_json(source: str) -> dict[str, Timeline]:
+    """What `to_json` wrote."""
+    found = {}
+    for name, entry in json.loads(source).items():
+        spans = (Span(rank, parse_action(text).parts()[0], start, end) for rank, text, start, end in entry["spans"])
+        found[name] = Timeline(entry["num_ranks"], tuple(spans))
+    return found

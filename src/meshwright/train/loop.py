@@ -21,6 +21,7 @@ from meshwright.train.optimizer import named_state
 from meshwright.train.reporter import Reporter, Summary
 from meshwright.train.step import StepResult, TrainStep
 from meshwright.train.stop import StopSignal
+from meshwright.train.trace import write_trace
 from meshwright.train.validate import validate
 
 PROMPT = "def "
@@ -158,6 +159,9 @@ class Trainer:
             return
         size = self._corpus.validation_bytes_per_token
         name = self._job.config.name
+        if self._step.timeline is not None:
+            write_trace(self._folder.path, self._job.config, self._step.timeline)
+            self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
         plot_loss(self._folder.metrics, self._folder.path / "loss.png", title=name, bytes_per_token=size)
         self._reporter.finished(
             Summary(

@@ -24,10 +24,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.data.loader import Loader
 from meshwright.data.sampler import share
+from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build import Job
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.stages import Batch, Pipeline
+from meshwright.train.trace import run_traced
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class TrainStep:
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
         self.pipeline = Pipeline(job)
+        self.timeline: Timeline | None = None
+        """Of the last step, when it was traced."""
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
 
     def __call__(self, step: int) -> StepResult:
@@ -121,7 +125,10 @@ class TrainStep:
 
         self.pipeline.feed.batch, self.pipeline.feed.finish = batch, finish
         with vocab_context(job):
-            self._executor.run()
+            if train.trace and step == train.steps:
+                self.timeline = run_traced(self._executor, job)
+            else:
+                self._executor.run()
         # Only the last stage's rank has losses; the sum over all ranks is the batch's.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)
 
