@@ -20,7 +20,7 @@ from meshwright.prove.record import RankRecord, gather_evidence, record_rank
 from meshwright.prove.reference import compute_reference
 from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
-from meshwright.train import optimizer, step
+from meshwright.train import optimizer, stages, step
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_corpus
 
@@ -50,7 +50,7 @@ def record_on_rank(rank: int, world_size: int, config: RunConfig, module: str, t
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     corpus = open_training_corpus(config)
-    with restored(step, optimizer, dist):
+    with restored(step, stages, optimizer, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 

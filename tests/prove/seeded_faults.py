@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright.mesh.shards import to_local
 from meshwright.parallel.data import fsdp_modules
-from meshwright.pipeline.table import Action, ActionKind
 from meshwright.prove.record import Tamper
 from meshwright.train import optimizer as optimizer_module
+from meshwright.train import stages as stages_module
 from meshwright.train import step as step_module
 from meshwright.train.build import Job, initialize
 from meshwright.train.step import TrainStep
@@ -92,7 +92,7 @@ def drop_all_reduce_of_replicas(job: Job, step: TrainStep) -> None:
 
 
 def skip_partial_sums_over_tp(job: Job, step: TrainStep) -> None:
-    step_module.sync_partial_gradients = lambda model: None
+    stages_module.sync_partial_gradients = lambda model: None
 
 
 def after_backward(change: Callable[[Job], None], *, only_first: bool = False) -> Tamper:
@@ -143,21 +143,22 @@ def one_rank_off(job: Job) -> None:
 
 def repeat_first_microbatch(job: Job, step: TrainStep) -> None:
     """Micro-batch 0 runs in the place of 1: a stale buffer."""
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
-    order = [0, 0, *range(2, job.config.train.num_microbatches)]
-    step._schedule = replace(step._schedule, actions=(tuple(Action(k, 0, m) for m in order for k in kinds),))
+    [row] = job.schedule.actions
+    stale = tuple(replace(action, microbatch=0) if action.microbatch == 1 else action for action in row)
+    table = replace(job.schedule, actions=(stale,))
+    step._executor = step.pipeline.executor(table, batch_size=job.microbatch_size)
 
 
 def keep_only_last_microbatch(job: Job, step: TrainStep) -> None:
     """Each backward overwrites what was accumulated."""
-    real = step_module.set_gradient_sync
+    real = stages_module.set_gradient_sync
 
     def sync(model: torch.nn.Module, last: bool) -> None:
         for parameter in model.parameters():
             parameter.grad = None
         real(model, last)
 
-    step_module.set_gradient_sync = sync
+    stages_module.set_gradient_sync = sync
 
 
 def read_same_share(job: Job, step: TrainStep) -> None:
@@ -202,7 +203,7 @@ def sum_losses_of_shares(job: Job, step: TrainStep) -> None:
 def leave_out_of_norm(job: Job, step: TrainStep) -> None:
     kept = [p for name, p in job.model.named_parameters() if name != "blocks.0.ffn.down.weight"]
     real = step_module.local_squared_norm
-    step_module.local_squared_norm = lambda parameters, num_ranks: real(kept, num_ranks=num_ranks)
+    step_module.local_squared_norm = lambda parameters, **others: real(kept, **others)
 
 
 def count_copies_in_norm(job: Job, step: TrainStep) -> None:
