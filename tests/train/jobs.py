@@ -74,7 +74,7 @@ def make_loader(config: RunConfig) -> Loader:
 
 def pieces(job: Job, *, gradients: bool = False) -> Pieces:
     """Copies of this rank's pieces of the parameters, or of their gradients. Moves nothing between ranks."""
-    found = {name: p.grad if gradients else p.detach() for name, p in job.model.named_parameters()}
+    found = {name: p.grad if gradients else p.detach() for name, p in job.model.whole_model_parameters()}
     return {name: Piece(local_box(x).slices(), to_local(x).clone()) for name, x in found.items()}
 
 

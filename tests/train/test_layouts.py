@@ -20,6 +20,7 @@ from tests.train.jobs import Trace, make_job, run_on, trace
 TIED, BATCH_OF_9 = "model.tie_embeddings=true", "train.global_batch=9"
 UNEVEN = ["model.ffn_dim=50", "model.vocab_size=262", "model.dim=60", "model.num_heads=6"]
 FEW_ROWS = ["model.dim=2", "model.num_heads=1", "model.num_kv_heads=1", "model.ffn_dim=3"]
+TWO_LAYERS, FOUR_LAYERS = ["model.num_layers=2"], ["model.num_layers=4"]
 
 LAYOUTS = {
     "dp_shard 4": (4, ["mesh.dp_shard=4"], []),
@@ -37,6 +38,13 @@ LAYOUTS = {
     "HSDP, in 2 parts": (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"], []),
     "dp_shard 4, tied": (4, ["mesh.dp_shard=4"], [TIED]),
     "tp 2, dp_shard 2, tied": (4, ["mesh.tp=2", "mesh.dp_shard=2"], [TIED]),
+    "pp 2": (2, ["mesh.pp=2", "train.num_microbatches=4"], TWO_LAYERS),
+    "pp 2, zb-v, dp_shard 2, tied": (
+        4, ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v", "train.num_microbatches=4"], [*FOUR_LAYERS, TIED]
+    ),
+    "pp 2, tp 2, recompute": (
+        4, ["mesh.pp=2", "mesh.tp=2", "train.num_microbatches=4", "recompute.policy=full"], TWO_LAYERS
+    ),
     "dp_shard 2, a large embedding": (2, ["mesh.dp_shard=2"], ["model.vocab_size=4096"]),
     "dp_shard 4, uneven": (4, ["mesh.dp_shard=4"], UNEVEN),
     "dp_shard 4, fewer rows than ranks": (4, ["mesh.dp_shard=4"], FEW_ROWS),
@@ -48,7 +56,7 @@ NAMED = ("dp_shard 4", "tp 2, dp_shard 2", "HSDP")
 """Those that every change must keep, which are tried in float32 too."""
 
 QUICK = {
-    *(("float64", name) for name in (*NAMED, "tp 2, whole sequences", "HSDP, in 2 parts", "tp 2, dp_shard 2, uneven")),
+    *(("float64", name) for name in (*NAMED, "tp 2, whole sequences", "HSDP, in 2 parts", "tp 2, dp_shard 2, uneven", "pp 2")),
     ("float32", "dp_shard 4"),
 }
 

@@ -1,0 +1,81 @@
+"""Pipelined runs through the command: the same numbers as one process, and checkpoints that go from layout to layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from meshwright.pipeline.timeline import from_json
+from tests.helpers import meshwright, small_corpus
+from tests.train.runs import STEPS, metrics
+
+pytestmark = pytest.mark.slow
+
+PIPELINED = ["mesh.pp=2", "train.num_microbatches=4"]
+LAYOUTS = {
+    "1f1b": PIPELINED,
+    "zb-v, dp_shard": [*PIPELINED, "pipeline.schedule=zb-v", "mesh.dp_shard=2"],
+    "interleaved, tp": [*PIPELINED, "pipeline.schedule=interleaved", "mesh.tp=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Tied, so that checkpoints hold a parameter that two stages have."""
+    return ["llama-tiny", *STEPS, *small_corpus(tmp_path_factory.mktemp("corpus")), "train.precision=float64",
+            "model.num_layers=4", "model.tie_embeddings=true"]  # fmt: skip
+
+
+def run(words, out, *more):
+    done = meshwright("run", *words, "--out", out, *more, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    return metrics(out)
+
+
+@pytest.fixture(scope="module")
+def one_process(words, tmp_path_factory):
+    return run(words, tmp_path_factory.mktemp("one") / "run")
+
+
+def assert_alike(found, expected):
+    assert [line["samples"] for line in found] == [line["samples"] for line in expected]
+    for key in ("loss", "grad_norm", "validation_loss"):
+        values = [[line[key] for line in lines if key in line] for lines in (found, expected)]
+        assert values[0] == pytest.approx(values[1], rel=1e-9), key
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_a_pipelined_run_goes_on_from_its_checkpoint_on_any_layout(words, one_process, tmp_path, name):
+    whole = run([*words, *LAYOUTS[name]], tmp_path / "run")
+    assert_alike(whole, one_process)
+    for target in ("the same", "one process"):
+        out = tmp_path / target
+        shutil.copytree(tmp_path / "run", out)
+        shutil.rmtree(out / "checkpoints/00000008")
+        again = run([*words, *(LAYOUTS[name] if target == "the same" else [])], out, "--resume", "auto")
+        assert_alike(again, one_process)
+        assert target == "one process" or again == whole  # bitwise
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_a_pipeline(words, one_process, tmp_path):
+    run(words, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/00000008")
+    assert_alike(run([*words, *LAYOUTS["zb-v, dp_shard"]], tmp_path / "run", "--resume", "auto"), one_process)
+
+
+def test_a_trace_shows_every_computation_of_the_last_step(words, tmp_path):
+    run([*words, *LAYOUTS["zb-v, dp_shard"], "train.trace=true"], tmp_path / "run")
+    timelines = from_json((tmp_path / "run/timeline.json").read_text())
+    predicted, measured = timelines["predicted"], timelines["measured"]
+    assert measured.num_ranks == 2 and len(measured.spans) == 2 * 2 * 4 * 3  # ranks, chunks, micro-batches, F I W
+    shown = {(span.rank, str(span.action)) for span in measured.spans}
+    assert shown == {(span.rank, str(span.action)) for span in predicted.spans} and len(shown) == 48
+    for rank in range(2):
+        own = measured.of_rank(rank)
+        assert all(first.end <= second.start for first, second in zip(own, own[1:], strict=False))
+    assert 0 < predicted.makespan and 0 < measured.makespan
+    events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
+    assert len(events) == 2 * (1 + 2 + 48)
+    assert (tmp_path / "run/timeline.svg").read_text().count("measuredrank") >= 48
