@@ -56,6 +56,9 @@ def test_a_typo_in_a_table_is_found_before_anything_starts(tmp_path):
     path.write_text("# mine\n0F0,0F1,0X0,0B1\n1F0,1B0,1F1,1B1\n")
     error = outcome([f"pipeline.schedule={path}", "mesh.pp=2", "train.num_microbatches=2"])
     assert isinstance(error, ScheduleError) and "0X0" in error.what and "line 2, column 9" in error.where
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0\n")
+    error = outcome([f"pipeline.schedule={path}", "mesh.pp=2", "train.num_microbatches=2"])
+    assert isinstance(error, ScheduleError) and error.where == f"{path}, rank 1, position 2, 1B1"
     error = outcome(["pipeline.schedule=no/such.csv", "mesh.pp=2"])
     assert isinstance(error, ScheduleError) and "no/such.csv" in error.what and error.fix
 

@@ -1,4 +1,4 @@
-"""Pipelined runs through the command: the same numbers as one process, and checkpoints that go from layout to layout."""
+"""Pipelined runs through the command: the same numbers as one process, and checkpoints that fit any layout."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_trace_shows_every_computation_of_the_last_step(words, tmp_path):
     for rank in range(2):
         own = measured.of_rank(rank)
         assert all(first.end <= second.start for first, second in zip(own, own[1:], strict=False))
-    assert 0 < predicted.makespan and 0 < measured.makespan
+    assert predicted.makespan > 0 and measured.makespan > 0
     events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
     assert len(events) == 2 * (1 + 2 + 48)
     assert (tmp_path / "run/timeline.svg").read_text().count("measuredrank") >= 48

@@ -57,7 +57,10 @@ def read_table(path: str) -> Schedule:
             fix="pipeline.schedule=1f1b",
         ) from None
     table = Schedule.from_csv(source, where=path, kind=path)
-    verify(table)
+    try:
+        verify(table)
+    except ScheduleError as error:
+        raise ScheduleError(error.what, where=f"{path}, {error.where}", rule=error.rule, fix=error.fix) from None
     return table
 
 
