@@ -1,0 +1,100 @@
+"""A weight's gradient that is put off is the gradient, and everything else of the backward happens once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.nn.block import TransformerBlock
+from meshwright.nn.linear import Linear, defer_weight_gradients, run_products
+from meshwright.nn.recompute import recomputed
+
+
+def make_block():
+    torch.manual_seed(0)
+    block = TransformerBlock(16, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=24, norm_eps=1e-5).double()
+    angles = torch.outer(torch.arange(6.0), torch.arange(1.0, 3.0)).double()
+    return block, torch.randn(2, 6, 16, dtype=torch.float64), (angles.cos(), angles.sin())
+
+
+def gradients(block, x, tables, *, splits):
+    """Of input and parameters, by one backward or in two parts."""
+    x = x.clone().requires_grad_()
+    block.zero_grad()
+    store = defer_weight_gradients(block) if splits else None
+    if store is not None:
+        store.defers = True
+    block(x, *tables).square().sum().backward()
+    if store is not None:
+        matrices = [p for p in block.parameters() if p.dim() == 2]
+        assert all(p.grad is None for p in matrices) and x.grad is not None
+        pairs = store.take()
+        assert len(pairs) == len(matrices) == 7 and store.take() == []
+        run_products(pairs)
+    return [x.grad, *(p.grad for p in block.parameters())]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_put_off_gradients_are_bitwise_those_of_one_backward(recomputes):
+    block, x, tables = make_block()
+    block.recomputes = recomputes
+    expected = [g.clone() for g in gradients(block, x, tables, splits=False)]
+    for found, wanted in zip(gradients(block, x, tables, splits=True), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_block_that_is_not_to_put_off_does_its_whole_backward():
+    block, x, tables = make_block()
+    expected = [g.clone() for g in gradients(block, x, tables, splits=False)]
+    store = defer_weight_gradients(block)
+    x = x.clone().requires_grad_()
+    block.zero_grad()
+    block(x, *tables).square().sum().backward()
+    assert store.take() == []
+    assert all(torch.equal(p.grad, g) for p, g in zip([x, *block.parameters()], expected, strict=True))
+
+
+def test_put_off_gradients_add_up():
+    layer = Linear(3, 2)
+    store = defer_weight_gradients(layer)
+    store.defers = True
+    inputs = [torch.randn(4, 3) for _ in range(3)]
+    pairs = []
+    for x in inputs:
+        layer(x).sum().backward()
+        pairs.append(store.take())
+    for kept in reversed(pairs):
+        run_products(kept)
+    expected = torch.ones(2, 12) @ torch.cat(inputs)
+    torch.testing.assert_close(layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_recomputed_forward_runs_exactly_once_more(splits):
+    layer, calls = Linear(3, 3), []
+    store = defer_weight_gradients(layer)
+    store.defers = splits
+
+    def forward(x):
+        calls.append(1)
+        return layer(layer(x).tanh())
+
+    x = torch.randn(2, 3, requires_grad=True)
+    y = recomputed(forward, x)
+    assert len(calls) == 1
+    y.sum().backward()
+    run_products(store.take())
+    assert len(calls) == 2 and layer.weight.grad is not None
+
+
+def test_a_stage_with_other_matrices_is_not_split():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ours, self.other = Linear(2, 2), nn.Linear(2, 2)
+
+    mixed = Mixed()
+    assert defer_weight_gradients(mixed) is None and mixed.ours.weight_gradients is None
+    assert defer_weight_gradients(nn.Sequential(nn.Embedding(4, 2), Linear(2, 2), nn.RMSNorm(2))) is not None
+    assert defer_weight_gradients(nn.RMSNorm(2)) is None

@@ -1,0 +1,185 @@
+"""The executor on one rank that has all stages: what it computes, what it holds, and what it lets go of."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from meshwright.errors import ScheduleError
+from meshwright.pipeline.buffers import Buffers, TensorSpec, check_fingerprints
+from meshwright.pipeline.costs import Costs
+from meshwright.pipeline.execute import Executor
+from meshwright.pipeline.generate import ScheduleKind, generate
+from meshwright.pipeline.lower import forward_only, lower
+from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.table import Schedule, one_stage
+
+
+class Toy:
+    """A stage of one weight, which says what it was asked to do."""
+
+    weight_gradients = None
+
+    def __init__(self, number, num_stages, batches, log):
+        self.number, self.is_last, self.batches, self.log = number, number == num_stages - 1, batches, log
+        self.weight = torch.full((3,), 1.0 + number / 8, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, microbatch, x):
+        x = self.batches[microbatch] if x is None else x
+        y = (x * self.weight).tanh()
+        return y.square().sum() if self.is_last else y
+
+    def before_backward(self, *, reduces):
+        self.log.append((self.number, reduces))
+
+    def reduce(self, *, done):
+        self.log.append((self.number, "reduce", done))
+
+    def unshard(self):
+        self.log.append((self.number, "unshard"))
+
+    def reshard(self):
+        self.log.append((self.number, "reshard"))
+
+    def sync_shared(self):
+        self.log.append((self.number, "sync"))
+
+
+def on_one_rank(table: Schedule) -> Schedule:
+    """The same computations with all stages on rank 0, in the order in which they start."""
+    spans = sorted(simulate(table, Costs.uniform()).timeline.spans, key=lambda span: (span.start, span.rank))
+    row = tuple(span.action for span in spans)
+    return Schedule(table.kind, table.num_microbatches, (0,) * table.num_stages, (row,))
+
+
+def make(table, **options):
+    log = []
+    batches = torch.randn(table.num_microbatches, 3, dtype=torch.float64)
+    stages = {n: Toy(n, table.num_stages, batches, log) for n in range(table.num_stages)}
+    executor = Executor(lower(table, **options), rank=0, stages=stages, channels={}, buffers=None)
+    return executor, stages, batches, log
+
+
+def expected_gradients(stages, batches):
+    weights = [stage.weight.detach().clone().requires_grad_() for stage in stages.values()]
+    for x in batches:
+        for weight in weights:
+            x = (x * weight).tanh()
+        x.square().sum().backward()
+    return [weight.grad for weight in weights]
+
+
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_any_order_gives_plain_autograd_s_gradients(kind):
+    executor, stages, batches, _ = make(on_one_rank(generate(kind, num_stages=3, num_microbatches=6)))
+    for _ in range(2):  # nothing is left over from one step to the next
+        for stage in stages.values():
+            stage.weight.grad = None
+        executor.run()
+        for stage, wanted in zip(stages.values(), expected_gradients(stages, batches), strict=True):
+            torch.testing.assert_close(stage.weight.grad, wanted, rtol=1e-14, atol=0)
+    live = executor._live
+    assert not (live.inputs or live.entries or live.edges or live.gradients or live.weights or live.to_send)
+    assert not (live.outgoing or live.arriving)
+
+
+def test_one_stage_with_one_micro_batch_is_bitwise_autograd():
+    executor, stages, batches, _ = make(one_stage(1))
+    executor.run()
+    assert torch.equal(stages[0].weight.grad, expected_gradients(stages, batches)[0])
+
+
+def test_what_autograd_does_not_need_is_let_go():
+    """A stage that adds keeps neither its input nor its output."""
+    alive = []
+
+    class Adds(Toy):
+        def forward(self, microbatch, x):
+            x = self.batches[microbatch] if x is None else x
+            y = x + self.weight
+            alive.append(weakref.ref(y))
+            return y.sum() if self.is_last else y
+
+    table = on_one_rank(generate("f-then-b", num_stages=3, num_microbatches=4))
+    log, batches = [], torch.randn(4, 3, dtype=torch.float64)
+    stages = {n: Adds(n, 3, batches, log) for n in range(3)}
+    held = []
+
+    def post(position):
+        held.append(sum(ref() is not None for ref in alive))
+
+    Executor(lower(table), rank=0, stages=stages, channels={}, buffers=None, post=post).run()
+    assert len(alive) == 12 and max(held) <= 1 and all(ref() is None for ref in alive)
+
+
+def test_gradients_are_reduced_within_the_last_whole_backward():
+    from meshwright.pipeline.lower import LowerOptions
+
+    options = LowerOptions(reduces=True, keeps_unsharded=True)
+    executor, _, _, log = make(one_stage(3), options=options)
+    executor.run()
+    assert log == [(0, "unshard"), (0, False), (0, False), (0, True), (0, "reduce", True), (0, "reshard")]
+    executor, _, _, log = make(on_one_rank(generate("zb-h1", num_stages=1, num_microbatches=2)), options=options)
+    executor.run()
+    assert [entry for entry in log if "reduce" in entry] == [(0, "reduce", False)]
+    assert (0, True) not in log
+
+
+def test_an_evaluation_needs_no_autograd():
+    executor, stages, _, log = make(forward_only(3, (0, 0)))
+    executor.run()
+    assert not log and all(stage.weight.grad is None for stage in stages.values())
+
+
+def test_a_trace_has_every_computation_in_order():
+    table = on_one_rank(generate("zb-v", num_stages=2, num_microbatches=4))
+    executor, _, _, _ = make(table)
+    spans = executor.run_traced(synchronize=lambda: None)
+    assert [span.action for span in spans] == list(table.actions[0])
+    assert all(a.end <= b.start and a.start <= a.end for a, b in zip(spans, spans[1:], strict=False))
+
+
+# ---- buffers
+
+EDGE = TensorSpec((2, 3), torch.float32)
+
+
+def make_buffers(**options):
+    table = lower(generate("1f1b", num_stages=3, num_microbatches=6))
+    return table, Buffers(table, rank=1, edges={0: EDGE, 1: EDGE}, device=torch.device("cpu"), **options)
+
+
+def test_slots_do_not_move_and_do_not_overlap():
+    table, buffers = make_buffers()
+    receives = [part for action in table.actions[1] for part in action.parts() if part.slot is not None]
+    addresses = {(receive.kind, receive.slot): buffers.view(receive).data_ptr() for receive in receives}
+    assert len(receives) == 12 and len(set(addresses.values())) == len(addresses) == 4  # p−r+1 inputs and a gradient
+    assert all(buffers.view(r).data_ptr() == addresses[r.kind, r.slot] for r in receives)
+    assert buffers.view(receives[0]).shape == (2, 3) and buffers.num_bytes() == 4 * EDGE.num_bytes()
+
+
+def test_poison_shows():
+    table, buffers = make_buffers(poison=True)
+    view = buffers.view(next(part for a in table.actions[1] for part in a.parts() if part.slot is not None))
+    view.zero_()
+    buffers.free(view)
+    assert view.isnan().all()
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)])
+def test_an_output_that_the_next_stage_does_not_take(given):
+    _, buffers = make_buffers()
+    buffers.check_output(0, torch.zeros(2, 3))
+    with pytest.raises(ScheduleError, match=r"stage 1 gives .* and stage 2 takes \[2, 3\] float32") as caught:
+        buffers.check_output(1, given)
+    assert caught.value.where == "the edge from stage 1 to stage 2" and caught.value.fix
+
+
+def test_ranks_with_different_tables():
+    one, other = (generate("1f1b", num_stages=2, num_microbatches=m).fingerprint() for m in (4, 5))
+    check_fingerprints([one, one, one])
+    with pytest.raises(ScheduleError, match="ranks 0 and 2 have different pipeline tables") as caught:
+        check_fingerprints([one, one, other])
+    assert caught.value.where == "rank 2"
