@@ -79,4 +79,5 @@ def test_the_processor_is_named_with_its_cores():
 @pytest.mark.parametrize("value, expected", [(0.97, True), (0.9699, False), (None, None)])
 def test_met_or_not(value, expected):
     assert Figure("x", value, at_least=0.97).is_met is expected
+    assert Figure("x", None if value is None else -value, at_most=-0.97).is_met is expected
     assert Figure("x", value).is_met is None

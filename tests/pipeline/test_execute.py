@@ -6,15 +6,18 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.errors import ScheduleError
+from meshwright.nn.linear import Linear, defer_weight_gradients
+from meshwright.nn.recompute import recomputed
 from meshwright.pipeline.buffers import Buffers, TensorSpec, check_fingerprints
 from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.generate import ScheduleKind, generate
-from meshwright.pipeline.lower import forward_only, lower
+from meshwright.pipeline.lower import LowerOptions, forward_only, lower
 from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import Schedule, one_stage
+from meshwright.pipeline.table import BACKWARDS, ActionKind, Schedule, one_stage
 
 
 class Toy:
@@ -115,8 +118,6 @@ def test_what_autograd_does_not_need_is_let_go():
 
 
 def test_gradients_are_reduced_within_the_last_whole_backward():
-    from meshwright.pipeline.lower import LowerOptions
-
     options = LowerOptions(reduces=True, keeps_unsharded=True)
     executor, _, _, log = make(one_stage(3), options=options)
     executor.run()
@@ -141,6 +142,95 @@ def test_a_trace_has_every_computation_in_order():
     assert all(a.end <= b.start and a.start <= a.end for a, b in zip(spans, spans[1:], strict=False))
 
 
+class Layer(Toy):
+    """A stage of a matrix, whose gradient can be put off."""
+
+    def __init__(self, number, num_stages, batches, *, splits):
+        super().__init__(number, num_stages, batches, [])
+        torch.manual_seed(number)
+        self.layer = Linear(3, 3).double()
+        self.weight_gradients = defer_weight_gradients(self.layer) if splits else None
+
+    def forward(self, microbatch, x):
+        y = self.layer(self.batches[microbatch] if x is None else x).tanh()
+        return y.square().sum() if self.is_last else y
+
+
+@pytest.mark.parametrize("release", [True, False])
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_every_schedule_gives_bitwise_the_gradients_of_a_plain_loop(kind, release):
+    table = on_one_rank(generate(kind, num_stages=4, num_microbatches=8))
+    batches = torch.randn(8, 5, 3, dtype=torch.float64)
+    stages = {n: Layer(n, table.num_stages, batches, splits=table.splits_backward) for n in range(table.num_stages)}
+    Executor(lower(table, LowerOptions(release=release)), rank=0, stages=stages, channels={}, buffers=None).run()
+    layers = [Layer(n, table.num_stages, batches, splits=False) for n in range(table.num_stages)]
+    for m in range(8):
+        x = None
+        for layer in layers:
+            x = layer.forward(m, x)
+        x.backward()
+    for stage, plain in zip(stages.values(), layers, strict=True):
+        assert torch.equal(stage.layer.weight.grad, plain.layer.weight.grad)
+
+
+class Watched(Toy):
+    """A stage that remembers the storage of what it gave."""
+
+    def __init__(self, number, num_stages, batches, given, *, recomputes):
+        super().__init__(number, num_stages, batches, [])
+        self.given, self.recomputes, self.calls = given, recomputes, 0
+
+    def forward(self, microbatch, x):
+        x = self.batches[microbatch] if x is None else x
+        y = recomputed(self.compute, x) if self.recomputes else x + self.weight
+        if not self.is_last:
+            self.given[self.number, microbatch] = StorageWeakRef(y.untyped_storage())
+        return y.sum() if self.is_last else y
+
+    def compute(self, x):
+        self.calls += 1
+        return ((x * self.weight).tanh() * self.weight).exp()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", ["f-then-b", "1f1b", "zb-v", "interleaved"])
+def test_a_stage_s_input_stays_as_long_as_autograd_needs_it(kind, recomputes):
+    """Of a sum nothing is needed: the input goes with the forward that takes it. Recomputed, the input is all that
+    stays, until the backward."""
+    table = lower(on_one_rank(generate(kind, num_stages=4, num_microbatches=6)))
+    given, batches, done = {}, torch.randn(6, 3, dtype=torch.float64), set()
+    num = table.num_stages
+    stages = {n: Watched(n, num, batches, given, recomputes=recomputes) for n in range(num)}
+    row = table.actions[0]
+
+    def is_needed(stage, m):
+        ends = BACKWARDS if recomputes else {ActionKind.FORWARD}
+        return not any((kind, stage + 1, m) in done for kind in ends)
+
+    def post(position):
+        if position:
+            before = row[position - 1]
+            done.add((before.kind, before.stage, before.microbatch))
+        held = {key for key, storage in given.items() if not storage.expired()}
+        assert held == {key for key in given if is_needed(*key)}, f"before {row[position]}"
+
+    Executor(table, rank=0, stages=stages, channels={}, buffers=None, post=post).run()
+    assert len(given) == (num - 1) * 6 and all(storage.expired() for storage in given.values())
+    assert all(stage.calls == (12 if recomputes else 0) for stage in stages.values())
+
+
+def test_a_step_that_fails_says_what_it_did_last():
+    """The position posted is that of the action that failed."""
+    posted = []
+    executor, stages, *_ = make(one_stage(3))
+    executor = Executor(one_stage(3), rank=0, stages=stages, channels={}, buffers=None, post=posted.append)
+    real = stages[0].forward
+    stages[0].forward = lambda m, x: real(m, x) if m < 2 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        executor.run()
+    assert posted[-1] == 4  # F0 B0 F1 B1 F2
+
+
 # ---- buffers
 
 EDGE = TensorSpec((2, 3), torch.float32)
@@ -155,9 +245,9 @@ def test_slots_do_not_move_and_do_not_overlap():
     table, buffers = make_buffers()
     receives = [part for action in table.actions[1] for part in action.parts() if part.slot is not None]
     addresses = {(receive.kind, receive.slot): buffers.view(receive).data_ptr() for receive in receives}
-    assert len(receives) == 12 and len(set(addresses.values())) == len(addresses) == 4  # p−r+1 inputs and a gradient
+    assert len(receives) == 12 and len(set(addresses.values())) == len(addresses) == 3  # p−r inputs and a gradient
     assert all(buffers.view(r).data_ptr() == addresses[r.kind, r.slot] for r in receives)
-    assert buffers.view(receives[0]).shape == (2, 3) and buffers.num_bytes() == 4 * EDGE.num_bytes()
+    assert buffers.view(receives[0]).shape == (2, 3) and buffers.num_bytes() == 3 * EDGE.num_bytes()
 
 
 def test_poison_shows():

@@ -43,6 +43,7 @@ class Part(StrEnum):
     """What can be measured."""
 
     TRAIN = "train"
+    PIPELINE = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Row:
 
 PARTS = {
     Part.TRAIN: Row("the training step against a bare PyTorch loop", "meshwright.bench.train:bench_train"),
+    Part.PIPELINE: Row("the pipeline engine against PyTorch's", "meshwright.bench.pipeline:bench_pipeline"),
 }
 
 

@@ -32,12 +32,17 @@ class Figure:
     """Least and greatest of the rounds that `value` is the median of."""
     at_least: float | None = None
     """The target, if it has one."""
+    at_most: float | None = None
+    """The target where less is better."""
     note: str = ""
 
     @property
     def is_met(self) -> bool | None:
         """Whether the target is met; None without a target or a value."""
-        return None if self.at_least is None or self.value is None else self.value >= self.at_least
+        if self.value is None or (self.at_least is None and self.at_most is None):
+            return None
+        high_enough = self.at_least is None or self.value >= self.at_least
+        return high_enough and (self.at_most is None or self.value <= self.at_most)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ def table(report: Report) -> list[str]:
 
 def _row(figure: Figure) -> tuple[str, str, str, str, str]:
     spread = "" if figure.spread is None else " … ".join(_written(value, figure.unit)[0] for value in figure.spread)
-    target = "" if figure.at_least is None else f"≥ {figure.at_least:g}"
+    bounds = (("≥", figure.at_least), ("≤", figure.at_most))
+    target = " ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
     if figure.is_met is not None:
         target += "  ✓ met" if figure.is_met else "  ✗ MISSED"
     if figure.value is None:

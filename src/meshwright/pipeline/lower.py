@@ -4,7 +4,7 @@
 When one ends, its send is appended to its rank's row and the receive, at the same moment, to the other rank's row. So
 all rows are parts of one sequence in which the two ends of a transfer are neighbours, and no table can deadlock even
 where a send waits for its receive and nothing is batched; `verify` sees that on the finished table. A receive comes at
-most one computation before the one that needs it can start, which bounds the buffers.
+most one computation before the one that needs it can start, which bounds the buffers; `_waits` bounds those of 1F1B.
 
 [Note: how long things are held] A received input stays until the backward of its micro-batch, because autograd may
 have saved it (recompute always does), or until W, when a deferred weight gradient may hold it; the same goes for a
@@ -110,17 +110,42 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
             heapq.heappush(events, (begins[rank, parts[0]], 1, rank, position))
             heapq.heappush(events, (ends[rank, parts[-1]], 0, rank, position))
     rows: list[Row] = [[] for _ in schedule.actions]
+    started = [0] * schedule.num_ranks
+    waiting: list[list[Action]] = [[] for _ in schedule.actions]  # sends, by the rank that receives
+
+    def post(to_rank: int) -> None:
+        """Append what waits for a rank, unless it is to wait for the rank's next computation."""
+        ready = [send for send in waiting[to_rank] if not _waits(send, schedule, to_rank, started[to_rank])]
+        waiting[to_rank] = [send for send in waiting[to_rank] if send not in ready]
+        for send in ready:
+            rows[schedule.stage_ranks[send.stage]].append(send)
+            rows[to_rank].append(send.peer())
+
     while events:
         _, starts, rank, position = heapq.heappop(events)
         action = schedule.actions[rank][position]
         if starts:
             rows[rank].append(action)
+            started[rank] = position + 1
+            post(rank)
             continue
         for send in filter(None, (_send_after(part, schedule) for part in action.parts())):
-            receive = send.peer()
-            rows[rank].append(send)
-            rows[schedule.stage_ranks[receive.stage]].append(receive)
+            to_rank = schedule.stage_ranks[send.peer().stage]
+            waiting[to_rank].append(send)
+            post(to_rank)
     return rows
+
+
+def _waits(send: Action, schedule: Schedule, to_rank: int, next_position: int) -> bool:
+    """Whether an input comes too early: the rank's next computation is a backward, which frees the room for it.
+
+    In 1F1B that happens once, at the end of the warm-up, and costs one transfer's latency a step for one buffer less:
+    p−r inputs and a gradient. With more chunks a rank it would happen all the time, so there inputs may come early.
+    """
+    if send.kind is not K.SEND_FORWARD or schedule.num_chunks > 1:
+        return False
+    following = schedule.actions[to_rank][next_position : next_position + 1]
+    return any(isinstance(action, Action) and action.kind is K.BACKWARD for action in following)
 
 
 def _send_after(part: Action, schedule: Schedule) -> Action | None:
@@ -160,7 +185,8 @@ def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release:
 
 
 def _with_sharding(row: Row, options: LowerOptions) -> Row:
-    """UNSHARD before a stage's first computation; REDUCE and RESHARD after its last."""
+    """UNSHARD before a stage's first computation; REDUCE and RESHARD after its last, and after what is sent then: the
+    stage before waits for it."""
     if not options.reduces:
         return row
     last: dict[int, int] = {}
@@ -169,21 +195,24 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
             if part.kind in COMPUTE:
                 last[part.stage] = position
     lowered: Row = []
+    ending: Row = []
     begun: set[int] = set()
     for position, action in enumerate(row):
+        is_compute = action.parts()[0].kind in COMPUTE
+        if is_compute:
+            lowered += ending
+            ending = []
         for part in action.parts():
-            if options.keeps_unsharded and part.kind in COMPUTE and part.stage not in begun:
+            if options.keeps_unsharded and is_compute and part.stage not in begun:
                 begun.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
         # Both parts of an overlap may be of one stage: it ends once. An evaluation has nothing to reduce.
-        ended = {part.stage: part for part in action.parts() if part.kind in COMPUTE and last[part.stage] == position}
+        ended = {part.stage: part for part in action.parts() if is_compute and last[part.stage] == position}
         for stage, part in ended.items():
-            if part.kind is not K.FORWARD:
-                lowered.append(Action(K.REDUCE, stage))
-            if options.keeps_unsharded:
-                lowered.append(Action(K.RESHARD, stage))
-    return lowered
+            ending += [Action(K.REDUCE, stage)] * (part.kind is not K.FORWARD)
+            ending += [Action(K.RESHARD, stage)] * options.keeps_unsharded
+    return [*lowered, *ending]
 
 
 def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, ...], ...]) -> list[Row]:
