@@ -6,11 +6,19 @@ import os
 import re
 import signal
 import time
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
+from meshwright.config.load import load
+from meshwright.config.pipeline import action_words, lowered_table
+from meshwright.errors import RunError
+from meshwright.train.launch import launch
+from meshwright.train.reporter import Reporter
+from meshwright.train.runspec import RunSpec
 from tests.helpers import small_corpus
-from tests.train.runs import LIMIT_S, STEPS, is_alive, num_steps, rank_pids, start, wait_until
+from tests.train.runs import LIMIT_S, STEPS, choose, is_alive, num_steps, rank_pids, start, wait_until
 
 TIMEOUT_S = 6
 ACTION = r"in step \d+, action \d+ \({stage}(F|B|SEND_F|SEND_B|RECV_F|RECV_B|FREE_IN|FREE_OUT|FREE_GRAD)\d"
@@ -37,3 +45,153 @@ def test_a_lost_rank_is_named_with_its_action(tmp_path, number, what):
     assert stderr.startswith(f"error  {what}") and "of micro-batch" in stderr
     assert re.search(ACTION.format(stage=1), stderr), stderr
     assert "--resume auto" in stderr
+
+
+# A moment that the rank reaches by itself, so the same each time
+
+
+SHORT_S = 4
+PIPELINED = ["mesh.pp=2", "train.num_microbatches=4", f"train.timeout_s={SHORT_S}"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a rank signals itself: at an action of its row in a step, or when it starts a phase."""
+
+    rank: int
+    action: str = ""
+    phase: str = "step"
+    step: int = 3
+    number: signal.Signals = signal.SIGSTOP
+
+
+class SignallingBoard:
+    """A board on which posting a moment raises its signal."""
+
+    def __init__(self, board, moment, position, folder):
+        self._board, self._moment, self._position, self._folder = board, moment, position, folder
+        self._now = ("", 0)
+
+    def __getattr__(self, name):
+        return getattr(self._board, name)
+
+    def post(self, rank, phase, step):
+        self._board.post(rank, phase, step)
+        self._now = (phase, step)
+        if self._position is None:
+            self._act()
+
+    def post_action(self, rank, position):
+        self._board.post_action(rank, position)
+        if position == self._position:
+            self._act()
+
+    def _act(self):
+        if self._now == (self._moment.phase, self._moment.step):
+            (self._folder / "at").write_text(str(time.time()))
+            os.kill(os.getpid(), self._moment.number)
+
+
+def row_of(config, rank):
+    row = lowered_table(config).actions[config.mesh.axes().coordinate(rank)["pp"]]
+    return [str(part) for action in row for part in action.parts()]
+
+
+def signalling_body(context, argument):
+    from meshwright.train.run import run_rank
+
+    spec, moment, folder = argument
+    (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
+    if context.rank == moment.rank:
+        position = row_of(spec.config, context.rank).index(moment.action) if moment.action else None
+        context = replace(context, board=SignallingBoard(context.board, moment, position, folder))
+        context.post("starting")
+    run_rank(context, spec)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def ended(words, out, moment):
+    """The error of a run that the moment ends, in time and with no rank left."""
+    config = load(None, [*STEPS, *words])
+    spec = RunSpec(config, Reporter, folder=choose(words, out=out, resume=None))
+    num_ranks = config.mesh.axes().num_ranks()
+    with pytest.raises(RunError) as caught:
+        launch(signalling_body, (spec, moment, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None,
+               describe_action=partial(action_words, config))  # fmt: skip
+    waited = SHORT_S if moment.number == signal.SIGSTOP else 0
+    assert time.time() - float((out / "at").read_text()) < waited + LIMIT_S
+    assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
+    assert caught.value.exit_code == 1 and "--resume auto" in caught.value.fix
+    return caught.value
+
+
+def place_of(words, moment):
+    config = load(None, [*STEPS, *words])
+    position = row_of(config, moment.rank).index(moment.action)
+    return f"in step {moment.step}, action {position + 1} ({action_words(config, moment.rank, position)})"
+
+
+def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, tmp_path):
+    words, moment = [*corpus, *PIPELINED], Moment(rank=1, action="1F2")
+    error, place = ended(words, tmp_path, moment), place_of(words, moment)
+    assert "(1F2: forward of micro-batch 2 on stage 1)" in place
+    assert error.what == (
+        f"rank 1 was stopped (SIGSTOP, or a debugger) {place}; rank 0 waited for it until its time was up, and the "
+        "ranks were ended"
+    )
+    assert re.search(r"rank 0: step 3, action \d+ \(0\w+: .* of micro-batch \d on stage 0\)", error.where), error.where
+
+
+FOUR = ["mesh.pp=4", "model.num_layers=4"]
+MOMENTS = {
+    "first rank": ([], Moment(0, "0B1")),
+    "killed": ([], Moment(1, "1B3", number=signal.SIGKILL)),
+    "sending": ([], Moment(0, "0SEND_F3")),
+    "receiving": (["pipeline.schedule=f-then-b"], Moment(0, "0RECV_B2@0")),
+    "a middle rank of four": (FOUR, Moment(2, "2F1", step=2)),
+    "the last of four, killed": (FOUR, Moment(3, "3B0", number=signal.SIGKILL)),
+    "put-off weights": (["pipeline.schedule=zb-h1"], Moment(1, "1W2")),
+    "chunks, sharded": (["pipeline.schedule=zb-v", "model.num_layers=4", "mesh.dp_shard=2"], Moment(3, "2I1", step=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MOMENTS))
+def test_a_rank_that_goes_at_an_action(corpus, tmp_path, name):
+    more, moment = MOMENTS[name]
+    words = [*corpus, *PIPELINED, *more]
+    error = ended(words, tmp_path, moment)
+    how = "killed by SIGKILL" if moment.number == signal.SIGKILL else "stopped (SIGSTOP, or a debugger)"
+    assert error.what.startswith(f"rank {moment.rank} was {how} {place_of(words, moment)}"), error.what
+
+
+PHASES = {
+    "starting": (Moment(1, phase="starting", step=0), "while starting;"),
+    "before its first action": (Moment(0, phase="step"), "in step 3;"),
+    "validation": (Moment(1, phase="validating", step=4), "while validating (step 4);"),
+    "save": (Moment(1, phase="saving", step=2), "while saving (step 2);"),
+    "save, the rank that commits": (Moment(0, phase="saving", step=2), "while saving (step 2);"),
+    "text": (Moment(0, phase="generating text", step=8), "while generating text (step 8);"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PHASES))
+def test_a_rank_stopped_outside_of_an_action(corpus, tmp_path, name):
+    moment, place = PHASES[name]
+    error = ended([*corpus, *PIPELINED], tmp_path, moment)
+    assert error.what.startswith(f"rank {moment.rank} was stopped (SIGSTOP, or a debugger) {place}"), error.what
+
+
+@pytest.mark.parametrize("said", [
+    "Wait timeout", "Application timeout caused pair closure", "[gloo] Timed out waiting 4000ms for recv operation",
+    "Connection closed by peer", "Socket Timeout",
+])  # fmt: skip
+def test_what_waiting_in_vain_says_is_no_cause_of_its_own(said):
+    from meshwright.train.worker import is_lost_peer
+
+    assert is_lost_peer(RuntimeError(said)) and not is_lost_peer(ValueError(said))

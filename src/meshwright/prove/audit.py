@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence
 from meshwright.prove.result import Diagnosis, Kind
+from meshwright.prove.stages import Stages
 from meshwright.prove.words import join_words, rank_words
 
 MAX_NAMES = 4
@@ -60,18 +61,19 @@ def _names(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
         pairs.append(("parameter after step 1", layout.after_first, reference.after_first))
     for what, mine, theirs in pairs:
         if mine and theirs:
-            yield from _difference(f"{what} in the reference but not in the layout", theirs, mine)
+            yield from _difference(f"{what} in the reference but not in the layout", theirs, mine, layout.stages)
             yield from _difference(f"{what} in the layout but not in the reference", mine, theirs)
     yield from _difference("gradient of no parameter in the reference", reference.gradients, reference.parameters)
 
 
-def _difference(what: str, have: Collection[str], lack: Collection[str]) -> Found:
+def _difference(what: str, have: Collection[str], lack: Collection[str], stages: Stages | None = None) -> Found:
     names = [name for name in have if name not in lack]
     if names:
         more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
+        due = "" if stages is None else f": due on {stages.words(stages.holding(names))}"
         yield (
             f"{what}: {join_words(names[:MAX_NAMES] + more)}",
-            "the two sides do not hold the same parameters",
+            f"the two sides do not hold the same parameters{due}",
         )
 
 

@@ -34,7 +34,8 @@ def weights_diagnosis(weights: dict[int, Array], speaking: list[int], counts: Co
         return Diagnosis(Kind.SUM_MISSING, own[0] + only, own[1])
     if uniform:
         seen, cause = uniform_words(first, counts)
-        return Diagnosis(Kind.PARTS, seen + only, cause)
+        numbers, is_lost = _odd_microbatches(first)
+        return Diagnosis(Kind.PARTS, seen + only, cause, microbatches=numbers, is_lost=is_lost)
     return _each_its_own(weights, only, counts)
 
 
@@ -93,6 +94,14 @@ def _share_words(base: Array, counts: Counts) -> Words:
         seen = f"data-parallel {_share_list(extra)} counted {_times(base[extra[0]])}"
         return seen, f"the parts of {_ranks_of(extra, counts)} enter the sum more than once"
     return _weight_list(base[:, None], counts)
+
+
+def _odd_microbatches(weights: Array) -> tuple[tuple[int, ...], bool]:
+    """Micro-batches missing on every share, or else counted more than once; and whether it is the former."""
+    if weights.shape[1] == 1 or (weights != weights[:1]).any():
+        return (), False
+    lost, extra = _lost_and_extra(weights[0])
+    return ((), False) if lost and extra else (tuple(lost or extra), bool(lost))
 
 
 def _missing_cause(left: list[int], lost: list[int], counts: Counts) -> str:

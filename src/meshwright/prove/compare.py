@@ -14,6 +14,7 @@ from torch import Tensor
 from meshwright.prove.audit import audit
 from meshwright.prove.cells import scaled
 from meshwright.prove.diagnose import Surroundings, diagnose_gradient
+from meshwright.prove.diagnose_pipeline import located
 from meshwright.prove.diagnose_samples import diagnose_samples
 from meshwright.prove.diagnose_weights import History, diagnose_initial, diagnose_update
 from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence, Shard
@@ -75,7 +76,7 @@ def compare(
         grad_norm=explain_later_norms(step_1.norms, update_wrong=update_wrong),
         parameters=_parameters(reference, step_1.gradients, final, initial, first),
     )
-    return replace(result, notes=notes_on(result))
+    return replace(result, notes=notes_on(result, layout.stages))
 
 
 def _strays(sides: _Sides, *, num_steps: int | None = None) -> tuple[Diagnosis, ...]:
@@ -130,7 +131,7 @@ def _gradients(sides: _Sides) -> ByName:
         if not one.result.ok:
             absent = _absent(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
             weighed[name] = one.diagnosed(absent or diagnose_gradient(one.subject, around))
-    return _narrowed(weighed, counts)
+    return located(_narrowed(weighed, counts), layout.stages)
 
 
 def _with_empty_pieces(gradient: list[Shard], parameter: list[Shard]) -> list[Shard]:

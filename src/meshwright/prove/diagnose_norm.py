@@ -126,9 +126,21 @@ def _left_out(subject: NormSubject) -> Diagnosis | None:
     for rank, part in enumerate((subject.squares / subject.copies()).sum(axis=1).tolist() if not found else ()):
         if 0.0 < part < total and subject.explains(total - part):
             found.append(f"left out of the norm: what rank {rank} holds")
+    found = found or [f"left out of the norm: what {ranks}" for ranks in _left_out_positions(subject)]
     if not found:
         return None
     return Diagnosis(Kind.NORM_MEMBERS, _seen(subject), join_words(found[:MAX_CANDIDATES], last="or"))
+
+
+def _left_out_positions(subject: NormSubject) -> Iterator[str]:
+    """Positions on an axis whose ranks are left out, such as a stage: `ranks 2 and 3 hold (pp = 1)`."""
+    axes, by_rank = subject.counts.axes, (subject.squares / subject.copies()).sum(axis=1)
+    for axis, size in axes.used().items():
+        for at in range(size):
+            ranks = [rank for rank in range(len(by_rank)) if coordinates(axes)[rank][axis] == at]
+            part = float(by_rank[ranks].sum())
+            if len(ranks) > 1 and part > 0.0 and subject.explains(float(by_rank.sum()) - part):
+                yield f"{rank_words(ranks)} hold ({axis} = {at})"
 
 
 def _classes(subject: NormSubject) -> Iterator[tuple[str, list[int]]]:
@@ -172,7 +184,9 @@ def _copied_classes(subject: NormSubject) -> Iterator[tuple[tuple[str, ...], str
             if members and len(members) == len(subject.names):
                 yield axes, f"all parameters, which are replicated over {' and '.join(axes)}", members
             elif members:
-                yield axes, f"parameters replicated over {' and '.join(axes)}", members
+                names = [subject.names[member] for member in members]
+                listed = f" ({join_words(names)})" if len(names) <= MAX_CANDIDATES else ""
+                yield axes, f"parameters replicated over {' and '.join(axes)}{listed}", members
 
 
 def _reductions(subject: NormSubject) -> Diagnosis | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
+from meshwright.prove.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class LayoutEvidence:
     after_first: dict[str, list[Shard]] = field(default_factory=dict)
     """Per parameter: every rank's piece after the first step; empty when it was not recorded. What the optimizer does
     wrong shows here before it has changed everything else."""
+    stages: Stages | None = None
+    """Of a pipeline."""
 
 
 @dataclass(frozen=True)

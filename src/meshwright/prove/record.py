@@ -16,7 +16,9 @@ from meshwright.data.loader import Loader
 from meshwright.data.sampler import Order
 from meshwright.data.text import Corpus, num_windows
 from meshwright.mesh.shards import local_box, to_local
+from meshwright.pipeline.table import ActionKind
 from meshwright.prove.evidence import LayoutEvidence, Shard
+from meshwright.prove.stages import stages_of
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext
 from meshwright.train.step import TrainStep
@@ -80,11 +82,21 @@ def record_rank(
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)
-        record.samples.append(list(loader.read))
+        record.samples.append(_by_microbatch(loader.read, job))
         if step == 1:
             record.after_first = _weights(job)
     record.parameters = _weights(job)
     return record
+
+
+def _by_microbatch(read: list[int], job: Job) -> list[int]:
+    """The samples in the order of the micro-batches, which the table may run in another one."""
+    row = (part for action in job.schedule.actions[job.pipeline_rank] for part in action.parts())
+    order = list(dict.fromkeys(part.microbatch for part in row if part.kind is ActionKind.FORWARD))
+    size, rest = divmod(len(read), len(order))
+    if rest:
+        return list(read)
+    return [sample for m in sorted(order) for sample in read[order.index(m) * size :][:size]]
 
 
 def _weights(job: Job) -> Pieces:
@@ -115,4 +127,5 @@ def gather_evidence(config: RunConfig, records: list[RankRecord]) -> LayoutEvide
         parameters=by_name("parameters"),
         initial=by_name("initial"),
         after_first=by_name("after_first"),
+        stages=stages_of(config),
     )

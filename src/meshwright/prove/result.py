@@ -49,6 +49,9 @@ class Diagnosis:
     """What is particular to this tensor."""
     factor: float | None = None
     """The multiple of the reference, where that is all that is wrong."""
+    microbatches: tuple[int, ...] = ()
+    """Those that are missing (`is_lost`) or counted more than once on every share, where that is all that is wrong."""
+    is_lost: bool = False
 
     @property
     def text(self) -> str:

@@ -46,19 +46,20 @@ def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> M
     cause = min(ended, key=lambda end: end.priority)
     if cause.priority[0] < 3:
         return _explain(cause, len(ranks))
+    everyone = "\n       all ranks: " + "; ".join(f"rank {rank}: {board.place(rank)}" for rank in range(len(ranks)))
     stopped = [rank for rank, process in enumerate(ranks) if process.is_alive() and _is_stopped(process.pid)]
     if stopped:
         place = board.place(stopped[0])
+        others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
         return RunError(
-            f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}; rank {cause.rank} waited for it "
-            "until its time was up, and the ranks were ended",
-            where=f"rank {stopped[0]} of {len(ranks)}, {place}, host {socket.gethostname()}",
+            f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; rank {cause.rank} "
+            "waited for it until its time was up, and the ranks were ended",
+            where=f"rank {stopped[0]} of {len(ranks)}, {place}, host {socket.gethostname()}{everyone}",
             rule="no rank may wait longer than train.timeout_s",
             fix="run again with --resume auto",
         )
     error = _explain(cause, len(ranks))
-    places = "; ".join(f"rank {rank}: {board.place(rank)}" for rank in range(len(ranks)))
-    return RunError(error.what, where=f"{error.where}\n       all ranks: {places}", rule=error.rule, fix=error.fix)
+    return RunError(error.what, where=error.where + everyone, rule=error.rule, fix=error.fix)
 
 
 def _is_stopped(pid: int | None) -> bool:

@@ -29,7 +29,7 @@ from meshwright.train.context import RankContext
 from meshwright.train.launch import Body
 
 T = TypeVar("T")
-LOST_PEER_WORDS = ("connection", "closed by peer", "timed out", "gloo", "nccl", "socket", "broken pipe")
+LOST_PEER_WORDS = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
 
 
 def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, report_folder: Path) -> None:

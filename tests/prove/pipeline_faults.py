@@ -1,0 +1,398 @@
+"""Seeded faults of pipelines: micro-batches, buffers, shared gradients and stages that go astray on real ranks.
+
+As in `seeded_faults`; most damage one rank's row of the table, or a channel, and let the executor run that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.comm.p2p import Channel
+from meshwright.mesh.shards import to_local
+from meshwright.nn.init import normal_piece
+from meshwright.pipeline.table import RECVS, Action, ActionKind
+from meshwright.prove.record import Tamper
+from meshwright.train.build import Job, initialize
+from meshwright.train.step import TrainStep
+from tests.prove.seeded_faults import Fault, drop_reduce_scatter, skip_partial_sums_over_tp
+
+K = ActionKind
+Row = list[Action]
+
+
+def run_row(job: Job, step: TrainStep, row: Iterable[Action] | None = None) -> None:
+    """Bind this rank's row again: another one, or the same to damaged stages and channels."""
+    actions = list(job.schedule.actions)
+    if row is not None:
+        actions[job.pipeline_rank] = tuple(row)
+    table = replace(job.schedule, actions=tuple(actions))
+    step._executor = step.pipeline.executor(table, batch_size=job.microbatch_size)
+
+
+def rows(change: Callable[[Row], Iterable[Action]], *, pp: int) -> Tamper:
+    """One rank of the pipeline runs a damaged row."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        if job.pipeline_rank == pp:
+            run_row(job, step, change([part for action in job.schedule.actions[pp] for part in action.parts()]))
+
+    return tamper
+
+
+def without(*names: str) -> Callable[[Row], Iterable[Action]]:
+    return lambda row: [action for action in row if str(action) not in names]
+
+
+def swap_microbatches(*kinds: ActionKind) -> Callable[[Row], Iterable[Action]]:
+    """Micro-batches 0 and 1 have each other's place in these actions."""
+    other = {0: 1, 1: 0}
+    return lambda row: [
+        replace(a, microbatch=other.get(a.microbatch, a.microbatch)) if a.kind in kinds else a for a in row
+    ]
+
+
+def repeat(*names: str) -> Callable[[Row], Iterable[Action]]:
+    """After the last of these actions, all of them once more."""
+
+    def change(row: Row) -> Row:
+        at = max(i for i, action in enumerate(row) if str(action) in names) + 1
+        again = [next(action for action in row if str(action) == name) for name in names]
+        return [*row[:at], *again, *row[at:]]
+
+    return change
+
+
+def one_slot(kind: ActionKind) -> Callable[[Row], Iterable[Action]]:
+    """Every receive of this kind fills the first buffer."""
+    assert kind in RECVS
+    return lambda row: [replace(action, slot=0) if action.kind is kind else action for action in row]
+
+
+def reduce_before_last_weights(row: Row) -> Row:
+    [reduce] = [action for action in row if action.kind is K.REDUCE]
+    row.remove(reduce)
+    last = max(i for i, action in enumerate(row) if action.kind is K.BACKWARD_WEIGHT)
+    return [*row[:last], reduce, *row[last:]]
+
+
+# ---- what goes over the channels
+
+
+class OtherPayload:
+    """A channel on which one transfer is damaged."""
+
+    def __init__(self, real: Channel, number: int) -> None:
+        self._real, self._number, self._count, self._last = real, number, -1, torch.empty(0)
+
+    def _is_it(self) -> bool:
+        self._count += 1
+        return self._count == self._number
+
+
+class SendsZeros(OtherPayload):
+    """A gradient gets lost."""
+
+    def send(self, x: Tensor) -> Any:
+        return self._real.send(torch.zeros_like(x) if self._is_it() else x)
+
+
+class SendsThePrevious(OtherPayload):
+    """A gradient is sent twice, and the next one never."""
+
+    def send(self, x: Tensor) -> Any:
+        sent = self._last if self._is_it() else x
+        self._last = x.clone()
+        return self._real.send(sent)
+
+
+class LeavesSlotStale(OtherPayload):
+    """What arrives goes elsewhere; the slot keeps what it had."""
+
+    def receive(self, x: Tensor) -> Any:
+        return self._real.receive(torch.empty_like(x) if self._is_it() else x)
+
+
+def channel(damage: type[OtherPayload], kind: ActionKind, *, pp: int, number: int) -> Tamper:
+    """Damage transfer `number`, from 0, on the only channel of this kind that a rank of the pipeline has."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        if job.pipeline_rank == pp:
+            end = 1 if hasattr(damage, "receive") else 0
+            channels = dict(step.pipeline._channels)
+            [key] = [key for key in channels if key[2] is kind and key[end] == pp]
+            channels[key] = damage(channels[key], number)  # type: ignore[assignment]
+            step.pipeline._channels = channels
+            run_row(job, step)
+
+    return tamper
+
+
+# ---- shared parameters
+
+
+def sync_shared(times: int) -> Tamper:
+    def tamper(job: Job, step: TrainStep) -> None:
+        for stage in step.pipeline._stages.values():
+            real = stage._sync_shared
+            stage._sync_shared = lambda real=real: [real() for _ in range(times)]  # type: ignore[misc]
+        run_row(job, step)
+
+    return tamper
+
+
+@torch.no_grad()
+def copy_starts_elsewhere(job: Job, step: TrainStep) -> None:
+    for part in job.parts().values():
+        if part.has_copy:
+            weight = part.head.weight
+            box = tuple(slice(0, size) for size in weight.shape)
+            weight.copy_(normal_piece(job.config.train.seed + 1, "embed.weight", weight.shape, std=0.02, index=box))
+
+
+# ---- stages, loss and norm
+
+
+def swap_chunks(job: Job, step: TrainStep) -> None:
+    """What stage 1 gives goes to stage 3's layers, and on to stage 2's."""
+    if job.pipeline_rank == 1:
+        stages = step.pipeline._stages
+        first, second = sorted(stages)
+        stages[first]._part, stages[second]._part = stages[second]._part, stages[first]._part
+        run_row(job, step)
+
+
+def hand_over_the_previous(job: Job, step: TrainStep) -> None:
+    """Where one rank has two neighbouring stages, the second is handed the micro-batch before."""
+    live = step._executor._live
+    real, last = live.give_output, {}
+
+    def give_output(key: tuple[int, int], y: Tensor, *, hands_over: bool) -> None:
+        given = last.get(key[0], y) if hands_over else y
+        last[key[0]] = y
+        real(key, given, hands_over=hands_over)
+
+    live.give_output = give_output  # type: ignore[method-assign]
+
+
+def layer_of_another_stage(job: Job, step: TrainStep) -> None:
+    """Layers are counted from one too low: stage 1 has stage 0's layer again."""
+    if job.pipeline_rank == 1:
+        [part] = job.parts().values()
+        part.blocks = nn.ModuleDict({"0": part.blocks["1"]})
+        initialize(part, job.config.train.seed)
+
+
+def run_layer_twice(job: Job, step: TrainStep) -> None:
+    if job.pipeline_rank == 1:
+        [part] = job.parts().values()
+        part.blocks["again"] = part.blocks["1"]
+
+
+def loss_on_every_rank(job: Job, step: TrainStep) -> None:
+    real = step.accumulate
+
+    def accumulate(number: int) -> Tensor:
+        loss = real(number).double()
+        dist.all_reduce(loss)
+        return loss / job.axes.data_parallel()
+
+    step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def targets_of_the_next(job: Job, step: TrainStep) -> None:
+    """The last stage reads the targets of another micro-batch."""
+    if job.pipeline_rank == 1:
+        num, [stage] = job.config.train.num_microbatches, step.pipeline._stages.values()
+        real = stage.forward
+        stage.forward = lambda m, x: real((m + 1) % num, x)  # type: ignore[method-assign]
+        run_row(job, step)
+
+
+def norm_without_stage_1(job: Job, step: TrainStep) -> None:
+    if job.pipeline_rank == 1:
+        step._counted = []
+
+
+def norm_with_copies(job: Job, step: TrainStep) -> None:
+    step._counted = list(job.model.parameters())
+
+
+@torch.no_grad()
+def no_gradient_on_stage_0(job: Job, step: TrainStep) -> None:
+    """All of a stage's gradients are zero: its backward is cut off."""
+    real = step.accumulate
+
+    def accumulate(number: int) -> Tensor:
+        loss = real(number)
+        if job.pipeline_rank == 0:
+            for parameter in job.model.parameters():
+                to_local(parameter.grad).zero_()  # type: ignore[arg-type]
+        return loss
+
+    step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def on_ranks(ranks: Iterable[int], change: Tamper) -> Tamper:
+    """Only these ranks of a stage's are damaged."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        if job.context.rank in ranks:
+            change(job, step)
+
+    return tamper
+
+
+def free_input_early(row: Row) -> Row:
+    """Right after the forward, while the backward is still to come."""
+    [freed] = [action for action in row if str(action) == "1FREE_IN1"]
+    row.remove(freed)
+    at = 1 + next(i for i, action in enumerate(row) if str(action) == "1F1")
+    return [*row[:at], freed, *row[at:]]
+
+
+FOUR = ("train.num_microbatches=4", "train.global_batch=8")
+PIPE = ("mesh.pp=2", *FOUR)
+LONG = ("mesh.pp=4", "model.num_layers=4", *FOUR)
+TIED = "model.tie_embeddings=true"
+SPLIT = "pipeline.schedule=zb-h1"
+SHARDED = (*PIPE, "mesh.dp_shard=2")
+GPIPE = (*PIPE, "pipeline.schedule=f-then-b")
+VEE = (*PIPE, "pipeline.schedule=zb-v", "model.num_layers=4")
+STAGE_1 = (2, 3)
+"""Its ranks in `SHARDED`."""
+UP = "blocks.1.ffn.up.weight"
+"""Of stage 1 in `PIPE`."""
+UP_0 = "blocks.0.ffn.up.weight"
+
+PIPELINE_FAULTS: dict[str, Fault] = {
+    "two micro-batches are swapped on the way to stage 1": Fault(
+        rows(swap_microbatches(K.FORWARD, K.SEND_FORWARD, K.FREE_OUTPUT), pp=0),
+        PIPE,
+        ("rank 0 read", "with micro-batches in another order"),
+        UP,
+    ),
+    "a W is lost": Fault(
+        rows(without("1W1"), pp=1),
+        (*PIPE, SPLIT),
+        ("micro-batch 1 is lost on stage 1 (pp rank 1)", "put-off weight gradients", "1W1"),
+        UP,
+    ),
+    "a W is run twice": Fault(
+        rows(repeat("1F1", "1I1", "1W1"), pp=1), (*PIPE, SPLIT), ("micro-batch 1 counted twice on stage 1",), UP
+    ),
+    "a micro-batch counts twice on one stage": Fault(
+        rows(repeat("0F1", "0B1"), pp=0),
+        PIPE,
+        ("micro-batch 1 counted twice on stage 0 (pp rank 0)", "0B1 ran twice"),
+        UP_0,
+    ),
+    "the last micro-batch's backward is skipped": Fault(
+        rows(without("0B3"), pp=0), PIPE, ("micro-batch 3 is lost on stage 0 (pp rank 0)", "0B3"), UP_0
+    ),
+    "a gradient is lost on the way from stage 2 to stage 1": Fault(
+        channel(SendsZeros, K.SEND_BACKWARD, pp=2, number=2),
+        LONG,
+        ("micro-batch 2 is lost on stages 0 and 1 (pp ranks 0 and 1)", "from stage 2 to stage 1"),
+        UP_0,
+    ),
+    "a gradient is sent twice and the next one never": Fault(
+        channel(SendsThePrevious, K.SEND_BACKWARD, pp=1, number=2),
+        PIPE,
+        ("wrong up to stage 0 (pp rank 0)", "right from stage 1 (pp rank 1) on", "1SEND_B", "0RECV_B"),
+        UP_0,
+    ),
+    "a stage gets the gradients of other micro-batches": Fault(
+        rows(swap_microbatches(K.RECV_BACKWARD, K.BACKWARD, K.FREE_GRADIENT), pp=0),
+        GPIPE,
+        ("wrong up to stage 0 (pp rank 0)", "right from stage 1 (pp rank 1) on", "0RECV_B"),
+        UP_0,
+    ),
+    "a gradient's buffer is stale": Fault(
+        channel(LeavesSlotStale, K.SEND_BACKWARD, pp=0, number=2), PIPE, ("wrong up to stage 0 (pp rank 0)",), UP_0
+    ),
+    "an input's buffer is stale": Fault(
+        channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3), PIPE, ("the forward pass differs",), UP
+    ),
+    "inputs are overwritten before their backward": Fault(
+        rows(one_slot(K.RECV_FORWARD), pp=1),
+        (*GPIPE, "recompute.policy=full"),
+        ("gradients are wrong",),
+        "blocks.1.attention.wq.weight",
+    ),
+    "shared gradients are not added up": Fault(
+        sync_shared(0), (*PIPE, TIED), ("the sum over pp is missing", "tied embedding"), "embed.weight"
+    ),
+    "shared gradients are not added up, far apart": Fault(
+        sync_shared(0), (*LONG, TIED), ("the sum over pp is missing", "ranks 0 and 3"), "embed.weight"
+    ),
+    "shared gradients are not added up, on one rank": Fault(sync_shared(0), (*VEE, TIED), (), "embed.weight"),
+    "shared gradients are added up twice": Fault(
+        sync_shared(2), (*PIPE, TIED), ("2.000 × the reference", "summed over pp (2 ranks)"), "embed.weight"
+    ),
+    "a copy of the tied embedding starts elsewhere": Fault(
+        copy_starts_elsewhere, (*PIPE, TIED), ("initial weights differ on rank 1",), "embed.weight"
+    ),
+    "a stage is not reduced": Fault(
+        rows(without("1REDUCE"), pp=1), (*SHARDED, SPLIT), ("no gradient", "stage 1 (pp rank 1)"), UP
+    ),
+    "a stage is reduced before its last W": Fault(
+        rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT), ("micro-batch 3 is lost on stage 1",), UP
+    ),
+    "one rank of a stage loses a W": Fault(
+        on_ranks([3], rows(without("1W2"), pp=1)),
+        (*SHARDED, SPLIT),
+        ("of data-parallel share 1 (ranks 1 and 3) micro-batch 2 is lost on stage 1 (pp rank 1)",),
+        UP,
+    ),
+    "one stage is not summed over its ranks": Fault(
+        on_ranks(STAGE_1, drop_reduce_scatter),
+        SHARDED,
+        ("the sum over dp_shard is missing", "on stage 1 (pp rank 1)"),
+        UP,
+    ),
+    "one stage's partial sums are skipped": Fault(
+        on_ranks(STAGE_1, skip_partial_sums_over_tp),
+        (*PIPE, "mesh.tp=2"),
+        ("the sum over tp is missing", "on stage 1 (pp rank 1)"),
+        "blocks.1.attention_norm.weight",
+    ),
+    "a stage's backward is cut off": Fault(
+        no_gradient_on_stage_0, PIPE, ("zero on stage 0 (pp rank 0)", "no gradient reached"), UP_0
+    ),
+    "every rank counts the loss": Fault(
+        loss_on_every_rank, PIPE, ("2.000 × the reference", "summed over pp (2 ranks)")
+    ),
+    "the last stage reads another micro-batch's targets": Fault(
+        targets_of_the_next, PIPE, ("with micro-batches in another order", "rank 1 read"), UP
+    ),
+    "the norm leaves out a stage": Fault(
+        norm_without_stage_1, SHARDED, ("left out of the norm", "ranks 2 and 3 hold (pp = 1)")
+    ),
+    "the norm counts both copies of the tied embedding": Fault(
+        norm_with_copies, (*PIPE, TIED), ("counted pp (2) times", "embed.weight")
+    ),
+    "chunks of a rank are exchanged": Fault(swap_chunks, VEE, ("the forward pass differs",), UP),
+    "the next chunk is handed another micro-batch": Fault(
+        hand_over_the_previous, VEE, ("the forward pass differs",), UP
+    ),
+    "a stage has another stage's layer": Fault(
+        layer_of_another_stage, PIPE, ("in the reference but not in the layout", "blocks.1")
+    ),
+    "a layer runs twice": Fault(run_layer_twice, PIPE, ("the forward pass differs",), UP),
+}
+
+LOUD_FAULTS: dict[str, Fault] = {
+    "an input is freed before its backward": Fault(
+        rows(free_input_early, pp=1), (*GPIPE, "pipeline.poison=true"), ("modified", "inplace")
+    ),
+    "an input is freed before its recomputation": Fault(
+        rows(free_input_early, pp=1), (*GPIPE, "recompute.policy=full", "pipeline.poison=true"), ("modified", "inplace")
+    ),
+}
+"""Faults that end the step: autograd sees that what it saved was poisoned."""

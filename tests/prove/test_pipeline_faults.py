@@ -1,0 +1,91 @@
+"""Every seeded fault of a pipeline is caught, and the stage and micro-batch at fault are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.prove.report import render, to_json
+from meshwright.prove.stages import Stages, stages_of
+from meshwright.testing.gang import GangError, GangPool
+from tests.prove.pipeline_faults import LOUD_FAULTS, PIPELINE_FAULTS
+from tests.prove.proofs import prove_with, record_on_rank, small_config
+
+SLOW = {
+    "shared gradients are not added up, far apart",
+    "shared gradients are not added up, on one rank",
+    "a stage's backward is cut off",
+    "one stage is not summed over its ranks",
+    "a layer runs twice",
+    "an input is freed before its recomputation",
+}
+"""Much like others."""
+
+
+def named(faults: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in faults]
+
+
+@pytest.mark.parametrize("name", named(PIPELINE_FAULTS))
+def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
+    fault = PIPELINE_FAULTS[name]
+    config = small_config(*fault.layout)
+    ranks = gang(config.mesh.axes().num_ranks())
+    records = ranks.run(record_on_rank, config, "tests.prove.pipeline_faults", "PIPELINE_FAULTS", name)
+    result = prove_with(records, config)
+    report, screen = to_json(result), " ".join(render(result))
+    assert not report["passed"]
+    text = " ".join(screen.lower().split())
+    missing = [words for words in fault.says if words.lower() not in text]
+    assert not missing, "\n".join([f"missing: {missing}", *render(result)])
+    if fault.at:
+        (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
+        assert entry["verdict"] == "wrong"
+        assert entry["cause"]
+
+
+@pytest.mark.parametrize("name", named(LOUD_FAULTS))
+def test_a_buffer_that_is_used_after_its_free_ends_the_step(gang: GangPool, name: str) -> None:
+    fault = LOUD_FAULTS[name]
+    config = small_config(*fault.layout)
+    with pytest.raises(GangError) as caught:
+        gang(2).run(record_on_rank, config, "tests.prove.pipeline_faults", "LOUD_FAULTS", name)
+    assert caught.value.ranks[0] == 1 and all(words in caught.value.what for words in fault.says)
+
+
+def test_a_table_with_micro_batches_in_another_order_is_no_fault(gang: GangPool, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+    layout = ("mesh.pp=2", f"pipeline.schedule={path}", "train.num_microbatches=2", "train.global_batch=8")
+    config = small_config(*layout)
+    result = prove_with(gang(2).run(record_on_rank, config, "", "", ""), config)
+    assert result.passed, "\n".join(render(result))
+
+
+VEE = Stages((0, 1, 1, 0), (range(3), range(3, 5), range(5, 5), range(5, 12)), is_tied=True)
+
+
+def test_stages_of_parameters() -> None:
+    where = {"embed.weight": (0, 3), "blocks.2.ffn.up.weight": (0,), "blocks.4.x": (1,), "blocks.11.x": (3,)}
+    assert {name: VEE.of(name) for name in where} == where
+    assert VEE.of("norm.weight") == VEE.of("head.weight") == (3,)
+    assert VEE.holding(["blocks.0.x", "blocks.3.x", "blocks.4.x"]) == (0, 1)
+
+
+def test_stages_in_words() -> None:
+    assert VEE.words([1]) == "stage 1 (pp rank 1)"
+    assert VEE.words([3, 0]) == "stages 0 and 3 (pp rank 0)"
+    assert VEE.words([0, 1, 2]) == "stages 0, 1 and 2 (pp ranks 0 and 1)"
+
+
+def test_only_a_pipeline_has_stages() -> None:
+    assert stages_of(small_config()) is None
+    found = stages_of(small_config("mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true"))
+    assert found == Stages((0, 1), (range(1), range(1, 2)), is_tied=True)
+
+
+def test_the_suite_is_large_enough() -> None:
+    assert len(PIPELINE_FAULTS) >= 20
