@@ -24,11 +24,12 @@ TIMEOUT_S = 6
 ACTION = r"in step \d+, action \d+ \({stage}(F|B|SEND_F|SEND_B|RECV_F|RECV_B|FREE_IN|FREE_OUT|FREE_GRAD)\d"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "what"),
     [
         (signal.SIGSTOP, "rank 1 was stopped (SIGSTOP, or a debugger)"),
-        pytest.param(signal.SIGKILL, "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_a_lost_rank_is_named_with_its_action(tmp_path, number, what):
