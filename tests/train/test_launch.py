@@ -27,6 +27,8 @@ def misbehave(context: RankContext, argument):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if action == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     if action == "exit":
@@ -120,3 +122,11 @@ def test_handlers_are_put_back(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run(tmp_path, num_ranks=1, r0="well")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_when_the_others_have_ended(tmp_path):
+    """Nobody waits for it in a collective, so no time runs out."""
+    with pytest.raises(RunError, match="^rank 1 was stopped .* in step 7; the others had ended") as caught:
+        run(tmp_path, num_ranks=3, r0="well", r1="stop", r2="well")
+    assert caught.value.where.startswith("rank 1 of 3, step 7") and caught.value.fix

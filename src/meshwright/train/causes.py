@@ -46,20 +46,33 @@ def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> M
     cause = min(ended, key=lambda end: end.priority)
     if cause.priority[0] < 3:
         return _explain(cause, len(ranks))
-    everyone = "\n       all ranks: " + "; ".join(f"rank {rank}: {board.place(rank)}" for rank in range(len(ranks)))
-    stopped = [rank for rank, process in enumerate(ranks) if process.is_alive() and _is_stopped(process.pid)]
+    stopped = stopped_ranks(ranks)
     if stopped:
-        place = board.place(stopped[0])
-        others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
-        return RunError(
-            f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; rank {cause.rank} "
-            "waited for it until its time was up, and the ranks were ended",
-            where=f"rank {stopped[0]} of {len(ranks)}, {place}, host {socket.gethostname()}{everyone}",
-            rule="no rank may wait longer than train.timeout_s",
-            fix="run again with --resume auto",
-        )
+        return explain_stopped(stopped, len(ranks), board, f"rank {cause.rank} waited for it until its time was up")
     error = _explain(cause, len(ranks))
-    return RunError(error.what, where=error.where + everyone, rule=error.rule, fix=error.fix)
+    return RunError(error.what, where=error.where + _everyone(len(ranks), board), rule=error.rule, fix=error.fix)
+
+
+def stopped_ranks(ranks: Sequence[BaseProcess]) -> list[int]:
+    """Ranks whose process exists but does not run."""
+    return [rank for rank, process in enumerate(ranks) if process.is_alive() and _is_stopped(process.pid)]
+
+
+def explain_stopped(stopped: Sequence[int], num_ranks: int, board: StatusBoard, what_came_of_it: str) -> RunError:
+    """That ranks were stopped, with what each was doing."""
+    place = board.place(stopped[0])
+    others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
+    return RunError(
+        f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; {what_came_of_it}, "
+        "and the ranks were ended",
+        where=f"rank {stopped[0]} of {num_ranks}, {place}, host {socket.gethostname()}{_everyone(num_ranks, board)}",
+        rule="no rank may wait longer than train.timeout_s",
+        fix="run again with --resume auto",
+    )
+
+
+def _everyone(num_ranks: int, board: StatusBoard) -> str:
+    return "\n       all ranks: " + "; ".join(f"rank {rank}: {board.place(rank)}" for rank in range(num_ranks))
 
 
 def _is_stopped(pid: int | None) -> bool:

@@ -37,6 +37,10 @@ class StatusBoard:
         self._numbers = numbers
         self._describe_action = describe_action
 
+    def describe(self, action: DescribeAction) -> None:
+        """Put positions in words from here on."""
+        self._describe_action = action
+
     @staticmethod
     def length(num_ranks: int) -> int:
         """64-bit numbers the board needs."""

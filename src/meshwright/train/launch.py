@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Protocol, TypeVar
 
 from meshwright.errors import InputError, RunError
-from meshwright.train.causes import explain
+from meshwright.train.causes import explain, explain_stopped, stopped_ranks
 from meshwright.train.context import DescribeAction, RankContext, StatusBoard
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ Body = Callable[[RankContext, T], None]
 
 GRACE_S = 0.5
 """After one rank ends, how long others may take to end of the same cause before the first cause is chosen."""
+LOOK_S, STOPPED_S = 1.0, 10.0
+"""How often to look whether ranks stand still after others have ended, and how long they may."""
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.worker"]
 
 
@@ -199,11 +201,16 @@ def _watch(
     on_interrupt: Interrupts | None,
 ) -> None:
     """Wait until all ranks ended well; raise for the first cause as soon as one did not."""
-    heard = 0
+    heard = looks = 0
     while running := [process for process in ranks if process.is_alive()]:
         if any(process.exitcode for process in ranks):
             break
-        ready = connection.wait([interruptions.pipe, *(process.sentinel for process in running)])
+        # When some have ended well nobody waits for the others, who may have been stopped: look after them.
+        patience = LOOK_S if len(running) < len(ranks) else None
+        ready = connection.wait([interruptions.pipe, *(process.sentinel for process in running)], patience)
+        looks = looks + 1 if not ready and len(stopped_ranks(ranks)) == len(running) else 0
+        if looks * LOOK_S >= STOPPED_S:
+            raise explain_stopped(stopped_ranks(ranks), len(ranks), board, "the others had ended")
         if interruptions.pipe in ready:
             os.read(interruptions.pipe, 1)
             heard += 1

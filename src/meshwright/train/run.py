@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 
 from meshwright.comm.collectives import all_gather_object, broadcast_object
+from meshwright.config.pipeline import action_words
 from meshwright.config.schema import RunConfig
 from meshwright.data.text import Corpus
 from meshwright.errors import DataError, MeshwrightError
@@ -31,6 +33,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     config = spec.config
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    context.board.describe(partial(action_words, config))  # for errors under another launcher, which knows no table
     device = choose_device(config, context)
     with process_group(
         rank=context.rank,
