@@ -54,7 +54,13 @@ def test_a_checkpoint_of_any_layout_is_complete(saved, source):
     assert data == sum(tensor.numel() for tensor in values().values())
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(LAYOUTS, LAYOUTS)), ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(*pair, marks=() if ALONE in pair else pytest.mark.slow, id="-".join(map(str, pair)))
+        for pair in itertools.product(LAYOUTS, LAYOUTS)
+    ],
+)
 def test_any_layout_loads_onto_any_other(gang, saved, source, target):
     if target == ALONE:
         found = blank(values())
@@ -93,7 +99,9 @@ def test_sharded_modules_are_saved_whole(saved_blocks, degrees):
     assert all(torch.equal(found[name], tensor) for name, tensor in full.items())
 
 
-@pytest.mark.parametrize("target", BLOCK_DEGREES, ids=str)
+@pytest.mark.parametrize(
+    "target", [pytest.param(d, marks=() if d[0] == 2 else pytest.mark.slow, id=str(d)) for d in BLOCK_DEGREES]
+)
 def test_sharded_modules_are_filled_in_place_from_any_layout(gang, saved_blocks, target):
     num_ranks = target[0] * target[1] * target[2]
     for source, path in saved_blocks.items():

@@ -14,10 +14,8 @@ OTHER_AXES = {"alone": (), "dp_shard": ("mesh.dp_shard=2",), "tp": ("mesh.tp=2",
 QUICK = {
     ("1f1b", 2, "dp_shard", "false"),
     ("zb-h1", 4, "alone", "true"),
-    ("interleaved", 2, "alone", "true"),
     ("zb-v", 2, "tp", "true"),
     ("dualpipe-v", 2, "dp_shard", "false"),
-    ("v-min", 2, "alone", "false"),
 }
 MATRIX = [
     (kind, pp, axis, tied)
@@ -86,7 +84,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", list(MORE))
+QUICK_OPTIONS = {"full recompute, split backward", "kept gathered, split backward"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK_OPTIONS else pytest.mark.slow) for n in MORE])
 def test_options_are_proved(gang, name):
     words = ["mesh.pp=2", "train.num_microbatches=4", "train.global_batch=8", "model.num_layers=2", *MORE[name]]
     result = proof(gang, *words)

@@ -127,6 +127,7 @@ def ends_in_time(process, *, timeout_s=LIMIT_S):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_from_outside(words, finished, tmp_path):
     """The others end, the message names rank and step; resumed, all is bitwise as if nothing had happened."""
     process = start(words, tmp_path)
