@@ -62,6 +62,7 @@ ALLOWED = {
 FEWEST_OPERATIONS = {"first": 15, "next": 25, "again": 25, "leftovers": 40}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ALLOWED)
 def test_a_kill_at_any_operation_leaves_complete_checkpoints(kills, scenario):
     *killed, finished = sorted(path for path in (kills / scenario).iterdir() if path.name != "before")
@@ -76,6 +77,7 @@ def test_a_kill_at_any_operation_leaves_complete_checkpoints(kills, scenario):
         assert [path.name for path in root.iterdir()] == ["00000003"], "leftovers were not cleaned up"
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_loses_nothing_that_was_saved(kills):
     roots = sorted((kills / "delays").iterdir())
     assert len(roots) == NUM_DELAYS

@@ -9,7 +9,7 @@ from meshwright.pipeline import Costs, Schedule, generate, simulate
 from meshwright.pipeline.generate import V_SHAPED, ScheduleKind
 from meshwright.pipeline.simulate import Simulation
 
-RANKS = (2, 3, 4, 8)
+RANKS = (2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 TIMES = [(1, 1, 1), (2, 3, 1), (3, 5, 2), (1, 2, 4), (4, 1, 0)]
 """F, I and W of a stage of the table; whole numbers, so that sums are exact."""
 

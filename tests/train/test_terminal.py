@@ -41,6 +41,7 @@ def on_a_terminal(words, **environment):
     return process.wait(timeout=60), written.decode()
 
 
+@pytest.mark.slow
 def test_one_line_rewrites_itself_and_fits(tmp_path):
     words = [*STEPS, *small_corpus(tmp_path), "train.steps=40", "--out", str(tmp_path / "run")]
     code, text = on_a_terminal(words)
