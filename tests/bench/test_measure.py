@@ -27,7 +27,9 @@ def compare_body(rank, world_size, case):
     return {arm.name: (arm.losses, arm.done) for arm in arms}, dict(timed.seconds)
 
 
-@pytest.mark.parametrize("ranks, precision", [(1, "float32"), (1, "bfloat16"), pytest.param(2, "float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks, precision", [(1, "float32"), (1, "bfloat16"), pytest.param(2, "float32", marks=pytest.mark.slow)]
+)
 def test_both_sides_run_all_their_steps_on_the_same_losses(gang, ranks, precision):
     case = tiny_case(ranks=ranks, precision=precision)
     for sides, seconds in gang(ranks).run(compare_body, case):
