@@ -258,6 +258,17 @@ def test_poison_shows():
     assert view.isnan().all()
 
 
+def test_what_lies_in_a_slot_is_copied_before_it_goes_on():
+    table, buffers = make_buffers()
+    view = buffers.view(next(part for a in table.actions[1] for part in a.parts() if part.slot is not None))
+    view.fill_(2.0)
+    for inside in (view, view.detach(), view[1:], view.view(3, 2)):
+        copy = buffers.outside(inside)
+        assert copy.untyped_storage().data_ptr() != view.untyped_storage().data_ptr() and torch.equal(copy, inside)
+    other = view.clone()
+    assert buffers.outside(other) is other
+
+
 @pytest.mark.parametrize("given", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)])
 def test_an_output_that_the_next_stage_does_not_take(given):
     _, buffers = make_buffers()

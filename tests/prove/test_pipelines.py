@@ -59,7 +59,8 @@ UNEVEN = {
                        "pipeline.allow_empty_stages=true", "mesh.tp=2"),
     "no layer last": ("mesh.pp=2", "model.num_layers=2", "pipeline.layers_per_stage=[2,0]",
                       "pipeline.allow_empty_stages=true", "mesh.dp_shard=2", "model.tie_embeddings=true"),
-}  # fmt: skip
+}
+EMPTY_WITHIN_A_RANK = ("mesh.pp=2", "model.num_layers=2", "pipeline.allow_empty_stages=true")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,17 @@ UNEVEN = {
     quick_and_slow([(name, kind) for name in UNEVEN for kind in ONE_STAGE_A_RANK], {("an empty stage", "zb-h1")}),
 )
 def test_uneven_and_empty_stages_are_proved(gang, name, kind):
-    words = [*UNEVEN[name], f"pipeline.schedule={kind}", "train.num_microbatches=4", "train.global_batch=8"]
+    batch = ("train.num_microbatches=4", "train.global_batch=8", "pipeline.poison=true")
+    words = [*UNEVEN[name], f"pipeline.schedule={kind}", *batch]
     result = proof(gang, *words)
+    assert result.passed, "\n".join(render(result))
+
+
+@pytest.mark.parametrize("layers", ["[1,0,0,1]", "[1,0,1,0]", "[0,1,0,1]"])
+def test_an_empty_stage_that_hands_over_within_its_rank_is_proved(gang, layers):
+    """What it was sent must not be handed on in its slot, which the next receive overwrites."""
+    words = ["pipeline.schedule=zb-v", f"pipeline.layers_per_stage={layers}", *EMPTY_WITHIN_A_RANK]
+    result = proof(gang, *words, "train.num_microbatches=4", "train.global_batch=8", "pipeline.poison=true")
     assert result.passed, "\n".join(render(result))
 
 

@@ -62,6 +62,7 @@ class Buffers:
         for kind, count in num_slots(schedule, rank).items():
             for slot in range(count):
                 self._slots[kind, slot] = torch.empty(largest[kind], dtype=torch.uint8, device=device)
+        self._addresses = {slot.untyped_storage().data_ptr() for slot in self._slots.values() if slot.numel()}
 
     def view(self, receive: Action) -> Tensor:
         """The tensor that a receive fills."""
@@ -83,6 +84,15 @@ class Buffers:
                 rule="a stage takes what the stage before it gives, for every micro-batch alike",
                 fix=f"a stage {stage} with an output of {_words(wanted)}",
             )
+
+    def outside(self, x: Tensor) -> Tensor:
+        """A tensor that outlives the slots: `x`, or a copy of it if it lies in one.
+
+        A stage without a layer gives what it took, and a slot is free for the next receive before that is sent on.
+        """
+        if type(x) is not Tensor:  # what a collective gives, still under way: never a slot
+            return x
+        return x.clone() if x.untyped_storage().data_ptr() in self._addresses else x
 
     def free(self, view: Tensor) -> None:
         """Nothing uses a slot's tensor any more."""

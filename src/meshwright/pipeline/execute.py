@@ -155,7 +155,7 @@ class Executor:
         number, m = action.stage, action.microbatch
         key = (number, m)
         is_first, is_last = number == 0, number == self._schedule.num_stages - 1
-        anchor, check_output = self._anchor, self._buffers.check_output if self._buffers is not None else None
+        anchor, buffers = self._anchor, self._buffers
 
         def forward() -> None:
             x = None
@@ -169,8 +169,10 @@ class Executor:
             if with_grad:
                 live.edges[key] = get_gradient_edge(y)
             if not is_last:
-                if check_output is not None:
-                    check_output(number, y)
+                y = y.detach()
+                if buffers is not None:
+                    buffers.check_output(number, y)
+                    y = buffers.outside(y)
                 live.give_output(key, y, hands_over=hands_over)
 
         received = self._schedule.is_transfer(number - 1)
@@ -185,7 +187,7 @@ class Executor:
         received = self._schedule.is_transfer(number)
         hands_over = not self._schedule.is_transfer(number - 1)
         reduces = self._reduces_within(position)
-        store = stage.weight_gradients if action.kind is K.BACKWARD_INPUT else None
+        store, buffers = stage.weight_gradients if action.kind is K.BACKWARD_INPUT else None, self._buffers
 
         def backward() -> None:
             gradient = None
@@ -202,6 +204,8 @@ class Executor:
                 live.weights[key] = store.take()
             if not is_first:
                 given = live.entries.pop(key).value
+                if buffers is not None:
+                    given = buffers.outside(given)
                 if hands_over:
                     live.gradients[before] = given
                 else:
@@ -305,12 +309,12 @@ class _Live:
         self._lanes: dict[ChannelKey, list[tuple[Tensor, Work]]] = defaultdict(list)
 
     def give_output(self, key: tuple[int, int], y: Tensor, *, hands_over: bool) -> None:
-        """Pass on what a forward gave: to the next stage here, or to its send."""
+        """Pass on what a forward gave, detached: to the next stage here, or to its send."""
         stage, m = key
         if hands_over:
-            self.inputs[stage + 1, m] = _plain(y.detach())
+            self.inputs[stage + 1, m] = _plain(y)
         else:
-            self.to_send[K.SEND_FORWARD, stage, m] = y.detach()
+            self.to_send[K.SEND_FORWARD, stage, m] = y
 
     def await_input(self, action: Action) -> None:
         """Wait for what a forward or a backward needs to have arrived."""
