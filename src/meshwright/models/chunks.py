@@ -7,23 +7,23 @@ from typing import cast
 
 from torch import nn
 
-from meshwright.models.llama import Llama
+from meshwright.models.part import ModelPart
 
 
 class Chunks(nn.ModuleDict):
     """Parts by the number of their stage, as one module."""
 
-    def __init__(self, parts: Mapping[int, Llama]) -> None:
+    def __init__(self, parts: Mapping[int, ModelPart]) -> None:
         super().__init__({str(stage): part for stage, part in parts.items()})
 
-    def parts(self) -> dict[int, Llama]:
+    def parts(self) -> dict[int, ModelPart]:
         """By the number of the stage."""
-        return {int(stage): cast(Llama, part) for stage, part in self.items()}
+        return {int(stage): cast(ModelPart, part) for stage, part in self.items()}
 
     def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by the name that they have in the whole model, each name once.
 
-        A copy of a tied embedding is left out where the embedding is here too.
+        Of a shared parameter with several copies here the first stage's stands for all.
         """
         seen = set()
         for part in self.parts().values():
@@ -33,5 +33,5 @@ class Chunks(nn.ModuleDict):
                     yield name, parameter
 
     def initial_std(self, name: str) -> float | None:
-        """As `Llama.initial_std`."""
+        """As `ModelPart.initial_std`."""
         return next(iter(self.parts().values())).initial_std(name)

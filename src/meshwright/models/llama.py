@@ -9,33 +9,22 @@ Shapes: b batch, t time, d model width, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import cast
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.part import ModelPart, Part
 from meshwright.models.spec import LlamaSpec
 from meshwright.nn.attention.rope import Stretch, rope_tables
 from meshwright.nn.block import TransformerBlock
 from meshwright.nn.linear import Linear
+from meshwright.pipeline.shared import SharedParameter
 
 INIT_STD = 0.02
 
 
-@dataclass(frozen=True)
-class Part:
-    """Consecutive layers of a model: what a pipeline stage holds of it."""
-
-    layers: range
-    is_first: bool = True
-    """Has the embedding, and takes token ids."""
-    is_last: bool = True
-    """Has the final norm and the output head, and gives logits."""
-
-
-class Llama(nn.Module):
+class Llama(ModelPart):
     """Token embedding, blocks, final norm and output head; or the part of them that a pipeline stage has.
 
     A part's parameters have the names that they have in the whole model. Where the embedding is tied and the part has
@@ -43,9 +32,8 @@ class Llama(nn.Module):
     """
 
     def __init__(self, spec: LlamaSpec, part: Part | None = None) -> None:
-        super().__init__()
+        super().__init__(part or Part(range(spec.num_layers)))
         self.spec = spec
-        self.part = part or Part(range(spec.num_layers))
         if self.part.is_first:
             self.embed = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict(
@@ -76,21 +64,9 @@ class Llama(nn.Module):
         if self.spec.tie_embeddings and self.part.is_first and self.part.is_last:
             self.head.weight = self.embed.weight
 
-    @property
-    def has_copy(self) -> bool:
-        """Whether the head's weight is a copy of an embedding that another part has."""
-        return self.spec.tie_embeddings and self.part.is_last and not self.part.is_first
-
-    def shared_parameter(self) -> nn.Parameter | None:
-        """The parameter that this part shares with another one, if there is any."""
-        if not self.spec.tie_embeddings or not (self.part.is_first or self.part.is_last):
-            return None
-        return cast(nn.Parameter, self.head.weight if self.has_copy else self.embed.weight)
-
-    def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the name that they have in the whole model."""
-        for name, parameter in self.named_parameters():
-            yield "embed.weight" if self.has_copy and name == "head.weight" else name, parameter
+    def shared_parameters(self) -> tuple[SharedParameter, ...]:
+        """What the parts of this model share: declared here, and the same on every part."""
+        return self.spec.shared_parameters(self.part.num_stages)
 
     def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
         """Next-token logits [b, t, v] of token ids [b, t].

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.models.dit_spec import DiTSpec
+from meshwright.pipeline.shared import SharedParameter
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -39,6 +42,12 @@ class LlamaSpec:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+
+    def shared_parameters(self, num_stages: int) -> tuple[SharedParameter, ...]:
+        """What the model's parts share, in a pipeline of so many stages: a tied embedding, on the first and the last."""
+        if num_stages == 1 or not self.tie_embeddings:
+            return ()
+        return (SharedParameter("embed.weight", ((0, "embed.weight"), (num_stages - 1, "head.weight"))),)
 
     def params_per_layer(self) -> int:
         """Parameters of one transformer block."""
@@ -79,3 +88,6 @@ class LlamaSpec:
     def identity(self) -> dict[str, Any]:
         """Everything that decides names and shapes of the parameters and what they mean: a checkpoint's identity."""
         return {"kind": "llama", **asdict(self)}
+
+
+ModelSpec = LlamaSpec | DiTSpec

@@ -1,0 +1,122 @@
+"""What a diffusion transformer is, as a value (Peebles and Xie 2023, "Scalable diffusion models with transformers").
+
+Torch-free, and tested against the real module, as `spec` is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.pipeline.shared import SharedParameter
+
+FREQUENCY_DIM = 256
+"""Sines and cosines that a timestep or a frame rate is given as (Peebles and Xie's code)."""
+
+
+@dataclass(frozen=True)
+class DiTSpec:
+    """Dimensions of a diffusion transformer for images, or for videos where `num_frames` is over 1."""
+
+    num_layers: int
+    dim: int
+    num_heads: int
+    head_dim: int
+    ffn_dim: int
+    image_size: int
+    patch_size: int
+    num_channels: int
+    num_classes: int
+    num_frames: int = 1
+    patch_frames: int = 1
+    zero_init: bool = True
+    """Gates and the output start at zero, so that every block starts as the identity (adaLN-Zero)."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether samples have frames, and a frame rate that the model is told."""
+        return self.num_frames > 1
+
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """Of a sample: channels, frames, height, width."""
+        return (self.num_channels, self.num_frames, self.image_size, self.image_size)
+
+    def num_tokens(self) -> int:
+        """Space-time patches of a sample."""
+        return self.num_frames // self.patch_frames * (self.image_size // self.patch_size) ** 2
+
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return self.num_channels * self.patch_frames * self.patch_size**2
+
+    def shared_names(self) -> tuple[str, ...]:
+        """The embedders' parameters, which every stage has a copy of."""
+        embedders = ["time_embed", *(["fps_embed"] if self.is_video else [])]
+        mlps = [f"{mlp}.{layer}.{kind}" for mlp in embedders for layer in ("fc1", "fc2") for kind in ("weight", "bias")]
+        return tuple(sorted([*mlps, "label_embed.weight"]))
+
+    def shared_parameters(self, num_stages: int) -> tuple[SharedParameter, ...]:
+        """What the model's parts share, in a pipeline of so many stages."""
+        if num_stages == 1:
+            return ()
+        return tuple(SharedParameter(n, tuple((s, n) for s in range(num_stages))) for n in self.shared_names())
+
+    def params_per_layer(self) -> int:
+        """Parameters of one block: attention, feed-forward and modulation, with biases."""
+        inner = self.num_heads * self.head_dim
+        attention = 3 * inner * (self.dim + 1) + self.dim * (inner + 1)
+        feed_forward = self.ffn_dim * (self.dim + 1) + self.dim * (self.ffn_dim + 1)
+        return attention + feed_forward + 6 * self.dim * (self.dim + 1)
+
+    def embedder_params(self) -> int:
+        """Parameters of the embedders that every stage has."""
+        mlp = self.dim * (FREQUENCY_DIM + 1) + self.dim * (self.dim + 1)
+        return mlp * (2 if self.is_video else 1) + (self.num_classes + 1) * self.dim
+
+    def first_params(self) -> int:
+        """Parameters of the patch embedding."""
+        return self.dim * (self.patch_dim() + 1)
+
+    def last_params(self) -> int:
+        """Parameters of the final layer: its modulation and the projection to a patch."""
+        return 2 * self.dim * (self.dim + 1) + self.patch_dim() * (self.dim + 1)
+
+    def num_params(self) -> int:
+        """Parameters of the whole model; a shared one counts once."""
+        ends = self.first_params() + self.last_params()
+        return ends + self.embedder_params() + self.num_layers * self.params_per_layer()
+
+    def layer_flops(self, seq_len: int) -> float:
+        """Forward floating-point operations of one block for one token of `seq_len`.
+
+        Modulation is computed once a sample, so a token has its share of it.
+        """
+        inner = self.num_heads * self.head_dim
+        matmuls = 2.0 * (4 * self.dim * inner + 2 * self.dim * self.ffn_dim)
+        return matmuls + 4.0 * inner * seq_len + 12.0 * self.dim**2 / seq_len
+
+    def head_flops(self) -> float:
+        """Forward floating-point operations of the final layer for one token."""
+        return 2.0 * self.dim * self.patch_dim() + 4.0 * self.dim**2 / self.num_tokens()
+
+    def embedding_flops(self) -> float:
+        """Forward floating-point operations of the patch embedding for one token."""
+        return 2.0 * self.dim * self.patch_dim()
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward for one token; the embedders', once a sample, included."""
+        embedders = 2.0 * (self.embedder_params() - (self.num_classes + 1) * self.dim) / seq_len
+        forward = self.num_layers * self.layer_flops(seq_len) + self.head_flops() + self.embedding_flops() + embedders
+        return 3.0 * forward
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides names and shapes of the parameters and what they mean: a checkpoint's identity."""
+        facts = asdict(self)
+        del facts["zero_init"]  # decides initial values only
+        return {"kind": "dit", **facts}
+
+
+def init_std(fan_in: int, fan_out: int) -> float:
+    """Standard deviation of Xavier's initialisation (Glorot and Bengio 2010), which DiT's linear layers start with."""
+    return math.sqrt(2.0 / (fan_in + fan_out))

@@ -1,0 +1,65 @@
+"""What a pipeline stage holds of a model, and what every model is to those that lay it out, train and save it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.pipeline.shared import SharedParameter
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive layers of a model: what a pipeline stage holds of it."""
+
+    layers: range
+    stage: int = 0
+    num_stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Has what comes before the layers, and takes the model's inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Has what comes after the layers, and gives the model's outputs."""
+        return self.stage == self.num_stages - 1
+
+
+class ModelPart(nn.Module):
+    """A model, or the part of it that a pipeline stage has.
+
+    A part's blocks have the names that they have in the whole model. What it shares with other parts it declares.
+    """
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def shared_parameters(self) -> tuple[SharedParameter, ...]:
+        """What the parts of this model share, the same on every part."""
+        return ()
+
+    def tie(self) -> None:
+        """Make one parameter of those that are one, where both are in this part.
+
+        Anything that replaces parameters (laying on a mesh, leaving the meta device) calls this again.
+        """
+
+    def initial_std(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values, by its name in the whole model; None if all are one."""
+        raise NotImplementedError
+
+    def local_copies(self) -> dict[str, str]:
+        """This part's copies of shared parameters: from the name here to the key, which is the name in the whole."""
+        stage = self.part.stage
+        return {name: p.key for p in self.shared_parameters() for at, name in p.sites if at == stage}
+
+    def whole_model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the name that they have in the whole model."""
+        keys = self.local_copies()
+        for name, parameter in self.named_parameters():
+            yield keys.get(name, name), parameter
