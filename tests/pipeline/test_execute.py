@@ -46,8 +46,8 @@ class Toy:
     def reshard(self):
         self.log.append((self.number, "reshard"))
 
-    def sync_shared(self):
-        self.log.append((self.number, "sync"))
+    def sync_shared(self, number):
+        self.log.append((self.number, "sync", number))
 
 
 def on_one_rank(table: Schedule) -> Schedule:

@@ -139,8 +139,8 @@ def channel(damage: type[OtherPayload], kind: ActionKind, *, pp: int, number: in
 def sync_shared(times: int) -> Tamper:
     def tamper(job: Job, step: TrainStep) -> None:
         for stage in step.pipeline._stages.values():
-            real = stage._sync_shared
-            stage._sync_shared = lambda real=real: [real() for _ in range(times)]  # type: ignore[misc]
+            real = stage.sync_shared
+            stage.sync_shared = lambda n, real=real: [real(n) for _ in range(times)]  # type: ignore[method-assign]
         run_row(job, step)
 
     return tamper
@@ -149,8 +149,8 @@ def sync_shared(times: int) -> Tamper:
 @torch.no_grad()
 def copy_starts_elsewhere(job: Job, step: TrainStep) -> None:
     for part in job.parts().values():
-        if part.has_copy:
-            weight = part.head.weight
+        if part.part.is_last and not part.part.is_first:
+            weight = part.get_parameter("head.weight")
             box = tuple(slice(0, size) for size in weight.shape)
             weight.copy_(normal_piece(job.config.train.seed + 1, "embed.weight", weight.shape, std=0.02, index=box))
 

@@ -22,7 +22,7 @@ from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
 from meshwright.train import optimizer, stages, step
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_corpus
+from meshwright.train.corpus import open_training_data
 
 NUM_STEPS = 3
 SMALL = (
@@ -49,7 +49,7 @@ def record_on_rank(rank: int, world_size: int, config: RunConfig, module: str, t
     """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    corpus = open_training_corpus(config)
+    corpus = open_training_data(config)
     with restored(step, stages, optimizer, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
@@ -68,7 +68,7 @@ def restored(*modules: ModuleType) -> Iterator[None]:
 @cache
 def reference(config: RunConfig) -> ReferenceEvidence:
     """The reference of a configuration, computed once."""
-    return compute_reference(config, open_training_corpus(config), num_steps=NUM_STEPS)
+    return compute_reference(config, open_training_data(config), num_steps=NUM_STEPS)
 
 
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:

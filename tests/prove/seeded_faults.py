@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.mesh.shards import to_local
 from meshwright.parallel.data import fsdp_modules
-from meshwright.prove.record import Tamper
+from meshwright.prove.record import RecordingTask, Tamper
 from meshwright.train import optimizer as optimizer_module
 from meshwright.train import stages as stages_module
 from meshwright.train import step as step_module
@@ -181,20 +181,21 @@ def read_previous_batch(job: Job, step: TrainStep) -> None:
 
 def serve_share_0_everywhere(job: Job, step: TrainStep) -> None:
     """The rank asks for its own samples, but is given those of share 0."""
-    loader, own = step._loader, type(step._loader).__mro__[1].batch
+    task = step._task
+    assert isinstance(task, RecordingTask)
+    own = task._task.batch
     shift = job.data_index * (job.config.train.global_batch // job.axes.data_parallel())
-
-    def batch(samples: range) -> tuple[Tensor, Tensor]:
-        loader.read.extend(samples)  # type: ignore[attr-defined]
-        return own(loader, range(samples.start - shift, samples.stop - shift))
-
-    loader.batch = batch  # type: ignore[method-assign]
+    task._task.batch = lambda samples: own(  # type: ignore[method-assign]
+        range(samples.start - shift, samples.stop - shift)
+    )
 
 
 def sum_losses_of_shares(job: Job, step: TrainStep) -> None:
     """Each rank takes the mean over its own share, and the shares are summed."""
-    real = step_module.loss_sum
-    step_module.loss_sum = lambda logits, targets: real(logits, targets) * job.axes.data_parallel()
+    real = step._task.loss_sum
+    step._task.loss_sum = lambda out, targets: (  # type: ignore[method-assign]
+        real(out, targets) * job.axes.data_parallel()
+    )
 
 
 # ---- norm, clipping, optimizer, weights

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from meshwright.config.load import load
 from meshwright.config.schema import RunConfig
-from meshwright.data.loader import Loader
-from meshwright.data.sampler import Order
-from meshwright.data.text import num_windows
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_corpus
+from meshwright.train.corpus import open_training_data
 from meshwright.train.step import StepResult, TrainStep
+from meshwright.train.tasks import build_task
+from meshwright.train.tasks.base import Task
 from tests.helpers import SMALL
 
 
@@ -62,14 +61,12 @@ def make_job(rank: int, world_size: int, words: Sequence[str]) -> tuple[Job, Tra
     config = load(None, [*SMALL, *words])
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     job = build_job(config, context, torch.device("cpu"))
-    return job, TrainStep(job, make_loader(config), lambda: False)
+    return job, TrainStep(job, make_task(config), lambda: False)
 
 
-def make_loader(config: RunConfig) -> Loader:
-    """What a run of `config` reads its samples from."""
-    train = open_training_corpus(config).train
-    order = Order(num_windows(train, config.train.seq_len), config.train.seed)
-    return Loader(train, order, config.train.seq_len, torch.device("cpu"))
+def make_task(config: RunConfig) -> Task:
+    """What a run of `config` trains on."""
+    return build_task(config, open_training_data(config), torch.device("cpu"))
 
 
 def pieces(job: Job, *, gradients: bool = False) -> Pieces:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from meshwright.train.corpus import open_training_corpus
-from meshwright.train.generate import generate
+from meshwright.train.tasks.generate import generate
 from meshwright.train.optimizer import STATE_NAMES, named_state
 from meshwright.train.stages import Pipeline
 from meshwright.train.validate import validate
 from tests.helpers import small_corpus
-from tests.train.jobs import make_job, run_on
+from tests.train.jobs import make_job, make_task, run_on
 
 FP64 = "train.precision=float64"
 LAYOUTS = [
@@ -43,7 +43,7 @@ def validate_and_generate(rank, world_size, words):
     for num_samples in (16, 5, 1):
         train = job.config.train.model_copy(update={"validation_samples": num_samples})
         job.config = job.config.model_copy(update={"train": train})
-        losses.append(validate(Pipeline(job), open_training_corpus(job.config).validation))
+        losses.append(validate(Pipeline(job), make_task(job.config)))
         states.append(state(job))
     tokens = generate(Pipeline(job), [100, 101, 102, 32], num_tokens=4, temperature=0.7, seed=3)
     states.append(state(job))
@@ -72,7 +72,7 @@ def test_it_is_the_mean_over_evenly_spread_windows(corpus):
     targets = torch.stack([tokens[s + 1 : s + seq_len + 1] for s in starts])
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(job.model(inputs).flatten(0, 1), targets.flatten())
-    assert validate(Pipeline(job), tokens.numpy()) == pytest.approx(expected.item(), rel=1e-12)
+    assert validate(Pipeline(job), make_task(job.config)) == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_text_longer_than_the_context(corpus):

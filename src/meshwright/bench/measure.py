@@ -21,15 +21,15 @@ from meshwright.bench.alternate import Alternation, Timer, Work, alternate
 from meshwright.bench.bare import BareBatches, bare_step
 from meshwright.bench.cases import BARE, OURS, Case
 from meshwright.comm.collectives import all_reduce_sum, barrier
-from meshwright.data.loader import Loader
 from meshwright.data.sampler import Order
-from meshwright.data.text import Tokens, num_windows
+from meshwright.data.text import Corpus, Tokens, num_windows
 from meshwright.errors import RunError
 from meshwright.mesh.groups import process_group
 from meshwright.train.build import build_job, choose_device, layout_needs_mesh
 from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_corpus
 from meshwright.train.step import TrainStep
+from meshwright.train.tasks.text import TextTask
 
 
 @dataclass
@@ -112,8 +112,10 @@ def build_arms(context: RankContext, case: Case, device: torch.device) -> list[A
 
 def _ours(context: RankContext, case: Case, tokens: Tokens, order: Order, device: torch.device) -> Arm:
     """The step that `meshwright run` runs."""
-    loader = Loader(tokens, order, case.config.train.seq_len, device)
-    step = TrainStep(build_job(case.config, context, device), loader, context.board.stop_requested)
+    nothing = tokens[:0]
+    corpus = Corpus("", "", tokens, nothing, vocab_size=0, validation_bytes_per_token=None, fingerprint="")
+    task = TextTask(case.config, corpus, device)
+    step = TrainStep(build_job(case.config, context, device), task, context.board.stop_requested)
     return Arm(OURS, step, lambda result: result.loss)
 
 

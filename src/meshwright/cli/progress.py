@@ -8,7 +8,7 @@ import sys
 import time
 
 from meshwright.cli.style import CLEAR_LINE, is_terminal, paint, tolerate
-from meshwright.train.reporter import Facts, Progress, Reporter, Summary
+from meshwright.train.reporter import Facts, LossUnit, Progress, Reporter, Summary, Validation
 from meshwright.units import format_bytes, format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -30,10 +30,11 @@ class TerminalReporter(Reporter):
         self._line_is_open = self._is_terminal  # the launcher's, which says what it waits for
         tolerate(sys.stdout)
         self._steps = 0
+        self._unit = LossUnit("nats")
 
     def started(self, facts: Facts) -> None:
         """The plan in two lines."""
-        self._steps = facts.steps
+        self._steps, self._unit = facts.steps, facts.unit
         where = facts.device if facts.backend is None else f"{facts.device}, {facts.backend}"
         processes = "1 process" if facts.num_ranks == 1 else f"{facts.num_ranks} processes"
         mesh = processes if facts.num_ranks == 1 else f"mesh {facts.mesh} = {processes}"
@@ -56,9 +57,8 @@ class TerminalReporter(Reporter):
 
     def progress(self, progress: Progress) -> None:
         """The live line; off a terminal every `log_every` steps."""
-        loss = progress.loss if progress.bits_per_byte is None else progress.bits_per_byte
-        if math.isfinite(loss):
-            self._losses.append(loss)
+        if math.isfinite(progress.loss):
+            self._losses.append(progress.loss)
         is_last = progress.step == progress.steps
         if progress.skipped:
             self._print(f"step {progress.step} was not finite and was skipped on all ranks")
@@ -66,19 +66,19 @@ class TerminalReporter(Reporter):
             return
         if self._is_terminal:
             if time.monotonic() - self._last_shown >= REFRESH_S or is_last:
-                self._show(self._text(progress, loss))
+                self._show(self._text(progress))
         elif progress.step % self._log_every == 0 or is_last or progress.step == 1:
-            print(self._text(progress, loss), flush=True)
+            print(self._text(progress), flush=True)
 
-    def validated(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+    def validated(self, step: int, validation: Validation) -> None:
         """One line; the last validation stands in the result instead."""
         if step < self._steps:
-            self._print(f"step {step}  validation {_loss(loss, bits_per_byte)}")
+            self._print(f"step {step}  validation {self._words(validation)}")
 
     def finished(self, summary: Summary) -> None:
         """What came out, and where it lies."""
-        if summary.validation_loss is not None:
-            result = _loss(summary.validation_loss, summary.validation_bits_per_byte)
+        if summary.validation is not None:
+            result = self._words(summary.validation)
             self._print(
                 f"{paint(f'validation {result}', 'green', sys.stdout)} · {summary.steps} steps in "
                 f"{format_duration(summary.seconds)} · run folder {summary.folder}"
@@ -90,11 +90,10 @@ class TerminalReporter(Reporter):
             for line in summary.sample.splitlines():
                 self._print("  " + "".join(c if c.isprintable() else "�" for c in line))
 
-    def _text(self, progress: Progress, loss: float) -> str:
-        unit = "bits/byte" if progress.bits_per_byte is not None else "nats/token"
+    def _text(self, progress: Progress) -> str:
         parts = {
             "step": f"step {progress.step}/{progress.steps}",
-            "loss": f"loss {loss:.3f} {unit}",
+            "loss": f"loss {self._unit.words(progress.loss)}",
             "bars": _spark(self._losses) if self._is_terminal else "",
             "norm": f"grad norm {progress.grad_norm:.2f}",
             "speed": f"{format_count(progress.tokens_per_s)} tok/s",
@@ -106,6 +105,10 @@ class TerminalReporter(Reporter):
                 if len(_joined(parts)) >= shutil.get_terminal_size().columns:
                     parts[part] = ""
         return _joined(parts)
+
+    def _words(self, validation: Validation) -> str:
+        figures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.figures.items()]
+        return " · ".join([self._unit.words(validation.loss), *figures])
 
     def _show(self, text: str) -> None:
         width = shutil.get_terminal_size().columns
@@ -125,10 +128,6 @@ class TerminalReporter(Reporter):
 
 def _joined(parts: dict[str, str]) -> str:
     return "  ".join(filter(None, parts.values()))
-
-
-def _loss(loss: float, bits_per_byte: float | None) -> str:
-    return f"{loss:.3f} nats/token" if bits_per_byte is None else f"{bits_per_byte:.3f} bits/byte"
 
 
 def _spark(losses: list[float]) -> str:

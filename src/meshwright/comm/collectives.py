@@ -42,6 +42,13 @@ def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     return x
 
 
+def broadcast(x: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
+    """Overwrite `x` (any shape), contiguous, by that of the global rank `src`, in place, and return it."""
+    if world_size(group) > 1:
+        dist.broadcast(x, src, group=group)
+    return x
+
+
 def all_gather_object(value: T, *, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's picklable value, by rank."""
     if world_size(group) == 1:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from meshwright.config.schema import RunConfig
+from meshwright.config.schema import RunConfig, sections_in
 
 
 def to_toml(config: RunConfig) -> str:
@@ -46,7 +46,9 @@ def keys_table() -> str:
 
 def _section_tables(model: type[BaseModel], prefix: str, lines: list[str]) -> None:
     nested: list[tuple[str, type[BaseModel]]] = []
-    title = f"## `[{prefix.rstrip('.')}]`" if prefix else "## Top level"
+    kind = model.model_fields.get("kind")
+    condition = f" of a {get_args(kind.annotation)[0]}" if kind is not None else ""
+    title = f"## `[{prefix.rstrip('.')}]`{condition}" if prefix else "## Top level"
     lines += [
         title,
         "",
@@ -56,12 +58,11 @@ def _section_tables(model: type[BaseModel], prefix: str, lines: list[str]) -> No
         "|---|---|---|---|",
     ]
     for name, field in model.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if section is not None:
-            nested.append((f"{prefix}{name}.", section))
-        else:
-            default = "none" if field.default is None else f"`{_value(field.default)}`"
+        sections = sections_in(field.annotation)
+        nested += [(f"{prefix}{name}.", section) for section in sections]
+        if not sections:
+            given = None if field.is_required() else field.default
+            default = "none" if given is None else f"`{_value(given)}`"
             lines.append(f"| `{prefix}{name}` | {_type_words(field.annotation)} | {default} | {field.description} |")
     lines.append("")
     for name, section in nested:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from meshwright.config import rules
 from meshwright.config.breach import as_word, as_words
 from meshwright.config.draft import Draft, shorten
-from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
+from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, sections_in
 from meshwright.errors import ConfigError
 
 DEFAULT_PRESET = "llama-tiny"
@@ -65,24 +65,29 @@ def known_keys() -> list[str]:
     return list(_fields())
 
 
-def _fields() -> dict[str, Any]:
-    """Every dotted key's field."""
-    return {key: field for key, field, section in _walk(RunConfig, "") if section is None}
+def _fields(kind: str | None = None) -> dict[str, Any]:
+    """Every dotted key's field; where kinds of models have keys of one name, that of `kind`, or the first's."""
+    found: dict[str, Any] = {}
+    for key, field, is_section in _walk(RunConfig, "", kind):
+        if not is_section:
+            found.setdefault(key, field)
+    return found
 
 
 def _sections() -> dict[str, Any]:
     """The field of every section, by its dotted name."""
-    return {key: field for key, field, section in _walk(RunConfig, "") if section is not None}
+    return {key: field for key, field, is_section in _walk(RunConfig, "", None) if is_section}
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, type[BaseModel] | None]]:
-    """Name and field of all keys and sections, with the section's model where it is one."""
+def _walk(model: type[BaseModel], prefix: str, kind: str | None) -> Iterator[tuple[str, Any, bool]]:
+    """Name and field of all keys and sections, and whether it is a section."""
     for name, field in model.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        yield f"{prefix}{name}", field, nested
-        if nested is not None:
-            yield from _walk(nested, f"{prefix}{name}.")
+        nested = sections_in(field.annotation)
+        yield f"{prefix}{name}", field, bool(nested)
+        for section in nested:
+            own = section.model_fields.get("kind")
+            if kind is None or own is None or kind in get_args(own.annotation):
+                yield from _walk(section, f"{prefix}{name}.", kind)
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
@@ -210,8 +215,17 @@ def _nearest_key(key: str) -> str | None:
 def _explain(error: ValidationError, draft: Draft, *, num_ranks: int | None) -> ConfigError:
     """The first of pydantic's complaints as one of our errors."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    field = _fields().get(key)
+    place = [str(part) for part in first["loc"]]
+    kind = place.pop(1) if place[0] == "model" and len(place) > 2 else None
+    key = ".".join(place) if place != ["model"] else "model.kind"
+    if first["type"] == "extra_forbidden":
+        return ConfigError(
+            f"a {kind} has no {key}",
+            where=f"{draft.origins.get(key, 'default')}, {key}",
+            rule=f"model.kind={kind} has the keys {', '.join(k for k in _fields(kind) if k.startswith('model.'))}",
+            fix=f"leave {key} out",
+        )
+    field = _fields(kind).get(key)
     rule = first["msg"][:1].lower() + first["msg"][1:]
     meaning = getattr(field, "description", "") or ""
     allowed = first.get("ctx", {}).get("expected")

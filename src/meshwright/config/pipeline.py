@@ -10,8 +10,9 @@ from pathlib import Path
 
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.generate import default_chunks, generate, schedule_kind
+from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import LowerOptions, lower
+from meshwright.pipeline.shared import stage_groups
 from meshwright.pipeline.stages import balanced
 from meshwright.pipeline.table import Schedule, one_stage
 from meshwright.pipeline.verify import verify
@@ -22,22 +23,34 @@ def is_file(schedule: str) -> bool:
     return "/" in schedule or schedule.endswith(".csv")
 
 
+def has_stages(config: RunConfig) -> bool:
+    """Whether the model is cut into stages: over ranks, or into chunks of one."""
+    return config.mesh.pp > 1 or (config.pipeline.chunks or 1) > 1
+
+
+def schedule_name(config: RunConfig) -> str:
+    """`pipeline.schedule`, resolved where it is auto."""
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "interleaved" if (config.pipeline.chunks or 1) > 1 else "1f1b"
+
+
 def compute_table(config: RunConfig) -> Schedule:
     """The table before lowering; without pipeline parallelism that of one stage.
 
     Raises:
         ScheduleError: there is no such table.
     """
-    if config.mesh.pp == 1:
+    if not has_stages(config):
         return one_stage(config.train.num_microbatches)
-    chosen = config.pipeline.schedule
+    chosen = schedule_name(config)
     if is_file(chosen):
         return read_table(chosen)
     return generate(
         chosen,
         num_stages=config.mesh.pp,
         num_microbatches=config.train.num_microbatches,
-        num_chunks=config.pipeline.num_chunks,
+        num_chunks=config.pipeline.chunks,
     )
 
 
@@ -69,22 +82,17 @@ def num_stages(config: RunConfig) -> int:
     return compute_table(config).num_stages
 
 
-def num_chunks(config: RunConfig) -> int:
-    """Stages a rank, where the schedule has a name."""
-    return config.pipeline.num_chunks or default_chunks(schedule_kind(config.pipeline.schedule))
-
-
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     """Blocks of each stage: as given, or balanced by floating-point operations with embedding and head counted.
 
     Raises:
         ScheduleError: there are more stages than layers.
     """
-    if config.pipeline.layers_per_stage is not None and config.mesh.pp > 1:
+    if config.pipeline.layers_per_stage is not None and has_stages(config):
         return config.pipeline.layers_per_stage
     spec = config.model.spec()
     return balanced(
-        [spec.layer_flops(config.train.seq_len)] * spec.num_layers,
+        [spec.layer_flops(config.tokens_a_sample())] * spec.num_layers,
         num_stages(config),
         before=spec.embedding_flops(),
         after=spec.head_flops(),
@@ -101,13 +109,13 @@ def lowered_table(config: RunConfig) -> Schedule:
 def _lowered(config_json: str) -> Schedule:
     config = RunConfig.model_validate_json(config_json)
     table = compute_table(config)
-    mesh, last = config.mesh, table.num_stages - 1
+    mesh = config.mesh
     reduces = mesh.axes().data_parallel() > 1 or mesh.tp > 1 or config.train.precision == "bfloat16"
     options = LowerOptions(
         release=config.pipeline.release,
         reduces=reduces,
-        keeps_unsharded=reduces and mesh.pp > 1 and not mesh.reshard_after_forward,
-        shared=((0, last),) if config.model.tie_embeddings and last > 0 else (),
+        keeps_unsharded=reduces and has_stages(config) and not mesh.reshard_after_forward,
+        shared=stage_groups(config.model.spec().shared_parameters(table.num_stages)),
     )
     lowered = lower(table, options)
     verify(lowered, shared=options.shared)

@@ -8,14 +8,18 @@ A rule that is broken offers ways out; those that would only break another rule 
 
 from __future__ import annotations
 
-import math
+import difflib
+import fnmatch
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from meshwright.config.breach import Breach, Way, as_words
+from meshwright.config.rules_dit import dit_breaches
+from meshwright.config.rules_llama import llama_breaches
 from meshwright.config.rules_pipeline import pipeline_breaches
-from meshwright.config.schema import RunConfig
+from meshwright.config.schema import LlamaConfig, RunConfig
+from meshwright.config.sizes import round_up
 from meshwright.errors import ConfigError, LayoutError
 
 Origins = Mapping[str, str]
@@ -23,8 +27,6 @@ Origins = Mapping[str, str]
 
 MAX_WAYS = 3
 MAX_COMPLETIONS = 3
-MAX_DIVISOR = 1 << 16
-"""No mesh or model has more ranks or heads; sizes may be so large that listing all their divisors would take hours."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) -> None:
@@ -58,8 +60,8 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) 
 def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     """The rules that `config` breaks. Later ones assume that earlier ones hold: only the first is sure."""
     yield from _unavailable(config)
-    yield from _model(config)
-    yield from _tensor_parallel(config)
+    yield from llama_breaches(config) if isinstance(config.model, LlamaConfig) else dit_breaches(config)
+    yield from _frozen(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
     yield from _schedule(config)
@@ -104,61 +106,28 @@ def _unavailable(config: RunConfig) -> Iterator[Breach]:
             )
 
 
-def _model(config: RunConfig) -> Iterator[Breach]:
-    model = config.model
-    if model.head_dim is None and model.dim % model.num_heads:
-        heads = [{"model.num_heads": size} for size in _by_distance(_divisors(model.dim), model.num_heads)]
-        multiple = _up(model.dim, 2 * model.num_heads)
+def _frozen(config: RunConfig) -> Iterator[Breach]:
+    """Globs that freeze nothing are misspelt; a model that is frozen whole has nothing to train."""
+    names, globs = config.model.spec().parameter_names(), config.train.freeze
+    for glob in globs:
+        if not fnmatch.filter(names, glob):
+            near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)
+            rest = [other for other in globs if other != glob]
+            yield Breach(
+                ConfigError,
+                f"train.freeze has {glob}, which is no parameter's name",
+                "train.freeze",
+                f"names are as {near[0]}; * stands for any part of them",
+                [{"train.freeze": (*rest, near[0])}, {"train.freeze": tuple(rest)}],
+            )
+    if globs and all(any(fnmatch.fnmatchcase(name, glob) for glob in globs) for name in names):
         yield Breach(
             ConfigError,
-            f"model.num_heads = {model.num_heads} does not divide model.dim = {model.dim}",
-            "model.num_heads",
-            "without model.head_dim a head is dim / num_heads wide",
-            [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": _up(multiple // model.num_heads, 2)}],
+            "train.freeze leaves no parameter to train",
+            "train.freeze",
+            "something is trained",
+            [{"train.freeze": ()}],
         )
-    head_dim = model.spec().head_dim
-    if head_dim % 2:
-        yield Breach(
-            ConfigError,
-            f"a head is {head_dim} wide",
-            "model.head_dim" if model.head_dim is not None else "model.dim",
-            "rotary embedding turns pairs: head_dim is even",
-            [{"model.head_dim": head_dim + 1}],
-        )
-    if model.num_heads % model.num_kv_heads:
-        sizes = _by_distance(_divisors(model.num_heads), model.num_kv_heads)
-        heads_then = _up(model.num_heads, model.num_kv_heads)
-        yield Breach(
-            ConfigError,
-            f"model.num_kv_heads = {model.num_kv_heads} does not divide model.num_heads = {model.num_heads}",
-            "model.num_kv_heads",
-            "grouped-query attention gives every key/value head the same number of query heads",
-            [*({"model.num_kv_heads": size} for size in sizes), {"model.num_heads": heads_then}],
-        )
-
-
-def _tensor_parallel(config: RunConfig) -> Iterator[Breach]:
-    model, mesh = config.model, config.mesh
-    counts = {
-        "attention heads": model.num_heads,
-        "key/value heads": model.num_kv_heads,
-        "feed-forward columns (model.ffn_dim)": model.ffn_dim,
-        "vocabulary entries (model.vocab_size)": model.vocab_size,
-    }
-    if mesh.sequence_parallel:
-        counts["tokens a sample (train.seq_len, with mesh.sequence_parallel)"] = config.train.seq_len
-    name = next((name for name, count in counts.items() if count % mesh.tp), None)
-    if name is None:
-        return
-    sizes = _by_distance(_divisors(math.gcd(*counts.values())), mesh.tp)
-    yield Breach(
-        LayoutError,
-        f"mesh.tp = {mesh.tp} does not divide {counts[name]} {name}",
-        "mesh.tp",
-        "tp divides the numbers of heads, of key/value heads, ffn_dim, vocab_size, "
-        "and seq_len when sequence_parallel is on",
-        [{"mesh.tp": size} for size in sizes],
-    )
 
 
 def _batch(config: RunConfig) -> Iterator[Breach]:
@@ -173,7 +142,7 @@ def _batch(config: RunConfig) -> Iterator[Breach]:
             f"{axes.dp_replicate} × {axes.dp_shard} × {train.num_microbatches}",
             [
                 {"train.global_batch": size}
-                for size in (_up(train.global_batch, parts), train.global_batch // parts * parts)
+                for size in (round_up(train.global_batch, parts), train.global_batch // parts * parts)
                 if size
             ],
         )
@@ -209,15 +178,3 @@ def _schedule(config: RunConfig) -> Iterator[Breach]:
             "warmup_steps + decay_steps ≤ steps",
             [{"train.decay_steps": room}, {"train.steps": train.warmup_steps + train.decay_steps}],
         )
-
-
-def _divisors(count: int) -> list[int]:
-    return [size for size in range(1, min(count, MAX_DIVISOR) + 1) if count % size == 0]
-
-
-def _by_distance(candidates: list[int], wanted: int) -> list[int]:
-    return sorted(candidates, key=lambda size: (abs(size - wanted), size))
-
-
-def _up(count: int, unit: int) -> int:
-    return math.ceil(count / unit) * unit

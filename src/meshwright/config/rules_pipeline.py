@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.breach import Breach, Way, as_word
-from meshwright.config.pipeline import compute_table, is_file
+from meshwright.config.pipeline import compute_table, has_stages, is_file, schedule_name
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.pipeline.stages import balanced
@@ -14,12 +14,12 @@ from meshwright.pipeline.table import Schedule
 
 def pipeline_breaches(config: RunConfig) -> Iterator[Breach]:
     """The rules of the pipeline that `config` breaks."""
-    if config.mesh.pp == 1:
+    if not has_stages(config):
         return
     try:
         table = compute_table(config)
     except ScheduleError as error:
-        if is_file(config.pipeline.schedule):
+        if is_file(schedule_name(config)):
             raise
         yield Breach(LayoutError, error.what, "pipeline.schedule", error.rule, _other_schedules(config))
         return
@@ -28,7 +28,7 @@ def pipeline_breaches(config: RunConfig) -> Iterator[Breach]:
     if config.train.compile and table.splits_backward:
         yield Breach(
             ConfigError,
-            f"train.compile with {config.pipeline.schedule}, whose backward comes in two parts",
+            f"train.compile with {schedule_name(config)}, whose backward comes in two parts",
             "train.compile",
             "a compiled block can't put the gradients of its weights off",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
@@ -36,7 +36,7 @@ def pipeline_breaches(config: RunConfig) -> Iterator[Breach]:
 
 
 def _other_schedules(config: RunConfig) -> list[Way]:
-    without_chunks: Way = {"pipeline.num_chunks": None} if config.pipeline.num_chunks else {}
+    without_chunks: Way = {"pipeline.chunks": None} if config.pipeline.chunks else {}
     return [
         *([without_chunks] if without_chunks else []),
         {"train.num_microbatches": 2 * config.mesh.pp},
@@ -87,7 +87,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Breach]:
             LayoutError,
             f"{what} has {len(given)} entries for {stages} stages",
             "pipeline.layers_per_stage",
-            "an entry for each of mesh.pp × num_chunks stages, in the model's order",
+            "an entry for each of mesh.pp × chunks stages, in the model's order",
             ways,
         )
     elif sum(given) != layers or min(given) < 0:

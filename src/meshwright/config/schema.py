@@ -7,11 +7,12 @@ lines in `load`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from meshwright.mesh.axes import Axes
+from meshwright.models.dit_spec import DiTSpec
 from meshwright.models.spec import LlamaSpec, RopeScaling
 
 
@@ -25,6 +26,10 @@ Counts = Annotated[tuple[int, ...], BeforeValidator(lambda value: tuple(value) i
 """Whole numbers, written as a list."""
 
 
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+"""Words, written as a list."""
+
+
 class RopeScalingConfig(Section):
     """Llama 3.1's rotary scaling."""
 
@@ -34,16 +39,16 @@ class RopeScalingConfig(Section):
     original_seq_len: int = Field(8192, gt=0, description="context length before stretching, in tokens")
 
 
-class ModelConfig(Section):
-    """The model's dimensions."""
+class LlamaConfig(Section):
+    """The dimensions of a Llama."""
 
-    kind: Literal["llama"] = Field("llama", description="architecture")
+    kind: Literal["llama"] = Field("llama", description="architecture: llama, or dit (a diffusion transformer)")
     num_layers: int = Field(4, ge=1, description="transformer blocks")
     dim: int = Field(128, ge=1, description="width of the residual stream")
     num_heads: int = Field(4, ge=1, description="query heads")
     num_kv_heads: int = Field(4, ge=1, description="key/value heads (grouped-query attention when fewer)")
     head_dim: int | None = Field(None, ge=2, description="width of a head; dim / num_heads when not given")
-    ffn_dim: int = Field(352, ge=1, description="hidden width of the SwiGLU feed-forward layer")
+    ffn_dim: int = Field(352, ge=1, description="hidden width of the feed-forward layer")
     vocab_size: int = Field(256, ge=2, description="size of the vocabulary")
     tie_embeddings: bool = Field(False, description="output head uses the embedding's weight")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
@@ -68,13 +73,60 @@ class ModelConfig(Section):
         )
 
 
+class DiTConfig(Section):
+    """The dimensions of a diffusion transformer."""
+
+    kind: Literal["dit"] = Field(description="architecture")
+    num_layers: int = Field(4, ge=1, description="transformer blocks")
+    dim: int = Field(128, ge=1, description="width of the residual stream")
+    num_heads: int = Field(4, ge=1, description="attention heads")
+    head_dim: int | None = Field(None, ge=1, description="width of a head; dim / num_heads when not given")
+    ffn_dim: int = Field(512, ge=1, description="hidden width of the feed-forward layer")
+    image_size: int = Field(8, ge=1, description="height and width of a picture, in pixels")
+    patch_size: int = Field(2, ge=1, description="height and width of a patch, which is a token")
+    num_channels: int = Field(1, ge=1, description="numbers a pixel: 1 grey, 3 colours")
+    num_frames: int = Field(1, ge=1, description="frames a sample; over 1 it is a video")
+    patch_frames: int = Field(1, ge=1, description="frames that a patch goes through")
+    num_classes: int = Field(10, ge=1, description="classes that a picture can be of")
+    zero_init: bool = Field(
+        True, description="gates and output start at zero (adaLN-Zero); prove sets false, to see gradients at step 1"
+    )
+
+    def spec(self) -> DiTSpec:
+        """The model as the value that `models` builds from."""
+        facts = self.model_dump(exclude={"kind", "head_dim"})
+        return DiTSpec(head_dim=self.head_dim or self.dim // self.num_heads, **facts)
+
+
+def _model_kind(value: Any) -> str:
+    return str(value.get("kind", "llama") if isinstance(value, dict) else value.kind)
+
+
+ModelConfig = Annotated[
+    Annotated[LlamaConfig, Tag("llama")] | Annotated[DiTConfig, Tag("dit")],
+    Discriminator(_model_kind, custom_error_type="literal_error", custom_error_context={"expected": "'llama', 'dit'"}),
+]
+
+
+class DiffusionConfig(Section):
+    """How a diffusion transformer is trained, and how pictures are drawn from it."""
+
+    num_timesteps: int = Field(1000, ge=2, description="steps from a picture to noise")
+    schedule: Literal["cosine", "linear"] = Field("cosine", description="how noise grows over the steps")
+    prediction: Literal["noise", "velocity"] = Field("noise", description="what the model predicts")
+    label_dropout: float = Field(0.1, ge=0, lt=1, description="part of the samples trained without their class")
+    guidance: float = Field(2.0, ge=0, description="scale of classifier-free guidance in sampling; 1 is without")
+    sampling_steps: int = Field(50, ge=1, description="DDIM steps that draw a picture")
+    num_samples: int = Field(100, ge=0, description="pictures drawn at each validation, class after class; 0: none")
+
+
 class DataConfig(Section):
-    """Where the text comes from."""
+    """Where the text or the pictures come from."""
 
     source: str = Field(
         "stdlib",
-        description="stdlib (this Python's own source files), a glob of text files, or a token file "
-        "(.npy, or .bin of data.token_dtype)",
+        description="text: stdlib (this Python's own source files), a glob of text files, or a token file "
+        "(.npy, or .bin of data.token_dtype); pictures: digits, digits-video, or a glob of image files",
     )
     tokenizer: str = Field("bytes", description="bytes, or the path of a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
@@ -106,7 +158,7 @@ class TrainConfig(Section):
     steps: int = Field(500, ge=1, description="optimizer steps")
     global_batch: int = Field(32, ge=1, description="samples a step, over all ranks")
     num_microbatches: int = Field(1, ge=1, description="parts each rank's share of the batch is worked through in")
-    seq_len: int = Field(256, ge=1, description="tokens a sample")
+    seq_len: int = Field(256, ge=1, description="tokens a sample of text; a picture has as many as it has patches")
     seed: int = Field(0, ge=0, lt=2**63, description="decides initial weights and sample order, on every layout alike")
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "wsd"] = Field(
@@ -128,6 +180,7 @@ class TrainConfig(Section):
     compile: bool = Field(False, description="compile the model block by block with torch.compile")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA devices when there are any")
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; cores / local ranks when not given")
+    freeze: Names = Field((), description="parameters that stay as they start, as globs over their names")
     max_skipped_steps: int = Field(5, ge=0, description="non-finite steps skipped in a row before the run stops")
     timeout_s: int = Field(600, ge=1, description="seconds a collective may take before the run is ended")
     log_every: int = Field(10, ge=1, description="steps between plain progress lines (off a terminal)")
@@ -144,10 +197,11 @@ class PipelineConfig(Section):
     """How the layers are divided over mesh.pp ranks, and the order in which train.num_microbatches run through them."""
 
     schedule: str = Field(
-        "1f1b",
-        description="f-then-b, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, v-half, v-min, or the path of a CSV table",
+        "auto",
+        description="f-then-b, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, v-half, v-min, or the path of a CSV table; "
+        "auto is interleaved where pipeline.chunks is over 1, else 1f1b",
     )
-    num_chunks: int | None = Field(
+    chunks: int | None = Field(
         None, ge=1, description="stages a rank; 2 for interleaved and the V-shaped, else 1, when not given"
     )
     layers_per_stage: Counts | None = Field(
@@ -177,14 +231,26 @@ class RunConfig(Section):
     name: str = Field(
         "run", pattern=r"^[^/\x00]+$", description="the preset it came from; names the run folder, so it has no slash"
     )
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = LlamaConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
+    diffusion: DiffusionConfig = DiffusionConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    def tokens_a_sample(self) -> int:
+        """Tokens of a sample: of text as many as it is told, of a picture its patches."""
+        return self.model.spec().num_tokens() if isinstance(self.model, DiTConfig) else self.train.seq_len
+
 
 PLANNED_SECTIONS = ("comm", "capture", "attention")
 """Sections of parts that are not built yet: naming one is answered with that, not with `unknown key`."""
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a key's type is, or may be: several where a kind decides."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections_in(inner)]

@@ -51,8 +51,8 @@ class Stage(Protocol):
     def reshard(self) -> None:
         """Free the gathered parameters."""
 
-    def sync_shared(self) -> None:
-        """Add up the gradients of the copies of a shared parameter."""
+    def sync_shared(self, number: int) -> None:
+        """Add up the gradients of copies of shared parameters: of the group that comes at this place in the row."""
 
 
 def channel_keys(schedule: Schedule) -> list[ChannelKey]:
@@ -148,7 +148,10 @@ class Executor:
         if action.kind is K.REDUCE:
             done = self._reduces_within(self._last_compute(position, action.stage))
             return lambda: stage.reduce(done=done)
-        return {K.UNSHARD: stage.unshard, K.RESHARD: stage.reshard, K.SYNC_SHARED: stage.sync_shared}[action.kind]
+        if action.kind is K.SYNC_SHARED:
+            number = sum(other.kind is K.SYNC_SHARED for other in self._row[:position])
+            return lambda: stage.sync_shared(number)
+        return {K.UNSHARD: stage.unshard, K.RESHARD: stage.reshard}[action.kind]
 
     def _bind_forward(self, position: int, action: Action) -> Operation:
         stage, live, with_grad = self._stages[action.stage], self._live, self._with_grad
@@ -167,7 +170,7 @@ class Executor:
                     x = _Entry.apply(x, anchor, entry)  # type: ignore[no-untyped-call]
             y = stage.forward(m, x)
             if with_grad:
-                live.edges[key] = get_gradient_edge(y)
+                live.edges[key] = get_gradient_edge(y) if y.requires_grad else None
             if not is_last:
                 y = y.detach()
                 if buffers is not None:
@@ -195,11 +198,12 @@ class Executor:
                 live.await_input(action)
                 gradient = live.gradients[key] if received else live.gradients.pop(key)
             stage.before_backward(reduces=reduces)
-            if store is None:
-                torch.autograd.backward((live.edges.pop(key),), (gradient,))
-            else:
+            edge = live.edges.pop(key)
+            if edge is not None and store is None:
+                torch.autograd.backward((edge,), (gradient,))
+            elif edge is not None and store is not None:
                 store.defers = True
-                torch.autograd.backward((live.edges.pop(key),), (gradient,))
+                torch.autograd.backward((edge,), (gradient,))
                 store.defers = False
                 live.weights[key] = store.take()
             if not is_first:
@@ -298,7 +302,8 @@ class _Live:
     def __init__(self) -> None:
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.entries: dict[tuple[int, int], _Gradient] = {}
-        self.edges: dict[tuple[int, int], GradientEdge] = {}
+        self.edges: dict[tuple[int, int], GradientEdge | None] = {}
+        """None where nothing is trained from the start to there."""
         self.gradients: dict[tuple[int, int], Tensor] = {}
         """Of a stage's outputs; like the inputs, until they are used or, if received, freed."""
         self.weights: dict[tuple[int, int], list[Any]] = {}

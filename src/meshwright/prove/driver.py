@@ -19,7 +19,7 @@ from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import ProofSpec
 from meshwright.train.build import layout_needs_mesh
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_corpus
+from meshwright.train.corpus import open_training_data
 
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
@@ -33,7 +33,7 @@ def record_layout(context: RankContext, spec: ProofSpec) -> None:
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
     ):
-        record = record_rank(config, context, open_training_corpus(config), num_steps=spec.num_steps)
+        record = record_rank(config, context, open_training_data(config), num_steps=spec.num_steps)
         torch.save(vars(record), spec.record(context.rank))
 
 
@@ -49,5 +49,5 @@ def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
 
 def conclude(config: RunConfig, records: list[RankRecord], *, num_steps: int) -> ProofResult:
     """Compare the ranks' records, by rank, with the reference."""
-    reference = compute_reference(config, open_training_corpus(config), num_steps=num_steps)
+    reference = compute_reference(config, open_training_data(config), num_steps=num_steps)
     return compare(gather_evidence(config, records), reference)

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from meshwright.config.schema import RunConfig
-from meshwright.data.loader import Loader
-from meshwright.data.sampler import Order
-from meshwright.data.text import Corpus, num_windows
+from meshwright.data.pictures import Pictures
+from meshwright.data.text import Corpus
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.pipeline.table import ActionKind
 from meshwright.prove.evidence import LayoutEvidence, Shard
 from meshwright.prove.stages import stages_of
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext
+from meshwright.train.stages import Batch
 from meshwright.train.step import TrainStep
+from meshwright.train.tasks import build_task
+from meshwright.train.tasks.base import Task
 
 Pieces = dict[str, tuple[tuple[int, ...], Tensor]]
 """Per parameter: offset and value of this rank's piece."""
@@ -40,15 +42,30 @@ class RankRecord:
     after_first: Pieces = field(default_factory=dict)
 
 
-class RecordingLoader(Loader):
-    """A loader that remembers which samples it was asked for."""
+class RecordingTask(Task):
+    """A task that remembers which samples it was asked for."""
 
-    read: list[int]
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.unit, self.units_a_sample = task.unit, task.units_a_sample
+        self.read: list[int] = []
 
-    def batch(self, samples: range) -> tuple[Tensor, Tensor]:
-        """As `Loader.batch`."""
+    def batch(self, samples: range) -> Batch:
+        """As the task's, and remembered."""
         self.read.extend(samples)
-        return super().batch(samples)
+        return self._task.batch(samples)
+
+    def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
+        """As the task's."""
+        return self._task.loss_sum(out, targets)
+
+    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
+        """A proof doesn't validate."""
+        raise NotImplementedError
+
+    def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """A proof doesn't validate."""
+        raise NotImplementedError
 
 
 Tamper = Callable[[Job, TrainStep], None]
@@ -56,7 +73,7 @@ Tamper = Callable[[Job, TrainStep], None]
 
 
 def record_rank(
-    config: RunConfig, context: RankContext, corpus: Corpus, *, num_steps: int, tamper: Tamper | None = None
+    config: RunConfig, context: RankContext, corpus: Corpus | Pictures, *, num_steps: int, tamper: Tamper | None = None
 ) -> RankRecord:
     """Train `num_steps` steps of `config` as this rank of an existing process group, on CPU.
 
@@ -64,17 +81,15 @@ def record_rank(
         tamper: called on the job before the first step; only the seeded-fault suite passes one.
     """
     job = build_job(config, context, torch.device("cpu"))
-    size = config.train.seq_len
-    loader = RecordingLoader(corpus.train, Order(num_windows(corpus.train, size), config.train.seed), size, job.device)
-    loader.read = []
-    run_step = TrainStep(job, loader, stop_requested=lambda: False)
+    task = RecordingTask(build_task(config, corpus, job.device))
+    run_step = TrainStep(job, task, stop_requested=lambda: False)
     record = RankRecord()
     if tamper is not None:
         tamper(job, run_step)
     record.initial = _weights(job)
     for step in range(1, num_steps + 1):
         context.post("step", step)
-        loader.read = []
+        task.read = []
         loss = run_step.accumulate(step)
         if step == 1:
             gradients = {name: p.grad for name, p in job.model.whole_model_parameters() if p.grad is not None}
@@ -82,7 +97,7 @@ def record_rank(
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)
-        record.samples.append(_by_microbatch(loader.read, job))
+        record.samples.append(_by_microbatch(task.read, job))
         if step == 1:
             record.after_first = _weights(job)
     record.parameters = _weights(job)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.config.pipeline import layers_per_stage, lowered_table
+from meshwright.config.pipeline import has_stages, layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
 from meshwright.pipeline.stages import layer_ranges
 from meshwright.prove.words import join_words
@@ -55,7 +55,7 @@ class Stages:
 
 def stages_of(config: RunConfig) -> Stages | None:
     """A configuration's stages; None without a pipeline."""
-    if config.mesh.pp == 1:
+    if not has_stages(config):
         return None
     table = lowered_table(config)
     return Stages(

@@ -6,7 +6,9 @@ piece of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -18,8 +20,9 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
+from meshwright.models.build import build_model
 from meshwright.models.chunks import Chunks
-from meshwright.models.llama import Llama, Part, build_llama
+from meshwright.models.part import ModelPart, Part
 from meshwright.nn.init import normal_piece
 from meshwright.parallel.apply import ParallelOptions, apply_parallel, needs_mesh
 from meshwright.pipeline.stages import layer_ranges
@@ -43,7 +46,7 @@ class Job:
     axes: Axes
     device: torch.device
     mesh: DeviceMesh | None
-    model: Llama | Chunks
+    model: ModelPart | Chunks
     """The whole model, or this rank's parts of it."""
     optimizer: torch.optim.AdamW
     schedule: Schedule
@@ -65,17 +68,17 @@ class Job:
         train = self.config.train
         return train.global_batch // (self.axes.data_parallel() * train.num_microbatches)
 
-    def parts(self) -> dict[int, Llama]:
+    def parts(self) -> dict[int, ModelPart]:
         """The stages on this rank, by number."""
         return self.model.parts() if isinstance(self.model, Chunks) else {0: self.model}
 
     def counted_parameters(self) -> list[nn.Parameter]:
-        """Parameters without the copies of a tied embedding, which the first stage counts."""
+        """Parameters without the copies of shared ones, which the first of their stages counts."""
         return [
             parameter
-            for part in self.parts().values()
-            for parameter in part.parameters()
-            if not (part.has_copy and parameter is part.shared_parameter())
+            for stage, part in self.parts().items()
+            for name, parameter in part.named_parameters()
+            if (stage, name) not in {site for shared in part.shared_parameters() for site in shared.sites[1:]}
         ]
 
 
@@ -127,7 +130,8 @@ def build_job(config: RunConfig, context: RankContext, device: torch.device) -> 
     schedule = lowered_table(config)
     parts = {}
     for stage, part in _parts(config, schedule, axes.coordinate(context.rank)["pp"]).items():
-        module = build_llama(config.model.spec(), dtype=MASTER_DTYPES[config.train.precision], part=part)
+        module = build_model(config.model.spec(), dtype=MASTER_DTYPES[config.train.precision], part=part)
+        freeze(module, config.train.freeze)
         apply_parallel(module, mesh, axes, options)
         module.to_empty(device=device)
         module.tie()
@@ -139,37 +143,43 @@ def build_job(config: RunConfig, context: RankContext, device: torch.device) -> 
 
 def _parts(config: RunConfig, schedule: Schedule, pipeline_rank: int) -> dict[int, Part]:
     """What each stage on a rank of the pipeline holds."""
-    last = schedule.num_stages - 1
     layers = layer_ranges(layers_per_stage(config))
     return {
-        stage: Part(layers[stage], is_first=stage == 0, is_last=stage == last)
+        stage: Part(layers[stage], stage=stage, num_stages=schedule.num_stages)
         for stage in schedule.stages_of(pipeline_rank)
     }
 
 
+def freeze(model: ModelPart, globs: Sequence[str]) -> None:
+    """Leave the parameters whose name in the whole model matches one of `globs` as they start."""
+    for name, parameter in model.whole_model_parameters():
+        if any(fnmatchcase(name, glob) for glob in globs):
+            parameter.requires_grad_(False)
+
+
 @torch.no_grad()
-def initialize(model: Llama, seed: int) -> None:
+def initialize(model: ModelPart, seed: int) -> None:
     """Fill every parameter's local piece with its initial values, the same on every layout."""
     for name, parameter in model.whole_model_parameters():
         std = model.initial_std(name)
         local, box = to_local(parameter), local_box(parameter)
-        if std is None:
-            local.fill_(1.0)
+        if not std:
+            local.fill_(1.0 if std is None else 0.0)
         elif box.numel():
             local.copy_(normal_piece(seed, name, parameter.shape, std=std, index=box.slices()))
 
 
 @torch.no_grad()
 def refresh_copies(job: Job) -> None:
-    """After a checkpoint was loaded: give this rank's copy of a tied embedding what its embedding got.
+    """After a checkpoint was loaded: give this rank's further copies of a shared parameter what the first one got.
 
-    Only where both are on one rank: on another one the copy is loaded by the embedding's name.
+    Copies on other ranks are loaded by the parameter's name.
     """
-    parts = list(job.parts().values())
-    source = next((part for part in parts if part.part.is_first), None)
-    for part in parts:
-        if part.has_copy and source is not None:
-            original, copy = source.embed.weight, part.head.weight
-            to_local(copy).copy_(to_local(original))
-            for name in STATE_NAMES:
-                to_local(job.optimizer.state[copy][name]).copy_(to_local(job.optimizer.state[original][name]))
+    first: dict[str, nn.Parameter] = {}
+    for part in job.parts().values():
+        for name, copy in part.whole_model_parameters():
+            original = first.setdefault(name, copy)
+            if original is not copy:
+                to_local(copy).copy_(to_local(original))
+                for kind in STATE_NAMES if copy in job.optimizer.state else ():
+                    to_local(job.optimizer.state[copy][kind]).copy_(to_local(job.optimizer.state[original][kind]))

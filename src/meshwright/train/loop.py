@@ -8,39 +8,30 @@ from pathlib import Path
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.dump import to_toml
-from meshwright.data.loader import Loader
-from meshwright.data.sampler import Order
-from meshwright.data.text import Corpus, num_windows
-from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import RunError
 from meshwright.train.build import Job, refresh_copies
 from meshwright.train.folder import RunFolder, writing
-from meshwright.train.generate import generate
-from meshwright.train.metrics import Recorder, bits_per_byte, plot_loss
+from meshwright.train.metrics import Recorder, plot_loss
 from meshwright.train.optimizer import named_state
-from meshwright.train.reporter import Reporter, Summary
+from meshwright.train.reporter import Reporter, Summary, Validation
 from meshwright.train.step import StepResult, TrainStep
 from meshwright.train.stop import StopSignal
+from meshwright.train.tasks.base import Task
 from meshwright.train.trace import write_trace
 from meshwright.train.validate import validate
-
-PROMPT = "def "
-TEMPERATURE = 0.7
-
 
 class Trainer:
     """Takes a job from its folder's checkpoint, or from nothing, to the last step."""
 
-    def __init__(self, job: Job, corpus: Corpus, folder: RunFolder, reporter: Reporter) -> None:
-        train = job.config.train
+    def __init__(self, job: Job, task: Task, corpus: str, folder: RunFolder, reporter: Reporter) -> None:
+        """Of a job; `corpus` is the fingerprint of what it trains on."""
         self._job = job
+        self._task = task
         self._corpus = corpus
         self._folder = folder
         self._reporter = reporter
         self._stop = StopSignal(job.context)
-        order = Order(num_windows(corpus.train, train.seq_len), train.seed)
-        loader = Loader(corpus.train, order, train.seq_len, job.device)
-        self._step = TrainStep(job, loader, self._stop.requested)
+        self._step = TrainStep(job, task, self._stop.requested)
         self._skipped_in_a_row = 0
         self._saved: Path | None = folder.checkpoint
 
@@ -88,7 +79,7 @@ class Trainer:
             path.write_text(to_toml(self._job.config), "utf-8")
         for note in self._folder.notes:
             self._reporter.note(note)
-        return Recorder(self._job, self._folder, self._reporter, self._corpus.validation_bytes_per_token, done=done)
+        return Recorder(self._job, self._folder, self._reporter, done=done)
 
     def _restore(self) -> int:
         """Load the folder's checkpoint, if there is one. Returns the last step done."""
@@ -118,7 +109,7 @@ class Trainer:
             model=self._job.config.model.spec().identity(),
             run={
                 "config": self._job.config.model_dump(),
-                "corpus": self._corpus.fingerprint,
+                "corpus": self._corpus,
                 "skipped_in_a_row": self._skipped_in_a_row,
             },
             keep=self._job.config.checkpoint.keep,
@@ -142,49 +133,37 @@ class Trainer:
                 fix=f"--out {self._folder.path} --resume auto goes on from there",
             )
 
-    def _validate(self, step: int) -> float | None:
+    def _validate(self, step: int) -> Validation | None:
         train = self._job.config.train
         if not train.validation_samples:
             return None
         self._job.context.post("validating", step)
         self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
-        loss = validate(self._step.pipeline, self._corpus.validation)
-        self._reporter.validated(step, loss, bits_per_byte(loss, self._corpus.validation_bytes_per_token))
-        return loss
+        loss = validate(self._step.pipeline, self._task)
+        found = Validation(loss, self._task.after_validation(self._step.pipeline, step, self._folder.path))
+        self._reporter.validated(step, found)
+        return found
 
-    def _finish(self, validation: float | None, seconds: float) -> None:
-        sample = self._sample()
-        self._job.context.post("finishing", self._job.config.train.steps)
+    def _finish(self, validation: Validation | None, seconds: float) -> None:
+        train = self._job.config.train
+        self._job.context.post("generating text", train.steps)
+        self._reporter.waiting("generating text")
+        sample = self._task.sample(self._step.pipeline)
+        self._job.context.post("finishing", train.steps)
         if self._job.context.rank != 0:
             return
-        size = self._corpus.validation_bytes_per_token
-        name = self._job.config.name
         if self._step.timeline is not None:
             write_trace(self._folder.path, self._job.config, self._step.timeline)
             self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
-        plot_loss(self._folder.metrics, self._folder.path / "loss.png", title=name, bytes_per_token=size)
+        out, unit = self._folder.path / "loss.png", self._task.unit
+        plot_loss(self._folder.metrics, out, title=self._job.config.name, unit=unit)
         self._reporter.finished(
             Summary(
-                steps=self._job.config.train.steps,
+                steps=train.steps,
                 seconds=seconds,
-                validation_loss=validation,
-                validation_bits_per_byte=None if validation is None else bits_per_byte(validation, size),
+                validation=validation,
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
             )
         )
-
-    def _sample(self) -> str | None:
-        """Generated text at the end, where token ids can be turned into text."""
-        config = self._job.config
-        if not config.train.sample_tokens or self._corpus.validation_bytes_per_token is None:
-            return None
-        self._job.context.post("generating text", config.train.steps)
-        self._reporter.waiting("generating text")
-        tokenizer = open_tokenizer(config.data.tokenizer)
-        prompt = [int(token) for token in tokenizer.encode(PROMPT)]
-        num_tokens = config.train.sample_tokens
-        seed, pipeline = config.train.seed, self._step.pipeline
-        tokens = generate(pipeline, prompt, num_tokens=num_tokens, temperature=TEMPERATURE, seed=seed)
-        return PROMPT + tokenizer.decode(tokens)

@@ -16,7 +16,7 @@ import torch
 from meshwright.errors import InputError
 from meshwright.train.build import Job
 from meshwright.train.folder import RunFolder, writing
-from meshwright.train.reporter import Progress, Reporter
+from meshwright.train.reporter import LossUnit, Progress, Reporter, Validation
 from meshwright.train.step import StepResult
 
 if TYPE_CHECKING:
@@ -62,24 +62,21 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 class Recorder:
     """Writes each step's metrics and tells the reporter, on rank 0."""
 
-    def __init__(
-        self, job: Job, folder: RunFolder, reporter: Reporter, bytes_per_token: float | None, *, done: int
-    ) -> None:
+    def __init__(self, job: Job, folder: RunFolder, reporter: Reporter, *, done: int) -> None:
         self._job = job
         self._reporter = reporter
-        self._bytes_per_token = bytes_per_token
         self._done = done
         self._started = time.perf_counter()
         self._file = MetricsFile(folder.metrics, after_step=done)
         self._board = _tensorboard(folder) if job.config.train.tensorboard else None
 
-    def record(self, result: StepResult, seconds: float, validation: float | None) -> None:
+    def record(self, result: StepResult, seconds: float, validation: Validation | None) -> None:
         """Record one step.
 
         Args:
             result: what the step computed.
             seconds: how long it took.
-            validation: loss on held-out text in nats a token, where the step was followed by a validation.
+            validation: where the step was followed by one.
         """
         train, step = self._job.config.train, result.step
         values = {
@@ -87,13 +84,13 @@ class Recorder:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens_per_s": train.global_batch * train.seq_len / seconds,
+            "tokens_per_s": train.global_batch * self._job.config.tokens_a_sample() / seconds,
             "memory_bytes": memory_bytes(self._job.device),
             "samples": [(step - 1) * train.global_batch, step * train.global_batch - 1],
             "skipped": result.skipped,
         }
         if validation is not None:
-            values["validation_loss"] = validation
+            values |= {"validation_loss": validation.loss, **validation.figures}
         self._file.write(values)
         if self._board is not None:
             for name, value in values.items():
@@ -108,7 +105,6 @@ class Recorder:
             step=step,
             steps=steps,
             loss=result.loss,
-            bits_per_byte=bits_per_byte(result.loss, self._bytes_per_token),
             grad_norm=result.grad_norm,
             tokens_per_s=values["tokens_per_s"],
             memory_bytes=values["memory_bytes"],
@@ -136,11 +132,6 @@ def _tensorboard(folder: RunFolder) -> SummaryWriter:
     return SummaryWriter(str(folder.path / "tensorboard"))
 
 
-def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
-    """A loss in nats a token as bits a byte of text, where the text's bytes are known."""
-    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
-
-
 def memory_bytes(device: torch.device) -> int:
     """Peak bytes allocated on a CUDA device; on CPU the resident memory of this process."""
     if device.type == "cuda":
@@ -151,23 +142,21 @@ def memory_bytes(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def plot_loss(metrics: Path, out: Path, *, title: str, bytes_per_token: float | None) -> None:
-    """Draw training and validation loss over steps, in bits a byte where the text's bytes are known."""
+def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
+    """Draw training and validation loss over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     lines = list(read_metrics(metrics))
-    unit = "bits per byte" if bytes_per_token else "nats per token"
-    scale = 1 / (math.log(2) * bytes_per_token) if bytes_per_token else 1.0
     figure, plot = pyplot.subplots(figsize=(7, 4), dpi=120)
-    train = [(line["step"], line["loss"] * scale) for line in lines if line["loss"] is not None]
-    held_out = [(line["step"], line["validation_loss"] * scale) for line in lines if line.get("validation_loss")]
+    train = [(line["step"], line["loss"] * unit.scale) for line in lines if line["loss"] is not None]
+    held_out = [(line["step"], line["validation_loss"] * unit.scale) for line in lines if line.get("validation_loss")]
     plot.plot(*zip(*train, strict=True), linewidth=1, label="training") if train else None
     if held_out:
         plot.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label=f"validation {held_out[-1][1]:.2f}")
-    plot.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
+    plot.set(xlabel="step", ylabel=f"loss ({unit.name})", title=title)
     plot.grid(alpha=0.3)
     if train or held_out:
         plot.legend()

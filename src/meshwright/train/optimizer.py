@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from meshwright.config.schema import TrainConfig
 from meshwright.mesh.shards import num_shards, to_local
 from meshwright.models.chunks import Chunks
-from meshwright.models.llama import Llama
+from meshwright.models.part import ModelPart
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 
@@ -76,7 +76,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return optimizer
 
 
-def named_state(model: Llama | Chunks, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_state(model: ModelPart | Chunks, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Model and optimizer as one flat dict, `model.<parameter>` and `optimizer.<state>.<parameter>`.
 
     The tensors are the live ones: a checkpoint is read into them in place.

@@ -5,8 +5,22 @@ Torch-free: the launcher names the reporter, rank 0 makes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class LossUnit:
+    """What a loss is shown in."""
+
+    name: str
+    scale: float = 1.0
+    """Of this unit in one of the loss's own."""
+
+    def words(self, loss: float) -> str:
+        """A loss for people."""
+        return f"{loss * self.scale:.3f} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -23,10 +37,12 @@ class Facts:
     """What moves bytes between ranks; None for a single rank."""
     global_batch: int
     seq_len: int
+    """Tokens a sample."""
     steps: int
     predicted_bytes: int
     """Memory a rank, predicted, with what Python and PyTorch take on the CPU."""
     folder: Path
+    unit: LossUnit
 
 
 @dataclass(frozen=True)
@@ -36,8 +52,6 @@ class Progress:
     step: int
     steps: int
     loss: float
-    """In nats a token."""
-    bits_per_byte: float | None
     grad_norm: float
     tokens_per_s: float
     memory_bytes: int
@@ -46,14 +60,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Validation:
+    """What held-out samples show."""
+
+    loss: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """More of them, by name."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """How a run ended."""
 
     steps: int
     seconds: float
-    validation_loss: float | None
-    """In nats a token."""
-    validation_bits_per_byte: float | None
+    validation: Validation | None
     folder: Path
     checkpoint: Path | None
     sample: str | None
@@ -74,8 +95,8 @@ class Reporter:
     def progress(self, progress: Progress) -> None:
         """After every step."""
 
-    def validated(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """After a validation; loss in nats a token."""
+    def validated(self, step: int, validation: Validation) -> None:
+        """After a validation."""
 
     def finished(self, summary: Summary) -> None:
         """At the end of a run that ended well."""

@@ -10,18 +10,21 @@ import torch
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.config.pipeline import action_words
 from meshwright.config.schema import RunConfig
+from meshwright.data.pictures import Pictures
 from meshwright.data.text import Corpus
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.mesh.groups import process_group
 from meshwright.plan.memory import predict_memory
 from meshwright.train.build import build_job, choose_device, layout_needs_mesh
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_corpus
+from meshwright.train.corpus import open_training_data
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import memory_bytes
 from meshwright.train.reporter import Facts, Reporter
 from meshwright.train.runspec import RunSpec
+from meshwright.train.tasks import build_task
+from meshwright.train.tasks.base import Task
 
 
 def run_rank(context: RankContext, spec: RunSpec) -> None:
@@ -43,15 +46,18 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
     ):
-        corpus = open_training_corpus(config)
+        corpus = open_training_data(config)
         _check_agreement(config, corpus)
         folder = spec.folder or _agree_on_folder(context, spec, corpus)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
-        reporter.started(_facts(config, corpus, device, folder))
-        Trainer(build_job(config, context, device), corpus, folder, reporter).run()
+        task = build_task(config, corpus, device)
+        reporter.started(_facts(config, corpus, task, device, folder))
+        Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
-def _facts(config: RunConfig, corpus: Corpus, device: torch.device, folder: RunFolder) -> Facts:
+def _facts(
+    config: RunConfig, corpus: Corpus | Pictures, task: Task, device: torch.device, folder: RunFolder
+) -> Facts:
     axes = config.mesh.axes()
     return Facts(
         name=config.name,
@@ -62,15 +68,16 @@ def _facts(config: RunConfig, corpus: Corpus, device: torch.device, folder: RunF
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",
         global_batch=config.train.global_batch,
-        seq_len=config.train.seq_len,
+        seq_len=config.tokens_a_sample(),
         steps=config.train.steps,
         # What Python and PyTorch themselves take is measured, the rest predicted.
         predicted_bytes=memory_bytes(device) + predict_memory(config).total(),
         folder=folder.path,
+        unit=task.unit,
     )
 
 
-def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus) -> RunFolder:
+def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus | Pictures) -> RunFolder:
     """Rank 0 chooses; its error, if it has one, is every rank's."""
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
@@ -87,7 +94,7 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus) -> Run
     return choice
 
 
-def _check_agreement(config: RunConfig, corpus: Corpus) -> None:
+def _check_agreement(config: RunConfig, corpus: Corpus | Pictures) -> None:
     """Ranks started apart may have other files: compare what decides the numbers before the first step."""
     facts = all_gather_object({"configuration": config.model_dump_json(), "corpus": corpus.fingerprint})
     for rank, fact in enumerate(facts):
@@ -97,5 +104,5 @@ def _check_agreement(config: RunConfig, corpus: Corpus) -> None:
                     f"ranks 0 and {rank} do not have the same {name}",
                     where=config.data.source if name == "corpus" else "command line",
                     rule="every rank trains on the same corpus with the same configuration",
-                    fix="the same Python version, files and command line on every node",
+                    fix="the same Python version, libraries, files and command line on every node",
                 )

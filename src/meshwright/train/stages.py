@@ -1,32 +1,57 @@
 """What connects a job's parts to the pipeline's executor: data in, loss out, gradients reduced.
 
-Shapes: b batch, t time, d model width, v vocabulary.
+Shapes: b batch, t tokens, d model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from meshwright.comm.collectives import all_gather_object, all_reduce_sum
+from meshwright.comm.collectives import all_gather_object
 from meshwright.comm.p2p import Channel, open_channels
 from meshwright.mesh.axes import Axes
-from meshwright.mesh.groups import new_group
-from meshwright.mesh.shards import to_local
-from meshwright.models.llama import Llama
+from meshwright.models.part import ModelPart
 from meshwright.nn.linear import WeightGradients, defer_weight_gradients
 from meshwright.parallel.data import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
+from meshwright.parallel.shared_grads import SharedGradients
 from meshwright.parallel.tensor import sync_partial_gradients
 from meshwright.pipeline.buffers import Buffers, TensorSpec, check_fingerprints
 from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
 from meshwright.pipeline.table import Schedule
 from meshwright.train.build import COMPUTE_DTYPES, Job
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets of a micro-batch, [b, t] both."""
+
+class Batch(Protocol):
+    """A micro-batch. Stages ask only for what they need, and nothing else has to be made."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """What the first stage takes."""
+
+    @property
+    def targets(self) -> Tensor:
+        """What the last stage's output is compared with."""
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """What every stage is told besides."""
+
+
+@dataclass(frozen=True)
+class SimpleBatch:
+    """A micro-batch that is compared with nothing."""
+
+    inputs: Tensor
+    conditions: tuple[Any, ...] = ()
+
+    @property
+    def targets(self) -> Tensor:
+        """Stands where targets are asked for."""
+        return self.inputs
 
 
 @dataclass
@@ -36,26 +61,24 @@ class Feed:
     batch: Callable[[int], Batch]
     """The micro-batch of a number. A rank's stages ask once each."""
     finish: Callable[[Tensor, Tensor], Tensor]
-    """From the last stage's logits [b, t, v] and the targets to a scalar to run backward from."""
+    """From the last stage's output and the targets to a scalar to run backward from."""
 
 
 class ModelStage(Stage):
     """A part of the model as a stage."""
 
-    def __init__(self, job: Job, part: Llama, feed: Feed, sync_shared: Callable[[], None]) -> None:
+    def __init__(self, job: Job, part: ModelPart, feed: Feed, shared: SharedGradients) -> None:
         self._part = part
         self._feed = feed
-        self._seq_len = job.config.train.seq_len
-        self._sync_shared = sync_shared
+        self._shared = shared
         splits = job.schedule.splits_backward
         self.weight_gradients: WeightGradients | None = defer_weight_gradients(part) if splits else None
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """The stream [b, t, d], or the loss on the last stage."""
-        part = self._part.part
-        inputs_bt, targets_bt = self._feed.batch(microbatch)
-        out: Tensor = self._part(inputs_bt if x is None else x, self._seq_len)
-        return self._feed.finish(out, targets_bt) if part.is_last else out
+        batch = self._feed.batch(microbatch)
+        out: Tensor = self._part(batch.inputs if x is None else x, *batch.conditions)
+        return self._feed.finish(out, batch.targets) if self._part.part.is_last else out
 
     def before_backward(self, *, reduces: bool) -> None:
         """Set FSDP2's gradient sync."""
@@ -75,9 +98,9 @@ class ModelStage(Stage):
         """Free what was gathered."""
         reshard(self._part)
 
-    def sync_shared(self) -> None:
-        """Add up a tied embedding's gradients."""
-        self._sync_shared()
+    def sync_shared(self, number: int) -> None:
+        """Add up the gradients of a group of shared parameters."""
+        self._shared.sync(number)
 
 
 class Pipeline:
@@ -87,9 +110,9 @@ class Pipeline:
         self.job = job
         self.feed = Feed(_no_batch, _no_loss)
         self._channels = _open_channels(job)
-        shared = _SharedGradient(job)
-        self._stages = {stage: ModelStage(job, part, self.feed, shared.sync) for stage, part in job.parts().items()}
         self._check_tables()
+        self.shared = _shared_gradients(job)
+        self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
 
     def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
         """A table bound to this rank.
@@ -125,7 +148,7 @@ def _no_batch(microbatch: int) -> Batch:
     raise AssertionError("the step sets the feed first")
 
 
-def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def _no_loss(out: Tensor, targets: Tensor) -> Tensor:
     raise AssertionError("the step sets the feed first")
 
 
@@ -148,27 +171,20 @@ def _pipelines(axes: Axes) -> list[list[int]]:
 def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
     """What goes from a stage to the next on this rank."""
     train, mesh = job.config.train, job.config.mesh
-    length = train.seq_len // mesh.tp if mesh.sequence_parallel else train.seq_len
+    tokens = job.config.tokens_a_sample()
+    length = tokens // mesh.tp if mesh.sequence_parallel else tokens
     return TensorSpec((batch_size, length, job.config.model.dim), COMPUTE_DTYPES[train.precision])
 
 
-class _SharedGradient:
-    """A tied embedding's gradients: the embedding's and its copy's, brought to their sum on both."""
-
-    def __init__(self, job: Job) -> None:
-        self._copies = [p for p in (part.shared_parameter() for part in job.parts().values()) if p is not None]
-        self._group = None
-        first, last = job.schedule.stage_ranks[0], job.schedule.stage_ranks[-1]
-        if job.config.model.tie_embeddings and first != last:
-            for ranks in _pipelines(job.axes):
-                group = new_group([ranks[first], ranks[last]], timeout_s=job.config.train.timeout_s)
-                self._group = group or self._group
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        gradients = [to_local(copy.grad) for copy in self._copies if copy.grad is not None]
-        total = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
-        if self._group is not None:
-            all_reduce_sum(total, group=self._group)
-        for gradient in gradients:
-            gradient.copy_(total)
+def _shared_gradients(job: Job) -> SharedGradients:
+    """What this rank's stages share with others."""
+    parts = job.parts()
+    declared = next(iter(parts.values())).shared_parameters()
+    return SharedGradients(
+        declared,
+        parts,
+        stage_ranks=job.schedule.stage_ranks,
+        pipelines=_pipelines(job.axes),
+        rank=job.context.rank,
+        timeout_s=job.config.train.timeout_s,
+    )

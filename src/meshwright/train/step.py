@@ -1,10 +1,8 @@
 """One optimizer step: a batch through the pipeline table, one shared decision, the update.
 
-Each rank divides its loss by the tokens of the whole batch and gradients are summed, so the gradient is the mean
-over the batch on every layout. Loss, gradient norm and the wish to stop travel in one all-reduce, whose result is
-the same bits on every rank: what ranks decide from it, they decide alike.
-
-Shapes: b batch, t time, v vocabulary.
+Each rank divides its loss by the units (tokens, pixels) of the whole batch and gradients are summed, so the gradient is
+the mean over the batch on every layout. Loss, gradient norm and the wish to stop travel in one all-reduce, whose result
+is the same bits on every rank: what ranks decide from it, they decide alike.
 """
 
 from __future__ import annotations
@@ -16,19 +14,17 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.data.loader import Loader
 from meshwright.data.sampler import share
 from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build import Job
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.stages import Batch, Pipeline
+from meshwright.train.tasks.base import Task
 from meshwright.train.trace import run_traced
 
 
@@ -38,7 +34,7 @@ class StepResult:
 
     step: int
     loss: float
-    """Mean over the batch's tokens, in nats."""
+    """Mean over the batch."""
     grad_norm: float
     """Global, before clipping."""
     lr: float
@@ -53,21 +49,12 @@ def vocab_context(job: Job) -> AbstractContextManager[None]:
     return loss_parallel() if job.axes.tp > 1 else nullcontext()
 
 
-def loss_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Sum of the tokens' cross-entropies, in at least float32, on the whole vocabulary."""
-    logits = logits_btv.flatten(0, 1)
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    loss = F.cross_entropy(logits, targets_bt.flatten(), reduction="sum")
-    return loss.to_local() if isinstance(loss, DTensor) else loss
-
-
 class TrainStep:
     """Runs steps of a job."""
 
-    def __init__(self, job: Job, loader: Loader, stop_requested: Callable[[], bool]) -> None:
+    def __init__(self, job: Job, task: Task, stop_requested: Callable[[], bool]) -> None:
         self._job = job
-        self._loader = loader
+        self._task = task
         self._stop_requested = stop_requested
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
@@ -111,15 +98,15 @@ class TrainStep:
         job = self._job
         train = job.config.train
         samples = self.samples(step)
-        num_tokens = train.global_batch * train.seq_len
+        num_units = train.global_batch * self._task.units_a_sample
         losses: list[Tensor] = []
 
         @cache
         def batch(microbatch: int) -> Batch:
-            return self._loader.batch(samples[microbatch])
+            return self._task.batch(samples[microbatch])
 
-        def finish(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-            loss = loss_sum(logits_btv, targets_bt) / num_tokens
+        def finish(out: Tensor, targets: Tensor) -> Tensor:
+            loss = self._task.loss_sum(out, targets) / num_units
             losses.append(loss.detach())
             return loss
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm.collectives import broadcast_object
 from meshwright.parallel.data import reshard
 from meshwright.pipeline.lower import forward_only, lower
-from meshwright.train.stages import Pipeline
+from meshwright.train.stages import Pipeline, SimpleBatch
 
 
 def generate(pipeline: Pipeline, prompt: Sequence[int], *, num_tokens: int, temperature: float, seed: int) -> list[int]:
@@ -36,8 +36,9 @@ def generate(pipeline: Pipeline, prompt: Sequence[int], *, num_tokens: int, temp
         found.append(logits_btv.full_tensor() if isinstance(logits_btv, DTensor) else logits_btv)
         return logits_btv
 
+    batch = SimpleBatch(inputs_bt, (seq_len,))
     executor = pipeline.executor(lower(forward_only(1, stage_ranks)), batch_size=1)
-    pipeline.feed.batch, pipeline.feed.finish = (lambda microbatch: (inputs_bt, inputs_bt)), finish
+    pipeline.feed.batch, pipeline.feed.finish = (lambda microbatch: batch), finish
     job.model.eval()
     for _ in range(num_tokens):
         context = tokens[-seq_len:]

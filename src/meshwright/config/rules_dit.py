@@ -1,0 +1,66 @@
+"""Rules of a diffusion transformer: its dimensions, its sampling, and what tensor parallel divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from meshwright.config.breach import Breach
+from meshwright.config.rules_heads import undivided_heads
+from meshwright.config.schema import DiTConfig, RunConfig
+from meshwright.config.sizes import by_distance, divisors, round_up
+from meshwright.errors import ConfigError, LayoutError
+
+
+def dit_breaches(config: RunConfig) -> Iterator[Breach]:
+    """The rules of a diffusion transformer that `config` breaks."""
+    assert isinstance(config.model, DiTConfig), "rules of another kind of model"
+    yield from undivided_heads(config.model)
+    yield from _patches(config.model)
+    yield from _tensor_parallel(config.model, config)
+    steps, most = config.diffusion.sampling_steps, config.diffusion.num_timesteps
+    if steps > most:
+        yield Breach(
+            ConfigError,
+            f"diffusion.sampling_steps = {steps} is more than diffusion.num_timesteps = {most}",
+            "diffusion.sampling_steps",
+            "sampling goes through some of the timesteps that the model is trained on",
+            [{"diffusion.sampling_steps": most}, {"diffusion.num_timesteps": steps}],
+        )
+
+
+def _patches(model: DiTConfig) -> Iterator[Breach]:
+    for patch, whole in (("patch_size", "image_size"), ("patch_frames", "num_frames")):
+        size, total = getattr(model, patch), getattr(model, whole)
+        if total % size:
+            sizes = by_distance(divisors(total), size)
+            yield Breach(
+                ConfigError,
+                f"model.{patch} = {size} does not divide model.{whole} = {total}",
+                f"model.{patch}",
+                "patches tile a sample",
+                [*({f"model.{patch}": fit} for fit in sizes[:1]), {f"model.{whole}": round_up(total, size)}],
+            )
+
+
+def _tensor_parallel(model: DiTConfig, config: RunConfig) -> Iterator[Breach]:
+    tp = config.mesh.tp
+    counts = {"attention heads": model.num_heads, "feed-forward columns (model.ffn_dim)": model.ffn_dim}
+    name = next((name for name, count in counts.items() if count % tp), None)
+    if name is not None:
+        sizes = by_distance(divisors(math.gcd(*counts.values())), tp)
+        yield Breach(
+            LayoutError,
+            f"mesh.tp = {tp} does not divide {counts[name]} {name}",
+            "mesh.tp",
+            "tp divides the numbers of heads and ffn_dim",
+            [{"mesh.tp": size} for size in sizes],
+        )
+    if tp > 1 and config.mesh.sequence_parallel:
+        yield Breach(
+            LayoutError,
+            f"mesh.sequence_parallel with mesh.tp = {tp}",
+            "mesh.sequence_parallel",
+            "a dit's stream is whole on every rank of tp: its modulation is of samples, not of tokens",
+            [{"mesh.sequence_parallel": False}, {"mesh.tp": 1}],
+        )
