@@ -29,7 +29,7 @@ TORCH_FREE = (
     "cluster/spec.py", "cluster/presets.py",
     "mesh/axes.py", "mesh/layout.py",
     "testing/*",
-    "models/spec.py",
+    "models/spec.py", "models/dit_spec.py", "models/diffusion_spec.py",
     "data/sampler.py", "data/text.py", "data/tokenizer.py",
     "config/*",
     "plan/*",

@@ -106,7 +106,7 @@ class DiTSpec:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward for one token; the embedders', once a sample, included."""
-        embedders = 2.0 * (self.embedder_params() - (self.num_classes + 1) * self.dim) / seq_len
+        embedders = (2 if self.is_video else 1) * 2.0 * self.dim * (FREQUENCY_DIM + self.dim) / seq_len
         forward = self.num_layers * self.layer_flops(seq_len) + self.head_flops() + self.embedding_flops() + embedders
         return 3.0 * forward
 

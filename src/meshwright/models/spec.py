@@ -44,7 +44,7 @@ class LlamaSpec:
     tie_embeddings: bool = False
 
     def shared_parameters(self, num_stages: int) -> tuple[SharedParameter, ...]:
-        """What the model's parts share, in a pipeline of so many stages: a tied embedding, on the first and the last."""
+        """What the model's parts share, in a pipeline of so many stages: a tied embedding, on first and last."""
         if num_stages == 1 or not self.tie_embeddings:
             return ()
         return (SharedParameter("embed.weight", ((0, "embed.weight"), (num_stages - 1, "head.weight"))),)

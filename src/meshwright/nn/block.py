@@ -1,7 +1,5 @@
-"""The pre-norm transformer block and its SwiGLU feed-forward layer (Shazeer 2020).
-
-The block is the unit that the rest of Meshwright counts in: FSDP2 gathers, `torch.compile` compiles and
-pipeline stages hold whole blocks.
+"""The block, the unit that the rest of Meshwright counts in; and Llama's: pre-norm, with a SwiGLU feed-forward layer
+(Shazeer 2020).
 
 Shapes: b batch, t time, d model width, h head_dim.
 """
@@ -14,6 +12,15 @@ from torch import Tensor, nn
 from meshwright.nn.attention.module import Attention
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recomputed
+
+
+class Block(nn.Module):
+    """What FSDP2 gathers, `torch.compile` compiles, recomputation recomputes and pipeline stages hold, as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recomputes = False
+        """Keep only the inputs for the backward, and compute the forward again there."""
 
 
 class FeedForward(nn.Module):
@@ -31,7 +38,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(Block):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
@@ -42,8 +49,6 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim=ffn_dim)
-        self.recomputes = False
-        """Keep only the input for the backward, and compute the forward again there."""
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""

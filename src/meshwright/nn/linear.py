@@ -2,7 +2,7 @@
 
 Splitting a whole backward graph afterwards runs a Python autograd Function twice and recomputes a checkpointed block
 once per layer. Here the layer itself stores the pair that its weight's gradient is the product of, and the product is
-run later; everything else of the backward happens once.
+run later; everything else of the backward happens once, the bias's gradient too: it costs no product.
 
 Shapes: d input features, e output features, … any leading dims.
 """
@@ -50,17 +50,18 @@ def run_products(pairs: Iterable[Pair]) -> None:
 
 
 class Linear(nn.Linear):
-    """`x @ weight.T`; with `weight_gradients` set, backwards may put the weight's gradient off."""
+    """`x @ weight.T + bias`; with `weight_gradients` set, backwards may put the weight's gradient off."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, d] to […, e]."""
         if self.weight_gradients is None or not torch.is_grad_enabled():
-            return F.linear(x, self.weight)
-        out: Tensor = _DeferringLinear.apply(x, self.weight, self.weight_gradients)  # type: ignore[no-untyped-call]
+            return F.linear(x, self.weight, self.bias)
+        inputs = (x, self.weight, self.bias, self.weight_gradients)
+        out: Tensor = _DeferringLinear.apply(*inputs)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -85,24 +86,25 @@ def defer_weight_gradients(module: nn.Module) -> WeightGradients | None:
 
 class _DeferringLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, store: WeightGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradients) -> Tensor:
         ctx.save_for_backward(x)
         # The parameter itself: what a recomputation saves is detached, and has no `.grad` that anybody would see.
         ctx.weight, ctx.store = weight, store
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
         (x,), weight = ctx.saved_tensors, ctx.weight
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         of_x = gradient @ weight if needs_x else None
         of_weight = None
         if needs_weight and ctx.store.defers:
             ctx.store.put((weight, x, gradient))
         elif needs_weight:
             of_weight = _product(x, gradient)
-        return of_x, of_weight, None
+        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return of_x, of_weight, of_bias, None
 
 
 def _product(x: Tensor, gradient: Tensor) -> Tensor:

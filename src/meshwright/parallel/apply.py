@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import submesh
-from meshwright.nn.block import TransformerBlock
+from meshwright.nn.block import Block
 from meshwright.parallel.data import apply_data_parallel
 from meshwright.parallel.tensor import apply_tensor_parallel, await_embedding
 
@@ -42,7 +42,7 @@ def apply_parallel(model: nn.Module, mesh: DeviceMesh | None, axes: Axes, option
     """Lay `model`, still on the meta device, on `mesh` in place.
 
     Args:
-        model: made of `embed`, `blocks`, `norm` and `head`, or a part of it, with a `tie()` that shares what is tied.
+        model: a model or a part of it, with a `tie()` that shares what is tied.
         mesh: the mesh of all axes; None where `needs_mesh` says that none is needed.
         axes: its sizes.
         options: everything else.
@@ -50,7 +50,7 @@ def apply_parallel(model: nn.Module, mesh: DeviceMesh | None, axes: Axes, option
     if mesh is not None and axes.tp > 1:
         apply_tensor_parallel(model, submesh(mesh, ["tp"]), sequence_parallel=options.sequence_parallel)
         model.tie()  # type: ignore[operator]
-    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     if mesh is not None and axes.tp > 1 and (options.compile or not blocks) and "embed" in dict(model.named_children()):
         await_embedding(model)
     if options.recompute:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.nn.block import TransformerBlock
+from meshwright.nn.block import Block
 from meshwright.parallel.fsdp import finish_backward
 
 
@@ -25,7 +25,7 @@ def apply_data_parallel(
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard a model made of `embed`, `blocks`, `norm` and `head`, or a part of it, over `mesh`, in place.
+    """Shard a model, or a part of it, over `mesh`, in place: its blocks, a vocabulary's two ends, and the rest.
 
     Args:
         mesh: one axis (FSDP2) or two, replicas first (HSDP).
@@ -36,7 +36,7 @@ def apply_data_parallel(
     # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     children = dict(model.named_children())
@@ -44,7 +44,7 @@ def apply_data_parallel(
     if embed is None or head is None or head.weight is not embed.weight:
         # Ends smaller than a block aren't worth collectives of their own: they stay in the root's unit.
         largest = max(map(num_elements, blocks), default=0)
-        if embed is not None and num_elements(embed) > largest:
+        if isinstance(embed, nn.Embedding) and num_elements(embed) > largest:
             fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
             # A lookup's backward needs the indices only: don't gather the weight for it.
             embed.set_unshard_in_backward(False)  # type: ignore[operator]

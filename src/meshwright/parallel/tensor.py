@@ -3,7 +3,7 @@
 Optionally with sequence parallel (Korthikanti et al. 2022): between the products, activations are divided along
 the sequence, and the all-reduce becomes a reduce-scatter and an all-gather.
 
-The plan goes by building blocks (`nn.block`), not by model. Every parameter becomes a DTensor on the tp mesh, also
+The plan goes by building blocks, not by model. Every parameter becomes a DTensor on the tp mesh, also
 those that stay whole, so that one rule counts copies and one mesh carries the optimizer's state.
 """
 
@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.nn.block import TransformerBlock
+from meshwright.nn.block import Block, TransformerBlock
+from meshwright.nn.dit_block import DiTBlock
 
 SEQUENCE_DIM = 1
 
@@ -39,22 +40,33 @@ class Replicated(ParallelStyle):
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Divide a model made of `embed`, `blocks`, `norm` and `head`, or a part of it, over the one-axis mesh `mesh`.
+    """Divide a model, or a part of it, over the one-axis mesh `mesh`: its blocks, and a vocabulary's two ends.
 
     The logits come out as a DTensor sharded over the vocabulary, which the loss is computed on without gathering.
+    Modules that no plan names stay whole.
     """
     stream = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     norm: ParallelStyle = SequenceParallel(sequence_dim=SEQUENCE_DIM) if sequence_parallel else Replicated()
     for block in model.modules():
         if isinstance(block, TransformerBlock):
             parallelize_module(block, mesh, _block_plan(stream, norm))
+        elif isinstance(block, DiTBlock):
+            assert not sequence_parallel, "patches attend to all others, and their condition is the whole sample's"
+            parallelize_module(block, mesh, _dit_block_plan())
+        else:
+            assert not isinstance(block, Block), f"no plan for {type(block).__name__}"
     ends: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "norm": norm,
         "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
     }
     present = dict(model.named_children())
+    if not isinstance(present.get("embed"), nn.Embedding):
+        del ends["embed"]  # patches, not a vocabulary
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in present})
+    for module in model.modules():
+        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            parallelize_module(module, mesh, Replicated())
 
 
 def sync_partial_gradients(model: nn.Module) -> None:
@@ -94,4 +106,17 @@ def _block_plan(stream: Shard | Replicate, norm: ParallelStyle) -> dict[str, Par
         "ffn.gate": ColwiseParallel(),
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=stream),
+    }
+
+
+def _dit_block_plan() -> dict[str, ParallelStyle]:
+    whole = Replicate()
+    return {
+        "attention": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(),
+        "mlp.fc1": ColwiseParallel(),
+        "mlp.fc2": RowwiseParallel(),
     }
