@@ -31,6 +31,7 @@ TORCH_FREE = (
     "testing/*",
     "models/spec.py", "models/dit_spec.py", "models/diffusion_spec.py",
     "data/sampler.py", "data/text.py", "data/tokenizer.py",
+    "data/pictures.py", "data/digits.py", "data/image_files.py", "data/picture_grid.py",
     "config/*",
     "plan/*",
     "pipeline/table.py", "pipeline/text.py", "pipeline/generate/*", "pipeline/lower.py", "pipeline/verify.py",

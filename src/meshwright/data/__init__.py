@@ -1,1 +1,1 @@
-"""Text in, token windows out, in an order that depends on nothing but the seed."""
+"""Text in, token windows out, in an order that depends on nothing but the seed; pictures likewise."""

@@ -62,21 +62,25 @@ def list_documents(source: str) -> list[Document]:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = list(_python_files(root))
     else:
-        pattern = os.path.expanduser(source)
-        root = _fixed_root(pattern)
-        # A file's own name comes first: it may have brackets in it. Nested `**` can match a file twice.
-        matches = {pattern} if os.path.isfile(pattern) else set(glob.glob(pattern, recursive=True))
-        paths = [path for path in matches if os.path.isfile(path)]
+        root, paths = find_files(source)
     if not paths:
         raise _nothing_found(source, root)
     documents = [_document(path, root, source) for path in paths]
     return sorted(documents, key=lambda document: document.name)
 
 
+def find_files(source: str) -> tuple[Path, list[str]]:
+    """The root of a glob (`**` and `~` are expanded) and its files in no order; names are relative to that root."""
+    pattern = os.path.expanduser(source)
+    # A file's own name comes first: it may have brackets in it. Nested `**` can match a file twice.
+    matches = {pattern} if os.path.isfile(pattern) else set(glob.glob(pattern, recursive=True))
+    return _fixed_root(pattern), [path for path in matches if os.path.isfile(path)]
+
+
 def split(documents: list[Document]) -> tuple[list[Piece], list[Piece]]:
     """The pieces that are trained on and those that are held out, by the rule at the top of this file."""
-    kept = [document for document in documents if not _is_held_out(document.name)]
-    held_out = [document for document in documents if _is_held_out(document.name)]
+    kept = [document for document in documents if not is_held_out(document.name)]
+    held_out = [document for document in documents if is_held_out(document.name)]
     if sum(document.num_bytes > 0 for document in held_out) >= MIN_HELD_OUT_FILES:
         return [Piece(item, Extent.WHOLE) for item in kept], [Piece(item, Extent.WHOLE) for item in held_out]
     return [Piece(item, Extent.HEAD) for item in documents], [Piece(item, Extent.TAIL) for item in documents]
@@ -102,6 +106,22 @@ def read(piece: Piece, *, source: str) -> str | None:
     if piece.extent is Extent.HEAD:
         return text[:cut]
     return text[cut:] if piece.extent is Extent.TAIL else text
+
+
+def name_hash(name: str) -> int:
+    """A number that a file's name alone decides: the first 64 bits of its SHA-256."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def relative_name(path: str, root: Path) -> str:
+    """A file's name in its corpus: the path from the corpus's root, with forward slashes."""
+    return Path(os.path.relpath(path, root)).as_posix()
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file of this name is held out, where whole files are."""
+    return name_hash(name) % _ONE_IN == 0
 
 
 def unreadable(path: str | Path, source: str, error: OSError) -> DataError:
@@ -150,12 +170,7 @@ def _document(path: str, root: Path, source: str) -> Document:
         status = os.stat(path)
     except OSError as error:
         raise unreadable(path, source, error) from None
-    return Document(path, Path(os.path.relpath(path, root)).as_posix(), status.st_size, status.st_mtime_ns)
-
-
-def _is_held_out(name: str) -> bool:
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "little") % _ONE_IN == 0
+    return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
 def _nothing_found(source: str, root: Path) -> DataError:

@@ -1,0 +1,132 @@
+"""Scikit-learn's handwritten digits, at rest and moving: real data that needs no download.
+
+1,797 digits of 8 × 8 pixels and 17 levels of grey (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten
+Digits"). Of each ten that follow one another one is held out, the one at place 0 of the first ten, 1 of the
+second and so on: a tenth of every class within a third, which every tenth digit would not be, for many of the
+digits were written in order from 0 to 9.
+
+A video is a digit that moves on a black canvas at constant velocity and bounces at the edges. It starts in the
+same place and has the same velocity, in pixels a second, at each frame rate, so that the videos of one digit
+differ in nothing else. Positions lie between pixels, where the digit is interpolated.
+
+Shapes: n digits or videos, f frames, h rows, w columns, d = 2 directions (down, right).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import DataError
+
+DIGIT_SIZE = 8
+MIN_CANVAS = 12
+VIDEO_FPS = (4, 8, 16)
+_MAX_LEVEL = 16
+_MIN_SPEED, _MAX_SPEED = 4.0, 12.0
+"""Pixels a second in either direction: 1 … 3 pixels a frame at the lowest frame rate."""
+
+Bytes = NDArray[np.uint8]
+Labelled = tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]
+"""Pictures [n, c, f, h, w], the class of each, and whether it is held out."""
+
+
+def still_digits(size: int) -> Labelled:
+    """The digits as images of `size` × `size`, resized if that is not their own size.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    digits_nhw, labels_n = _load()
+    if size != DIGIT_SIZE:
+        from PIL import Image
+
+        images = (Image.fromarray(digit_hw) for digit_hw in digits_nhw)
+        digits_nhw = np.stack([np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)) for image in images])
+    return digits_nhw[:, None, None], labels_n, _is_held_out(len(labels_n))
+
+
+def moving_digits(size: int, num_frames: int) -> Labelled:
+    """Videos of each digit at each of `VIDEO_FPS`, one digit's videos after another's.
+
+    A digit's videos are held out together. Values are rounded to whole bytes.
+
+    Args:
+        size: rows and columns of the canvas, at least `MIN_CANVAS`.
+        num_frames: frames of each video, whatever its frame rate.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    digits_nhw, labels_n = _load()
+    num_rates = len(VIDEO_FPS)
+    videos = np.empty((len(digits_nhw), num_rates, num_frames, size, size), dtype=np.uint8)
+    for rate, fps in enumerate(VIDEO_FPS):
+        positions_nfd = positions(len(digits_nhw), room=size - DIGIT_SIZE, num_frames=num_frames, fps=fps)
+        for frame in range(num_frames):
+            videos[:, rate, frame] = drawn(digits_nhw, positions_nfd[:, frame], size=size)
+    return (
+        videos.reshape(-1, 1, num_frames, size, size),
+        labels_n.repeat(num_rates),
+        _is_held_out(len(labels_n)).repeat(num_rates),
+    )
+
+
+def positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArray[np.float64]:
+    """The top left corner of each digit in each frame, [n, f, d], from 0 to `room`.
+
+    Start and velocity come from the SHA-256 of the digit's index, and are scaled with nothing but products and
+    sums: trigonometry may differ in the last bit from machine to machine.
+    """
+    hashes = (hashlib.sha256(f"digits-video {index}".encode("ascii")).digest() for index in range(num_digits))
+    uniform = np.frombuffer(b"".join(hashes), dtype="<u4").reshape(num_digits, 8) / 2.0**32
+    start_nd, speed_nd, sign_nd = uniform[:, 0:2], uniform[:, 2:4], uniform[:, 4:6]
+    velocity_nd = np.where(sign_nd < 0.5, -1.0, 1.0) * (_MIN_SPEED + (_MAX_SPEED - _MIN_SPEED) * speed_nd)
+    seconds_f = np.arange(num_frames) / fps
+    free_nfd = room * start_nd[:, None] + velocity_nd[:, None] * seconds_f[:, None]
+    # A way that bounces between two walls is a straight way folded at each of them.
+    folded_nfd = np.mod(free_nfd, 2 * room)
+    positions_nfd: NDArray[np.float64] = np.minimum(folded_nfd, 2 * room - folded_nfd)
+    return positions_nfd
+
+
+def drawn(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) -> Bytes:
+    """Each digit on a black canvas at its position, which may lie between pixels (bilinear), [n, size, size]."""
+    corner_nd = np.floor(positions_nd).astype(np.int64)
+    down_n, right_n = (positions_nd - corner_nd).T[:, :, None, None]
+    height, width = digits_nhw.shape[1:]
+    spread_nhw = np.zeros((len(digits_nhw), height + 1, width + 1))
+    for row, row_weight_n in enumerate((1 - down_n, down_n)):
+        for column, column_weight_n in enumerate((1 - right_n, right_n)):
+            spread_nhw[:, row : row + height, column : column + width] += row_weight_n * column_weight_n * digits_nhw
+    # One row and one column more than is kept: at the very edge the last ones of `spread` are zeros outside.
+    canvas_nhw = np.zeros((len(digits_nhw), size + 1, size + 1), dtype=np.uint8)
+    rows = corner_nd[:, 0, None, None] + np.arange(height + 1)[:, None]
+    columns = corner_nd[:, 1, None, None] + np.arange(width + 1)
+    canvas_nhw[np.arange(len(digits_nhw))[:, None, None], rows, columns] = np.rint(spread_nhw).astype(np.uint8)
+    return canvas_nhw[:, :size, :size]
+
+
+def _load() -> tuple[Bytes, NDArray[np.int64]]:
+    """The digits [n, h, w], 0 … 255, and what they are."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise DataError(
+            "the package scikit-learn is not installed",
+            where="data.source, digits",
+            rule="the handwritten digits come with the package scikit-learn",
+            fix='pip install "meshwright[images]"',
+        )
+    from sklearn.datasets import load_digits
+
+    levels_nhw, labels_n = load_digits(return_X_y=True)
+    digits_nhw = np.rint(levels_nhw * (255 / _MAX_LEVEL)).astype(np.uint8)
+    return digits_nhw.reshape(-1, DIGIT_SIZE, DIGIT_SIZE), labels_n.astype(np.int64)
+
+
+def _is_held_out(num_digits: int) -> NDArray[np.bool_]:
+    tens_n, places_n = np.divmod(np.arange(num_digits), 10)
+    is_held_out_n: NDArray[np.bool_] = places_n == tens_n % 10
+    return is_held_out_n
