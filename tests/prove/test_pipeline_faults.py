@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.pipeline.shared import SharedParameter
 from meshwright.prove.report import render, to_json
 from meshwright.prove.stages import Stages, stages_of
 from meshwright.testing.gang import GangError, GangPool
@@ -70,7 +71,8 @@ def test_a_table_with_micro_batches_in_another_order_is_no_fault(gang: GangPool,
     assert result.passed, "\n".join(render(result))
 
 
-VEE = Stages((0, 1, 1, 0), (range(3), range(3, 5), range(5, 5), range(5, 12)), is_tied=True)
+VEE = Stages((0, 1, 1, 0), (range(3), range(3, 5), range(5, 5), range(5, 12)),
+             (SharedParameter("embed.weight", ((0, "embed.weight"), (3, "head.weight"))),))  # fmt: skip
 
 
 def test_stages_of_parameters() -> None:
@@ -89,7 +91,8 @@ def test_stages_in_words() -> None:
 def test_only_a_pipeline_has_stages() -> None:
     assert stages_of(small_config()) is None
     found = stages_of(small_config("mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true"))
-    assert found == Stages((0, 1), (range(1), range(1, 2)), is_tied=True)
+    assert found == Stages((0, 1), (range(1), range(1, 2)),
+                           (SharedParameter("embed.weight", ((0, "embed.weight"), (1, "head.weight"))),))  # fmt: skip
 
 
 def test_the_suite_is_large_enough() -> None:

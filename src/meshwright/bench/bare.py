@@ -25,6 +25,7 @@ from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import Order
 from meshwright.data.text import Tokens
 from meshwright.models.llama import Llama
+from meshwright.models.spec import LlamaSpec
 from meshwright.train.build import initialize
 from meshwright.train.lr_schedule import learning_rate
 
@@ -57,7 +58,9 @@ def bare_step(config: RunConfig, batches: BareBatches, *, device: torch.device) 
     """The bare counterpart of a run: one process in float32 or bfloat16, or FSDP2 over all ranks in float32."""
     train = config.train
     with device:
-        model = Llama(config.model.spec())
+        spec = config.model.spec()
+        assert isinstance(spec, LlamaSpec), "the bare loop is a language model's"
+        model = Llama(spec)
     initialize(model, train.seed)
     if train.compile:
         for block in model.blocks.values():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.config import rules
 from meshwright.config.load import load
-from meshwright.config.schema import DataConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
+from meshwright.config.schema import DataConfig, LlamaConfig, MeshConfig, RunConfig, TrainConfig
 from meshwright.units import format_count
 
 OURS, BARE = "ours", "bare"
@@ -100,7 +100,7 @@ def llama_1b(*, compile: bool) -> RunConfig:
     """
     config = RunConfig(
         name="llama-1b",
-        model=ModelConfig(
+        model=LlamaConfig(
             num_layers=16,
             dim=2048,
             num_heads=32,

@@ -21,6 +21,7 @@ from meshwright.bench.alternate import Alternation, Timer, Work, alternate
 from meshwright.bench.bare import BareBatches, bare_step
 from meshwright.bench.cases import BARE, OURS, Case
 from meshwright.comm.collectives import all_reduce_sum, barrier
+from meshwright.config.schema import LlamaConfig
 from meshwright.data.sampler import Order
 from meshwright.data.text import Corpus, Tokens, num_windows
 from meshwright.errors import RunError
@@ -133,8 +134,9 @@ def _tokens(case: Case) -> Tokens:
     """What both arms train on."""
     if not case.random_tokens:
         return open_training_corpus(case.config).train
-    generator = np.random.default_rng(case.config.train.seed)
-    return generator.integers(case.config.model.vocab_size, size=case.random_tokens, dtype=np.uint32)
+    generator, model = np.random.default_rng(case.config.train.seed), case.config.model
+    assert isinstance(model, LlamaConfig), "ids are for a language model"
+    return generator.integers(model.vocab_size, size=case.random_tokens, dtype=np.uint32)
 
 
 def check_losses(case: Case, arms: Sequence[Arm]) -> None:

@@ -73,7 +73,7 @@ class BenchStage(Stage):
     def reshard(self) -> None:
         """Nothing is sharded."""
 
-    def sync_shared(self) -> None:
+    def sync_shared(self, number: int) -> None:
         """Nothing is shared."""
 
 

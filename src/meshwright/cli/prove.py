@@ -48,9 +48,9 @@ def prove(
     config = as_proof(load(source, overrides))
 
     # The configuration is right: from here on numpy may be imported.
-    from meshwright.train.corpus import open_training_corpus
+    from meshwright.train.corpus import open_training_data
 
-    open_training_corpus(config)
+    open_training_data(config)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(config, steps, Path(folder))

@@ -38,13 +38,13 @@ def run(
 
     # The configuration is right: from here on numpy may be imported.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.corpus import open_training_corpus
+    from meshwright.train.corpus import open_training_data
     from meshwright.train.folder import choose_folder
     from meshwright.train.runspec import RunSpec
 
     num_ranks = config.mesh.axes().num_ranks()
     _say_waiting("reading the corpus", quiet=quiet)
-    corpus = open_training_corpus(config)
+    corpus = open_training_data(config)
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
         run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))

@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.models.shapes import ParameterShape, in_blocks
 from meshwright.pipeline.shared import SharedParameter
 
 FREQUENCY_DIM = 256
@@ -61,6 +62,32 @@ class DiTSpec:
         if num_stages == 1:
             return ()
         return tuple(SharedParameter(n, tuple((s, n) for s in range(num_stages))) for n in self.shared_names())
+
+    def part_parameters(self, layers: range, *, is_first: bool, is_last: bool) -> list[ParameterShape]:
+        """Parameters of the part of the model that has these layers, in the module's order."""
+        dim, inner, ffn = self.dim, self.num_heads * self.head_dim, self.ffn_dim
+        block = [
+            *_linear("modulation", dim, 6 * dim),
+            *(shape for name in ("wq", "wk", "wv") for shape in _linear(f"attention.{name}", dim, inner, tp_dim=0)),
+            *_linear("attention.wo", inner, dim, tp_dim=1),
+            *_linear("mlp.fc1", dim, ffn, tp_dim=0),
+            *_linear("mlp.fc2", ffn, dim, tp_dim=1),
+        ]
+        mlps = ["time_embed", *(["fps_embed"] if self.is_video else [])]
+        embedders = {mlp: [*_linear(f"{mlp}.fc1", FREQUENCY_DIM, dim), *_linear(f"{mlp}.fc2", dim, dim)] for mlp in mlps}
+        return [
+            *(_linear("embed", self.patch_dim(), dim) if is_first else ()),
+            *embedders["time_embed"],
+            ParameterShape("label_embed.weight", (self.num_classes + 1, dim)),
+            *embedders.get("fps_embed", ()),
+            *in_blocks(block, layers),
+            *(_linear("final.modulation", dim, 2 * dim) if is_last else ()),
+            *(_linear("final.head", dim, self.patch_dim()) if is_last else ()),
+        ]
+
+    def parameter_names(self) -> list[str]:
+        """Every parameter of the model."""
+        return [p.name for p in self.part_parameters(range(self.num_layers), is_first=True, is_last=True)]
 
     def params_per_layer(self) -> int:
         """Parameters of one block: attention, feed-forward and modulation, with biases."""
@@ -115,6 +142,12 @@ class DiTSpec:
         facts = asdict(self)
         del facts["zero_init"]  # decides initial values only
         return {"kind": "dit", **facts}
+
+
+def _linear(name: str, fan_in: int, fan_out: int, *, tp_dim: int | None = None) -> list[ParameterShape]:
+    """A linear layer's weight and bias; a bias is divided where the layer's outputs are."""
+    weight = ParameterShape(f"{name}.weight", (fan_out, fan_in), tp_dim)
+    return [weight, ParameterShape(f"{name}.bias", (fan_out,), 0 if tp_dim == 0 else None)]
 
 
 def init_std(fan_in: int, fan_out: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.models.dit_spec import DiTSpec
+from meshwright.models.shapes import ParameterShape, in_blocks
 from meshwright.pipeline.shared import SharedParameter
 
 
@@ -48,6 +49,30 @@ class LlamaSpec:
         if num_stages == 1 or not self.tie_embeddings:
             return ()
         return (SharedParameter("embed.weight", ((0, "embed.weight"), (num_stages - 1, "head.weight"))),)
+
+    def part_parameters(self, layers: range, *, is_first: bool, is_last: bool) -> list[ParameterShape]:
+        """Parameters of the part of the model that has these layers, in the module's order."""
+        dim, queries, keys = self.dim, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        block = (
+            ParameterShape("attention_norm.weight", (dim,)),
+            ParameterShape("attention.wq.weight", (queries, dim), 0),
+            ParameterShape("attention.wk.weight", (keys, dim), 0),
+            ParameterShape("attention.wv.weight", (keys, dim), 0),
+            ParameterShape("attention.wo.weight", (dim, queries), 1),
+            ParameterShape("ffn_norm.weight", (dim,)),
+            ParameterShape("ffn.gate.weight", (self.ffn_dim, dim), 0),
+            ParameterShape("ffn.up.weight", (self.ffn_dim, dim), 0),
+            ParameterShape("ffn.down.weight", (dim, self.ffn_dim), 1),
+        )
+        first = [ParameterShape("embed.weight", (self.vocab_size, dim), 0)] if is_first else []
+        last = [ParameterShape("norm.weight", (dim,))] if is_last else []
+        if is_last and not (self.tie_embeddings and is_first):
+            last.append(ParameterShape("head.weight", (self.vocab_size, dim), 0))
+        return [*first, *in_blocks(block, layers), *last]
+
+    def parameter_names(self) -> list[str]:
+        """Every parameter of the model."""
+        return [p.name for p in self.part_parameters(range(self.num_layers), is_first=True, is_last=True)]
 
     def params_per_layer(self) -> int:
         """Parameters of one transformer block."""

@@ -105,7 +105,7 @@ class SharedGradients:
         by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(list)
         for copies in trained.values():
             by_dtype[copies[0].dtype].append([_local_gradient(copy) for copy in copies])
-        for gradients in by_dtype.values():
+        for gradients in by_dtype.values():  # in the order of the keys, so in one order on all ranks
             total = torch.cat([_added_up(copies).flatten() for copies in gradients])
             if group.group is not None:
                 all_reduce_sum(total, group=group.group)

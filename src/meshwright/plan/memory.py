@@ -6,15 +6,16 @@ the two gathered blocks are what FSDP2 holds at once while it prefetches.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 
 from meshwright.config.pipeline import layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
-from meshwright.mesh.axes import Axes
-from meshwright.models.spec import LlamaSpec
+from meshwright.models.shapes import ParameterShape
+from meshwright.models.spec import LlamaSpec, ModelSpec
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
+from meshwright.pipeline.stages import layer_ranges
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 OPTIMIZER_MOMENTS = 2
@@ -43,7 +44,7 @@ class MemoryEstimate:
 class _Stage:
     """What a stage has of the model."""
 
-    num_layers: int
+    layers: range
     is_first: bool
     is_last: bool
 
@@ -51,8 +52,8 @@ class _Stage:
 def predict_memory(config: RunConfig) -> MemoryEstimate:
     """Predict the peak of one rank, without the Python process and its libraries."""
     schedule = lowered_table(config)
-    counts = layers_per_stage(config)
-    stages = [_Stage(count, i == 0, i == len(counts) - 1) for i, count in enumerate(counts)]
+    ranges = layer_ranges(layers_per_stage(config))
+    stages = [_Stage(layers, i == 0, i == len(ranges) - 1) for i, layers in enumerate(ranges)]
     costs = Costs([_stage_costs(config, stage) for stage in stages])
     peaks = simulate(schedule, costs).peak_bytes
     estimates = [
@@ -63,65 +64,74 @@ def predict_memory(config: RunConfig) -> MemoryEstimate:
 
 
 def _on_rank(config: RunConfig, stages: list[_Stage], peak: PeakBytes) -> MemoryEstimate:
-    axes, spec = config.mesh.axes(), config.model.spec()
+    axes = config.mesh.axes()
     compute = BYTES[config.train.precision]
     master = max(4, compute)
-    stored = sum(_stored(spec, axes, stage) for stage in stages)
-    num_layers = sum(stage.num_layers for stage in stages)
-    block, embeddings = spec.params_per_layer() // axes.tp, spec.vocab_size * spec.dim // axes.tp
-    is_sharded = axes.data_parallel() > 1
-    gathered = 2 * (min(2, num_layers) * block + embeddings) * compute if is_sharded else 0
-    if is_sharded and not config.mesh.reshard_after_forward:
-        gathered += max(0, num_layers - 2) * block * compute
+    parameters = [p for stage in stages for p in _parameters(config, stage)]
+    stored = sum(p.on_rank(tp=axes.tp, dp_shard=axes.dp_shard) for p in parameters)
+    trained = sum(p.on_rank(tp=axes.tp, dp_shard=axes.dp_shard) for p in parameters if not _is_frozen(config, p))
+    num_layers = sum(len(stage.layers) for stage in stages)
+    gathered = 0
+    if axes.data_parallel() > 1:
+        block, others = _gathered_parts(config)
+        gathered = 2 * (min(2, num_layers) * block + others) * compute
+        if not config.mesh.reshard_after_forward:
+            gathered += max(0, num_layers - 2) * block * compute
     return MemoryEstimate(
         parameters=stored * master,
-        gradients=stored * master,
-        optimizer=OPTIMIZER_MOMENTS * stored * master,
+        gradients=trained * master,
+        optimizer=OPTIMIZER_MOMENTS * trained * master,
         gathered=gathered,
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
     )
 
 
-def _stored(spec: LlamaSpec, axes: Axes, stage: _Stage) -> int:
-    """A stage's parameters on the rank that holds most of them.
+def _parameters(config: RunConfig, stage: _Stage) -> list[ParameterShape]:
+    return config.model.spec().part_parameters(stage.layers, is_first=stage.is_first, is_last=stage.is_last)
 
-    Tensor parallel divides the rows or the columns of matrices and leaves norms whole; FSDP2 divides the rows that
-    are left, and gives its first ranks one more where they do not divide evenly.
-    """
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    by_rows = [(rows, spec.dim) for rows in (queries, keys, keys, spec.ffn_dim, spec.ffn_dim)]
-    by_columns = [(spec.dim, queries), (spec.dim, spec.ffn_dim)]
-    norms = [(spec.dim, 1)] * 2
-    is_shared = spec.tie_embeddings and stage.is_first and stage.is_last
-    embeddings = [(spec.vocab_size, spec.dim)] * (1 if is_shared else stage.is_first + stage.is_last)
-    matrices = stage.num_layers * by_rows + embeddings
-    pieces = [(rows // axes.tp, columns) for rows, columns in matrices]
-    pieces += stage.num_layers * [(rows, columns // axes.tp) for rows, columns in by_columns]
-    pieces += stage.num_layers * norms + norms[: stage.is_last]
-    return sum(math.ceil(rows / axes.dp_shard) * columns for rows, columns in pieces)
+
+def _is_frozen(config: RunConfig, parameter: ParameterShape) -> bool:
+    return any(fnmatchcase(parameter.name, glob) for glob in config.train.freeze)
+
+
+def _gathered_parts(config: RunConfig) -> tuple[int, int]:
+    """Elements of a block, and of the larger of what else a stage gathers at once, whole but for tensor parallel."""
+    spec, tp = config.model.spec(), config.mesh.tp
+    if isinstance(spec, LlamaSpec):
+        return spec.params_per_layer() // tp, spec.vocab_size * spec.dim // tp
+    return spec.params_per_layer() // tp, spec.embedder_params()
 
 
 def _stage_costs(config: RunConfig, stage: _Stage) -> StageCosts:
-    """Bytes of one micro-batch on a stage: what its forward leaves for its backward, and the logits with their
+    """Bytes of one micro-batch on a stage: what its forward leaves for its backward, and the output with its
     gradient."""
     axes, spec, train = config.mesh.axes(), config.model.spec(), config.train
     compute = BYTES[train.precision]
-    tokens = train.global_batch // (axes.data_parallel() * train.num_microbatches) * train.seq_len
+    tokens = train.global_batch // (axes.data_parallel() * train.num_microbatches) * config.tokens_a_sample()
     stream = 1 / axes.tp if config.mesh.sequence_parallel else 1.0
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / axes.tp
-    # Per token: two block inputs and two norm outputs in the stream (norms and residuals; whole again before the
-    # products), queries, keys and values before and after rotation, the attention output, four of the
-    # feed-forward's width.
-    per_token = (2 + 2 * stream) * spec.dim + 2 * heads + spec.num_heads * spec.head_dim / axes.tp
-    per_token += 4 * spec.ffn_dim / axes.tp
-    block = tokens * per_token * compute
-    kept, recompute = (stage.num_layers * block, 0.0)
+    block = tokens * _kept_per_token(spec, tp=axes.tp, stream=stream) * compute
+    num_layers = len(stage.layers)
+    kept, recompute = (num_layers * block, 0.0)
     if config.recompute.policy == "full":
-        kept, recompute = stage.num_layers * tokens * stream * spec.dim * compute, block if stage.num_layers else 0.0
-    logits = 2 * tokens * spec.vocab_size / axes.tp * max(4, compute) if stage.is_last else 0.0
+        kept, recompute = num_layers * tokens * stream * spec.dim * compute, block if num_layers else 0.0
+    outputs = spec.vocab_size / axes.tp if isinstance(spec, LlamaSpec) else float(spec.patch_dim())
+    output = 2 * tokens * outputs * max(4, compute) if stage.is_last else 0.0
     return StageCosts(
-        activation_bytes=int(kept + logits),
+        activation_bytes=int(kept + output),
         recompute_bytes=int(recompute),
         buffer_bytes=int(tokens * stream * spec.dim * compute),
     )
+
+
+def _kept_per_token(spec: ModelSpec, *, tp: int, stream: float) -> float:
+    """Elements that a block's forward leaves for its backward, for each token; `stream`: the part a rank has of it."""
+    queries = spec.num_heads * spec.head_dim
+    if isinstance(spec, LlamaSpec):
+        # Two block inputs and two norm outputs in the stream (norms and residuals; whole again before the products),
+        # queries, keys and values before and after rotation, the attention output, four of the feed-forward's width.
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / tp
+        return (2 + 2 * stream) * spec.dim + 2 * heads + queries / tp + 4 * spec.ffn_dim / tp
+    # Of each half: its input, the norm's output, the modulated one, and what the gate multiplies; queries, keys, values
+    # and the attention output; the feed-forward before and after its GELU.
+    return 8 * spec.dim + 4 * queries / tp + 2 * spec.ffn_dim / tp

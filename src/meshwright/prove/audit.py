@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence
+from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence, UnequalCopies
 from meshwright.prove.result import Diagnosis, Kind
 from meshwright.prove.stages import Stages
 from meshwright.prove.words import join_words, rank_words
@@ -29,7 +29,17 @@ def audit(layout: LayoutEvidence, reference: ReferenceEvidence) -> tuple[Diagnos
         *_batches(layout, reference),
         *_reference(layout, reference),
     ]
-    return tuple(Diagnosis(Kind.EVIDENCE, seen, cause) for seen, cause in found)
+    return (*(Diagnosis(Kind.EVIDENCE, seen, cause) for seen, cause in found), *map(_unequal, layout.unequal))
+
+
+def _unequal(copies: UnequalCopies) -> Diagnosis:
+    a, b = copies.stages
+    return Diagnosis(
+        Kind.COPIES_DIFFER,
+        f"{copies.what}: the copies of {copies.name} on stages {a} and {b} of rank {copies.rank} differ "
+        f"by up to {copies.largest:.2g}",
+        "the gradients of a shared parameter are due, summed, on every copy, also where a rank has several",
+    )
 
 
 Found = Iterator[tuple[str, str]]

@@ -30,12 +30,14 @@ def located(weighed: ByName, stages: Stages | None) -> ByName:
     result = dict(weighed)
     for names in groups.values():
         where = stages.holding(names)
+        only_shared = all(len(stages.sharing(name)) > 1 for name in names)
         for name in names:
             found = weighed[name].result.diagnosis
             assert found is not None, "only findings are grouped"
-            if "along pp" in found.seen and "embed.weight" in names and stages.is_tied:
-                tied = f"{found.cause}; a tied embedding's gradients are due on {stages.words(where)} alike"
-                result[name] = weighed[name].diagnosed(replace(found, cause=tied))
+            shared = stages.sharing(name)
+            if len(shared) > 1 and (only_shared or "along pp" in found.seen):
+                cause = f"{found.cause}; the gradients of a shared parameter are due, summed, on {stages.words(shared)}"
+                result[name] = weighed[name].diagnosed(replace(found, cause=cause))
             elif len(where) < len(stages.ranks):
                 cause = _cause(found, names, where, weighed, stages) or _placed(found.cause, stages.words(where))
                 seen = _placed(found.seen, stages.words(where), always=cause == found.cause or bool(found.microbatches))

@@ -26,6 +26,18 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class UnequalCopies:
+    """Two copies of a shared parameter on one rank that are not bitwise equal."""
+
+    rank: int
+    name: str
+    stages: tuple[int, int]
+    what: str
+    """`gradient of step 1`, `parameter after the last step`."""
+    largest: float
+
+
+@dataclass(frozen=True)
 class LayoutEvidence:
     """What the ranks of the layout under proof saw, indexed by rank."""
 
@@ -48,6 +60,8 @@ class LayoutEvidence:
     wrong shows here before it has changed everything else."""
     stages: Stages | None = None
     """Of a pipeline."""
+    unequal: tuple[UnequalCopies, ...] = ()
+    """Further copies of shared parameters that are not as the rank's first, which is the one that is compared."""
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,19 @@ No collective of ours takes part in the recording: a rank records its pieces and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.pictures import Pictures
 from meshwright.data.text import Corpus
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.pipeline.table import ActionKind
-from meshwright.prove.evidence import LayoutEvidence, Shard
+from meshwright.prove.evidence import LayoutEvidence, Shard, UnequalCopies
 from meshwright.prove.stages import stages_of
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext
@@ -40,6 +41,8 @@ class RankRecord:
     parameters: Pieces = field(default_factory=dict)
     initial: Pieces = field(default_factory=dict)
     after_first: Pieces = field(default_factory=dict)
+    unequal: list[tuple[str, int, int, str, float]] = field(default_factory=list)
+    """As `UnequalCopies`, of this rank."""
 
 
 class RecordingTask(Task):
@@ -94,6 +97,7 @@ def record_rank(
         if step == 1:
             gradients = {name: p.grad for name, p in job.model.whole_model_parameters() if p.grad is not None}
             record.gradients = _pieces(gradients)
+            record.unequal += _unequal(job, "gradient of step 1", lambda parameter: parameter.grad)
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)
@@ -101,7 +105,27 @@ def record_rank(
         if step == 1:
             record.after_first = _weights(job)
     record.parameters = _weights(job)
+    record.unequal += _unequal(job, "parameter after the last step", lambda parameter: parameter.detach())
     return record
+
+
+def _unequal(
+    job: Job, what: str, value: Callable[[nn.Parameter], Tensor | None]
+) -> list[tuple[str, int, int, str, float]]:
+    """This rank's copies of shared parameters that are not bitwise as its first."""
+    first: dict[str, tuple[int, nn.Parameter]] = {}
+    found = []
+    for stage, part in job.parts().items():
+        for name, parameter in part.whole_model_parameters():
+            at, original = first.setdefault(name, (stage, parameter))
+            a, b = value(original), value(parameter)
+            if original is parameter or (a is None and b is None):
+                continue
+            if a is None or b is None:
+                found.append((name, at, stage, what, math.inf))
+            elif not torch.equal(to_local(a), to_local(b)):
+                found.append((name, at, stage, what, float((to_local(a) - to_local(b)).abs().max())))
+    return found
 
 
 def _by_microbatch(read: list[int], job: Job) -> list[int]:
@@ -143,4 +167,9 @@ def gather_evidence(config: RunConfig, records: list[RankRecord]) -> LayoutEvide
         initial=by_name("initial"),
         after_first=by_name("after_first"),
         stages=stages_of(config),
+        unequal=tuple(
+            UnequalCopies(rank, name, (a, b), what, largest)
+            for rank, record in enumerate(records)
+            for name, a, b, what, largest in record.unequal
+        ),
     )

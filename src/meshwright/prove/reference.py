@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
-import torch.nn.functional as F
-from numpy import int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config.schema import RunConfig
-from meshwright.data.sampler import Order
+from meshwright.data.pictures import Pictures
 from meshwright.data.text import Corpus
-from meshwright.models.llama import Llama, build_llama
+from meshwright.models.build import build_model
+from meshwright.models.part import ModelPart
 from meshwright.nn.init import normal_piece
 from meshwright.prove.evidence import ReferenceEvidence
+from meshwright.prove.samples import DTYPE, Samples, open_samples
 from meshwright.train.lr_schedule import learning_rate
 
-DTYPE = torch.float64
 ByName = dict[str, Tensor]
 
 
@@ -36,18 +36,18 @@ class _Batch:
     """Per parameter, [data_parallel, num_microbatches, *shape]."""
 
 
-def compute_reference(config: RunConfig, corpus: Corpus, *, num_steps: int) -> ReferenceEvidence:
+def compute_reference(config: RunConfig, data: Corpus | Pictures, *, num_steps: int) -> ReferenceEvidence:
     """Train `num_steps` steps as `config` says, in float64, and keep what a proof compares with."""
     train = config.train
-    model = _build(config)
+    model, samples_of = _build(config), open_samples(config, data)
     initial = _values(model)
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _trained(model).items()}
     losses, norms, samples = [], [], []
     first: _Batch | None = None
     after_first: ByName = {}
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
-        batch = _forward_backward(model, config, corpus, indices)
+        batch = _forward_backward(model, config, samples_of, indices)
         first = first or batch
         gradients = {name: partial.sum((0, 1)) for name, partial in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
@@ -70,8 +70,8 @@ def compute_reference(config: RunConfig, corpus: Corpus, *, num_steps: int) -> R
     )
 
 
-def _build(config: RunConfig) -> Llama:
-    model = build_llama(config.model.spec(), dtype=DTYPE)
+def _build(config: RunConfig) -> ModelPart:
+    model = build_model(config.model.spec(), dtype=DTYPE)
     model.to_empty(device="cpu")
     model.tie()
     with torch.no_grad():
@@ -79,47 +79,38 @@ def _build(config: RunConfig) -> Llama:
             std = model.initial_std(name)
             value = torch.ones(()) if std is None else normal_piece(config.train.seed, name, parameter.shape, std=std)
             parameter.copy_(value)
+            parameter.requires_grad_(not any(fnmatchcase(name, glob) for glob in config.train.freeze))
     return model
 
 
-def _values(model: Llama) -> ByName:
+def _trained(model: ModelPart) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _values(model: ModelPart) -> ByName:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def _forward_backward(model: Llama, config: RunConfig, corpus: Corpus, indices: list[int]) -> _Batch:
+def _forward_backward(model: ModelPart, config: RunConfig, samples: Samples, indices: list[int]) -> _Batch:
     """Losses and gradients of a batch, for each share of it and each micro-batch apart."""
     train, axes = config.train, config.mesh.axes()
     cells = (axes.data_parallel(), train.num_microbatches)
     per_cell = train.global_batch // math.prod(cells)
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    names, parameters = zip(*_trained(model).items(), strict=True)
     partial = {name: p.new_zeros((*cells, *p.shape)) for name, p in zip(names, parameters, strict=True)}
     losses = torch.zeros(cells, dtype=DTYPE)
     for cell in range(math.prod(cells)):
         share, microbatch = divmod(cell, train.num_microbatches)
-        tokens = _read(config, corpus, indices[cell * per_cell : (cell + 1) * per_cell])
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-        loss = loss / (train.global_batch * train.seq_len)
+        loss = samples.loss(model, indices[cell * per_cell : (cell + 1) * per_cell])
         losses[share, microbatch] = loss.detach()
-        for name, gradient in zip(names, torch.autograd.grad(loss, parameters), strict=True):
+        for name, gradient in zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True), strict=True):
             partial[name][share, microbatch] = gradient
     return _Batch(losses, partial)
 
 
-def _read(config: RunConfig, corpus: Corpus, indices: list[int]) -> Tensor:
-    """The samples' tokens, inputs and one more: [samples, seq_len + 1]."""
-    size = config.train.seq_len
-    order = Order((len(corpus.train) - 1) // size, config.train.seed)
-    rows = []
-    for index in indices:
-        start = int(order.windows(range(index, index + 1))[0]) * size
-        rows.append(torch.from_numpy(corpus.train[start : start + size + 1].astype(int64)))
-    return torch.stack(rows)
-
-
 @torch.no_grad()
 def _adamw(
-    model: Llama,
+    model: ModelPart,
     gradients: ByName,
     moments: dict[str, tuple[Tensor, Tensor]],
     config: RunConfig,
@@ -130,7 +121,7 @@ def _adamw(
     """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2), with clipped gradients."""
     train = config.train
     lr = learning_rate(step, train)
-    for name, p in model.named_parameters():
+    for name, p in _trained(model).items():
         g, (first, second) = gradients[name] * clip, moments[name]
         first.mul_(train.beta1).add_((1 - train.beta1) * g)
         second.mul_(train.beta2).add_((1 - train.beta2) * g * g)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.schema import RunConfig
+from meshwright.config.schema import DiTConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class ProofSpec:
 
 
 def as_proof(config: RunConfig) -> RunConfig:
-    """The run as it is proved: float64, on the CPU, everything else as given."""
+    """The run as it is proved: float64, on the CPU, everything else as given.
+
+    But for gates that start at zero: nearly all gradients of the first step are zero behind them, and a proof of zeros
+    proves nothing.
+    """
     train = config.train.model_copy(update={"precision": "float64", "device": "cpu", "compile": False})
-    return config.model_copy(update={"train": train})
+    model = config.model
+    if isinstance(model, DiTConfig):
+        model = model.model_copy(update={"zero_init": False})
+    return config.model_copy(update={"train": train, "model": model})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.config.pipeline import has_stages, layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
+from meshwright.pipeline.shared import SharedParameter
 from meshwright.pipeline.stages import layer_ranges
 from meshwright.prove.words import join_words
 
@@ -23,8 +24,8 @@ class Stages:
     """Of each stage, its rank of the pipeline."""
     layers: tuple[range, ...]
     """Of each stage, its blocks."""
-    is_tied: bool = False
-    """The last stage has a copy of the embedding."""
+    shared: tuple[SharedParameter, ...] = ()
+    """Parameters with copies on several stages."""
     splits_backward: bool = False
     """Gradients of weights are put off: B is I and W."""
 
@@ -35,12 +36,18 @@ class Stages:
 
     def of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter."""
+        if self.sharing(name):
+            return self.sharing(name)
         block = re.match(r"blocks\.(\d+)\.", name)
         if block is not None:
             return tuple(stage for stage, layers in enumerate(self.layers) if int(block[1]) in layers)
         if name.startswith("embed."):
-            return (0, self.last) if self.is_tied else (0,)
+            return (0,)
         return (self.last,)
+
+    def sharing(self, name: str) -> tuple[int, ...]:
+        """The stages that have copies of a shared parameter; none if it isn't shared."""
+        return next((parameter.stages() for parameter in self.shared if parameter.key == name), ())
 
     def holding(self, names: Iterable[str]) -> tuple[int, ...]:
         """The stages that hold any of some parameters."""
@@ -61,7 +68,7 @@ def stages_of(config: RunConfig) -> Stages | None:
     return Stages(
         table.stage_ranks,
         tuple(layer_ranges(layers_per_stage(config))),
-        is_tied=config.model.tie_embeddings,
+        shared=config.model.spec().shared_parameters(table.num_stages),
         splits_backward=table.splits_backward,
     )
 
