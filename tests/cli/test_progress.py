@@ -18,20 +18,20 @@ from meshwright.cli import progress as module
 from meshwright.cli.errors import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
-from meshwright.train.reporter import Facts, Progress, Summary
+from meshwright.train.reporter import Facts, LossUnit, Progress, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 
-SUMMARY = Summary(steps=30, seconds=3.0, validation_loss=2.0, validation_bits_per_byte=2.5, folder=Path("runs/x-1"),
-                  checkpoint=Path("runs/x-1/checkpoints/00000030"),
+SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_recognised": 0.75}),
+                  folder=Path("runs/x-1"), checkpoint=Path("runs/x-1/checkpoints/00000030"),
                   sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
 
 FACTS = Facts(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
               backend="gloo", global_batch=8, seq_len=64, steps=30, predicted_bytes=10**9,
-              folder=Path("runs/x-1"))  # fmt: skip
+              folder=Path("runs/x-1"), unit=LossUnit("bits/byte", 1.25))  # fmt: skip
 
 
 def step(number, *, steps=30, skipped=False, loss=2.0):
-    return Progress(step=number, steps=steps, loss=loss, bits_per_byte=None, grad_norm=1.0, tokens_per_s=1e4,
+    return Progress(step=number, steps=steps, loss=loss, grad_norm=1.0, tokens_per_s=1e4,
                     memory_bytes=10**9, eta_s=1.0, skipped=skipped)  # fmt: skip
 
 
@@ -112,11 +112,11 @@ def test_other_lines_do_not_mix_with_the_progress_line(monkeypatch):
         reporter.progress(step(1))
         reporter.note("a note")
         reporter.progress(step(2))
-        reporter.validated(2, 2.0, 2.5)
+        reporter.validated(2, Validation(2.0, {"drawn_recognised": 0.75}))
         reporter.progress(step(3))
         show_error(RunError("rank 1 was killed"))
         shown = rows(read(), 120)
-    assert shown[2:-2] == ["a note", "step 2  validation 2.500 bits/byte"]
+    assert shown[2:-2] == ["a note", "step 2  validation 2.500 bits/byte · drawn recognised 0.750"]
     assert shown[-2] == "error  rank 1 was killed"
 
 
@@ -156,7 +156,7 @@ def test_quiet_says_nothing(capsys):
     reporter = TerminalReporter(quiet=True)
     reporter.progress(step(1, skipped=True))
     reporter.note("x")
-    reporter.validated(1, 2.0, None)
+    reporter.validated(1, Validation(2.0))
     reporter.finished(SUMMARY)
     assert capsys.readouterr().out == ""
 

@@ -239,8 +239,22 @@ def test_known_keys_cover_every_field():
         for key, item in tree.items():
             walk(item, f"{prefix}{key}.") if isinstance(item, dict) else flat.add(f"{prefix}{key}")
 
-    walk(json.loads(load("llama3-405b").model_dump_json()), "")
+    for preset in ("llama3-405b", "dit-digits"):  # one with every optional section, and the other kind of model
+        walk(json.loads(load(preset).model_dump_json()), "")
     assert flat == set(known_keys())
+
+
+def test_a_key_of_another_kind_of_model():
+    error = outcome(["model.vocab_size=300"], "dit-digits")
+    assert isinstance(error, ConfigError) and error.what == "a dit has no model.vocab_size"
+    assert error.fix == "leave model.vocab_size out" and "model.image_size" in error.rule
+    assert "model.vocab_size" not in error.rule
+
+
+def test_a_kind_of_model_that_there_is_not():
+    error = outcome(["model.kind=gpt"])
+    assert isinstance(error, ConfigError) and "'llama', 'dit'" in error.rule
+    assert error.fix.startswith("model.kind=llama")
 
 
 def test_every_preset_is_valid():

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import RunError
-from meshwright.train.metrics import MetricsFile, bits_per_byte, plot_loss, read_metrics
+from meshwright.train.metrics import MetricsFile, plot_loss, read_metrics
+from meshwright.train.tasks.text import text_unit
 
 
 def fill(path, last, *, after=0):
@@ -77,9 +78,9 @@ class Full:
 
 @given(st.floats(0, 100), st.floats(0.1, 20))
 def test_bits_per_byte(loss, size):
-    found = bits_per_byte(loss, size)
-    assert found * math.log(2) * size == pytest.approx(loss)
-    assert bits_per_byte(loss, None) is None
+    unit = text_unit(size)
+    assert unit.name == "bits/byte" and loss * unit.scale * math.log(2) * size == pytest.approx(loss)
+    assert text_unit(None).words(loss) == f"{loss:.3f} nats/token"
 
 
 @pytest.mark.parametrize("losses", [[], [None, None], [2.0], [2.0, None, 1.0]])
@@ -88,5 +89,5 @@ def test_a_loss_is_plotted_whatever_came_of_it(tmp_path, losses, bytes_per_token
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": i + 1, "loss": loss, "validation_loss": loss} for i, loss in enumerate(losses)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plot_loss(path, tmp_path / "loss.png", title="x", bytes_per_token=bytes_per_token)
+    plot_loss(path, tmp_path / "loss.png", title="x", unit=text_unit(bytes_per_token))
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

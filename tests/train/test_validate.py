@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from meshwright.train.corpus import open_training_corpus
-from meshwright.train.tasks.generate import generate
 from meshwright.train.optimizer import STATE_NAMES, named_state
 from meshwright.train.stages import Pipeline
+from meshwright.train.tasks.generate import generate
 from meshwright.train.validate import validate
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, make_task, run_on

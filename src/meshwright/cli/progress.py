@@ -30,7 +30,7 @@ class TerminalReporter(Reporter):
         self._line_is_open = self._is_terminal  # the launcher's, which says what it waits for
         tolerate(sys.stdout)
         self._steps = 0
-        self._unit = LossUnit("nats")
+        self._unit = LossUnit("nats/token")
 
     def started(self, facts: Facts) -> None:
         """The plan in two lines."""

@@ -15,10 +15,11 @@ def undivided_heads(model: LlamaConfig | DiTConfig) -> Iterator[Breach]:
     if model.head_dim is None and model.dim % model.num_heads:
         heads = [{"model.num_heads": size} for size in by_distance(divisors(model.dim), model.num_heads)]
         multiple = round_up(model.dim, 2 * model.num_heads)
+        width = round_up(multiple // model.num_heads, 2)
         yield Breach(
             ConfigError,
             f"model.num_heads = {model.num_heads} does not divide model.dim = {model.dim}",
             "model.num_heads",
             "without model.head_dim a head is dim / num_heads wide",
-            [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": round_up(multiple // model.num_heads, 2)}],
+            [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": width}],
         )

@@ -146,11 +146,11 @@ def check_agreement(
         _check_declared(everyone[0][0], theirs, rank)
     for pipeline in pipelines:
         for parameter in sorted(shared, key=lambda p: p.key):
-            found = [
-                (pipeline[stage_ranks[stage]], stage, name, everyone[pipeline[stage_ranks[stage]]][1][stage])
-                for stage, name in parameter.sites
-            ]
-            _check_sites(parameter.key, [(rank, stage, name, facts[parameter.key]) for rank, stage, name, facts in found])
+            found = []
+            for stage, name in parameter.sites:
+                rank = pipeline[stage_ranks[stage]]
+                found.append((rank, stage, name, everyone[rank][1][stage][parameter.key]))
+            _check_sites(parameter.key, found)
 
 
 def _check_declared(first: list[Any], other: list[Any], rank: int) -> None:

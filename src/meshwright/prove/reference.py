@@ -103,7 +103,8 @@ def _forward_backward(model: ModelPart, config: RunConfig, samples: Samples, ind
         share, microbatch = divmod(cell, train.num_microbatches)
         loss = samples.loss(model, indices[cell * per_cell : (cell + 1) * per_cell])
         losses[share, microbatch] = loss.detach()
-        for name, gradient in zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True), strict=True):
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        for name, gradient in zip(names, gradients, strict=True):
             partial[name][share, microbatch] = gradient
     return _Batch(losses, partial)
 

@@ -20,6 +20,7 @@ from meshwright.train.tasks.base import Task
 from meshwright.train.trace import write_trace
 from meshwright.train.validate import validate
 
+
 class Trainer:
     """Takes a job from its folder's checkpoint, or from nothing, to the last step."""
 

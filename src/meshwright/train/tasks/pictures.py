@@ -152,8 +152,8 @@ class PictureTask(Task):
         """Class after class; videos at the rates that the training has, in turn."""
         labels = [number * self._pictures.num_classes // count for number in range(count)]
         rates = sorted(set(self._pictures.train_fps.tolist()))
-        shape = tuple(self._pictures.train.shape[1:])
-        return Wanted(labels, [rates[number % len(rates)] for number in range(count)], shape, self._null_class, self.seed)
+        fps = [rates[number % len(rates)] for number in range(count)]
+        return Wanted(labels, fps, tuple(self._pictures.train.shape[1:]), self._null_class, self.seed)
 
     def _write(self, drawn: NDArray[np.uint8], wanted: Wanted, path: Path) -> None:
         columns = max(1, -(-len(drawn) // self._pictures.num_classes))
