@@ -90,9 +90,9 @@ class DiTSpec:
         return [p.name for p in self.part_parameters(range(self.num_layers), is_first=True, is_last=True)]
 
     def params_per_layer(self) -> int:
-        """Parameters of one block: attention, feed-forward and modulation, with biases."""
+        """Parameters of one block: attention, feed-forward and modulation, with biases except of the keys."""
         inner = self.num_heads * self.head_dim
-        attention = 3 * inner * (self.dim + 1) + self.dim * (inner + 1)
+        attention = 3 * inner * self.dim + 2 * inner + self.dim * (inner + 1)
         feed_forward = self.ffn_dim * (self.dim + 1) + self.dim * (self.ffn_dim + 1)
         return attention + feed_forward + 6 * self.dim * (self.dim + 1)
 

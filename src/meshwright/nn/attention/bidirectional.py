@@ -1,5 +1,8 @@
 """Bidirectional multi-head self-attention with biases, as in a vision transformer (Dosovitskiy et al. 2021).
 
+The keys alone have none: it would add the same to all of a query's scores, which the softmax takes out again. Its
+gradient would be nothing but rounding, different on every layout, which Adam would blow up to whole steps.
+
 Shapes: b batch, t time, d model width, n heads, h head_dim.
 """
 
@@ -22,7 +25,7 @@ class BidirectionalAttention(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.wq = Linear(dim, num_heads * head_dim, bias=True)
-        self.wk = Linear(dim, num_heads * head_dim, bias=True)
+        self.wk = Linear(dim, num_heads * head_dim)
         self.wv = Linear(dim, num_heads * head_dim, bias=True)
         self.wo = Linear(num_heads * head_dim, dim, bias=True)
 
