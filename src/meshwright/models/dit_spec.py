@@ -68,13 +68,17 @@ class DiTSpec:
         dim, inner, ffn = self.dim, self.num_heads * self.head_dim, self.ffn_dim
         block = [
             *_linear("modulation", dim, 6 * dim),
-            *(shape for name in ("wq", "wk", "wv") for shape in _linear(f"attention.{name}", dim, inner, tp_dim=0)),
+            *_linear("attention.wq", dim, inner, tp_dim=0),
+            *_linear("attention.wk", dim, inner, tp_dim=0)[:1],  # a key's bias cancels in the softmax
+            *_linear("attention.wv", dim, inner, tp_dim=0),
             *_linear("attention.wo", inner, dim, tp_dim=1),
             *_linear("mlp.fc1", dim, ffn, tp_dim=0),
             *_linear("mlp.fc2", ffn, dim, tp_dim=1),
         ]
         mlps = ["time_embed", *(["fps_embed"] if self.is_video else [])]
-        embedders = {mlp: [*_linear(f"{mlp}.fc1", FREQUENCY_DIM, dim), *_linear(f"{mlp}.fc2", dim, dim)] for mlp in mlps}
+        embedders = {
+            mlp: [*_linear(f"{mlp}.fc1", FREQUENCY_DIM, dim), *_linear(f"{mlp}.fc2", dim, dim)] for mlp in mlps
+        }
         return [
             *(_linear("embed", self.patch_dim(), dim) if is_first else ()),
             *embedders["time_embed"],
