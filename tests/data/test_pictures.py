@@ -75,6 +75,13 @@ def test_images_have_no_frame_rate_and_videos_have_three(stills, videos):
     assert (np.bincount(videos.validation_fps)[[4, 8, 16]] == 179).all()
 
 
+def test_a_video_of_a_higher_frame_rate_changes_less_from_frame_to_frame(videos):
+    for part, fps in ((videos.train, videos.train_fps), (videos.validation, videos.validation_fps)):
+        change = abs(np.diff(part.astype(int), axis=2)).mean(axis=(1, 2, 3, 4))
+        slow, middle, fast = (change[fps == rate].mean() for rate in (4, 8, 16))
+        assert slow > 1.2 * middle > 1.2 * 1.2 * fast
+
+
 def test_the_description_says_what_and_how_much(stills, videos):
     assert stills.description == "scikit-learn's handwritten digits, 8 × 8: 1,618 train / 179 validation"
     assert "16 × 16, 4 frames at 4, 8 and 16 a second: 4,854 train / 537 validation" in videos.description
