@@ -119,7 +119,7 @@ def _too_few(source: str, paths: list[str]) -> DataError:
     if os.path.isdir(place):
         suffix = next(_suffixes_in(place), None)
         what = f"{source} is a directory"
-        fix = f"data.source='{os.path.join(source, '**', f'*{suffix}')}'" if suffix else USE_DIGITS
+        fix = f"data.source='{os.path.join(glob.escape(source), '**', f'*{suffix}')}'" if suffix else USE_DIGITS
     elif paths:
         what = f"{source} is one image"
         fix = f"a pattern that matches more, or {USE_DIGITS}"
