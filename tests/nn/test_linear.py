@@ -70,6 +70,22 @@ def test_put_off_gradients_add_up():
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
+@pytest.mark.parametrize("leading", [(4,), (2, 3), (2, 3, 2)], ids=str)
+def test_a_biass_gradient_is_not_put_off(leading):
+    torch.manual_seed(0)
+    layer, x = Linear(3, 2, bias=True), torch.randn(*leading, 3)
+    weights = torch.randn(*leading, 2)
+    (layer(x) * weights).sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    store = defer_weight_gradients(layer)
+    store.defers = True
+    (layer(x) * weights).sum().backward()
+    assert layer.weight.grad is None and torch.equal(layer.bias.grad, expected[1])
+    run_products(store.take())
+    assert torch.equal(layer.weight.grad, expected[0])
+
+
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_recomputed_forward_runs_exactly_once_more(splits):
     layer, calls = Linear(3, 3), []
