@@ -26,7 +26,7 @@ def test_names_shapes_and_order_are_the_module_s(model, part):
     module = build_model(spec, dtype=torch.float32, part=part)
     planned = spec.part_parameters(part.layers, is_first=part.is_first, is_last=part.is_last)
     whole = {p.key: name for p in module.shared_parameters() for stage, name in p.sites if stage == part.stage}
-    names = {name: shape for name, shape in ((p.name, p.shape) for p in planned)}
+    names = {p.name: p.shape for p in planned}
     found = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert found == names and list(found) == list(names)
     assert set(whole.values()) <= set(found)

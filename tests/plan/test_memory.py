@@ -12,9 +12,10 @@ from meshwright.config.load import load
 from meshwright.mesh.shards import to_local
 from meshwright.plan.memory import predict_memory
 from meshwright.train.optimizer import STATE_NAMES
-from tests.helpers import SMALL, small_corpus
-from tests.train.jobs import make_job, run_on
+from tests.helpers import small_corpus
+from tests.train.jobs import load_words, make_job, run_on
 
+DIT = ["dit-digits", "data.source=digits"]
 UNEVEN = ["model.ffn_dim=50", "model.vocab_size=262"]
 LAYOUTS = [
     (1, []),
@@ -27,6 +28,9 @@ LAYOUTS = [
     (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "model.tie_embeddings=true"]),
     (4, ["mesh.dp_shard=4", *UNEVEN]),
     (4, ["mesh.tp=2", "mesh.dp_shard=2", *UNEVEN]),
+    (1, DIT),
+    (4, [*DIT, "mesh.tp=2", "mesh.dp_shard=2", "model.num_classes=12"]),
+    (2, [*DIT, "mesh.dp_shard=2", "train.freeze=['label_embed*','*.wq.*']"]),
 ]
 
 
@@ -45,13 +49,13 @@ def held(rank, world_size, words):
     step.accumulate(1)
     parameters = list(job.model.parameters())
     moments = [state[name] for state in job.optimizer.state.values() for name in STATE_NAMES[1:]]
-    return num_bytes(parameters), num_bytes(p.grad for p in parameters), num_bytes(moments)
+    return num_bytes(parameters), num_bytes(p.grad for p in parameters if p.grad is not None), num_bytes(moments)
 
 
 @pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
 def test_what_is_stored_between_steps_is_exact(gang, corpus, world_size, words):
     """On the rank that holds most, where they do not hold the same."""
-    predicted = predict_memory(load(None, [*SMALL, "model.num_layers=1", *words]))
+    predicted = predict_memory(load_words(["model.num_layers=1", *words]))
     most = tuple(map(max, zip(*run_on(gang, world_size, held, [*corpus, *words]), strict=True)))
     assert most == (predicted.parameters, predicted.gradients, predicted.optimizer)
 
@@ -69,10 +73,10 @@ def saved_for_backward(rank, world_size, words):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    inputs, _ = step._loader.batch(step.samples(1)[0])
+    batch = step._task.batch(step.samples(1)[0])
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = to_local(job.model(inputs))
-    return sum(kept.values()) + 2 * logits.numel() * max(4, logits.element_size())
+        out = to_local(job.model(batch.inputs, *batch.conditions))
+    return sum(kept.values()) + 2 * out.numel() * max(4, out.element_size())
 
 
 @pytest.mark.parametrize(
@@ -84,10 +88,12 @@ def saved_for_backward(rank, world_size, words):
         (1, ["train.num_microbatches=4"]),
         (2, ["mesh.tp=2"]),
         (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
+        (1, DIT),
+        (2, [*DIT, "mesh.tp=2"]),
     ],
 )
 def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words):
-    predicted = predict_memory(load(None, [*SMALL, *words])).activations
+    predicted = predict_memory(load_words(words)).activations
     for found in run_on(gang, world_size, saved_for_backward, [*corpus, *words]):
         assert predicted == pytest.approx(found, rel=0.25)
 

@@ -58,10 +58,16 @@ class Trace:
 def make_job(rank: int, world_size: int, words: Sequence[str]) -> tuple[Job, TrainStep]:
     """A small job of the default preset on this rank; the process group exists if it needs one."""
     torch.set_num_threads(1)
-    config = load(None, [*SMALL, *words])
+    config = load_words(words)
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     job = build_job(config, context, torch.device("cpu"))
     return job, TrainStep(job, make_task(config), lambda: False)
+
+
+def load_words(words: Sequence[str]) -> RunConfig:
+    """The words of a small run; one of them may be a preset's name."""
+    presets = [word for word in words if "=" not in word]
+    return load(presets[0] if presets else None, [*SMALL, *(word for word in words if "=" in word)])
 
 
 def make_task(config: RunConfig) -> Task:

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -152,7 +152,8 @@ def _parse_value(text: str, annotation: Any) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     is_more = len(tree) > 1  # a line end in the word, and another key after it
-    return text if is_more or (str in kinds and not isinstance(tree["value"], str)) else tree["value"]
+    wanted = (str, list) if get_origin(annotation) is tuple else (str,)
+    return text if is_more or (str in kinds and not isinstance(tree["value"], wanted)) else tree["value"]
 
 
 def _put(draft: Draft, key: str, value: Any, *, origin: str) -> None:

@@ -26,8 +26,16 @@ Counts = Annotated[tuple[int, ...], BeforeValidator(lambda value: tuple(value) i
 """Whole numbers, written as a list."""
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-"""Words, written as a list."""
+
+def _as_names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_as_names),
+]
+"""Words, written as a list, or one alone."""
 
 
 class RopeScalingConfig(Section):

@@ -240,7 +240,7 @@ def _added_up(copies: Sequence[Tensor]) -> Tensor:
 
 def _hand_out(flat: Tensor, values: Sequence[Sequence[Tensor]]) -> None:
     """Parts of `flat` to the copies of each parameter, in order."""
-    pieces = flat.split([copies[0].numel() for copies in values])
+    pieces = torch.split(flat, [copies[0].numel() for copies in values])
     for piece, copies in zip(pieces, values, strict=True):
         for copy in copies:
             copy.copy_(piece.view_as(copy))

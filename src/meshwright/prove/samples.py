@@ -78,7 +78,8 @@ class PictureSamples:
         rate = int(self._pictures.train_fps[chosen])
         noisy = self._diffusion.add_noise(clean, noise, timestep)
         out = model(noisy, timestep, torch.tensor([label]), torch.tensor([rate]))
-        return (out - self._diffusion.target(clean, noise, timestep)).square().mean()
+        error: Tensor = out - self._diffusion.target(clean, noise, timestep)
+        return error.square().mean()
 
 
 def open_samples(config: RunConfig, data: Corpus | Pictures) -> Samples:

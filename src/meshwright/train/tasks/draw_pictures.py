@@ -54,7 +54,9 @@ def draw_pictures(pipeline: Pipeline, diffusion: Diffusion, wanted: Wanted, sett
     for timestep, following in zip(timesteps, [*timesteps[1:], None], strict=True):
         conditional, unconditional = model(torch.cat((x, x)), timestep).to(x.dtype).chunk(2)
         prediction = guided(conditional, unconditional, settings.guidance)
-        x = diffusion.ddim_step(prediction, x, timestep, following, clamp=True)
+        at = torch.full((count,), timestep, device=x.device)
+        to = None if following is None else torch.full_like(at, following)
+        x = diffusion.ddim_step(prediction, x, at, to, clamps=True)
     job.model.train()
     reshard(job.model)
     return x
