@@ -26,7 +26,6 @@ Counts = Annotated[tuple[int, ...], BeforeValidator(lambda value: tuple(value) i
 """Whole numbers, written as a list."""
 
 
-
 def _as_names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
