@@ -28,9 +28,10 @@ def presets(
         for preset in preset_names():
             config = load(preset)
             axes, train = config.mesh.axes(), config.train
+            batch = f"{train.global_batch} × {config.tokens_a_sample()}"
             print(
-                f"{preset:<14} {format_count(config.model.spec().num_params()):>8} parameters · "
-                f"{axes.num_ranks()} ranks ({axes}) · batch {train.global_batch} × {train.seq_len} · {train.precision}"
+                f"{preset:<16} {format_count(config.model.spec().num_params()):>8} parameters · "
+                f"{axes.num_ranks()} ranks ({axes}) · batch {batch} · {train.precision}"
             )
 
 
