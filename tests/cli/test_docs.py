@@ -12,7 +12,7 @@ from meshwright.config.load import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"meshwright (run|prove) (llama[\w.-]+)((?:\s+[a-z_]+(?:\.[a-z_]+)?=[^\s`]+)*)")
+COMMAND = re.compile(r"meshwright (run|prove) ((?:llama|dit)[\w.-]+)((?:\s+[a-z_]+(?:\.[a-z_]+)?=[^\s`]+)*)")
 """A verb, a preset and overrides, which may go on over several lines."""
 
 
