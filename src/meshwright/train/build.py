@@ -74,12 +74,11 @@ class Job:
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """Parameters without the copies of shared ones, which the first of their stages counts."""
-        return [
-            parameter
-            for stage, part in self.parts().items()
-            for name, parameter in part.named_parameters()
-            if (stage, name) not in {site for shared in part.shared_parameters() for site in shared.sites[1:]}
-        ]
+        parts = self.parts()
+        declared = next(iter(parts.values())).shared_parameters()
+        further = {site for parameter in declared for site in parameter.sites[1:]}
+        named = ((stage, name, p) for stage, part in parts.items() for name, p in part.named_parameters())
+        return [parameter for stage, name, parameter in named if (stage, name) not in further]
 
 
 def choose_device(config: RunConfig, context: RankContext) -> torch.device:
