@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,4 +36,9 @@ def as_word(value: Any) -> str:
     """A value as an override writes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return str(list(value)).replace(" ", "") if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        if len(value) == 1 and isinstance(value[0], str):
+            return value[0]
+        words = json.dumps(list(value)).replace(" ", "")
+        return f"'{words}'" if '"' in words else words  # a shell takes double quotes away
+    return str(value)
