@@ -23,7 +23,7 @@ def machine_folders(root: Path) -> set[Path]:
 def path_breaches(root: Path) -> list[str]:
     """Lines of the repository's text files with a path of the machine that the test runs on."""
     names = "|".join(re.escape(str(folder)) for folder in sorted(machine_folders(root), reverse=True))
-    # Where a path starts, and the whole name: `src/home/ada/` is another than `/home/ada`, and so is `/home/adam`.
+    # The start of a path, in whole names: in the middle of another, or with its last name going on, it is another.
     machine_path = re.compile(rf"(?<![\w.~}})$-])({names})(?![\w-])")
     breaches = []
     for path in tracked_files(root):
