@@ -67,10 +67,15 @@ MOMENTS = {
 }
 
 
+TOGETHER = ("middle", "validation", "save", "text")
+"""Moments when ranks do something together that depends on the layout."""
+
+
 def all_moments():
-    """Every moment on each layout, the ranks taking turns: the first, another, the last."""
-    for layout, ranks in (("dp_shard 2", (1, 0)), ("tp 2, dp_shard 2", (0, 1, 3))):
-        for ((phase, step), place), rank in zip(MOMENTS.values(), cycle(ranks), strict=False):
+    """Every moment on a layout, and those on another one; the ranks take turns: the first, another, the last."""
+    for layout, moments, ranks in (("dp_shard 2", MOMENTS, (1, 0)), ("tp 2, dp_shard 2", TOGETHER, (0, 1, 3))):
+        for name, rank in zip(moments, cycle(ranks), strict=False):
+            (phase, step), place = MOMENTS[name]
             yield layout, Fault(rank=rank, phase=phase, step=step), place
 
 

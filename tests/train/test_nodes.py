@@ -39,12 +39,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_nodes(words, out, *more):
-    """The two agents; ranks 0 and 1 are on the first node."""
+def start_nodes(words, out, *more, ranks_each=2):
+    """The two agents; the first ranks are on the first node."""
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks_each),
              "--node-rank", str(node), "--rdzv-backend", "static", "--master-addr", "127.0.0.1",
              "--master-port", str(port), "-m", "meshwright", "run", *words, "--out", str(out), *more],
             env=clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"),
@@ -94,7 +94,7 @@ def test_a_rank_killed_on_one_node_ends_both(words, tmp_path):
 
 def test_bad_input_under_torchrun_is_said_and_ends_it(words, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    codes, outputs = finish(start_nodes(words, tmp_path))
+    codes, outputs = finish(start_nodes([*words, "mesh.dp_shard=1"], tmp_path, ranks_each=1))
     assert all(code != 0 for code in codes)
     errors = outputs[0][1] + outputs[1][1]
     assert "already holds a run" in errors and errors.count("--resume auto to go on with it") == 1
