@@ -54,7 +54,7 @@ def test_a_lost_rank_is_named_with_its_action(tmp_path, number, what):
 
 
 SHORT_S = 4
-SIDE_BY_SIDE = 3
+SIDE_BY_SIDE, LONGER = 3, f"train.timeout_s={TIMEOUT_S}"
 PIPELINED = ["mesh.pp=2", "train.num_microbatches=4", f"train.timeout_s={SHORT_S}"]
 
 
@@ -126,7 +126,7 @@ def ended(words, out, moment):
     with pytest.raises(RunError) as caught:
         launch(signalling_body, (spec, moment, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None,
                describe_action=partial(action_words, config))  # fmt: skip
-    waited = SHORT_S if moment.number == signal.SIGSTOP else 0
+    waited = config.train.timeout_s if moment.number == signal.SIGSTOP else 0
     assert time.time() - float((out / "at").read_text()) < waited + LIMIT_S
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
     assert caught.value.exit_code == 1 and "--resume auto" in caught.value.fix
@@ -152,13 +152,15 @@ def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, tmp_path):
 
 @pytest.fixture(scope="module")
 def endings(corpus, tmp_path_factory):
-    """What `ended` gives for every moment, by its name. Most of them wait for time-outs, so a few run side by side."""
-    runs = {name: ([*PIPELINED, *more], moment) for name, (more, moment) in MOMENTS.items()}
-    runs |= {name: (PIPELINED, moment) for name, (moment, _) in PHASES.items()}
+    """What `ended` gives for every moment, by its name. Most of them wait for time-outs, so a few run side by side.
+
+    The time-outs are longer than for one run alone: no rank may be so late at its start.
+    """
+    runs = MOMENTS | {name: ([], moment) for name, (moment, _) in PHASES.items()}
     with ProcessPoolExecutor(SIDE_BY_SIDE, get_context("forkserver")) as launchers:
         yield {
-            name: launchers.submit(ended, [*corpus, *words], tmp_path_factory.mktemp("run"), moment)
-            for name, (words, moment) in runs.items()
+            name: launchers.submit(ended, [*corpus, *PIPELINED, *more, LONGER], tmp_path_factory.mktemp("run"), moment)
+            for name, (more, moment) in runs.items()
         }
         launchers.shutdown(cancel_futures=True)
 
