@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import covering_pairs
@@ -15,6 +15,7 @@ def pairs(cases):
     return {pair for case in cases for pair in combinations(enumerate(case), 2)}
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.randoms(use_true_random=False))
 def test_every_pair_that_there_is_is_kept(sizes, random):
     """Also of a product with holes; and the same value in two places is two values."""

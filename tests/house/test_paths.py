@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import covering_pairs
 from tests.house.paths import machine_folders, path_breaches
 from tests.house.plant import plant
 
@@ -18,6 +20,7 @@ FOLDERS = {
     "home": "home/ada",
     "an environment": "envs/ours",
 }
+ENDS = ("", "/.cache/x.py", ": as it is")
 
 
 @pytest.fixture
@@ -30,9 +33,7 @@ def root(tmp_path, monkeypatch):
     return root
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-@pytest.mark.parametrize("end", ["", "/.cache/x.py", ": as it is"])
-@pytest.mark.parametrize("with_git", [True, False])
+@pytest.mark.parametrize(("folder", "end", "with_git"), covering_pairs(product(FOLDERS, ENDS, (True, False))))
 def test_paths_of_one_machine_are_caught(root, tmp_path, folder, end, with_git):
     if with_git:
         subprocess.run(["git", "init", "-q", str(root)], check=True)
