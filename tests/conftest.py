@@ -27,7 +27,7 @@ def gang() -> Iterator[GangPool]:
     The runs that tests launch are forked from the same server, and need not import what it has.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.testing.gang.PRELOAD", (*PRELOAD, "meshwright.train.run"))
+        patch.setattr("meshwright.testing.gang.PRELOAD", (*PRELOAD, "meshwright.train.run", "matplotlib.pyplot"))
         pool = GangPool()
         yield pool
         pool.close()
