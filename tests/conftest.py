@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from meshwright.testing.gang import GangPool
+from meshwright.testing.gang import PRELOAD, GangPool
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
 hypothesis.settings.register_profile(
@@ -22,10 +22,15 @@ hypothesis.settings.load_profile("meshwright")
 
 @pytest.fixture(scope="session")
 def gang() -> Iterator[GangPool]:
-    """`gang(world_size)`: worker processes for tests that move data; shared by the whole run."""
-    pool = GangPool()
-    yield pool
-    pool.close()
+    """`gang(world_size)`: worker processes for tests that move data; shared by the whole run.
+
+    The runs that tests launch are forked from the same server, and need not import what it has.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.testing.gang.PRELOAD", (*PRELOAD, "meshwright.train.run", "matplotlib.pyplot"))
+        pool = GangPool()
+        yield pool
+        pool.close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,6 +23,8 @@ SMALL = ("model.num_layers=2", "train.global_batch=8", "train.seq_len=64", "trai
 """A run of the default preset that takes milliseconds a step."""
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 80
+
+Case = TypeVar("Case", bound=tuple[Any, ...])
 
 
 def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
@@ -37,6 +41,31 @@ def quick_and_slow(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any
     cases = list(cases)
     assert set(quick) <= set(cases)
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
+def covering_pairs(cases: Iterable[Case], first: Collection[Case] = ()) -> list[Case]:
+    """Few of `cases` that have every pair of values which some case has together; those in `first` among them.
+
+    For products of factors of which no three are likely to interact. The cases keep their order. Always the same ones:
+    each time one that adds most pairs, and of these the earliest whose values were taken least.
+    """
+    cases = list(cases)
+    assert set(first) <= set(cases)
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    chosen: list[Case] = []
+    missing: set[Any] = set().union(*pairs.values())
+    taken: Counter[tuple[int, Any]] = Counter()
+
+    def adds(case: Case) -> tuple[int, int]:
+        return len(pairs[case] & missing), -sum(taken[value] for value in enumerate(case))
+
+    waiting = [case for case in cases if case in first]
+    while missing or waiting:
+        case = waiting.pop(0) if waiting else max(cases, key=adds)
+        chosen.append(case)
+        missing -= pairs[case]
+        taken.update(enumerate(case))
+    return [case for case in cases if case in chosen]
 
 
 def clean_environment(**changes: str) -> dict[str, str]:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
-MACHINE_DIRS = ("work/", "root/", "tmp/venv")
-"""Written without their leading slash, or this file would be a breach."""
 
-MACHINE_PATH = re.compile(rf"(?<![\w.~}})$-])/({'|'.join(MACHINE_DIRS)})")
-"""Such a folder where a path starts: `src/work/` and `$HOME/work/` are other folders."""
+def machine_folders(root: Path) -> set[Path]:
+    """Folders that another machine has not, or not for this: where the repository is, its Python, and one's home.
+
+    A virtual environment only: the system's Python is in a folder that every machine has.
+    """
+    root = root.resolve()
+    everywhere = {Path("/"), Path(tempfile.gettempdir()).resolve()}
+    own_python = {Path(sys.prefix)} if sys.prefix != sys.base_prefix else set()
+    return ({root, root.parent, Path.home()} | own_python) - everywhere
 
 
 def path_breaches(root: Path) -> list[str]:
-    """Lines of the repository's text files with a path of the build machine."""
+    """Lines of the repository's text files with a path of the machine that the test runs on."""
+    names = "|".join(re.escape(str(folder)) for folder in sorted(machine_folders(root), reverse=True))
+    # The start of a path, in whole names: in the middle of another, or with its last name going on, it is another.
+    machine_path = re.compile(rf"(?<![\w.~}})$-])({names})(?![\w-])")
     breaches = []
     for path in tracked_files(root):
         try:
@@ -22,7 +32,7 @@ def path_breaches(root: Path) -> list[str]:
         except UnicodeDecodeError:  # not text
             continue
         for number, line in enumerate(lines, start=1):
-            found = MACHINE_PATH.search(line)
+            found = machine_path.search(line)
             if found:
                 breaches.append(f"{path.relative_to(root)}:{number} names {found[0]}, of one machine")
     return breaches

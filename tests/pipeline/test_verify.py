@@ -66,11 +66,23 @@ def test_generated_tables_are_accepted(kind, p):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_all_generated_tables_are_accepted(kind):
+    for p in range(1, 9):
+        for table in tables(kind, p, range(1, 33)):
+            verify(table)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("p", range(1, 9))
 @pytest.mark.parametrize("kind", list(ScheduleKind))
-def test_all_generated_tables_are_accepted(kind, p):
-    for table in tables(kind, p, range(1, 33)):
-        assert_accepted(table, OPTIONS)
+def test_all_ways_to_lower_are_accepted(kind, p):
+    """With every number of micro-batches until what comes between the first and the last repeats, and two large ones.
+
+    The four ways in turn, such that each meets each number of chunks, and even numbers of micro-batches and odd ones.
+    """
+    for number, table in enumerate(tables(kind, p, [*range(1, 2 * p + 2), 31, 32])):
+        assert_accepted(table, [OPTIONS[(number + number // 4) % 4]])
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(OPTIONS))

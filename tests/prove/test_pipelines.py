@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.prove.report import render
-from tests.helpers import quick_and_slow
+from tests.helpers import covering_pairs, quick_and_slow
 from tests.prove.proofs import prove_with, record_on_rank, small_config
 
 KINDS = ("f-then-b", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min")
@@ -33,7 +33,7 @@ def proof(gang, *words):
     return prove_with(records, config)
 
 
-@pytest.mark.parametrize(("kind", "pp", "axis", "tied"), quick_and_slow(MATRIX, QUICK))
+@pytest.mark.parametrize(("kind", "pp", "axis", "tied"), quick_and_slow(covering_pairs(MATRIX, QUICK), QUICK))
 def test_every_schedule_is_proved(gang, kind, pp, axis, tied):
     stages = pp if kind in ONE_STAGE_A_RANK else 2 * pp
     microbatches = 2 * pp

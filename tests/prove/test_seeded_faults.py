@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.prove.report import render, to_json
 from meshwright.testing.gang import GangPool
-from tests.helpers import quick_and_slow
+from tests.helpers import covering_pairs, quick_and_slow
 from tests.prove.proofs import prove_with, record_on_rank, small_config
 from tests.prove.seeded_faults import FAULTS
 
@@ -24,6 +24,7 @@ LAYOUTS = {
 }
 
 
+MATRIX = list(product(LAYOUTS, (1, 4), ("true", "false")))
 QUICK = {
     ("dp_shard 4", 1, "false"),
     ("tp 2 × dp_shard 2", 4, "true"),
@@ -33,7 +34,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_microbatches", "tied"), quick_and_slow(product(LAYOUTS, (1, 4), ("true", "false")), QUICK)
+    ("layout", "num_microbatches", "tied"), quick_and_slow(covering_pairs(MATRIX, QUICK), QUICK)
 )
 def test_a_right_layout_is_proved(gang: GangPool, layout: str, num_microbatches: int, tied: str) -> None:
     batch = () if "uneven" in layout else (f"train.global_batch={16 if num_microbatches == 4 else 8}",)

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 
 import pytest
 
@@ -52,6 +54,7 @@ def test_a_lost_rank_is_named_with_its_action(tmp_path, number, what):
 
 
 SHORT_S = 4
+SIDE_BY_SIDE, LONGER = 3, f"train.timeout_s={TIMEOUT_S}"
 PIPELINED = ["mesh.pp=2", "train.num_microbatches=4", f"train.timeout_s={SHORT_S}"]
 
 
@@ -123,7 +126,7 @@ def ended(words, out, moment):
     with pytest.raises(RunError) as caught:
         launch(signalling_body, (spec, moment, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None,
                describe_action=partial(action_words, config))  # fmt: skip
-    waited = SHORT_S if moment.number == signal.SIGSTOP else 0
+    waited = config.train.timeout_s if moment.number == signal.SIGSTOP else 0
     assert time.time() - float((out / "at").read_text()) < waited + LIMIT_S
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
     assert caught.value.exit_code == 1 and "--resume auto" in caught.value.fix
@@ -147,6 +150,21 @@ def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, tmp_path):
     assert re.search(r"rank 0: step 3, action \d+ \(0\w+: .* of micro-batch \d on stage 0\)", error.where), error.where
 
 
+@pytest.fixture(scope="module")
+def endings(corpus, tmp_path_factory):
+    """What `ended` gives for every moment, by its name. Most of them wait for time-outs, so a few run side by side.
+
+    The time-outs are longer than for one run alone: no rank may be so late at its start.
+    """
+    runs = MOMENTS | {name: ([], moment) for name, (moment, _) in PHASES.items()}
+    with ProcessPoolExecutor(SIDE_BY_SIDE, get_context("forkserver")) as launchers:
+        yield {
+            name: launchers.submit(ended, [*corpus, *PIPELINED, *more, LONGER], tmp_path_factory.mktemp("run"), moment)
+            for name, (more, moment) in runs.items()
+        }
+        launchers.shutdown(cancel_futures=True)
+
+
 FOUR = ["mesh.pp=4", "model.num_layers=4"]
 MOMENTS = {
     "first rank": ([], Moment(0, "0B1")),
@@ -162,10 +180,10 @@ MOMENTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MOMENTS))
-def test_a_rank_that_goes_at_an_action(corpus, tmp_path, name):
+def test_a_rank_that_goes_at_an_action(corpus, endings, name):
     more, moment = MOMENTS[name]
     words = [*corpus, *PIPELINED, *more]
-    error = ended(words, tmp_path, moment)
+    error = endings[name].result()
     how = "killed by SIGKILL" if moment.number == signal.SIGKILL else "stopped (SIGSTOP, or a debugger)"
     assert error.what.startswith(f"rank {moment.rank} was {how} {place_of(words, moment)}"), error.what
 
@@ -182,9 +200,9 @@ PHASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(PHASES))
-def test_a_rank_stopped_outside_of_an_action(corpus, tmp_path, name):
+def test_a_rank_stopped_outside_of_an_action(endings, name):
     moment, place = PHASES[name]
-    error = ended([*corpus, *PIPELINED], tmp_path, moment)
+    error = endings[name].result()
     assert error.what.startswith(f"rank {moment.rank} was stopped (SIGSTOP, or a debugger) {place}"), error.what
 
 
