@@ -38,6 +38,9 @@ class ActionKind(Enum):
     REDUCE = "REDUCE"
     SYNC_SHARED = "SYNC_SHARED"
 
+    # An enum hashes its name in Python code, and tables are full of sets and dicts of kinds.
+    __hash__ = object.__hash__
+
 
 K = ActionKind
 BACKWARDS = frozenset({K.BACKWARD, K.BACKWARD_INPUT})
@@ -48,6 +51,14 @@ RECVS = frozenset({K.RECV_FORWARD, K.RECV_BACKWARD})
 FREES = frozenset({K.FREE_INPUT, K.FREE_OUTPUT, K.FREE_GRADIENT})
 OF_A_STAGE = frozenset({K.UNSHARD, K.RESHARD, K.REDUCE, K.SYNC_SHARED})
 """Kinds that have no micro-batch."""
+
+PEERS = {
+    K.SEND_FORWARD: (K.RECV_FORWARD, 1),
+    K.RECV_FORWARD: (K.SEND_FORWARD, -1),
+    K.SEND_BACKWARD: (K.RECV_BACKWARD, -1),
+    K.RECV_BACKWARD: (K.SEND_BACKWARD, 1),
+}
+"""Of each end of a transfer the other one's kind, and how many stages on it is."""
 
 NO_MICROBATCH = -1
 
@@ -96,13 +107,7 @@ class Action:
 
     def peer(self) -> Action:
         """The other end of a transfer."""
-        there = {
-            K.SEND_FORWARD: (K.RECV_FORWARD, 1),
-            K.RECV_FORWARD: (K.SEND_FORWARD, -1),
-            K.SEND_BACKWARD: (K.RECV_BACKWARD, -1),
-            K.RECV_BACKWARD: (K.SEND_BACKWARD, 1),
-        }
-        kind, step = there[self.kind]
+        kind, step = PEERS[self.kind]
         return Action(kind, self.stage + step, self.microbatch)
 
 

@@ -32,7 +32,8 @@ GRACE_S = 0.5
 """After one rank ends, how long others may take to end of the same cause before the first cause is chosen."""
 LOOK_S, STOPPED_S = 1.0, 10.0
 """How often to look whether ranks stand still after others have ended, and how long they may."""
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.worker"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.run",
+           "meshwright.train.worker"]  # fmt: skip
 
 
 class Interrupts(Protocol):
