@@ -23,6 +23,7 @@ from meshwright.prove.reference import compute_reference
 from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool
+from meshwright.parallel import shared_grads
 from meshwright.train import optimizer, stages, step
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_data
@@ -96,7 +97,7 @@ def record_on_rank(
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     corpus = data or open_training_data(config)
-    with restored(step, stages, optimizer, dist):
+    with restored(step, stages, optimizer, shared_grads, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 

@@ -145,8 +145,12 @@ def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
             continue
         if parts.shape != (*cells, *full.shape):
             yield f"parts of {name} of shape {tuple(parts.shape)}", f"{(*cells, *full.shape)} is due"
-        elif not _adds_up(parts, full):
+        elif not _adds_up(parts.sum((0, 1)), full, parts):
             yield f"the parts of {name} do not add up to its gradient", cause
+    for name, parts in reference.stage_gradients.items():
+        full = reference.gradients.get(name)
+        if full is not None and not _adds_up(parts.sum(0), full, parts):
+            yield f"the stages' parts of {name} do not add up to its gradient", cause
     if reference.grad_norms and reference.gradients:
         own = sum(float((g.double() ** 2).sum()) for g in reference.gradients.values()) ** 0.5
         if not abs(own - reference.grad_norms[0]) <= ROUNDING * own:
@@ -156,8 +160,8 @@ def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
             )
 
 
-def _adds_up(parts: Tensor, full: Tensor) -> bool:
+def _adds_up(total: Tensor, full: Tensor, parts: Tensor) -> bool:
     if not full.numel():
         return True
     size = float(parts.abs().max())
-    return bool(float((parts.sum((0, 1)) - full).abs().max()) <= ROUNDING * size) or not bool(full.isfinite().all())
+    return bool(float((total - full).abs().max()) <= ROUNDING * size) or not bool(full.isfinite().all())

@@ -15,6 +15,7 @@ from meshwright.prove.audit import audit
 from meshwright.prove.cells import scaled
 from meshwright.prove.diagnose import Surroundings, diagnose_gradient
 from meshwright.prove.diagnose_pipeline import located
+from meshwright.prove.diagnose_shared import SharedParts
 from meshwright.prove.diagnose_samples import diagnose_samples
 from meshwright.prove.diagnose_weights import History, diagnose_initial, diagnose_update
 from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence, Shard
@@ -126,12 +127,21 @@ def _gradients(sides: _Sides) -> ByName:
         name: _with_empty_pieces(found, layout.parameters.get(name, [])) for name, found in layout.gradients.items()
     }
     weighed = weigh_all(shards, dues, counts, sides.limits.first, parts)
-    around = replace(sides.around, others=dues)
+    around = replace(sides.around, others=dues, shared=_shared_parts(sides, dues))
     for name, one in weighed.items():
         if not one.result.ok:
             absent = _absent(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
             weighed[name] = one.diagnosed(absent or diagnose_gradient(one.subject, around))
     return located(_narrowed(weighed, counts), layout.stages)
+
+
+def _shared_parts(sides: _Sides, dues: Mapping[str, Array]) -> SharedParts | None:
+    stages = sides.layout.stages
+    if stages is None:
+        return None
+    found = to_arrays(sides.reference.stage_gradients)
+    shape = {name: (len(stages.ranks), *due.shape) for name, due in dues.items()}
+    return SharedParts(stages, {name: parts for name, parts in found.items() if parts.shape == shape.get(name)})
 
 
 def _with_empty_pieces(gradient: list[Shard], parameter: list[Shard]) -> list[Shard]:

@@ -85,3 +85,6 @@ class ReferenceEvidence:
     """[data_parallel, num_microbatches]: what each cell adds to the loss of step 1; their sum is `losses[0]`."""
     after_first: dict[str, Tensor] = field(default_factory=dict)
     """Full parameters after the first step; empty when they were not kept."""
+    stage_gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Per parameter that stages share, [stage, *shape]: the part of the gradient of step 1 that comes from each stage's
+    use of it. Their sum is `gradients`."""
