@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshwright.config.load import load
 from meshwright.config.schema import DiTConfig, RunConfig
 from meshwright.data.pictures import Pictures
+from meshwright.parallel import shared_grads
 from meshwright.prove.compare import compare
 from meshwright.prove.evidence import ReferenceEvidence
 from meshwright.prove.record import RankRecord, gather_evidence, record_rank
@@ -23,7 +24,6 @@ from meshwright.prove.reference import compute_reference
 from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool
-from meshwright.parallel import shared_grads
 from meshwright.train import optimizer, stages, step
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_data

@@ -140,17 +140,16 @@ TIED_4 = ("llama-tiny", "mesh.pp=4", "pipeline.chunks=2", "model.num_layers=8", 
 TIED_V = ("llama-tiny", "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", *FOUR)
 LABELS, BIAS_1, BIAS_2 = "label_embed.weight", "time_embed.fc1.bias", "time_embed.fc2.bias"
 EMBED = "embed.weight"
+BOTH_SUMS = "the sum over pp and over the chunks of a rank is missing"
+COPIES_COUNTED = "parameters shared by so many stages, once for each copy"
 DUE = "the gradients of a shared parameter are due, summed, on stages 0, 1, 2 and 3"
 
 SHARED_FAULTS: dict[str, Fault] = {
-    "off": Fault(
-        sync_times(0), DIT,
-        ("the sum over pp and over the chunks of a rank is missing", DUE, "only the part of its own first stage"), LABELS
-    ),
-    "off, sharded": Fault(sync_times(0), SHARDED, ("the sum over pp and over the chunks of a rank is missing",), BIAS_1),
+    "off": Fault(sync_times(0), DIT, (BOTH_SUMS, DUE, "only the part of its own first stage"), LABELS),
+    "off, sharded": Fault(sync_times(0), SHARDED, (BOTH_SUMS,), BIAS_1),
     "off, pp 4": Fault(sync_times(0), DIT_4, ("the sum over pp is missing", DUE), BIAS_2),
     "off, pp 4, videos": Fault(
-        sync_times(0), VIDEO_4, ("the sum over pp and over the chunks of a rank is missing",), "fps_embed.fc2.weight"
+        sync_times(0), VIDEO_4, (BOTH_SUMS,), "fps_embed.fc2.weight"
     ),
     "off, one process": Fault(off_on_rank_0, ONE, ("the sum over the chunks of a rank is missing",), LABELS),
     "off, tied": Fault(sync_times(0), TIED, ("the sum over pp is missing", "on stages 0 and 1"), EMBED),
@@ -202,14 +201,14 @@ SHARED_FAULTS: dict[str, Fault] = {
     ),
     "two keys are exchanged on rank 1": Fault(
         on_pp_rank(1, exchange(BIAS_1, BIAS_2)), DIT,
-        ("parts of time_embed.fc2.bias stand in the place", "pp rank 1", "in another order"), BIAS_1
+        ("parts of time_embed.fc2.bias stand in the place", "pp ranks 0 and 1 add up", "in different orders"), BIAS_1
     ),
     "two keys are exchanged on rank 2 of 4": Fault(
         on_pp_rank(2, exchange(BIAS_1, BIAS_2)), DIT_4,
         ("parts of time_embed.fc1.bias stand in the place", "pp rank 2", "in another order"), BIAS_2
     ),
     "two keys are exchanged on rank 1, sharded": Fault(
-        on_pp_rank(1, exchange(BIAS_1, BIAS_2)), SHARDED, ("pp rank 1 adds up", "in another order"), BIAS_1
+        on_pp_rank(1, exchange(BIAS_1, BIAS_2)), SHARDED, ("in different orders",), BIAS_1
     ),
     "chunks are not added up": Fault(
         leave_out_chunks, DIT,
@@ -220,15 +219,16 @@ SHARED_FAULTS: dict[str, Fault] = {
     ),
     "the second chunk does not get the sum": Fault(
         hand_out_to_the_first, DIT,
-        ("label_embed.weight", "on stages 0 and 2 of rank 0 differ", "also where a rank has several")
+        ("time_embed.fc2.bias", "on stages 0 and 2 of rank 0", "also where a rank has several")
     ),
     "the second chunk does not get the sum, one process": Fault(
-        hand_out_to_the_first, ONE, ("label_embed.weight", "on stages 0 and 1 of rank 0 differ")
+        hand_out_to_the_first, ONE, ("time_embed.fc2.bias", "on stages 0 and 1 of rank 0 differ")
     ),
     "the second chunk starts elsewhere": Fault(
-        second_copy_starts_elsewhere, DIT, ("label_embed.weight", "on stages 1 and 3 of rank 1 differ")
+        second_copy_starts_elsewhere, DIT,
+        ("initial weight: the copies of label_embed.weight on stages 1 and 3 of rank 1 differ", "all copies", "start")
     ),
-    "the norm counts copies": Fault(norm_with_copies, DIT, ("counted 4 times", "shared parameters")),
-    "the norm counts copies, one process": Fault(norm_with_copies, ONE, ("counted 2 times", "shared parameters")),
+    "the norm counts copies": Fault(norm_with_copies, DIT, ("counted 4 times", COPIES_COUNTED)),
+    "the norm counts copies, one process": Fault(norm_with_copies, ONE, ("counted 2 times", COPIES_COUNTED)),
     "the norm counts copies, pp 4": Fault(norm_with_copies, DIT_4, ("counted pp (4) times",)),
 }  # fmt: skip

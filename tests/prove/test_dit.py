@@ -9,9 +9,7 @@ from tests.helpers import quick_and_slow
 from tests.prove.proofs import proof, small_config, small_dit_config
 
 MODELS = ("dit-digits", "dit-digits-video", "llama-tiny")
-MATRIX = [
-    (model, pp, chunks, shards) for model in MODELS for pp in (1, 2, 4) for chunks in (1, 2) for shards in (1, 2)
-]
+MATRIX = [(model, pp, chunks, shards) for model in MODELS for pp in (1, 2, 4) for chunks in (1, 2) for shards in (1, 2)]
 ODD_LLAMA = ("model.dim=27", "model.head_dim=6", "model.ffn_dim=23", "model.vocab_size=257")
 QUICK = {
     ("dit-digits", 1, 2, 1),

@@ -34,6 +34,7 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     text = " ".join(" ".join(screen).lower().split())
     missing = [words for words in fault.says if words.lower() not in text]
     assert not missing, "\n".join([f"missing: {missing}", *screen])
+    assert "not recognised" not in text, "\n".join(screen)
     if fault.at:
         (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
         assert entry["verdict"] == "wrong" and entry["cause"]

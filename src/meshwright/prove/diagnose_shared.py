@@ -1,4 +1,4 @@
-"""Which copies' parts are in the gradient of a parameter that stages share: the sum over copies, and what goes wrong in it.
+"""Whose parts are in the gradient of a parameter that stages share: what goes wrong in the sum over its copies.
 
 The reference knows the part of each stage. A rank that should hold the sum of all holds its own stages' only, lacks a
 rank's, or holds another parameter's in their place.
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from meshwright.prove.fit import Puzzle, part_weights
 from meshwright.prove.pieces import Array, Piece, coordinates, difference
@@ -20,6 +21,7 @@ from meshwright.prove.subject import Subject
 from meshwright.prove.words import EVERYWHERE, join_words, number_words, place_words, rank_words
 
 MAX_LISTED = 4
+Mask = npt.NDArray[np.bool_]
 Weights = dict[int, Array]
 """By rank of the pipeline: how often each stage's part is in what it holds."""
 
@@ -31,6 +33,10 @@ class SharedParts:
     stages: Stages
     by_name: Mapping[str, Array]
     """[stage, *shape]"""
+
+    def loud(self, name: str) -> Mask:
+        """[stage]: whether its part is anything at all."""
+        return np.asarray(self.by_name[name].reshape(len(self.stages.ranks), -1).any(axis=1))
 
     def on_rank(self, name: str, pp: int) -> list[int]:
         """The stages with a copy on a rank of the pipeline."""
@@ -51,7 +57,8 @@ def diagnose_shared(subject: Subject, shared: SharedParts | None) -> Diagnosis |
         return _other_key(subject, pools, shared)
     place = place_words(subject.wrong_ranks, subject.speaking, subject.counts.axes)
     only = "" if place == EVERYWHERE else f", {place}"
-    return _own_parts(subject, known, shared, only) or _uniform(known, shared, only) or _listed(known, shared, only)
+    own = _own_parts(subject, known, shared, only)
+    return own or _uniform(name, known, shared, only) or _listed(known, only)
 
 
 def _weights(subject: Subject, pool: list[Piece], parts: Array) -> Array | None:
@@ -71,12 +78,13 @@ def _weights(subject: Subject, pool: list[Piece], parts: Array) -> Array | None:
 def _own_parts(subject: Subject, weights: Weights, shared: SharedParts, only: str) -> Diagnosis | None:
     """Each rank holds what its own stages gave."""
     name = subject.assembly.name
-    loud = np.abs(shared.by_name[name]).reshape(len(shared.stages.ranks), -1).max(axis=1) > 0
+    loud = shared.loud(name)
     own = {pp: shared.on_rank(name, pp) for pp in weights}
     several = any(len(found) > 1 for found in own.values())
-    over = "pp and over the chunks of a rank" if shared.stages.num_ranks > 1 else "the chunks of a rank"
+    one_rank = len({shared.stages.ranks[stage] for stage in shared.stages.sharing(name)}) == 1
+    over = "the chunks of a rank" if one_rank else "pp and over the chunks of a rank"
     for first, what in ((False, "pp"), (True, over)):
-        if (first and not several) or (not first and shared.stages.num_ranks == 1):
+        if (first and not several) or (not first and one_rank):
             continue
         held = {pp: stages[:1] if first else stages for pp, stages in own.items()}
         if all(_holds(found, held[pp], loud) for pp, found in weights.items()):
@@ -84,30 +92,31 @@ def _own_parts(subject: Subject, weights: Weights, shared: SharedParts, only: st
             if not only:
                 return Diagnosis(Kind.SUM_MISSING, seen, f"the sum over {what} is missing")
             listed = [f"of {shared.stages.words(held[pp])}" for pp in weights]
-            seen = f"{rank_words(subject.wrong_ranks)} holds only the part {join_words(listed)}"
+            hold = "holds" if len(subject.wrong_ranks) == 1 else "hold"
+            seen = f"{rank_words(subject.wrong_ranks)} {hold} only the part {join_words(listed)}"
             cause = f"the sum over {what} is missing there: other ranks have it"
             return Diagnosis(Kind.SUM_MISSING, seen, cause)
     return None
 
 
-def _holds(weights: Array, held: Iterable[int], loud: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> bool:
+def _holds(weights: Array, held: Iterable[int], loud: Mask) -> bool:
     """Whether these stages' parts are there once, and no others."""
     due = np.isin(np.arange(len(weights)), list(held))
     return bool(((weights == due) | ~loud).all())
 
 
-def _uniform(weights: Weights, shared: SharedParts, only: str) -> Diagnosis | None:
+def _uniform(name: str, weights: Weights, shared: SharedParts, only: str) -> Diagnosis | None:
     """All hold the same sum, in which some stages' parts are not there, or more than once."""
-    first, stages = next(iter(weights.values())), shared.stages
+    first, stages, loud = next(iter(weights.values())), shared.stages, shared.loud(name)
     if any(not np.array_equal(first, other) for other in weights.values()):
         return None
     lost, odd = np.flatnonzero(first == 0).tolist(), np.flatnonzero(first != 1).tolist()
     if lost == odd:
         seen = f"{_parts(lost, stages)} missing{only}"
-        further = [stage for stage, rank in enumerate(stages.ranks) if rank in stages.ranks[:stage]]
-        if set(lost) == set(further):
+        copies = [stage for stage in stages.sharing(name) if loud[stage]]
+        if lost == [stage for stage in copies if stages.ranks[stage] in stages.ranks[:stage]]:
             return Diagnosis(Kind.SUM_MISSING, seen, "the sum over the chunks of a rank is missing")
-        if all(stages.ranks[stage] not in {stages.ranks[s] for s in lost} for stage in set(range(len(first))) - {*lost}):
+        if not {stages.ranks[stage] for stage in lost} & {stages.ranks[stage] for stage in copies if stage not in lost}:
             return Diagnosis(Kind.PARTS, seen, "what these ranks computed does not enter the sum over pp")
         return Diagnosis(Kind.PARTS, seen, "what these copies got does not enter the sum")
     extra = np.flatnonzero(first > 1).tolist()
@@ -119,10 +128,11 @@ def _uniform(weights: Weights, shared: SharedParts, only: str) -> Diagnosis | No
 
 
 def _parts(numbers: list[int], stages: Stages) -> str:
-    return f"the parts of {stages.words(numbers)} are" if len(numbers) > 1 else f"the part of {stages.words(numbers)} is"
+    words = stages.words(numbers)
+    return f"the parts of {words} are" if len(numbers) > 1 else f"the part of {words} is"
 
 
-def _listed(weights: Weights, shared: SharedParts, only: str) -> Diagnosis:
+def _listed(weights: Weights, only: str) -> Diagnosis:
     told = []
     for pp, found in list(weights.items())[:MAX_LISTED]:
         odd = [f"{number_words(float(found[s]))} × stage {s}'s" for s in np.flatnonzero(found != 1)[:MAX_LISTED]]
@@ -143,8 +153,9 @@ def _other_key(subject: Subject, pools: Mapping[int, list[Piece]], shared: Share
             mixes = [np.where(here, other, own).sum(0), np.where(here, own, other).sum(0)]
             if all(_is_one_of(subject, piece, mixes) for pool in pools.values() for piece in pool):
                 seen = f"parts of {name} stand in the place of parts of its own {subject.place()}"
-                cause = f"pp rank {pp} adds up the shared parameters in another order than the others"
-                return Diagnosis(Kind.MOVED, seen, cause)
+                who = f"pp rank {pp} adds" if shared.stages.num_ranks > 2 else "pp ranks 0 and 1 add"
+                than = "in another order than the others" if shared.stages.num_ranks > 2 else "in different orders"
+                return Diagnosis(Kind.MOVED, seen, f"{who} up the shared parameters {than}")
     return None
 
 

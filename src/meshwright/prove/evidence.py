@@ -25,6 +25,9 @@ class Shard:
     """The piece; its shape may hold a 0 where the tensor is smaller than the number of ranks."""
 
 
+INITIAL = "initial weight"
+
+
 @dataclass(frozen=True)
 class UnequalCopies:
     """Two copies of a shared parameter on one rank that are not bitwise equal."""
@@ -33,7 +36,7 @@ class UnequalCopies:
     name: str
     stages: tuple[int, int]
     what: str
-    """`gradient of step 1`, `parameter after the last step`."""
+    """`initial weight`, `gradient of step 1`, `parameter after the last step`."""
     largest: float
 
 
