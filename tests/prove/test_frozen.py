@@ -17,6 +17,8 @@ LAYOUTS = {
     "chunks": ("pipeline.chunks=2", *FOUR),
     "pp, chunks": ("mesh.pp=2", "pipeline.chunks=2", *FOUR),
     "pp, chunks, dp_shard": ("mesh.pp=2", "pipeline.chunks=2", "mesh.dp_shard=2", *FOUR),
+    "pp, dp_shard": ("mesh.pp=2", "mesh.dp_shard=2", *FOUR),
+    "pp, dp_shard, kept gathered": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.reshard_after_forward=false", *FOUR),
     "pp, zb-v, dp_shard": ("mesh.pp=2", "pipeline.schedule=zb-v", "mesh.dp_shard=2", *FOUR),
     "pp, zb-h1, recompute": ("mesh.pp=2", "pipeline.schedule=zb-h1", "recompute.policy=full", *FOUR),
     "pp 4, recompute": ("mesh.pp=4", "recompute.policy=full", *FOUR),
@@ -38,7 +40,7 @@ GLOBS = {
 }
 QUICK = {
     ("pp, chunks, dp_shard", "all embedders"),
-    ("pp, zb-v, dp_shard", "what the first stage has"),
+    ("pp, dp_shard", "what the first stage has"),
     ("pp, chunks", "a part of an embedder"),
     ("chunks", "what the first stage has"),
 }
@@ -66,6 +68,12 @@ def assert_proved_and_kept(gang, config):
 )
 def test_what_is_left_is_proved(gang, layout, what):
     assert_proved_and_kept(gang, small_dit_config(*LAYOUTS[layout], f"train.freeze={list(GLOBS[what])}"))
+
+
+def test_a_first_stage_that_trains_only_what_it_does_not_read(gang):
+    """It has no layer, so nothing there takes the condition: its embedders are trained by the other stages alone."""
+    layout = ("mesh.pp=2", "mesh.dp_shard=2", "pipeline.layers_per_stage=[0,4]", "pipeline.allow_empty_stages=true")
+    assert_proved_and_kept(gang, small_dit_config(*layout, *FOUR, "train.freeze=embed.*"))
 
 
 @pytest.mark.slow
