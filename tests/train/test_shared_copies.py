@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from meshwright.config.load import load
-from meshwright.errors import LayoutError
+from meshwright.errors import DataError, LayoutError
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.train.build import build_job
 from meshwright.train.context import RankContext, StatusBoard
+from meshwright.train.run import check_agreement
 from meshwright.train.stages import Pipeline
 from meshwright.train.step import TrainStep
 from meshwright.train.tasks import build_task
@@ -126,6 +127,30 @@ SAYS = {
     "dtype": r"label_embed.weight has dtype float32 on rank 0 .* and float64 on rank 1",
     "frozen, sharded": r"label_embed.weight has trainability trained on rank 0 .* and frozen on rank 2",
 }
+
+
+def compare_configurations(rank, world_size, all_words, pictures):
+    started = time.monotonic()
+    try:
+        check_agreement(load("dit-digits", all_words[rank]), pictures)
+    except DataError as error:
+        return error.what, error.where, time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "values"),
+    [
+        ("train.freeze=label_embed.*", "train.freeze", r"\(\) and \('label_embed\.\*',\)"),
+        ("model.num_classes=12", "model.num_classes", "13 and 12"),
+    ],
+)
+def test_a_run_names_the_key_that_ranks_differ_in(gang, word, key, values):
+    pictures = few_pictures(load("dit-digits", SMALL))
+    words = [*SMALL, *CHUNKED]
+    for what, where, seconds in gang(2).run(compare_configurations, [words, [*words, word]], pictures, timeout_s=10):
+        assert re.fullmatch(rf"ranks 0 and 1 do not have the same {key}: {values}", what)
+        assert where == f"command line, {key}" and seconds < 10
 
 
 def disagree(rank, world_size, words, other_words, odd_ranks):
