@@ -129,3 +129,29 @@ def test_following_the_fixes_of_any_sizes_ends_at_a_valid_run(sizes):
 
         words += alternatives(found.fix)[0]
     raise AssertionError(f"still: {found}")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["train.freeze=time_embedd.*"], "train.freeze has time_embedd.*, which is no parameter's name"),
+        (["train.freeze=['embed.*','label.*']"], "train.freeze has label.*, which is no parameter's name"),
+        (["train.freeze=fps_embed.*"], "train.freeze has fps_embed.*"),
+        (["train.freeze=blocks.4.*"], "train.freeze has blocks.4.*"),
+        (["train.freeze=*"], "train.freeze leaves no parameter to train"),
+        (["train.freeze=['*.weight','*.bias']"], "train.freeze leaves no parameter to train"),
+        (["train.freeze=['*.weight','*.bias','x']"], "train.freeze has x"),
+        (["train.freeze="], "train.freeze has "),
+    ],
+)
+def test_a_glob_freezes_something_and_not_everything(words, what):
+    error = outcome(words, "dit-digits")
+    assert isinstance(error, ConfigError) and what in error.what and "train.freeze" in error.where
+    assert_every_fix_works(error, words, "dit-digits")
+
+
+@pytest.mark.parametrize("words", [["head.weight"], ["model.tie_embeddings=true", "head.weight"]])
+def test_a_tied_head_is_frozen_by_its_embedding_s_name(words):
+    *others, name = words
+    found = outcome([*others, f"train.freeze={name}"])
+    assert isinstance(found, ConfigError if others else RunConfig)

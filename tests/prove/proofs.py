@@ -6,6 +6,7 @@ import importlib
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -13,13 +14,16 @@ from types import ModuleType
 import torch.distributed as dist
 
 from meshwright.config.load import load
-from meshwright.config.schema import RunConfig
+from meshwright.config.schema import DiTConfig, RunConfig
+from meshwright.data.pictures import Pictures
+from meshwright.parallel import shared_grads
 from meshwright.prove.compare import compare
 from meshwright.prove.evidence import ReferenceEvidence
 from meshwright.prove.record import RankRecord, gather_evidence, record_rank
 from meshwright.prove.reference import compute_reference
 from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
+from meshwright.testing.gang import GangPool
 from meshwright.train import optimizer, stages, step
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_data
@@ -45,12 +49,55 @@ def small_config(*overrides: str) -> RunConfig:
     return as_proof(load("llama-tiny", [*SMALL, f"data.source={SOURCE}", *overrides]))
 
 
-def record_on_rank(rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str) -> RankRecord:
+SMALL_DIT = (
+    # Sizes that nothing divides: no parameter of a stage is as large as another's, or as a part of it.
+    "model.num_layers=3",
+    "model.dim=19",
+    "model.num_heads=2",
+    "model.head_dim=5",
+    "model.ffn_dim=23",
+    "model.num_classes=13",
+    "train.global_batch=8",
+    "train.warmup_steps=1",
+    "train.max_grad_norm=0.1",
+)
+SMALL_PICTURES = ("model.image_size=9", "model.patch_size=3")
+SMALL_VIDEOS = ("model.image_size=15", "model.patch_size=5", "model.num_frames=3", "model.patch_frames=3")
+NUM_PICTURES = 50
+
+
+def small_dit_config(*words: str) -> RunConfig:
+    """A small diffusion transformer on digits, or on videos of them where the words name that preset."""
+    preset = next((word for word in words if "=" not in word), "dit-digits")
+    sizes = SMALL_VIDEOS if preset == "dit-digits-video" else SMALL_PICTURES
+    return as_proof(load(preset, [*SMALL_DIT, *sizes, *(word for word in words if "=" in word)]))
+
+
+@cache
+def few_pictures(config: RunConfig) -> Pictures | None:
+    """Some of the pictures that a diffusion transformer trains on; sent to the ranks, which need not read them all."""
+    if not isinstance(config.model, DiTConfig):
+        return None
+    pictures = _pictures(config.data.source, config.model.num_frames)
+    kept = {name: getattr(pictures, name)[:NUM_PICTURES] for name in ("train", "train_labels", "train_fps")}
+    return replace(pictures, **kept)
+
+
+@cache
+def _pictures(source: str, num_frames: int) -> Pictures:
+    found = open_training_data(small_dit_config("dit-digits" if num_frames == 1 else "dit-digits-video"))
+    assert isinstance(found, Pictures) and found.source == source
+    return found
+
+
+def record_on_rank(
+    rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str, data: Pictures | None = None
+) -> RankRecord:
     """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    corpus = open_training_data(config)
-    with restored(step, stages, optimizer, dist):
+    corpus = data or open_training_data(config)
+    with restored(step, stages, optimizer, shared_grads, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 
@@ -68,9 +115,17 @@ def restored(*modules: ModuleType) -> Iterator[None]:
 @cache
 def reference(config: RunConfig) -> ReferenceEvidence:
     """The reference of a configuration, computed once."""
-    return compute_reference(config, open_training_data(config), num_steps=NUM_STEPS)
+    return compute_reference(config, few_pictures(config) or open_training_data(config), num_steps=NUM_STEPS)
 
 
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     """What the proof concludes from the ranks' records."""
     return compare(gather_evidence(config, records), reference(config))
+
+
+def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", fault: str = "") -> ProofResult:
+    """The proof of a configuration on a gang, with a fault where one is named; one rank is this process."""
+    world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
+    if world_size == 1:
+        return prove_with([record_on_rank(0, 1, config, module, table, fault, pictures)], config)
+    return prove_with(gang(world_size).run(record_on_rank, config, module, table, fault, pictures), config)

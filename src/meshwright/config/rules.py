@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -112,15 +112,16 @@ def _frozen(config: RunConfig) -> Iterator[Breach]:
     for glob in globs:
         if not fnmatch.filter(names, glob):
             near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)
-            rest = [other for other in globs if other != glob]
+            rest = tuple(other for other in globs if other != glob)
+            kept_globs = [(*rest, near[0]), *([rest] if rest else []), ()]
             yield Breach(
                 ConfigError,
                 f"train.freeze has {glob}, which is no parameter's name",
                 "train.freeze",
                 f"names are as {near[0]}; * stands for any part of them",
-                [{"train.freeze": (*rest, near[0])}, {"train.freeze": tuple(rest)}],
+                [{"train.freeze": kept} for kept in kept_globs if not _match_all(kept, names)],
             )
-    if globs and all(any(fnmatch.fnmatchcase(name, glob) for glob in globs) for name in names):
+    if _match_all(globs, names):
         yield Breach(
             ConfigError,
             "train.freeze leaves no parameter to train",
@@ -128,6 +129,10 @@ def _frozen(config: RunConfig) -> Iterator[Breach]:
             "something is trained",
             [{"train.freeze": ()}],
         )
+
+
+def _match_all(globs: Iterable[str], names: Iterable[str]) -> bool:
+    return all(any(fnmatch.fnmatchcase(name, glob) for glob in globs) for name in names)
 
 
 def _batch(config: RunConfig) -> Iterator[Breach]:

@@ -5,17 +5,20 @@ A comparison of two empty dictionaries succeeds, and so does one with a referenc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence, UnequalCopies
+from meshwright.prove.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, UnequalCopies
 from meshwright.prove.result import Diagnosis, Kind
 from meshwright.prove.stages import Stages
 from meshwright.prove.words import join_words, rank_words
 
 MAX_NAMES = 4
+COPIES_START = "all copies of a shared parameter start from the weights of the first"
+COPIES_STAY = "the gradients of a shared parameter are due, summed, on every copy, also where a rank has several"
 ROUNDING = 1e-9
 """How far sums that are one and the same may be apart, relative; only a mistake is further."""
 
@@ -29,17 +32,29 @@ def audit(layout: LayoutEvidence, reference: ReferenceEvidence) -> tuple[Diagnos
         *_batches(layout, reference),
         *_reference(layout, reference),
     ]
-    return (*(Diagnosis(Kind.EVIDENCE, seen, cause) for seen, cause in found), *map(_unequal, layout.unequal))
+    return (*(Diagnosis(Kind.EVIDENCE, seen, cause) for seen, cause in found), *_unequal(layout.unequal))
 
 
-def _unequal(copies: UnequalCopies) -> Diagnosis:
-    a, b = copies.stages
-    return Diagnosis(
-        Kind.COPIES_DIFFER,
-        f"{copies.what}: the copies of {copies.name} on stages {a} and {b} of rank {copies.rank} differ "
-        f"by up to {copies.largest:.2g}",
-        "the gradients of a shared parameter are due, summed, on every copy, also where a rank has several",
-    )
+def _unequal(copies: Iterable[UnequalCopies]) -> Iterator[Diagnosis]:
+    """One finding for all that is found at one time; what is unequal later may follow from it."""
+    by_time: dict[str, list[UnequalCopies]] = defaultdict(list)
+    for one in copies:
+        by_time[one.what].append(one)
+    for at, (what, found) in enumerate(by_time.items()):
+        names, places = (list(dict.fromkeys(values)) for values in ([f.name for f in found], map(_place, found)))
+        seen = f"{what}: the copies of {_cut(names)} {_cut(places)} differ by up to {max(f.largest for f in found):.2g}"
+        kind = Kind.CONSEQUENCE if at else Kind.COPIES_DIFFER
+        cause = COPIES_START if what == INITIAL else COPIES_STAY
+        yield Diagnosis(kind, seen, f"may follow from copies whose {next(iter(by_time))} differs" if at else cause)
+
+
+def _place(copies: UnequalCopies) -> str:
+    return f"on stages {copies.stages[0]} and {copies.stages[1]} of rank {copies.rank}"
+
+
+def _cut(words: list[str]) -> str:
+    more = [f"{len(words) - MAX_NAMES} more"] if len(words) > MAX_NAMES else []
+    return join_words(words[:MAX_NAMES] + more)
 
 
 Found = Iterator[tuple[str, str]]
@@ -79,10 +94,9 @@ def _names(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
 def _difference(what: str, have: Collection[str], lack: Collection[str], stages: Stages | None = None) -> Found:
     names = [name for name in have if name not in lack]
     if names:
-        more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
         due = "" if stages is None else f": due on {stages.words(stages.holding(names))}"
         yield (
-            f"{what}: {join_words(names[:MAX_NAMES] + more)}",
+            f"{what}: {_cut(names)}",
             f"the two sides do not hold the same parameters{due}",
         )
 
@@ -145,8 +159,12 @@ def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
             continue
         if parts.shape != (*cells, *full.shape):
             yield f"parts of {name} of shape {tuple(parts.shape)}", f"{(*cells, *full.shape)} is due"
-        elif not _adds_up(parts, full):
+        elif not _adds_up(parts.sum((0, 1)), full, parts):
             yield f"the parts of {name} do not add up to its gradient", cause
+    for name, parts in reference.stage_gradients.items():
+        full = reference.gradients.get(name)
+        if full is not None and not _adds_up(parts.sum(0), full, parts):
+            yield f"the stages' parts of {name} do not add up to its gradient", cause
     if reference.grad_norms and reference.gradients:
         own = sum(float((g.double() ** 2).sum()) for g in reference.gradients.values()) ** 0.5
         if not abs(own - reference.grad_norms[0]) <= ROUNDING * own:
@@ -156,8 +174,8 @@ def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
             )
 
 
-def _adds_up(parts: Tensor, full: Tensor) -> bool:
+def _adds_up(total: Tensor, full: Tensor, parts: Tensor) -> bool:
     if not full.numel():
         return True
     size = float(parts.abs().max())
-    return bool(float((parts.sum((0, 1)) - full).abs().max()) <= ROUNDING * size) or not bool(full.isfinite().all())
+    return bool(float((total - full).abs().max()) <= ROUNDING * size) or not bool(full.isfinite().all())

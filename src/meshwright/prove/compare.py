@@ -16,8 +16,9 @@ from meshwright.prove.cells import scaled
 from meshwright.prove.diagnose import Surroundings, diagnose_gradient
 from meshwright.prove.diagnose_pipeline import located
 from meshwright.prove.diagnose_samples import diagnose_samples
+from meshwright.prove.diagnose_shared import SharedParts
 from meshwright.prove.diagnose_weights import History, diagnose_initial, diagnose_update
-from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence, Shard
+from meshwright.prove.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, Shard
 from meshwright.prove.factors import Counts, close
 from meshwright.prove.notes import notes_on
 from meshwright.prove.pieces import Array
@@ -56,12 +57,14 @@ def compare(
     counts = Counts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
     sides = _Sides(layout, reference, counts, Limits(gradient_tolerance, later_tolerance), Surroundings({}))
     initial = _initial(sides)
-    around = Surroundings({}, bool(_strays(sides, num_steps=1)), any_wrong(initial))
+    initial_wrong = any_wrong(initial) or any(copies.what == INITIAL for copies in layout.unequal)
+    around = Surroundings({}, bool(_strays(sides, num_steps=1)), initial_wrong)
     sides = replace(sides, around=around)
     step_1 = _step_1(sides)
     first = _first_update(sides, step_1) if layout.after_first and reference.after_first else {}
     samples = _strays(sides)
     later_wrong = step_1.wrong or ("wrong samples" if samples else "") or _updates_wrong(first)
+    later_wrong = later_wrong or ("copies on one rank that differ" if layout.unequal else "")
     final = _final(sides, step_1, first, later_wrong)
     update_wrong = bool(later_wrong) or any_wrong(final)
     result = ProofResult(
@@ -126,12 +129,21 @@ def _gradients(sides: _Sides) -> ByName:
         name: _with_empty_pieces(found, layout.parameters.get(name, [])) for name, found in layout.gradients.items()
     }
     weighed = weigh_all(shards, dues, counts, sides.limits.first, parts)
-    around = replace(sides.around, others=dues)
+    around = replace(sides.around, others=dues, shared=_shared_parts(sides, dues))
     for name, one in weighed.items():
         if not one.result.ok:
             absent = _absent(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
             weighed[name] = one.diagnosed(absent or diagnose_gradient(one.subject, around))
     return located(_narrowed(weighed, counts), layout.stages)
+
+
+def _shared_parts(sides: _Sides, dues: Mapping[str, Array]) -> SharedParts | None:
+    stages = sides.layout.stages
+    if stages is None:
+        return None
+    found = to_arrays(sides.reference.stage_gradients)
+    shape = {name: (len(stages.ranks), *due.shape) for name, due in dues.items()}
+    return SharedParts(stages, {name: parts for name, parts in found.items() if parts.shape == shape.get(name)})
 
 
 def _with_empty_pieces(gradient: list[Shard], parameter: list[Shard]) -> list[Shard]:
@@ -201,7 +213,8 @@ def _first_norms(sides: _Sides, gradients: ByName) -> SeriesResult:
     num_ranks = sides.counts.axes.num_ranks()
     norms = weigh_series(sides.layout.grad_norms, sides.reference.grad_norms, num_ranks, sides.limits)
     assemblies = {name: one.subject.assembly for name, one in gradients.items()}
-    return explain_first_norm(norms, assemblies, sides.counts, gradients_wrong=any_wrong(gradients))
+    wrong = any_wrong(gradients)
+    return explain_first_norm(norms, assemblies, sides.counts, sides.layout.stages, gradients_wrong=wrong)
 
 
 def _first_update(sides: _Sides, step_1: _Step1) -> ByName:

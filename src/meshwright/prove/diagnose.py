@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.prove.cells import scaled, weights_diagnosis
+from meshwright.prove.diagnose_shared import SharedParts, diagnose_shared
 from meshwright.prove.factors import NOTHING_FITS, close, factor_cause
 from meshwright.prove.fit import SPARE, Puzzle, cell_weights, scale_factor
 from meshwright.prove.pieces import Array, Piece, difference
@@ -39,6 +40,8 @@ class Surroundings:
     """The reference's tensors of the same sort, by name."""
     samples_wrong: bool = False
     initial_wrong: bool = False
+    shared: SharedParts | None = None
+    """What stages add to parameters that they share."""
 
     def words(self) -> str:
         """What makes everything after it wrong; empty when nothing does."""
@@ -53,6 +56,7 @@ def diagnose_gradient(subject: Subject, around: Surroundings) -> Diagnosis:
         or _no_gradient(subject)
         or _combination(subject)
         or _sum_of_copies(subject)
+        or diagnose_shared(subject, around.shared)
         or moved(subject, around.others)
         or _confined(subject)
         or follows(subject, around)

@@ -19,6 +19,7 @@ import numpy as np
 from meshwright.prove.factors import Counts, close, factor_cause
 from meshwright.prove.pieces import Array, Assembly, coordinates
 from meshwright.prove.result import Diagnosis, Kind
+from meshwright.prove.stages import Stages
 from meshwright.prove.words import join_words, number_words, place_words, rank_words
 
 RESIDUAL = 1e-11
@@ -40,6 +41,8 @@ class NormSubject:
     replicated: tuple[frozenset[str], ...]
     """Per parameter: the axes it is replicated over."""
     counts: Counts
+    shared: Array
+    """[parameter]: how many stages have a copy."""
 
     def copies(self) -> Array:
         """[parameter]: how many ranks hold each element."""
@@ -58,7 +61,9 @@ class NormSubject:
         return bool(left <= RESIDUAL * max(float(mine.max()), self.due**2) and left <= PROGRESS * error)
 
 
-def norm_subject(reported: list[float], due: float, gradients: dict[str, Assembly], counts: Counts) -> NormSubject:
+def norm_subject(
+    reported: list[float], due: float, gradients: dict[str, Assembly], counts: Counts, stages: Stages | None
+) -> NormSubject:
     """The norms of step 1 on every rank, with the pieces they should be made of."""
     names = tuple(gradients)
     squares = np.zeros((counts.axes.num_ranks(), len(names)))
@@ -66,7 +71,8 @@ def norm_subject(reported: list[float], due: float, gradients: dict[str, Assembl
         for piece in assembly.pieces:
             squares[piece.rank, column] += float((piece.value**2).sum())
     replicated = tuple(frozenset(gradients[name].replicated) for name in names)
-    return NormSubject(np.array(reported), due, names, squares, replicated, counts)
+    shared = np.array([1 if stages is None else max(1, len(stages.sharing(name))) for name in names])
+    return NormSubject(np.array(reported), due, names, squares, replicated, counts, shared)
 
 
 def diagnose_norm(subject: NormSubject, *, gradients_wrong: bool) -> Diagnosis:
@@ -118,6 +124,10 @@ def _left_out(subject: NormSubject) -> Diagnosis | None:
         times = math.prod(subject.counts.axes.size(axis) for axis in axes)
         if subject.explains(total + (times - 1) * float(once[members].sum())):
             return Diagnosis(Kind.NORM_MEMBERS, _seen(subject), f"counted {' × '.join(axes)} ({times}) times: {label}")
+    if not found and subject.explains(float((once * subject.shared).sum())):
+        num_copies = [str(int(num)) for num in sorted(set(subject.shared.tolist())) if num > 1]
+        cause = f"counted {join_words(num_copies)} times: parameters shared by so many stages, once for each copy"
+        return Diagnosis(Kind.NORM_MEMBERS, _seen(subject), cause)
     if not found:
         for label, members in _classes(subject):
             part = float(once[members].sum())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from meshwright.prove.factors import close
 from meshwright.prove.result import Diagnosis, Kind
 from meshwright.prove.stages import Stages
 from meshwright.prove.weigh import ByName
@@ -36,13 +37,24 @@ def located(weighed: ByName, stages: Stages | None) -> ByName:
             assert found is not None, "only findings are grouped"
             shared = stages.sharing(name)
             if len(shared) > 1 and (only_shared or "along pp" in found.seen):
-                cause = f"{found.cause}; the gradients of a shared parameter are due, summed, on {stages.words(shared)}"
+                due = f"the gradients of a shared parameter are due, summed, on {stages.words(shared)}"
+                cause = f"{_of_copies(found, len(shared), stages)}; {due}"
                 result[name] = weighed[name].diagnosed(replace(found, cause=cause))
             elif len(where) < len(stages.ranks):
                 cause = _cause(found, names, where, weighed, stages) or _placed(found.cause, stages.words(where))
                 seen = _placed(found.seen, stages.words(where), always=cause == found.cause or bool(found.microbatches))
                 result[name] = weighed[name].diagnosed(replace(found, seen=seen, cause=cause))
     return result
+
+
+def _of_copies(found: Diagnosis, num_copies: int, stages: Stages) -> str:
+    """The cause, where a factor is that of the copies and not of the ranks."""
+    if found.factor is not None and num_copies != stages.num_ranks:
+        if close(found.factor, num_copies):
+            return f"added up twice over its {num_copies} copies"
+        if close(found.factor, 1 / num_copies):
+            return f"averaged over its {num_copies} copies where a sum was due"
+    return found.cause
 
 
 def _placed(text: str, where: str, *, always: bool = False) -> str:

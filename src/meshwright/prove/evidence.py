@@ -25,6 +25,9 @@ class Shard:
     """The piece; its shape may hold a 0 where the tensor is smaller than the number of ranks."""
 
 
+INITIAL = "initial weight"
+
+
 @dataclass(frozen=True)
 class UnequalCopies:
     """Two copies of a shared parameter on one rank that are not bitwise equal."""
@@ -33,7 +36,7 @@ class UnequalCopies:
     name: str
     stages: tuple[int, int]
     what: str
-    """`gradient of step 1`, `parameter after the last step`."""
+    """`initial weight`, `gradient of step 1`, `parameter after the last step`."""
     largest: float
 
 
@@ -85,3 +88,6 @@ class ReferenceEvidence:
     """[data_parallel, num_microbatches]: what each cell adds to the loss of step 1; their sum is `losses[0]`."""
     after_first: dict[str, Tensor] = field(default_factory=dict)
     """Full parameters after the first step; empty when they were not kept."""
+    stage_gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Per parameter that stages share, [stage, *shape]: the part of the gradient of step 1 that comes from each stage's
+    use of it. Their sum is `gradients`."""

@@ -107,6 +107,12 @@ def cell_weights(puzzle: Puzzle) -> Array | None:
     return None if guess is None or (guess == 1.0).all() else guess.reshape(shape)
 
 
+def part_weights(puzzle: Puzzle) -> Array | None:
+    """The weights of parts that are no cells of the batch, where there are places enough to tell."""
+    found = _least_squares(puzzle) if puzzle.num_places >= len(puzzle.cells) + SPARE else None
+    return None if found is None or (found == 1.0).all() else found
+
+
 def _least_squares(puzzle: Puzzle) -> Array | None:
     rows = np.linspace(0, puzzle.value_n.size - 1, min(puzzle.value_n.size, MAX_ROWS)).astype(int)
     cells = puzzle.cells[:, rows].T

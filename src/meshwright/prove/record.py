@@ -17,7 +17,7 @@ from meshwright.data.pictures import Pictures
 from meshwright.data.text import Corpus
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.pipeline.table import ActionKind
-from meshwright.prove.evidence import LayoutEvidence, Shard, UnequalCopies
+from meshwright.prove.evidence import INITIAL, LayoutEvidence, Shard, UnequalCopies
 from meshwright.prove.stages import stages_of
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext
@@ -90,6 +90,7 @@ def record_rank(
     if tamper is not None:
         tamper(job, run_step)
     record.initial = _weights(job)
+    record.unequal += _unequal(job, INITIAL, lambda parameter: parameter.detach())
     for step in range(1, num_steps + 1):
         context.post("step", step)
         task.read = []

@@ -21,6 +21,7 @@ from meshwright.models.part import ModelPart
 from meshwright.nn.init import normal_piece
 from meshwright.prove.evidence import ReferenceEvidence
 from meshwright.prove.samples import DTYPE, Samples, open_samples
+from meshwright.prove.stage_parts import stage_gradients
 from meshwright.train.lr_schedule import learning_rate
 
 ByName = dict[str, Tensor]
@@ -42,6 +43,7 @@ def compute_reference(config: RunConfig, data: Corpus | Pictures, *, num_steps: 
     model, samples_of = _build(config), open_samples(config, data)
     initial = _values(model)
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _trained(model).items()}
+    by_stage = stage_gradients(config, initial, samples_of, list(range(train.global_batch)))
     losses, norms, samples = [], [], []
     first: _Batch | None = None
     after_first: ByName = {}
@@ -67,6 +69,7 @@ def compute_reference(config: RunConfig, data: Corpus | Pictures, *, num_steps: 
         initial=initial,
         partial_losses=first.partial_losses,
         after_first=after_first,
+        stage_gradients={name: parts for name, parts in by_stage.items() if name in moments},
     )
 
 

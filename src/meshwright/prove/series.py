@@ -11,6 +11,7 @@ from meshwright.prove.diagnose_norm import diagnose_norm, norm_subject
 from meshwright.prove.factors import Counts
 from meshwright.prove.pieces import Array, Assembly, over
 from meshwright.prove.result import Diagnosis, Kind, SeriesResult, StepValue
+from meshwright.prove.stages import Stages
 
 REFERENCE_NOT_FINITE = Diagnosis(
     Kind.EVIDENCE, "a number of the reference is not finite", "the reference is at fault, not the layout"
@@ -55,7 +56,12 @@ def explain_losses(
 
 
 def explain_first_norm(
-    norms: SeriesResult, gradients: dict[str, Assembly], counts: Counts, *, gradients_wrong: bool
+    norms: SeriesResult,
+    gradients: dict[str, Assembly],
+    counts: Counts,
+    stages: Stages | None,
+    *,
+    gradients_wrong: bool,
 ) -> SeriesResult:
     """Norms with the cause of a wrong step 1; later steps have to wait until the parameters are judged."""
     if not norms.steps or norms.steps[0].ok:
@@ -63,7 +69,7 @@ def explain_first_norm(
     if not all(np.isfinite(step.due) for step in norms.steps):
         return replace(norms, diagnosis=REFERENCE_NOT_FINITE)
     first = norms.steps[0]
-    subject = norm_subject(list(first.found), first.due, gradients, counts)
+    subject = norm_subject(list(first.found), first.due, gradients, counts, stages)
     return replace(norms, diagnosis=diagnose_norm(subject, gradients_wrong=gradients_wrong))
 
 

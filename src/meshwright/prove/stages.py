@@ -34,6 +34,11 @@ class Stages:
         """The last stage."""
         return len(self.ranks) - 1
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return max(self.ranks) + 1
+
     def of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter."""
         if self.sharing(name):

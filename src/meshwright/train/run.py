@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +28,8 @@ from meshwright.train.runspec import RunSpec
 from meshwright.train.tasks import build_task
 from meshwright.train.tasks.base import Task
 
+CORPUS = "corpus"
+
 
 def run_rank(context: RankContext, spec: RunSpec) -> None:
     """Train as this rank.
@@ -47,7 +51,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         needed=layout_needs_mesh(config),
     ):
         corpus = open_training_data(config)
-        _check_agreement(config, corpus)
+        check_agreement(config, corpus)
         folder = spec.folder or _agree_on_folder(context, spec, corpus)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = build_task(config, corpus, device)
@@ -94,15 +98,25 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus | Pictu
     return choice
 
 
-def _check_agreement(config: RunConfig, corpus: Corpus | Pictures) -> None:
+def check_agreement(config: RunConfig, corpus: Corpus | Pictures) -> None:
     """Ranks started apart may have other files: compare what decides the numbers before the first step."""
-    facts = all_gather_object({"configuration": config.model_dump_json(), "corpus": corpus.fingerprint})
+    facts = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
     for rank, fact in enumerate(facts):
-        for name, value in fact.items():
-            if value != facts[0][name]:
+        for name in sorted(fact.keys() | facts[0].keys()):
+            mine, other = (known.get(name, "not set") for known in (facts[0], fact))
+            if mine != other:
+                values = "" if name == CORPUS else f": {mine} and {other}"
                 raise DataError(
-                    f"ranks 0 and {rank} do not have the same {name}",
-                    where=config.data.source if name == "corpus" else "command line",
+                    f"ranks 0 and {rank} do not have the same {name}{values}",
+                    where=config.data.source if name == CORPUS else f"command line, {name}",
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
                 )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of all sections, dotted."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return found

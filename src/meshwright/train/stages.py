@@ -71,6 +71,7 @@ class ModelStage(Stage):
         self._part = part
         self._feed = feed
         self._shared = shared
+        self._has_backward = True
         splits = job.schedule.splits_backward
         self.weight_gradients: WeightGradients | None = defer_weight_gradients(part) if splits else None
 
@@ -78,6 +79,7 @@ class ModelStage(Stage):
         """The stream [b, t, d], or the loss on the last stage."""
         batch = self._feed.batch(microbatch)
         out: Tensor = self._part(batch.inputs if x is None else x, *batch.conditions)
+        self._has_backward = out.requires_grad
         return self._feed.finish(out, batch.targets) if self._part.part.is_last else out
 
     def before_backward(self, *, reduces: bool) -> None:
@@ -85,8 +87,11 @@ class ModelStage(Stage):
         set_gradient_sync(self._part, reduces)
 
     def reduce(self, *, done: bool) -> None:
-        """Reduce over the ranks that hold the same stage."""
-        if not done:
+        """Reduce over the ranks that hold the same stage.
+
+        A first stage that is frozen has no backward, at the end of which FSDP2 would free what it gathered.
+        """
+        if not done or not self._has_backward:
             reduce_gradients(self._part)
         sync_partial_gradients(self._part)
 

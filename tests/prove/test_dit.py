@@ -1,0 +1,89 @@
+"""Diffusion transformers and tied Llamas, whose stages share parameters, compute what one process computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.prove.report import render
+from tests.helpers import quick_and_slow
+from tests.prove.proofs import proof, small_config, small_dit_config
+
+MODELS = ("dit-digits", "dit-digits-video", "llama-tiny")
+MATRIX = [(model, pp, chunks, shards) for model in MODELS for pp in (1, 2, 4) for chunks in (1, 2) for shards in (1, 2)]
+ODD_LLAMA = ("model.dim=27", "model.head_dim=6", "model.ffn_dim=23", "model.vocab_size=257")
+QUICK = {
+    ("dit-digits", 1, 2, 1),
+    ("dit-digits", 2, 2, 2),
+    ("dit-digits-video", 4, 1, 1),
+    ("llama-tiny", 2, 2, 1),
+}
+
+
+def small(model, *words):
+    """A small one of that preset; the Llama's embedding is tied."""
+    if model == "llama-tiny":
+        return small_config("model.tie_embeddings=true", *ODD_LLAMA, *words)
+    return small_dit_config(model, *words)
+
+
+def uneven(stages):
+    """One layer more than stages, on the first of them."""
+    if stages == 1:
+        return ("model.num_layers=2",)
+    return (f"model.num_layers={stages + 1}", f"pipeline.layers_per_stage={[2, *[1] * (stages - 1)]}")
+
+
+def assert_proved(gang, config):
+    result = proof(gang, config)
+    assert result.passed, "\n".join(render(result))
+    return result
+
+
+@pytest.mark.parametrize(("model", "pp", "chunks", "shards"), quick_and_slow(MATRIX, QUICK))
+def test_stages_that_share_parameters_are_proved(gang, model, pp, chunks, shards):
+    layout = (f"mesh.pp={pp}", f"pipeline.chunks={chunks}", f"mesh.dp_shard={shards}", "train.num_microbatches=4")
+    assert_proved(gang, small(model, *layout, *uneven(pp * chunks)))
+
+
+TWO = ("mesh.pp=2", "train.num_microbatches=4", "model.num_layers=4")
+EMPTY = "pipeline.allow_empty_stages=true"
+OPTIONS = {
+    "tp": (*TWO, "mesh.tp=2", "model.ffn_dim=22", "pipeline.chunks=2"),
+    "tp and dp_shard": (*TWO, "mesh.tp=2", "model.ffn_dim=22", "mesh.dp_shard=2"),
+    "dp_replicate": (*TWO, "mesh.dp_replicate=2", "pipeline.chunks=2"),
+    "HSDP": (*TWO, "mesh.dp_replicate=2", "mesh.dp_shard=2", "pipeline.chunks=2", "train.global_batch=16"),
+    "zb-h1": (*TWO, "pipeline.schedule=zb-h1", "mesh.dp_shard=2"),
+    "zb-v": (*TWO, "pipeline.schedule=zb-v", "mesh.dp_shard=2"),
+    "dualpipe-v": (*TWO, "pipeline.schedule=dualpipe-v"),
+    "recompute": (*TWO, "recompute.policy=full", "pipeline.chunks=2"),
+    "recompute, zb-v, kept gathered": (
+        *TWO, "recompute.policy=full", "pipeline.schedule=zb-v", "mesh.dp_shard=2", "mesh.reshard_after_forward=false"
+    ),
+    "velocity": (*TWO, "diffusion.prediction=velocity"),
+    "linear": (*TWO, "diffusion.schedule=linear"),
+    "velocity, linear, one process": ("diffusion.prediction=velocity", "diffusion.schedule=linear"),
+    "an empty stage": (*TWO, "pipeline.chunks=2", "pipeline.layers_per_stage=[2,0,1,1]", EMPTY),
+    "no layer first": (*TWO, "pipeline.layers_per_stage=[0,4]", EMPTY, "mesh.dp_shard=2"),
+    "no layer last": (*TWO, "pipeline.layers_per_stage=[4,0]", EMPTY),
+    "a rank without layers": (*TWO, "pipeline.schedule=zb-v", "pipeline.layers_per_stage=[2,0,0,2]", EMPTY),
+    "more classes than are drawn": (*TWO, "diffusion.label_dropout=0", "model.num_classes=200"),
+    "buffers are poisoned": (*TWO, "pipeline.chunks=2", "pipeline.poison=true"),
+}  # fmt: skip
+QUICK_OPTIONS = {("dit-digits", "tp"), ("dit-digits-video", "zb-v"), ("dit-digits", "an empty stage")}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), quick_and_slow([(model, name) for model in MODELS[:2] for name in OPTIONS], QUICK_OPTIONS)
+)
+def test_options_are_proved(gang, model, name):
+    assert_proved(gang, small(model, *OPTIONS[name]))
+
+
+def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang):
+    """Nothing there reads the condition, so its part of the sum is nothing; the sum is on every copy."""
+    result = assert_proved(gang, small("dit-digits", *OPTIONS["no layer first"]))
+    shared = [p for p in result.parameters if p.name in ("time_embed.fc1.weight", "label_embed.weight")]
+    assert len(shared) == 2
+    for parameter in shared:
+        assert parameter.gradient.replicated == ("pp",) and parameter.gradient.copies_equal
+        assert parameter.final.copies_equal

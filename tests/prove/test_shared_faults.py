@@ -1,0 +1,44 @@
+"""Every seeded fault of shared gradients is caught, and the parameter and the cause are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.prove.report import render, to_json
+from meshwright.testing.gang import GangPool
+from tests.prove.proofs import proof, small_config, small_dit_config
+from tests.prove.shared_faults import SHARED_FAULTS
+
+QUICK = {
+    "off",
+    "off, one process",
+    "twice",
+    "averaged over copies",
+    "a key is missing on rank 1",
+    "rank 1 does not get a key's sum",
+    "two keys are exchanged on rank 1",
+    "chunks are not added up",
+    "the second chunk does not get the sum",
+    "the norm counts copies",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SHARED_FAULTS])
+def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
+    fault = SHARED_FAULTS[name]
+    preset, *words = fault.layout
+    config = small_dit_config(preset, *words) if "dit" in preset else small_config("model.tie_embeddings=true", *words)
+    result = proof(gang, config, "tests.prove.shared_faults", "SHARED_FAULTS", name)
+    report, screen = to_json(result), render(result)
+    assert not report["passed"]
+    text = " ".join(" ".join(screen).lower().split())
+    missing = [words for words in fault.says if words.lower() not in text]
+    assert not missing, "\n".join([f"missing: {missing}", *screen])
+    assert "not recognised" not in text, "\n".join(screen)
+    if fault.at:
+        (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
+        assert entry["verdict"] == "wrong" and entry["cause"]
+
+
+def test_the_quick_ones_are_there() -> None:
+    assert set(SHARED_FAULTS) >= QUICK

@@ -1,0 +1,177 @@
+"""Copies of shared parameters stay one parameter through a training, and ranks that disagree on them do not start."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+
+from meshwright.config.load import load
+from meshwright.errors import DataError, LayoutError
+from meshwright.mesh.shards import local_box, to_local
+from meshwright.train.build import build_job
+from meshwright.train.context import RankContext, StatusBoard
+from meshwright.train.run import check_agreement
+from meshwright.train.stages import Pipeline
+from meshwright.train.step import TrainStep
+from meshwright.train.tasks import build_task
+from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, few_pictures
+
+STEPS = 20
+CHUNKED = ("mesh.pp=2", "pipeline.chunks=2", "train.num_microbatches=4")
+SMALL = (*SMALL_DIT, *SMALL_PICTURES, "model.num_layers=5", "train.warmup_steps=0", "train.lr=1e-2")
+
+
+def make_job(rank, world_size, words):
+    torch.set_num_threads(1)
+    config = load("dit-digits", [*words, "train.device=cpu"])
+    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    return build_job(config, context, torch.device("cpu"))
+
+
+def copies_of(job):
+    """This rank's copies of shared parameters: by key and place in the whole, a list."""
+    found = {}
+    for part in job.parts().values():
+        for name, key in part.local_copies().items():
+            copy = part.get_parameter(name).detach()
+            box = local_box(copy)
+            found.setdefault((key, box.offset, box.shape), []).append(to_local(copy).clone())
+    return found
+
+
+def train(rank, world_size, words, pictures, num_steps, sync=True):
+    """The losses, and after 10 steps and the last one this rank's copies."""
+    job = make_job(rank, world_size, words)
+    step = TrainStep(job, build_task(job.config, pictures, job.device), lambda: False)
+    if not sync:
+        step.pipeline.shared.sync = lambda number: None
+    losses, seen = [], []
+    for number in range(1, num_steps + 1):
+        losses.append(step(number).loss)
+        if number in (10, num_steps):
+            seen.append(copies_of(job))
+    return losses, seen
+
+
+def run(gang, words, *, small=True, sync=True, num_steps=STEPS):
+    config = load("dit-digits", words)
+    pictures = few_pictures(config) if small else open_digits(config)
+    num_ranks = config.mesh.axes().num_ranks()
+    arguments = (words, pictures, num_steps, sync)
+    return [train(0, 1, *arguments)] if num_ranks == 1 else gang(num_ranks).run(train, *arguments, timeout_s=300)
+
+
+def open_digits(config):
+    from meshwright.train.corpus import open_training_data
+
+    return open_training_data(config)
+
+
+def largest_difference(results, at):
+    """Between any two copies of a shared parameter, over all ranks and chunks; and how many copies there are."""
+    copies = {}
+    for _, seen in results:
+        for place, found in seen[at].items():
+            copies.setdefault(place, []).extend(found)
+    assert copies
+    most = max(float((copy - found[0]).abs().max()) for found in copies.values() if found[0].numel() for copy in found)
+    return most, min(map(len, copies.values()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "axes"),
+    [("float32", 1e-4, ("mesh.dp_shard=2",)), ("float64", 1e-9, ())],
+)
+def test_copies_stay_bitwise_equal_and_losses_are_those_of_one_process(gang, precision, tolerance, axes):
+    words = [*SMALL, f"train.precision={precision}"]
+    results = run(gang, [*words, *CHUNKED, *axes])
+    assert largest_difference(results, 0) == largest_difference(results, 1) == (0.0, 4)
+    ((expected, _),) = run(gang, words)
+    assert max(expected) > min(expected) + 100 * tolerance  # what is compared is a training
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=0, abs=tolerance)
+
+
+def test_without_the_sum_copies_drift_apart(gang):
+    assert largest_difference(run(gang, [*SMALL, *CHUNKED], sync=False, num_steps=10), 0)[0] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)])
+def test_the_presets_losses_are_those_of_one_process(gang, precision, tolerance):
+    words = ["train.warmup_steps=0", f"train.precision={precision}"]
+    results = run(gang, [*words, "mesh.pp=2", "pipeline.chunks=2"], small=False)
+    assert largest_difference(results, 0) == largest_difference(results, 1) == (0.0, 4)
+    [(expected, _)] = run(gang, words, small=False)
+    assert expected[-1] < 0.9 * expected[0]
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=0, abs=tolerance)
+
+
+DISAGREEMENTS = {
+    "frozen": (("train.freeze=label_embed.*",), ()),
+    "a part of it frozen": (("train.freeze=time_embed.fc2.bias",), ()),
+    "classes": (("model.num_classes=12",), ()),
+    "width": (("model.dim=21",), ()),
+    "dtype": (("train.precision=float64",), ()),
+    "frozen, sharded": (("train.freeze=label_embed.*",), ("mesh.dp_shard=2",)),
+}
+SAYS = {
+    "frozen": r"label_embed.weight has trainability trained on rank 0 \(stage 0\) and frozen on rank 1 \(stage 1\)",
+    "a part of it frozen": r"time_embed.fc2.bias has trainability trained on rank 0 .* and frozen on rank 1",
+    "classes": r"label_embed.weight has shape \[14, 19\] on rank 0 .* and \[13, 19\] on rank 1",
+    "width": r"label_embed.weight has shape \[14, 19\] on rank 0 .* and \[14, 21\] on rank 1",
+    "dtype": r"label_embed.weight has dtype float32 on rank 0 .* and float64 on rank 1",
+    "frozen, sharded": r"label_embed.weight has trainability trained on rank 0 .* and frozen on rank 2",
+}
+
+
+def compare_configurations(rank, world_size, all_words, pictures):
+    started = time.monotonic()
+    try:
+        check_agreement(load("dit-digits", all_words[rank]), pictures)
+    except DataError as error:
+        return error.what, error.where, time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "values"),
+    [
+        ("train.freeze=label_embed.*", "train.freeze", r"\(\) and \('label_embed\.\*',\)"),
+        ("model.num_classes=12", "model.num_classes", "13 and 12"),
+    ],
+)
+def test_a_run_names_the_key_that_ranks_differ_in(gang, word, key, values):
+    pictures = few_pictures(load("dit-digits", SMALL))
+    words = [*SMALL, *CHUNKED]
+    for what, where, seconds in gang(2).run(compare_configurations, [words, [*words, word]], pictures, timeout_s=10):
+        assert re.fullmatch(rf"ranks 0 and 1 do not have the same {key}: {values}", what)
+        assert where == f"command line, {key}" and seconds < 10
+
+
+def disagree(rank, world_size, words, other_words, odd_ranks):
+    job = make_job(rank, world_size, other_words if rank in odd_ranks else words)
+    started = time.monotonic()
+    try:
+        Pipeline(job)
+    except LayoutError as error:
+        return error.what, error.where, error.fix, time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_are_configured_apart_stop_alike_and_at_once(gang, what):
+    """Without the comparison of configurations that a run begins with."""
+    change, axes = DISAGREEMENTS[what]
+    words = [*SMALL, *CHUNKED, *axes]
+    num_ranks = load("dit-digits", words).mesh.axes().num_ranks()
+    odd_ranks = range(num_ranks // 2, num_ranks)
+    results = gang(num_ranks).run(disagree, words, [*words, *change], odd_ranks, timeout_s=10)
+    assert results[0] is not None and all(result[:3] == results[0][:3] for result in results)
+    words, where, fix, _ = results[0]
+    assert re.search(SAYS[what], words) and fix and re.search(r"on ranks 0 and [12]$", where)
+    assert max(seconds for *_, seconds in results) < 10
