@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.bench.byte_counts import SentBytes
 from meshwright.bench.parts import DeviceChoice, Options
 from meshwright.bench.report import as_json
 from meshwright.bench.shared_gradients import PP, SyncTask, bench_shared_gradients, sync_figures
-from meshwright.bench.shared_sync import SentBytes, both_sides
+from meshwright.bench.shared_sync import both_sides
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.errors import InputError, RunError
 from meshwright.models.dit_spec import DiTSpec

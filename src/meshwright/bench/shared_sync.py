@@ -7,7 +7,7 @@ them differ, as the stages of a real model do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.bench.alternate import Timer, Work, alternate
+from meshwright.bench.byte_counts import SentBytes
 from meshwright.bench.measure import timer_on
 from meshwright.bench.shared_gradients import PP, SHARDED, WHOLE, SyncTask
 from meshwright.comm.collectives import all_gather_object
@@ -34,25 +33,6 @@ from meshwright.train.build import initialize
 from meshwright.train.context import RankContext
 
 CPU = torch.device("cpu")
-
-
-class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts the bytes of the tensors that are handed to collectives of c10d.
-
-    Private PyTorch names, as in `pipeline_bytes`, checked on torch 2.13.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, and weigh what it sends."""
-        if func.namespace == "c10d":
-            self.total += sum(x.numel() * x.element_size() for x in tree_leaves(args) if isinstance(x, Tensor))
-        return func(*args, **(kwargs or {}))
 
 
 class Side:
@@ -117,7 +97,8 @@ def both_sides(task: SyncTask) -> dict[str, Any]:
 def _checked_bytes(name: str, side: Side) -> int:
     """What this rank sends in one sum, which is seen to be right."""
     side.fill()
-    with SentBytes() as sent:
+    sent = SentBytes()
+    with sent:
         side.sum()
     if wrong := side.wrong():
         raise RunError(
@@ -126,7 +107,7 @@ def _checked_bytes(name: str, side: Side) -> int:
             rule="both sides give the sum of the stages' gradients, bitwise: figures of different work mean nothing",
             fix="none from outside: it is a bug; please report it with this message",
         )
-    return int(sent.total)
+    return sent.total
 
 
 def _filled_first(timer: Timer, sides: Any, work: Work) -> float:
