@@ -1,6 +1,6 @@
 """Counting the bytes of tensors that are alive, and of those that are sent, on any device.
 
-What is alive was allocated while the count ran, and still exists. An allocator's own peak would do on CUDA; on CPU there
+What is alive was allocated while the count ran and still exists. An allocator's own peak would do on CUDA; on CPU there
 is none. So every storage that an operation gives back, and that none of its inputs has, is weighed when it appears and
 taken off when it is freed. Room that an operation uses inside and returns is not seen.
 
