@@ -55,8 +55,9 @@ def reference_case(rank, world_size):
     for stage, module in stages.items():
         for parameter in (module.cond, module.own):
             parameter.grad = torch.full_like(parameter, 10.0 * rank + stage // PP)
-    for number in range(shared.num_groups):
-        shared.sync(number)
+    shared.sync_all()
+    assert shared.repeats == {p for stage, module in stages.items() if stage > 0
+                              for name, p in module.named_parameters() if name in ("cond", "head")}  # fmt: skip
     found = {stage: (module.cond.grad, module.own.grad) for stage, module in stages.items()}
     return started, tied, found
 

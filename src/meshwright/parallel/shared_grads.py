@@ -68,6 +68,10 @@ class SharedGradients:
         pipelines = [range(world_size())] if pipelines is None else pipelines
         stage_ranks = range(len(pipelines[0])) if stage_ranks is None else stage_ranks
         check_agreement(shared, stages, pipelines=pipelines, stage_ranks=stage_ranks)
+        self.repeats = {
+            stages[stage].get_parameter(name) for p in shared for stage, name in p.sites[1:] if stage in stages
+        }
+        """Copies here whose first is on a lower stage, which counts it: a norm over all stages leaves these out."""
         self._groups: list[_Group] = []
         mine = next(pipeline for pipeline in pipelines if rank() in pipeline)
         for group in stage_groups(shared):
