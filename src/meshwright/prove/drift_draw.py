@@ -93,6 +93,7 @@ def _add_losses(axes: Axes, drift: Drift) -> None:
     _line(axes, drift.unsynced.losses, UNSYNCED, label="without", linewidth=1.3)
     axes.set_ylabel(f"loss ({drift.loss_unit})", fontsize=9, color=INK)
     axes.set_xlabel("step", fontsize=9, color=INK)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     _plain(axes)
 
