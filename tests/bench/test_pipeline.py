@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.bench import pipeline
+from meshwright.bench.byte_counts import LiveBytes
 from meshwright.bench.parts import DeviceChoice, Options
 from meshwright.bench.pipeline import bench_pipeline, engine_figures, memory_figures, wait_figures
-from meshwright.bench.pipeline_bytes import LiveBytes
 from meshwright.bench.pipeline_cases import (
     ENGINE_STAGES,
     MIDDLE,

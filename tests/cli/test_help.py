@@ -9,7 +9,7 @@ import pytest
 from meshwright.config.load import load, preset_names
 from tests.helpers import meshwright
 
-VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"],
+VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"], ["draw", "drift"],
          ["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export"],
          ["checkpoint", "import"])  # fmt: skip
 

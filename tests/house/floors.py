@@ -42,14 +42,17 @@ TORCH_FREE = (
     "checkpoint/manifest.py",
     "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
     "train/reporter.py", "train/lr_schedule.py",
-    "prove/spec.py",
+    "prove/spec.py", "prove/drift.py", "prove/drift_draw.py",
     "bench/parts.py", "bench/report.py", "bench/alternate.py", "bench/cases.py", "bench/train.py",
-    "bench/pipeline.py", "bench/pipeline_cases.py",
+    "bench/pipeline.py", "bench/pipeline_cases.py", "bench/ranks.py", "bench/shared_gradients.py",
     "cli/*",
 )  # fmt: skip
 """Files that import no torch, by patterns inside the package."""
 
-LATE_TORCH_ALLOWED = ("__main__.py", "cli/*", "train/launch.py", "bench/train.py", "bench/pipeline.py", "testing/*")
+LATE_TORCH_ALLOWED = (
+    "__main__.py", "cli/*", "train/launch.py", "bench/train.py", "bench/pipeline.py",
+    "bench/shared_gradients.py", "prove/drift.py", "testing/*",
+)  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""
 
 TORCH = ("torch", "torchao", "torchvision", "triton", "safetensors.torch", "transformers")

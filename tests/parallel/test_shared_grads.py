@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.shards import to_local
-from meshwright.parallel.shared_grads import SharedGradients
+from meshwright.parallel.shared_grads import SharedGradients, pipelines_on
 from meshwright.pipeline.shared import SharedParameter, stage_groups
 
 PP, CHUNKS = 4, 2
@@ -42,21 +42,22 @@ def stages_of(rank, **options):
     return {stage: Stage(stage, **options) for stage, owner in enumerate(RANKS) if owner == rank}
 
 
-def make(rank, stages, shared=(EVERYWHERE, TIED), pipelines=(tuple(range(PP)),)):
-    return SharedGradients(shared, stages, stage_ranks=RANKS, pipelines=pipelines, rank=rank, timeout_s=20)
+def make(stages, shared=(EVERYWHERE, TIED), pipelines=(tuple(range(PP)),)):
+    return SharedGradients(shared, stages, pipelines=pipelines, stage_ranks=RANKS, timeout_s=20)
 
 
 def reference_case(rank, world_size):
     stages = stages_of(rank)
-    shared = make(rank, stages)
+    shared = make(stages)
     started = {stage: module.cond.detach().clone() for stage, module in stages.items()}
     tied = [module.get_parameter(name) for stage, name in TIED.sites if (module := stages.get(stage)) is not None]
     tied = [p.detach().clone() for p in tied]
     for stage, module in stages.items():
         for parameter in (module.cond, module.own):
             parameter.grad = torch.full_like(parameter, 10.0 * rank + stage // PP)
-    for number in range(shared.num_groups):
-        shared.sync(number)
+    shared.sync_all()
+    assert shared.repeats == {p for stage, module in stages.items() if stage > 0
+                              for name, p in module.named_parameters() if name in ("cond", "head")}  # fmt: skip
     found = {stage: (module.cond.grad, module.own.grad) for stage, module in stages.items()}
     return started, tied, found
 
@@ -76,7 +77,7 @@ def test_the_reference_case(gang):
 def one_rank(rank, world_size):
     stages = {0: Stage(0), 1: Stage(1), 2: Stage(2)}
     declared = (SharedParameter("cond", ((0, "cond"), (2, "own"))),)
-    shared = SharedGradients(declared, stages, stage_ranks=(0, 0, 0), pipelines=((0,),), rank=0)
+    shared = SharedGradients(declared, stages, stage_ranks=(0, 0, 0))
     stages[0].cond.grad = torch.full((5, 3), 2.0)
     stages[2].own.grad = torch.full((5, 3), 3.0)
     stages[1].cond.grad = torch.full((5, 3), 7.0)
@@ -97,7 +98,7 @@ def missing_and_frozen(rank, world_size):
     for stage, name in TIED.sites:
         if stage in stages:
             stages[stage].get_parameter(name).requires_grad_(False)
-    shared = make(rank, stages)
+    shared = make(stages)
     for module in stages.values():
         if rank != 1:
             module.cond.grad = torch.ones_like(module.cond)
@@ -120,8 +121,9 @@ def sharded(rank, world_size, dp, dtype):
     module = Stage(pp, rows=7, dtype=dtype)
     fully_shard(module, mesh=mesh["dp"])
     declared = (SharedParameter("cond", ((0, "cond"), (1, "cond"))), SharedParameter("b", ((0, "own"), (1, "own"))))
-    pipelines = [[column, dp + column] for column in range(dp)]
-    shared = SharedGradients(declared, {pp: module}, stage_ranks=(0, 1), pipelines=pipelines, rank=rank)
+    pipelines = pipelines_on(mesh)
+    assert pipelines == [[column, dp + column] for column in range(dp)]
+    shared = SharedGradients(declared, {pp: module}, pipelines=pipelines)
     generator = torch.Generator().manual_seed(100 + pp)
     gradients = {name: torch.randn(7, 3, generator=generator).to(dtype) for name in ("cond", "own")}
     for name, value in gradients.items():
@@ -153,6 +155,8 @@ DISAGREEMENTS = {
     "shape": (r"cond has shape \[5, 3\] on rank 1 \(stage 1\) and \[5, 4\] on rank 2 \(stage 2\)", "ranks 1 and 2"),
     "dtype": (r"cond has dtype float32 on rank 1 .* and float64 on rank 2", "ranks 1 and 2"),
     "trainability": (r"cond has trainability trained on rank 1 .* and frozen on rank 2", "ranks 1 and 2"),
+    "a stage": (r"a copy of cond is declared on stage 2, and rank 2 has \[6\]", "cond on stage 2"),
+    "a stage more": (r"a copy of more is declared on stage 8, and there are 8", "more on stage 8"),
     "layout": (r"cond has shard layout whole.* on rank 1 .* and dp=1 S.* on rank 2", "ranks 1 and 2"),
 }
 
@@ -172,15 +176,19 @@ def disagree(rank, world_size, what):
                 module.cond.requires_grad_(False)
         elif what == "a parameter":
             del stages[2].cond
+        elif what == "a stage":
+            del stages[2]
         declared = {
             "a key": [TIED],
             "a key more": [EVERYWHERE, TIED, SharedParameter("more", ((2, "own"),))],
             "sites": [EVERYWHERE, SharedParameter("embed.weight", ((0, "embed"), (6, "head")))],
             "order": [TIED, EVERYWHERE],
         }.get(what, declared)
+    if what == "a stage more":
+        declared = [*declared, SharedParameter("more", ((0, "own"), (PP * CHUNKS, "own")))]
     started = time.monotonic()
     try:
-        make(rank, stages, declared)
+        make(stages, declared)
     except LayoutError as error:
         return error.what, error.where, error.fix, time.monotonic() - started
     return None

@@ -44,6 +44,7 @@ class Part(StrEnum):
 
     TRAIN = "train"
     PIPELINE = "pipeline"
+    SHARED_GRADIENTS = "shared-gradients"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Row:
 PARTS = {
     Part.TRAIN: Row("the training step against a bare PyTorch loop", "meshwright.bench.train:bench_train"),
     Part.PIPELINE: Row("the pipeline engine against PyTorch's", "meshwright.bench.pipeline:bench_pipeline"),
+    Part.SHARED_GRADIENTS: Row(
+        "the sum of shared parameters' gradients against one of whole gradients",
+        "meshwright.bench.shared_gradients:bench_shared_gradients",
+    ),
 }
 
 

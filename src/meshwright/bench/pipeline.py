@@ -5,14 +5,10 @@ Torch-free: runs in the launcher, starts the ranks of each measurement and turns
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from meshwright.bench.parts import DeviceChoice, Options, Part, Say
 from meshwright.bench.pipeline_cases import (
@@ -31,15 +27,12 @@ from meshwright.bench.pipeline_cases import (
     MemoryTask,
     WaitTask,
 )
+from meshwright.bench.ranks import Answer, measured, with_rounds
 from meshwright.bench.report import Figure, Report, cpu_name
 from meshwright.errors import InputError
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower, num_slots
 from meshwright.train.context import RankContext
-from meshwright.train.launch import launch
-
-Answer = dict[str, Any]
-"""What the ranks of a measurement wrote."""
 
 NOTES = (
     "engine: time a computation beyond a hand-written loop of plain autograd, all stages in one process; "
@@ -65,11 +58,11 @@ def bench_pipeline(options: Options, say: Say) -> Report:
         )
     figures: list[Figure] = []
     say("the engine in one process …")
-    figures += engine_figures(_measured(engine_body, _with_rounds(EngineTask, options.rounds), num_ranks=1))
+    figures += engine_figures(measured(engine_body, with_rounds(EngineTask, options.rounds), num_ranks=1))
     say("bytes of four ranks …")
-    figures += memory_figures(_measured(memory_body, MemoryTask, num_ranks=NUM_RANKS), MemoryTask(Path()).unit_bytes)
+    figures += memory_figures(measured(memory_body, MemoryTask, num_ranks=NUM_RANKS), MemoryTask(Path()).unit_bytes)
     say("four ranks whose kernels sleep …")
-    figures += wait_figures(_measured(wait_body, _with_rounds(WaitTask, options.rounds), num_ranks=NUM_RANKS))
+    figures += wait_figures(measured(wait_body, with_rounds(WaitTask, options.rounds), num_ranks=NUM_RANKS))
     return Report(Part.PIPELINE, cpu_name(), date.today().isoformat(), tuple(figures), NOTES)
 
 
@@ -153,20 +146,6 @@ def memory_body(context: RankContext, task: MemoryTask) -> None:
     from meshwright.bench.pipeline_memory import measure_memory
 
     measure_memory(context, task)
-
-
-def _measured(body: Callable[[RankContext, Any], None], task: Callable[[Path], Any], *, num_ranks: int) -> Answer:
-    """Start the ranks of a measurement and read what they wrote."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        result = Path(folder) / "result.json"
-        launch(body, task(result), num_ranks=num_ranks, threads=1)
-        answer: Answer = json.loads(result.read_text("utf-8"))
-    return answer
-
-
-def _with_rounds(task: Callable[..., Any], rounds: int | None) -> Callable[[Path], Any]:
-    """The task, with this many rounds or its own number."""
-    return task if rounds is None else partial(task, rounds=rounds)
 
 
 def _of_rounds(name: str, values: Sequence[float], unit: str, *, at_most: float | None = None) -> Figure:

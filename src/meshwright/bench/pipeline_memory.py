@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from meshwright.bench.pipeline_bytes import LiveBytes
+from meshwright.bench.byte_counts import LiveBytes
 from meshwright.bench.pipeline_cases import (
     MIDDLE,
     NUM_MICROBATCHES,

@@ -13,22 +13,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comm.collectives import all_gather_object, all_reduce_sum, broadcast
-from meshwright.errors import LayoutError
+from meshwright.comm.collectives import all_reduce_sum, broadcast, rank, world_size
 from meshwright.mesh.groups import new_group
-from meshwright.mesh.shards import local_box, to_local
+from meshwright.mesh.shards import to_local
+from meshwright.parallel.shared_check import check_agreement
 from meshwright.pipeline.shared import SharedParameter, stage_groups
-
-RULE = "every copy of a shared parameter has the same key, shape, dtype, trainability and shard layout"
-Facts = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -51,29 +46,34 @@ class SharedGradients:
         shared: Sequence[SharedParameter],
         stages: Mapping[int, nn.Module],
         *,
-        stage_ranks: Sequence[int],
-        pipelines: Sequence[Sequence[int]],
-        rank: int,
+        pipelines: Sequence[Sequence[int]] | None = None,
+        stage_ranks: Sequence[int] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """Compare what all ranks declare, create the groups, and give all copies the weights of the first.
 
-        All ranks of the run call it, those without a shared parameter included.
+        All ranks of the process group call it, those without a shared parameter included.
 
         Args:
             shared: what the model declares; the same on all ranks.
             stages: the modules on this rank, by stage, laid on their mesh if they are to be.
-            stage_ranks: of each stage, its rank of the pipeline.
-            pipelines: the global ranks of each pipeline, by rank of the pipeline.
-            rank: this global rank.
+            pipelines: the global ranks of each pipeline, by rank of the pipeline (see `pipelines_on`); None for one of
+                all ranks.
+            stage_ranks: of each stage, its rank of the pipeline; None for one stage a rank, in order.
             timeout_s: seconds a sum may take.
 
         Raises:
             LayoutError: ranks differ in what they declare or hold; on all ranks alike.
         """
+        pipelines = [range(world_size())] if pipelines is None else pipelines
+        stage_ranks = range(len(pipelines[0])) if stage_ranks is None else stage_ranks
         check_agreement(shared, stages, pipelines=pipelines, stage_ranks=stage_ranks)
+        self.repeats = {
+            stages[stage].get_parameter(name) for p in shared for stage, name in p.sites[1:] if stage in stages
+        }
+        """Copies here whose first is on a lower stage, which counts it: a norm over all stages leaves these out."""
         self._groups: list[_Group] = []
-        mine = next(pipeline for pipeline in pipelines if rank in pipeline)
+        mine = next(pipeline for pipeline in pipelines if rank() in pipeline)
         for group in stage_groups(shared):
             members = [p for p in sorted(shared, key=lambda p: p.key) if p.stages() == group]
             copies = {
@@ -90,6 +90,11 @@ class SharedGradients:
     def num_groups(self) -> int:
         """Sets of stages that share something and have a stage here: a step's table syncs each once."""
         return len(self._groups)
+
+    def sync_all(self) -> None:
+        """Add up the gradients of all copies, where no table says when."""
+        for number in range(self.num_groups):
+            self.sync(number)
 
     @torch.no_grad()
     def sync(self, number: int) -> None:
@@ -124,101 +129,11 @@ class SharedGradients:
                 _hand_out(first, values)
 
 
-def check_agreement(
-    shared: Sequence[SharedParameter],
-    stages: Mapping[int, nn.Module],
-    *,
-    pipelines: Sequence[Sequence[int]],
-    stage_ranks: Sequence[int],
-) -> None:
-    """See that all ranks declare the same, and hold what they declare alike.
-
-    Whatever a rank lacks is told to the others first: nobody waits for a rank that has stopped.
-
-    Raises:
-        LayoutError: the first difference, with the ranks.
-    """
-    declared = [(p.key, p.sites) for p in shared]
-    own = {stage: {p.key: _facts(stages[stage], name) for p in shared for at, name in p.sites if at == stage}
-           for stage in stages}  # fmt: skip
-    everyone = all_gather_object((declared, own))
-    for rank, (theirs, _) in enumerate(everyone):
-        _check_declared(everyone[0][0], theirs, rank)
-    for pipeline in pipelines:
-        for parameter in sorted(shared, key=lambda p: p.key):
-            found = []
-            for stage, name in parameter.sites:
-                rank = pipeline[stage_ranks[stage]]
-                found.append((rank, stage, name, everyone[rank][1][stage][parameter.key]))
-            _check_sites(parameter.key, found)
-
-
-def _check_declared(first: list[Any], other: list[Any], rank: int) -> None:
-    """Two ranks' declarations."""
-    if first == other:
-        return
-    mine, theirs = dict(first), dict(other)
-    for a, b, holder, lacker in ((mine, theirs, 0, rank), (theirs, mine, rank, 0)):
-        lacking = sorted(a.keys() - b.keys())
-        if lacking:
-            raise LayoutError(
-                f"rank {holder} declares the shared parameter {lacking[0]}, rank {lacker} doesn't",
-                where=f"{lacking[0]} on rank {lacker}",
-                rule="all ranks declare the same shared parameters",
-                fix="the same model, configuration and version of Meshwright on every rank",
-            )
-    key = next((key for key in sorted(mine) if mine[key] != theirs[key]), None)
-    if key is None:
-        key = next(a[0] for a, b in zip(first, other, strict=True) if a != b)
-        what = f"ranks 0 and {rank} declare {key} in a different order"
-    else:
-        what = f"ranks 0 and {rank} declare {key} at {_site_words(mine[key])} and at {_site_words(theirs[key])}"
-    raise LayoutError(
-        what,
-        where=f"{key} on rank {rank}",
-        rule="all ranks declare the same shared parameters, in one order",
-        fix="the same model, configuration and version of Meshwright on every rank",
-    )
-
-
-def _check_sites(key: str, found: Sequence[tuple[int, int, str, Facts]]) -> None:
-    """The copies of one parameter in one pipeline."""
-    for rank, stage, name, facts in found:
-        if not facts:
-            raise LayoutError(
-                f"stage {stage} has no parameter {name}, the declared copy of {key}",
-                where=f"{key} on rank {rank}",
-                rule="a stage holds the parameters that are declared on it",
-                fix=f"a parameter {name} in stage {stage}'s module, or a declaration without stage {stage}",
-            )
-    for (rank, stage, _, facts), (other, another, _, others) in pairwise(found):
-        for fact, value in facts.items():
-            if others[fact] != value:
-                raise LayoutError(
-                    f"{key} has {fact} {value} on rank {rank} (stage {stage}) and {others[fact]} on rank {other} "
-                    f"(stage {another})",
-                    where=f"{key} on ranks {rank} and {other}",
-                    rule=RULE,
-                    fix=f"the same {fact} of {key} on all its stages",
-                )
-
-
-def _facts(module: nn.Module, name: str) -> Facts:
-    """What must be equal on all copies; empty if there is no such parameter."""
-    parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
-    if parameter is None:
-        return {}
-    layout = "whole"
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=False)
-        layout = ", ".join(f"{axis}={size} {placement}" for axis, size, placement in axes)
-    return {
-        "shape": str(list(parameter.shape)),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "trainability": "trained" if parameter.requires_grad else "frozen",
-        "shard layout": f"{layout}, {list(local_box(parameter).shape)} here",
-    }
+def pipelines_on(mesh: DeviceMesh, axis: str = "pp") -> list[list[int]]:
+    """The global ranks of each pipeline on a mesh, by rank of the pipeline: the lines along `axis`."""
+    dim = (mesh.mesh_dim_names or ()).index(axis)
+    lines: list[list[int]] = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+    return lines
 
 
 def _new_groups(ranks: Sequence[int], pipelines: Sequence[Sequence[int]], *, timeout_s: float) -> ProcessGroup | None:
@@ -244,7 +159,3 @@ def _hand_out(flat: Tensor, values: Sequence[Sequence[Tensor]]) -> None:
     for piece, copies in zip(pieces, values, strict=True):
         for copy in copies:
             copy.copy_(piece.view_as(copy))
-
-
-def _site_words(sites: Sequence[tuple[int, str]]) -> str:
-    return ", ".join(f"{stage}: {name}" for stage, name in sites)

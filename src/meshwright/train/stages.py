@@ -188,8 +188,7 @@ def _shared_gradients(job: Job) -> SharedGradients:
     return SharedGradients(
         declared,
         parts,
-        stage_ranks=job.schedule.stage_ranks,
         pipelines=_pipelines(job.axes),
-        rank=job.context.rank,
+        stage_ranks=job.schedule.stage_ranks,
         timeout_s=job.config.train.timeout_s,
     )

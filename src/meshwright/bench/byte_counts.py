@@ -1,8 +1,8 @@
-"""Counting the bytes of tensors that are alive, on any device: what was allocated while the count ran and still exists.
+"""Counting the bytes of tensors that are alive, and of those that are sent, on any device.
 
-An allocator's own peak would do on CUDA; on CPU there is none. So every storage that an operation gives back, and that
-none of its inputs has, is weighed when it appears and taken off when it is freed. Room that an operation uses inside
-and returns is not seen.
+What is alive was allocated while the count ran and still exists. An allocator's own peak would do on CUDA; on CPU there
+is none. So every storage that an operation gives back, and that none of its inputs has, is weighed when it appears and
+taken off when it is freed. Room that an operation uses inside and returns is not seen.
 
 Private PyTorch names: `torch.utils._python_dispatch.TorchDispatchMode` and `torch.utils._pytree.tree_leaves`, checked
 on torch 2.13.
@@ -63,6 +63,30 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._alive[key] = weakref.ref(storage, freed)
         self.now += num_bytes
+
+
+class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, counts the bytes of the tensors that are handed to collectives of c10d.
+
+    Private PyTorch names, as in `byte_counts`, checked on torch 2.13.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        """Bytes so far, by this rank."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and weigh what it sends."""
+        if func.namespace == "c10d":
+            self.total += sum(x.numel() * x.element_size() for x in tree_leaves(args) if isinstance(x, Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 def _storages(values: Any) -> list[UntypedStorage]:

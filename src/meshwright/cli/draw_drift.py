@@ -1,0 +1,70 @@
+"""`meshwright draw drift`: copies of shared parameters with and without the sum of their gradients."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.style import paint
+from meshwright.cli.words import split_words
+from meshwright.errors import InputError
+
+if TYPE_CHECKING:
+    from meshwright.prove.drift import Curve, Drift
+
+WORDS_HELP = "A preset's name or a TOML file, then section.key=value …; dit-digits mesh.pp=2 pipeline.chunks=2 if none."
+
+
+def drift(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train, twice.")] = 30,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
+) -> None:
+    """Train a layout with and without adding up the gradients of shared parameters, and show the copies drift apart."""
+    from meshwright.config.pipeline import lowered_table
+    from meshwright.pipeline.draw import check_picture
+    from meshwright.prove.drift import load_sharing, measure_drift
+    from meshwright.train.launch import context_from_environment
+
+    if context_from_environment() is not None:
+        raise InputError(
+            "draw was started by a launcher",
+            where="WORLD_SIZE in the environment",
+            rule="draw drift starts its own processes on this machine",
+            fix="meshwright draw drift …, without torchrun",
+        )
+    if out is not None:
+        check_picture(out)
+    config = load_sharing(*split_words(words))
+    facts = f"{config.name} · {config.mesh.axes()} · {lowered_table(config).num_stages} stages · {steps} steps"
+    _say(f"{facts}, twice …")
+    found = measure_drift(config, num_steps=steps)
+    _say("")
+    for label, curve in (("with the sum", found.synced), ("without it", found.unsynced)):
+        print(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, found)}")
+    if out is not None:
+        from meshwright.prove.drift_draw import draw_drift
+
+        title = f"Copies of shared parameters, with and without the sum of their gradients\n{facts}"
+        draw_drift(found, out, title=title)
+        print(f"picture   {out}")
+
+
+def _summary(curve: Curve, drift: Drift) -> str:
+    first = next((step for step, apart in enumerate(curve.apart, start=1) if apart > 0), None)
+    if first is None:
+        copies = f"copies bitwise equal after all {len(curve.apart)} steps"
+    else:
+        copies = f"copies apart from step {first} on, {curve.apart[-1]:.2%} after {len(curve.apart)}"
+    return f"{copies} · loss {curve.losses[0]:.4f} → {curve.losses[-1]:.4f} {drift.loss_unit}"
+
+
+def _say(text: str) -> None:
+    """What a longer wait is for; on a terminal only, and gone when it is over."""
+    if sys.stderr.isatty():
+        print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)

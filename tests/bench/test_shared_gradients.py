@@ -1,0 +1,99 @@
+"""`bench shared-gradients`: bytes are counted where they are sent, and both sides' sums are seen to be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.bench.byte_counts import SentBytes
+from meshwright.bench.parts import DeviceChoice, Options
+from meshwright.bench.report import as_json
+from meshwright.bench.shared_gradients import PP, SyncTask, bench_shared_gradients, sync_figures
+from meshwright.bench.shared_sync import both_sides
+from meshwright.comm.collectives import all_reduce_sum
+from meshwright.errors import InputError, RunError
+from meshwright.models.dit_spec import DiTSpec
+from meshwright.parallel import shared_grads
+from meshwright.testing.gang import GangError
+
+DIM, ROWS = 16, 11
+SPEC = DiTSpec(num_layers=2, dim=DIM, num_heads=4, head_dim=4, ffn_dim=24, image_size=8, patch_size=2, num_channels=1,
+               num_classes=ROWS - 1)  # fmt: skip
+
+
+def measure(rank, world_size, damage=False):
+    task = SyncTask(Path(), SPEC, world_size // PP, rounds=1, steps=1)
+    if not damage:
+        return both_sides(task)
+    shared_grads.all_reduce_sum = lambda x, group: x.mul_(2)  # as if both stages had the same gradient
+    try:
+        return both_sides(task)
+    finally:
+        shared_grads.all_reduce_sum = all_reduce_sum
+
+
+def test_bytes_fall_as_one_over_dp_within_a_row(gang):
+    answers = {dp: gang(PP * dp).run(measure)[0] for dp in (1, 2)}
+    whole = 4 * SPEC.embedder_params()
+    assert answers[1]["bytes"] == {"sharded": whole, "whole": whole}
+    assert answers[2]["bytes"]["whole"] == whole
+    assert 0 < answers[2]["bytes"]["sharded"] - whole / 2 <= 4 * DIM, "an odd number of rows"
+    figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=4 * DIM)}
+    assert figures["dp_shard_2.share"].is_met and figures["dp_shard_1.share"].is_met is None
+    assert all(figures[f"dp_shard_{dp}.{side}_ms"].value > 0 for dp in (1, 2) for side in ("sharded", "whole"))
+
+
+def test_a_wrong_sum_is_no_benchmark(gang):
+    with pytest.raises(GangError) as caught:
+        gang(PP).run(measure, True)
+    error = caught.value.exception
+    assert isinstance(error, RunError) and "label_embed.weight" in error.what
+
+
+def count(rank, world_size):
+    x = torch.zeros(3, 5, dtype=torch.bfloat16)
+    with SentBytes() as sent:
+        y = x + 1
+        dist.all_reduce(y)
+        dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
+    return sent.total
+
+
+def test_what_is_handed_to_collectives_is_counted(gang):
+    assert gang(2).run(count) == [30 + 3 * 8] * 2
+
+
+def test_figures_are_shares_and_medians():
+    answers = {
+        1: {
+            "bytes": {"sharded": 1000, "whole": 1000},
+            "seconds": {"sharded": [1.0, 2.0, 3.0], "whole": [1.0, 2.0, 6.0]},
+        },
+        4: {
+            "bytes": {"sharded": 260, "whole": 1000},
+            "seconds": {"sharded": [1.0, 1.0, 1.0], "whole": [2.0, 3.0, 4.0]},
+        },
+    }
+    figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=10)}
+    assert figures["dp_shard_4.share"].value == 0.26 and figures["dp_shard_4.share"].is_met
+    assert figures["dp_shard_4.speedup"].value == 3 and figures["dp_shard_4.speedup"].spread == (2, 4)
+    assert figures["dp_shard_1.sharded_ms"].value == 2000
+    figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=9)}
+    assert figures["dp_shard_4.share"].is_met is False
+
+
+def test_cuda_is_refused():
+    with pytest.raises(InputError) as caught:
+        bench_shared_gradients(Options(DeviceChoice.CUDA), lambda text: None)
+    assert "--device cpu" in caught.value.fix
+
+
+@pytest.mark.slow
+def test_the_whole_part_runs():
+    figures = as_json(bench_shared_gradients(Options(rounds=1), lambda text: None))["figures"]
+    assert all(value is not None for value in figures.values())
+    assert figures["dp_shard_1.share"] == 1
+    assert 0.25 < figures["dp_shard_4.share"] < 0.2505
