@@ -89,11 +89,13 @@ def _add_copies(axes: Axes, drift: Drift) -> None:
 
 def _add_losses(axes: Axes, drift: Drift) -> None:
     """Over each other: the thin line lies on the wide one as long as they are the same."""
+    from matplotlib.ticker import MaxNLocator
+
     _line(axes, drift.synced.losses, SYNCED, label="with SYNC_SHARED", linewidth=4.0, alpha=0.45)
     _line(axes, drift.unsynced.losses, UNSYNCED, label="without", linewidth=1.3)
     axes.set_ylabel(f"loss ({drift.loss_unit})", fontsize=9, color=INK)
     axes.set_xlabel("step", fontsize=9, color=INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     _plain(axes)
 
