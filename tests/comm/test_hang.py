@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import all_to_all, collectives
-from meshwright.comm.hang import CollectiveError, ranks_words
+from meshwright.comm.hang import CollectiveError, naming_collectives
 from meshwright.comm.p2p import open_channels
+from meshwright.comm.record import Passage, record_of, records
+from meshwright.comm.words import ranks_words
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.testing.gang import Gang, GangError
 
@@ -168,22 +171,68 @@ def test_in_debug_mode_ranks_that_enter_different_collectives_are_told_before(ga
 
 
 def counted(rank, world_size):
-    from meshwright.comm.record import recorder
-
-    group = dist.new_group([0, 1])
-    posted = []
-    recorder().post = lambda *what: posted.append(what)
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     collectives.barrier()
     collectives.all_reduce_sum(torch.ones(1), group=group)
     collectives.all_reduce_sum(torch.ones(1), group=group)
-    recorder().post = None
-    collectives.barrier()
-    return posted
+    counts = [record_of(one).count for one in (None, group, other)]
+    kept = len(records())
+    del group, other
+    dist.destroy_process_group()
+    gc.collect()
+    return counts, kept - len(records())
 
 
-def test_each_group_counts_its_own(gang):
-    both = [("barrier", 1, (0, 1)), ("all_reduce", 1, (0, 1)), ("all_reduce", 2, (0, 1))]
-    assert gang(2).run(counted) == [both, both]
+def test_each_group_counts_its_own_and_takes_its_count_along(gang):
+    assert gang(2).run(counted) == [([1, 2, 0], 3)] * 2
+
+
+def refused(rank, world_size):
+    def call():
+        with Passage("all_reduce", torch.ones(2), None):
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    return error_of(call)
+
+
+def test_what_a_backend_refuses_is_named_too(gang):
+    for rank, error in enumerate(gang(2).run(refused)):
+        assert error.what == f"rank {rank} failed in all_reduce, number 1 in the group of ranks 0, 1, of float32 [2]"
+        assert "NCCL error: unhandled system error" in error.where
+
+
+def sharded(rank, world_size):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
+    model(torch.ones(2, 4)).sum().backward()
+    with naming_collectives():
+        collectives.barrier()
+    if rank == 1:
+        return None
+
+    def call():
+        with naming_collectives():
+            model(torch.ones(2, 4)).sum().backward()
+
+    return error_of(call)
+
+
+def test_a_collective_of_fsdp_is_named_too(gang):
+    error, _ = gang(2).run(sharded, timeout_s=60)
+    where = "in the group of ranks 0, 1, of float [10]"
+    assert re.match(r"rank 0 waited in vain in all_gather, number \d+ by PyTorch's count ", error.what), error.what
+    assert where in error.what
+    assert re.search(r"test_hang\.py:\d+ in call\n", error.where), error.where
+
+
+def test_other_errors_pass():
+    with pytest.raises(ValueError, match="timeout"), naming_collectives():
+        raise ValueError("timeout")
+    with pytest.raises(RuntimeError, match="shape"), naming_collectives():
+        raise RuntimeError("shape")
 
 
 @pytest.mark.parametrize(("ranks", "words"), [

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.comm.collectives import world_size
-from meshwright.comm.record import Passage, compare, recorder
+from meshwright.comm.record import Passage, compare, passing, record_of
+from meshwright.comm.words import type_words
 from meshwright.errors import LayoutError
 
 SENT_AS_THEY_ARE = frozenset({
@@ -58,7 +59,7 @@ def all_to_all(
     send, recv = [int(rows) for rows in send_splits], [int(rows) for rows in recv_splits]
     fault = _local_fault(x, send, recv, num_ranks)
     if num_ranks > 1:
-        record = recorder().of(group)
+        record = record_of(group)
         if debug or record.debug:
             _check_everyone(x, send, recv, group, fault, record.ranks)
     if fault:
@@ -88,7 +89,7 @@ def _move(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | Non
     out = x.new_empty((sum(recv), *x.shape[1:]))
     if world_size(group) == 1:
         return out.copy_(x)
-    with Passage("all_to_all", x, group):
+    with passing("all_to_all", x, group, same_shape=False):
         dist.all_to_all_single(_wire(out), _wire(x), recv, send, group=group)
     return out
 
@@ -120,7 +121,7 @@ def _check_everyone(
     x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None, fault: str, ranks: Sequence[int]
 ) -> None:
     """Compare all ranks' splits and rows, so that every rank raises for any rank's mistake, and none waits."""
-    row = "" if fault else f"rows of {str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}"
+    row = "" if fault else f"rows of {type_words(x.dtype)} {list(x.shape[1:])}"
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     everyone = compare(Passage("check of all_to_all", x, group), "", (fault, row, needs_gradient, send, recv))
     named = "; ".join(f"rank {rank}: {one[0]}" for rank, one in zip(ranks, everyone, strict=True) if one[0])

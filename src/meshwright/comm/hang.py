@@ -6,39 +6,75 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from meshwright.comm.flight import last_collective
 from meshwright.errors import RunError
 
-LOST_WORDS = ("timed out", "timeout", "connection", "closed by peer", "broken pipe", "socket")
-"""What gloo says, in lower case, when another rank does not come or is gone."""
+LOST_WORDS = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
+"""What a backend says, in lower case, when another rank does not come, is gone, or does something else."""
 ASK_S = 1.0
 """How long to wait for what the other ranks say: those that hang in the same way time out at about the same moment."""
 MAX_FRAMES = 8
+SILENT = "in no collective that has failed: it computes, waits for something else, or was stopped"
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 class CollectiveError(RunError):
-    """A collective did not end, because another rank did not come to it or was lost."""
+    """A collective did not end well: another rank did not come to it, was lost, or entered something else."""
 
 
-def describe_hang(words: str, x: Tensor | None, error: BaseException, *, waited_s: float) -> CollectiveError:
-    """The error of the collective `words` over `x`, called from this thread's stack, after `error`."""
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` is a backend's, of a collective that other ranks did not take part in."""
+    text = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, RuntimeError | OSError) and any(word in text for word in LOST_WORDS)
+
+
+@contextmanager
+def naming_collectives() -> Iterator[None]:
+    """Name what did not end within the block also where FSDP2, DTensor or a checkpoint called it, by PyTorch's notes.
+
+    Raises:
+        CollectiveError: another rank did not come to a collective.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (is_lost(error) and dist.is_initialized()):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        raise collective_error(last_collective() or "a collective", error, frames=frames) from error
+
+
+def collective_error(
+    words: str,
+    error: BaseException,
+    *,
+    waited_s: float | None = None,
+    frames: traceback.StackSummary | None = None,
+) -> CollectiveError:
+    """The error of a collective that ended in `error`.
+
+    Args:
+        words: which collective it was.
+        error: the backend's.
+        waited_s: for how long, if known.
+        frames: where it was called; where this function is, if not given.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     reason = str(error).splitlines()[0].rpartition("] ")[2]
+    stack = _stack(frames if frames is not None else traceback.extract_stack())
     others = _ask_others(words)
     told = "".join(f"\nrank {other}: {others.get(other, SILENT)}" for other in range(num_ranks) if other != rank)
-    timed_out = "timed out" in str(error).lower()
-    what = f"waited {waited_s:.1f} s in vain in" if timed_out else "lost another rank in"
-    of = "" if x is None else f", of {tensor_words(x)}"
+    text = f"rank {rank} of {num_ranks}, host {socket.gethostname()}: {reason}\ncalled at{stack}{told}"
     return CollectiveError(
-        f"rank {rank} {what} {words}{of}",
-        where=_indent(f"rank {rank} of {num_ranks}, host {socket.gethostname()}: {reason}\nstack:{_stack()}{told}"),
+        f"rank {rank} {_outcome(reason, waited_s)} {words}",
+        where=text.replace("\n", "\n       "),
         rule="all ranks of a group enter its collectives in one order, and none waits longer than the group's timeout "
         "(train.timeout_s)",
         fix="look at the rank that is elsewhere; MESHWRIGHT_DEBUG_COLLECTIVES=1 compares ranks before each collective; "
@@ -46,27 +82,19 @@ def describe_hang(words: str, x: Tensor | None, error: BaseException, *, waited_
     )
 
 
-SILENT = "in no collective that has failed: it computes, waits for something else, or was stopped"
+def _outcome(reason: str, waited_s: float | None) -> str:
+    text = reason.lower()
+    if "timed out" in text or "timeout" in text:
+        return "waited in vain in" if waited_s is None else f"waited {waited_s:.1f} s in vain in"
+    if any(word in text for word in ("connection", "closed by peer", "broken pipe", "socket")):
+        return "lost another rank in"
+    return "failed in"
 
 
-def ranks_words(ranks: Sequence[int]) -> str:
-    """Ranks, for people: `rank 3`, `ranks 0, 2`, `ranks 0 … 7`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} … {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
-
-
-def tensor_words(x: Tensor) -> str:
-    """A tensor's type and shape."""
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-
-
-def _stack() -> str:
-    """Where this thread called the collective, innermost last; without PyTorch's frames and this room's."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_HIDDEN)]
-    return "".join(f"\n  {f.filename}:{f.lineno} in {f.name}" for f in frames[-MAX_FRAMES:])
+def _stack(frames: traceback.StackSummary) -> str:
+    """Where a collective was called, innermost last; without PyTorch's frames and this room's."""
+    shown = [frame for frame in frames if not frame.filename.startswith(_HIDDEN)]
+    return "".join(f"\n  {f.filename}:{f.lineno} in {f.name}" for f in shown[-MAX_FRAMES:])
 
 
 def _ask_others(words: str) -> dict[int, str]:
@@ -98,7 +126,3 @@ def _exchange(words: str, found: dict[int, str]) -> None:
             time.sleep(0.02)
     except (RuntimeError, OSError):
         return  # the rank with the store is gone too: no more is known
-
-
-def _indent(text: str) -> str:
-    return text.replace("\n", "\n       ")

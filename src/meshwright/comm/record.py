@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -25,14 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.hang import LOST_WORDS, CollectiveError, describe_hang, ranks_words, tensor_words
+from meshwright.comm.hang import collective_error, is_lost
+from meshwright.comm.words import ranks_words, tensor_words
 from meshwright.errors import RunError
 
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
 """1 in the environment of all ranks: they compare each collective before it starts. Read at a group's first one."""
-
-Post = Callable[[str, int, Sequence[int]], None]
-"""Told of each collective when it is entered: its name, number in its group, and the group's global ranks."""
 
 
 class GroupRecord:
@@ -50,27 +47,20 @@ class GroupRecord:
         return f"the group of {ranks_words(self.ranks)}"
 
 
-class Recorder:
-    """The groups this process uses."""
-
-    def __init__(self) -> None:
-        self._groups: WeakKeyDictionary[ProcessGroup, GroupRecord] = WeakKeyDictionary()
-        self.post: Post | None = None
-
-    def of(self, group: ProcessGroup | None) -> GroupRecord:
-        """The record of a group, or of the group of all ranks, made at its first use."""
-        whole = group if group is not None else dist.group.WORLD
-        assert whole is not None, "a collective of several ranks has a group"
-        found = self._groups.get(whole)
-        if found is None:
-            found = self._groups[whole] = GroupRecord(whole)
-        return found
-
-
 @cache
-def recorder() -> Recorder:
-    """This process's. [Note: one record a process]"""
-    return Recorder()
+def records() -> WeakKeyDictionary[ProcessGroup, GroupRecord]:
+    """Those of the groups that this process used and still has. [Note: one record a process]"""
+    return WeakKeyDictionary()
+
+
+def record_of(group: ProcessGroup | None) -> GroupRecord:
+    """The record of a group, or of the group of all ranks, made at its first use."""
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None, "a collective of several ranks has a group"
+    found = records().get(whole)
+    if found is None:
+        found = records()[whole] = GroupRecord(whole)
+    return found
 
 
 class Passage:
@@ -83,13 +73,10 @@ class Passage:
     __slots__ = ("_since", "group", "name", "number", "record", "x")
 
     def __init__(self, name: str, x: Tensor | None, group: ProcessGroup | None) -> None:
-        here = recorder()
         self.name, self.x, self.group = name, x, group
-        self.record = record = here.of(group)
+        self.record = record = record_of(group)
         record.count += 1
         self.number = record.count
-        if here.post is not None:
-            here.post(name, self.number, record.ranks)
 
     def __enter__(self) -> Passage:
         self._since = time.monotonic()
@@ -99,29 +86,29 @@ class Passage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and is_lost(error):
-            raise describe_hang(self.words(), self.x, error, waited_s=time.monotonic() - self._since) from error
+            of = "" if self.x is None else f", of {tensor_words(self.x)}"
+            raise collective_error(self.words() + of, error, waited_s=time.monotonic() - self._since) from error
 
     def words(self) -> str:
         """This collective, for people."""
         return f"{self.name}, number {self.number} in {self.record.words()}"
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether a collective's error says that another rank did not come or went away."""
-    text = str(error).lower()
-    is_one = isinstance(error, RuntimeError) and not isinstance(error, CollectiveError)
-    return is_one and any(word in text for word in LOST_WORDS)
+def passing(name: str, x: Tensor | None, group: ProcessGroup | None, *, same_shape: bool = True) -> Passage:
+    """The passage of a collective that all ranks of a group enter; in debug mode they compare it first.
 
-
-def passing(name: str, x: Tensor | None, group: ProcessGroup | None) -> Passage:
-    """The passage of a collective that all ranks enter alike; in debug mode they compare it first.
+    Args:
+        name: which collective.
+        x: what goes in, if it is a tensor.
+        group: the ranks.
+        same_shape: all ranks have an `x` of one shape.
 
     Raises:
         RunError: in debug mode, on every rank of the group alike, that one enters another.
     """
     passage = Passage(name, x, group)
     if passage.record.debug:
-        compare(passage, "" if x is None else tensor_words(x))
+        compare(passage, "" if x is None or not same_shape else tensor_words(x))
     return passage
 
 
