@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,16 @@ def moved_and_gradient(rank, world_size, plan):
 @pytest.mark.parametrize("name", list(PLANS))
 def test_rows_and_gradients_are_those_of_a_plain_reference(gang, name):
     plan = PLANS[name]
+    check_against_reference(gang, plan)
+
+
+@hypothesis.given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=3, max_size=3))
+@hypothesis.settings(max_examples=15)
+def test_any_splits_do(gang, plan):
+    check_against_reference(gang, plan)
+
+
+def check_against_reference(gang, plan):
     found = gang(len(plan)).run(moved_and_gradient, plan)
     way_back = [list(column) for column in zip(*plan, strict=True)]
     for rank, (y, gradient, _) in enumerate(found):
@@ -217,6 +229,13 @@ def test_wrong_splits_are_told(x, send, recv, said):
         all_to_all(x, send_splits=send, recv_splits=recv)
     error = caught.value
     assert error.what.startswith(said) and error.where and error.rule and error.fix
+
+
+def test_splits_are_whole_numbers():
+    with pytest.raises(TypeError):
+        all_to_all(torch.ones(3), send_splits=[3.0], recv_splits=[3])
+    counts = torch.tensor([3])
+    assert all_to_all(torch.ones(3), send_splits=counts, recv_splits=counts).tolist() == [1, 1, 1]
 
 
 def told(rank, world_size, changes, environment):

@@ -77,6 +77,20 @@ def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
     assert any("in vain" in error.what for error in found)
 
 
+def hang_in_backward(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    x = torch.ones(2, requires_grad=True)
+    y = all_to_all(x, send_splits=[1, 1], recv_splits=[1, 1], group=group)
+    return error_of(y.sum().backward) if rank == 0 else None
+
+
+def test_a_backward_that_others_do_not_run_is_named(gang):
+    error, _ = gang(2).run(hang_in_backward, timeout_s=60)
+    assert isinstance(error, CollectiveError)
+    assert "in vain in all_to_all, number 2 in the group of ranks 0, 1, of float32 [2]" in error.what
+    assert re.search(r"test_hang\.py:\d+ in hang_in_backward\n", error.where), error.where
+
+
 def stop(rank, world_size):
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     collectives.barrier(group)

@@ -14,7 +14,7 @@ from meshwright.errors import RunError
 from meshwright.train.launch import launch
 from meshwright.train.reporter import Reporter
 from meshwright.train.runspec import RunSpec
-from tests.helpers import small_corpus
+from tests.helpers import clean_environment, meshwright, small_corpus
 from tests.train.runs import STEPS, choose, is_alive
 
 TIMEOUT_S = 3
@@ -64,3 +64,11 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
     assert "rank 1: in no collective that has failed" in error.where
     assert re.search(r"all ranks: rank 0: step 3.*; rank 1: step 3", error.where), error.where
     assert error.exit_code == 1 and "--resume auto" in error.fix
+
+
+@pytest.mark.slow
+def test_a_run_whose_ranks_compare_their_collectives_ends_well(tmp_path):
+    words = [*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]
+    environment = clean_environment(MESHWRIGHT_DEBUG_COLLECTIVES="1")
+    process = meshwright("run", *words, "--out", tmp_path / "run", env=environment)
+    assert process.returncode == 0, process.stderr

@@ -8,6 +8,7 @@ as a closed connection. Here the output is made within, splits are named, and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def all_to_all(
         CollectiveError: another rank did not come.
     """
     num_ranks = world_size(group)
-    send, recv = [int(rows) for rows in send_splits], [int(rows) for rows in recv_splits]
+    send, recv = [index(rows) for rows in send_splits], [index(rows) for rows in recv_splits]
     fault = _local_fault(x, send, recv, num_ranks)
     if num_ranks > 1:
         record = record_of(group)

@@ -124,5 +124,5 @@ def _exchange(words: str, found: dict[int, str]) -> None:
                     found[other] = store.get(f"hang-{other}").decode()
                     missing.remove(other)
             time.sleep(0.02)
-    except (RuntimeError, OSError):
-        return  # the rank with the store is gone too: no more is known
+    except (AttributeError, RuntimeError, OSError):
+        return  # no such store, or the rank that has it is gone: no more is known
