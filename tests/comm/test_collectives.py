@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import collectives
+from meshwright.errors import LayoutError
 
 
 def everything(rank, world_size):
@@ -38,6 +39,36 @@ def test_on_several_ranks(gang, world_size):
             assert inside == (4.0, "of 2", [0, 2], rank // 2, 2)
 
 
+def gathered_and_scattered(rank, world_size):
+    group = dist.new_group([0, 1])
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+        x = (torch.arange(2 * world_size * 3).view(2 * world_size, 3) + rank).to(dtype)
+        strided = x.t().contiguous().t()
+        before = strided.clone()
+        found.append((
+            collectives.all_gather_into(strided).tolist(), collectives.reduce_scatter_sum(strided).tolist(),
+            torch.equal(strided, before), collectives.all_gather_into(x[:0]).shape,
+            collectives.reduce_scatter_sum(x[:0]).shape,
+        ))  # fmt: skip
+    inside = collectives.all_gather_into(torch.tensor([rank]), group=group).tolist() if rank < 2 else [0, 1]
+    with pytest.raises(LayoutError, match="cannot be divided"):
+        collectives.reduce_scatter_sum(torch.ones(world_size + 1))
+    return found, inside
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gathering_and_scattering(gang, world_size):
+    plain = torch.arange(2 * world_size * 3).view(2 * world_size, 3)
+    everything = torch.cat([plain + r for r in range(world_size)])
+    total = world_size * plain + sum(range(world_size))
+    for rank, (found, inside) in enumerate(gang(world_size).run(gathered_and_scattered)):
+        assert inside == [0, 1]
+        for gathered, part, untouched, *empty in found:
+            assert gathered == everything.tolist() and part == total[2 * rank : 2 * rank + 2].tolist()
+            assert untouched and empty == [(0, 3), (0, 3)]
+
+
 def test_alone():
     assert not collectives.is_distributed()
     x = torch.ones(2)
@@ -45,4 +76,7 @@ def test_alone():
     assert collectives.all_gather_object("a") == ["a"] and collectives.broadcast_object("a") == "a"
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
     collectives.barrier()
+    for alike in (collectives.all_gather_into, collectives.reduce_scatter_sum):
+        y = alike(x)
+        assert y.tolist() == [1, 1] and y.data_ptr() != x.data_ptr()
     assert everything(0, 1)[1] == [0, 1, 2, 3]

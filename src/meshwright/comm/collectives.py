@@ -1,6 +1,7 @@
 """Collectives, behind one module: nothing else in Meshwright calls `torch.distributed`'s.
 
-Each works without an initialised process group as a world of one rank, so that callers have one path.
+Each works without an initialised process group as a world of one rank, so that callers have one path. Each passes
+through `record`, which says what did not end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from meshwright.comm.record import passing
+from meshwright.errors import LayoutError
 
 T = TypeVar("T")
 
@@ -32,21 +36,59 @@ def world_size(group: ProcessGroup | None = None) -> int:
 def barrier(group: ProcessGroup | None = None) -> None:
     """Wait for every rank of `group`."""
     if world_size(group) > 1:
-        dist.barrier(group)
+        with passing("barrier", None, group):
+            dist.barrier(group)
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     """Sum `x` (any shape) over `group`, in place, and return it. Every rank gets the same bits."""
     if world_size(group) > 1:
-        dist.all_reduce(x, dist.ReduceOp.SUM, group=group)
+        with passing("all_reduce", x, group):
+            dist.all_reduce(x, dist.ReduceOp.SUM, group=group)
     return x
 
 
 def broadcast(x: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
     """Overwrite `x` (any shape), contiguous, by that of the global rank `src`, in place, and return it."""
     if world_size(group) > 1:
-        dist.broadcast(x, src, group=group)
+        with passing(f"broadcast from rank {src}", x, group):
+            dist.broadcast(x, src, group=group)
     return x
+
+
+def all_gather_into(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Every rank's `x`, of one shape [n, …], one after the other by rank: [ranks · n, …]. Not differentiable."""
+    x = x.detach().contiguous()
+    num_ranks = world_size(group)
+    out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
+    if num_ranks == 1:
+        return out.copy_(x)
+    with passing("all_gather", x, group):
+        dist.all_gather_into_tensor(out, x, group=group)
+    return out
+
+
+def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part [n, …] of the sum over `group` of `x` [ranks · n, …]. Not differentiable; `x` stays as it is.
+
+    Raises:
+        LayoutError: the rows of `x` can't be divided evenly.
+    """
+    x = x.detach().contiguous()
+    num_ranks = world_size(group)
+    if x.shape[0] % num_ranks:
+        raise LayoutError(
+            f"{x.shape[0]} rows cannot be divided over {num_ranks} ranks",
+            where="reduce_scatter_sum",
+            rule="every rank gets the same number of rows",
+            fix=f"rows padded to {-(-x.shape[0] // num_ranks) * num_ranks}",
+        )
+    out = x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
+    if num_ranks == 1:
+        return out.copy_(x)
+    with passing("reduce_scatter", x, group):
+        dist.reduce_scatter_tensor(out, x, dist.ReduceOp.SUM, group=group)
+    return out
 
 
 def all_gather_object(value: T, *, group: ProcessGroup | None = None) -> list[T]:
@@ -54,7 +96,8 @@ def all_gather_object(value: T, *, group: ProcessGroup | None = None) -> list[T]
     if world_size(group) == 1:
         return [value]
     values: list[T | None] = [None] * world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with passing("all_gather_object", None, group):
+        dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
 
 
@@ -63,5 +106,6 @@ def broadcast_object(value: T, *, src: int = 0, group: ProcessGroup | None = Non
     if world_size(group) == 1:
         return value
     box: list[T] = [value]
-    dist.broadcast_object_list(box, group=group, group_src=src)
+    with passing("broadcast_object", None, group):
+        dist.broadcast_object_list(box, group=group, group_src=src)
     return box[0]

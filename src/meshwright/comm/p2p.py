@@ -2,7 +2,7 @@
 
 One communicator per direction, peer pair and kind of traffic, all created at start in one order: traffic on one channel
 always has the order of the table, so no channel can wait for another one, and a send and a receive with the same peer
-need not be batched to pass each other.
+need not be batched to pass each other. Both ends count what passes, in `record`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from meshwright.comm.record import Passage
 from meshwright.mesh.groups import new_group
+
+
+class Transfer:
+    """A send or a receive under way."""
+
+    __slots__ = ("_passage", "_work")
+
+    def __init__(self, work: Work | None, passage: Passage) -> None:
+        assert work is not None, "this rank is no end of the channel"
+        self._work = work
+        self._passage = passage
+
+    def wait(self) -> None:
+        """Wait until it is done; with NCCL, have the current stream wait.
+
+        Raises:
+            CollectiveError: the other end did not come or was lost.
+        """
+        with self._passage:
+            self._work.wait()
 
 
 @dataclass(frozen=True)
@@ -25,17 +46,15 @@ class Channel:
     """Global rank of the other end."""
     group: ProcessGroup
 
-    def send(self, x: Tensor) -> Work:
-        """Start sending a contiguous tensor, which must stay as it is until the work is done."""
-        work = dist.isend(x, self.peer, group=self.group)
-        assert work is not None, "this rank is no end of the channel"
-        return work
+    def send(self, x: Tensor) -> Transfer:
+        """Start sending a contiguous tensor, which must stay as it is until the transfer is done."""
+        with Passage("send", x, self.group) as passage:
+            return Transfer(dist.isend(x, self.peer, group=self.group), passage)
 
-    def receive(self, x: Tensor) -> Work:
+    def receive(self, x: Tensor) -> Transfer:
         """Start receiving into a contiguous tensor."""
-        work = dist.irecv(x, self.peer, group=self.group)
-        assert work is not None, "this rank is no end of the channel"
-        return work
+        with Passage("receive", x, self.group) as passage:
+            return Transfer(dist.irecv(x, self.peer, group=self.group), passage)
 
 
 def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: float) -> list[Channel | None]:

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import Work
 
-from meshwright.comm.p2p import Channel
+from meshwright.comm.p2p import Channel, Transfer
 from meshwright.nn.linear import WeightGradients, run_products
 from meshwright.pipeline.buffers import Buffers
 from meshwright.pipeline.table import BACKWARDS, COMPUTE, Action, ActionKind, Schedule
@@ -308,10 +307,10 @@ class _Live:
         """Of a stage's outputs; like the inputs, until they are used or, if received, freed."""
         self.weights: dict[tuple[int, int], list[Any]] = {}
         self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
-        self.outgoing: dict[tuple[int, int], tuple[Tensor, Work]] = {}
+        self.outgoing: dict[tuple[int, int], tuple[Tensor, Transfer]] = {}
         """Outputs on their way, until they are freed."""
-        self.arriving: dict[tuple[ActionKind, int, int], Work] = {}
-        self._lanes: dict[ChannelKey, list[tuple[Tensor, Work]]] = defaultdict(list)
+        self.arriving: dict[tuple[ActionKind, int, int], Transfer] = {}
+        self._lanes: dict[ChannelKey, list[tuple[Tensor, Transfer]]] = defaultdict(list)
 
     def give_output(self, key: tuple[int, int], y: Tensor, *, hands_over: bool) -> None:
         """Pass on what a forward gave, detached: to the next stage here, or to its send."""
@@ -330,7 +329,7 @@ class _Live:
         if work is not None:
             work.wait()
 
-    def sent(self, lane: ChannelKey, x: Tensor, work: Work) -> None:
+    def sent(self, lane: ChannelKey, x: Tensor, work: Transfer) -> None:
         """Hold a gradient until it is sent, which is when the next one on its channel is."""
         for _, earlier in self._lanes.pop(lane, []):
             earlier.wait()

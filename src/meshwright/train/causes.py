@@ -48,7 +48,8 @@ def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> M
         return _explain(cause, len(ranks))
     stopped = stopped_ranks(ranks)
     if stopped:
-        return explain_stopped(stopped, len(ranks), board, f"rank {cause.rank} waited for it until its time was up")
+        what_came_of_it = f"rank {cause.rank} waited for it until its time was up"
+        return explain_stopped(stopped, len(ranks), board, what_came_of_it, told=_told(cause))
     error = _explain(cause, len(ranks))
     return RunError(error.what, where=error.where + _everyone(len(ranks), board), rule=error.rule, fix=error.fix)
 
@@ -58,17 +59,27 @@ def stopped_ranks(ranks: Sequence[BaseProcess]) -> list[int]:
     return [rank for rank, process in enumerate(ranks) if process.is_alive() and _is_stopped(process.pid)]
 
 
-def explain_stopped(stopped: Sequence[int], num_ranks: int, board: StatusBoard, what_came_of_it: str) -> RunError:
-    """That ranks were stopped, with what each was doing."""
+def explain_stopped(
+    stopped: Sequence[int], num_ranks: int, board: StatusBoard, what_came_of_it: str, *, told: str = ""
+) -> RunError:
+    """That ranks were stopped, with what each was doing; `told` is what another one said of it."""
     place = board.place(stopped[0])
     others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
     return RunError(
         f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; {what_came_of_it}, "
         "and the ranks were ended",
-        where=f"rank {stopped[0]} of {num_ranks}, {place}, host {socket.gethostname()}{_everyone(num_ranks, board)}",
+        where=f"rank {stopped[0]} of {num_ranks}, {place}, host {socket.gethostname()}"
+        + _everyone(num_ranks, board)
+        + told,
         rule="no rank may wait longer than train.timeout_s",
         fix="run again with --resume auto",
     )
+
+
+def _told(end: Ended) -> str:
+    """What a rank's error said, below where the cause was."""
+    fields = end.report["error"] if end.report is not None else None
+    return f"\n       {fields['what']}\n       {fields['where']}" if fields is not None else ""
 
 
 def _everyone(num_ranks: int, board: StatusBoard) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives import all_gather_object, broadcast_object
+from meshwright.comm.hang import naming_collectives
 from meshwright.config.pipeline import action_words
 from meshwright.config.schema import RunConfig
 from meshwright.data.pictures import Pictures
@@ -42,14 +43,15 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         torch.set_num_threads(config.train.threads)
     context.board.describe(partial(action_words, config))  # for errors under another launcher, which knows no table
     device = choose_device(config, context)
-    with process_group(
+    group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
         device=device,
         timeout_s=config.train.timeout_s,
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
-    ):
+    )
+    with group, naming_collectives():
         corpus = open_training_data(config)
         check_agreement(config, corpus)
         folder = spec.folder or _agree_on_folder(context, spec, corpus)
@@ -59,9 +61,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
-def _facts(
-    config: RunConfig, corpus: Corpus | Pictures, task: Task, device: torch.device, folder: RunFolder
-) -> Facts:
+def _facts(config: RunConfig, corpus: Corpus | Pictures, task: Task, device: torch.device, folder: RunFolder) -> Facts:
     axes = config.mesh.axes()
     return Facts(
         name=config.name,

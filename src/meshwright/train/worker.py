@@ -23,13 +23,13 @@ from typing import TypeVar
 
 import torch
 
+from meshwright.comm.hang import CollectiveError, is_lost
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.log import configure
 from meshwright.train.context import RankContext
 from meshwright.train.launch import Body
 
 T = TypeVar("T")
-LOST_PEER_WORDS = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
 
 
 def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, report_folder: Path) -> None:
@@ -58,6 +58,9 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
     configure(rank=context.rank)
     try:
         body(context, argument)
+    except CollectiveError as error:
+        what = f"rank {context.rank} lost another rank in {context.place()}: {error.what}"
+        raise RunError(what, where=error.where, rule=error.rule, fix=error.fix) from None
     except MeshwrightError:
         raise
     except Exception as error:
@@ -72,8 +75,7 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` only says that another rank went away."""
-    text = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, RuntimeError | OSError) and any(word in text for word in LOST_PEER_WORDS)
+    return isinstance(error, CollectiveError) or is_lost(error)
 
 
 def _report(error: BaseException, path: Path) -> None:

@@ -1,0 +1,288 @@
+"""all_to_all against gathering everything and slicing; its gradients; and what it says of wrong splits."""
+
+from __future__ import annotations
+
+import inspect
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright.comm
+from meshwright.comm import all_to_all, collectives
+from meshwright.errors import LayoutError, MeshwrightError
+
+# plan[a][b]: rows from rank a to rank b
+
+PLANS = {
+    "even": [[2, 2], [2, 2]],
+    "uneven": [[0, 5, 1], [3, 0, 2], [4, 1, 7]],
+    "nothing to itself": [[0, 3], [2, 0]],
+    "a rank sends nothing": [[0, 0, 0], [1, 2, 3], [2, 0, 1]],
+    "a rank receives nothing": [[1, 0, 2], [3, 0, 1], [0, 0, 4]],
+    "a rank does neither": [[1, 0, 2], [0, 0, 0], [3, 0, 4]],
+    "one pair": [[0, 0, 0, 0], [0, 0, 0, 6], [0, 0, 0, 0], [0, 0, 0, 0]],
+    "nobody": [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+    "large": [[70_001, 13, 0], [1, 99_999, 40_000], [5, 0, 50_000]],
+}
+
+
+def splits(plan, rank):
+    return {"send_splits": plan[rank], "recv_splits": [row[rank] for row in plan]}
+
+
+def rows(plan, rank, *, width=3, dtype=torch.float64):
+    """Rows of a rank, all different from those of every rank."""
+    start = sum(sum(row) for row in plan[:rank])
+    count = sum(plan[rank])
+    return (torch.arange(start * width, (start + count) * width).view(count, width) % 251).to(dtype)
+
+
+def expected(plan, rank, of):
+    """Gather everything, by `of(rank)`, and slice."""
+    parts = [of(a).split(plan[a])[rank] for a in range(len(plan))]
+    return torch.cat(parts)
+
+
+def moved_and_gradient(rank, world_size, plan):
+    x = rows(plan, rank).requires_grad_()
+    y = all_to_all(x, **splits(plan, rank))
+    weight = 1 + rows([list(column) for column in zip(*plan, strict=True)], rank)
+    (y**3 * weight).sum().backward()
+    return y.detach(), x.grad, weight
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_rows_and_gradients_are_those_of_a_plain_reference(gang, name):
+    plan = PLANS[name]
+    check_against_reference(gang, plan)
+
+
+@hypothesis.given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=3, max_size=3))
+@hypothesis.settings(max_examples=15)
+def test_any_splits_do(gang, plan):
+    check_against_reference(gang, plan)
+
+
+def check_against_reference(gang, plan):
+    found = gang(len(plan)).run(moved_and_gradient, plan)
+    way_back = [list(column) for column in zip(*plan, strict=True)]
+    for rank, (y, gradient, _) in enumerate(found):
+        assert torch.equal(y, expected(plan, rank, lambda a: rows(plan, a)))
+        weight = expected(way_back, rank, lambda a: found[a][2])
+        assert torch.equal(gradient, 3 * rows(plan, rank) ** 2 * weight)
+
+
+def of_any_type(rank, world_size, plan):
+    found = []
+    for dtype in TYPES:
+        x = rows(plan, rank, dtype=dtype)
+        y = all_to_all(x, **splits(plan, rank))
+        flat = all_to_all(x[:, 0], **splits(plan, rank))
+        found.append((y.dtype == flat.dtype == dtype, y.view(torch.uint8).tolist(), flat.view(torch.uint8).tolist()))
+    return found
+
+
+TYPES = [torch.uint8, torch.int16, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32,
+         torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["uneven", "a rank does neither", "nobody"])
+def test_any_type_arrives_bit_for_bit(gang, name):
+    plan = PLANS[name]
+    for rank, found in enumerate(gang(len(plan)).run(of_any_type, plan)):
+        for dtype, (same_type, y, flat) in zip(TYPES, found, strict=True):
+            wanted = expected(plan, rank, lambda a, dtype=dtype: rows(plan, a, dtype=dtype))
+            assert same_type and y == wanted.view(torch.uint8).tolist(), dtype
+            first = wanted[:, 0].clone(memory_format=torch.contiguous_format)  # empty, any stride counts as contiguous
+            assert flat == first.view(torch.uint8).tolist(), dtype
+
+
+def of_any_layout(rank, world_size, plan):
+    x = rows(plan, rank, width=6).view(-1, 2, 3)
+    complex_x = torch.complex(x, -x)
+    views = [
+        (x, x), (x.transpose(1, 2), x.transpose(1, 2)), (x[:, 1, ::2], x[:, 1, ::2]), (x[..., :0], x[..., :0]),
+        (x.transpose(0, 2).contiguous().transpose(0, 2), x), (x[:, :1].expand(-1, 4, -1), x[:, :1].expand(-1, 4, -1)),
+        (complex_x.conj(), torch.complex(x, x)), (complex_x.conj().imag, x),
+    ]  # fmt: skip
+    same = []
+    for view, plain in views:
+        y = all_to_all(view, **splits(plan, rank))
+        reference = torch.cat([part.split(sent)[rank] for part, sent in zip(gathered(plain), plan, strict=True)])
+        same.append(y.is_contiguous() and torch.equal(y, reference))
+    return same
+
+
+def gathered(x):
+    return collectives.all_gather_object(x)
+
+
+def test_strides_and_shapes_make_no_difference(gang):
+    assert all(all(same) for same in gang(3).run(of_any_layout, PLANS["uneven"]))
+
+
+# Derivatives across ranks: of what arrives at one rank, by everything that all ranks send
+
+
+class Everywhere(torch.autograd.Function):
+    """A value that all ranks hold alike: its gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return collectives.all_reduce_sum(gradient.clone())
+
+
+class From(torch.autograd.Function):
+    """What one rank holds, on all ranks."""
+
+    @staticmethod
+    def forward(ctx, y, rank, num_rows):
+        ctx.source = (rank, y.shape[0])
+        out = y.clone() if collectives.rank() == rank else y.new_empty(num_rows, *y.shape[1:])
+        return collectives.broadcast(out, src=rank)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rank, num_rows = ctx.source
+        mine = collectives.rank() == rank
+        return gradient if mine else gradient.new_zeros(num_rows, *gradient.shape[1:]), None, None
+
+
+def check_gradients(rank, world_size, plan):
+    start, count = sum(sum(row) for row in plan[:rank]), sum(plan[rank])
+    everything = torch.randn(sum(map(sum, plan)), 2, dtype=torch.float64, requires_grad=True)
+
+    def arriving_at(target):
+        def function(x):
+            y = all_to_all(Everywhere.apply(x)[start : start + count] ** 2, **splits(plan, rank))
+            return From.apply(y, target, sum(row[target] for row in plan))
+
+        return function
+
+    return [torch.autograd.gradcheck(arriving_at(target), everything) for target in range(world_size)]
+
+
+@pytest.mark.parametrize("plan", [[[1, 2], [2, 0]], [[0, 1, 0], [0, 0, 0], [1, 1, 1]]])
+def test_gradcheck_over_ranks(gang, plan):
+    assert all(all(passed) for passed in gang(len(plan)).run(check_gradients, plan))
+
+
+def second_gradient(rank, world_size, plan):
+    x = rows(plan, rank).requires_grad_()
+    y = all_to_all(x, **splits(plan, rank))
+    weight = 1 + rows([list(column) for column in zip(*plan, strict=True)], rank)
+    (first,) = torch.autograd.grad((y**3 * weight).sum(), x, create_graph=True)
+    (first**2).sum().backward()
+    return weight, x.grad
+
+
+@pytest.mark.parametrize("name", ["uneven", "a rank does neither"])
+def test_it_is_differentiable_twice(gang, name):
+    plan = PLANS[name]
+    found = gang(len(plan)).run(second_gradient, plan)
+    way_back = [list(column) for column in zip(*plan, strict=True)]
+    for rank, (_, gradient) in enumerate(found):
+        weight = expected(way_back, rank, lambda a: found[a][0])
+        assert torch.equal(gradient, 36 * weight**2 * rows(plan, rank) ** 3)
+
+
+# Being called wrongly
+
+
+def test_arguments_cannot_be_swapped():
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(all_to_all).parameters.items()}
+    assert meshwright.comm.all_to_all is all_to_all
+    assert [name for name, kind in kinds.items() if kind != inspect.Parameter.KEYWORD_ONLY] == ["x"]
+    with pytest.raises(TypeError):
+        all_to_all(torch.ones(1), torch.ones(1))
+
+
+def test_alone_it_copies():
+    x = torch.arange(6.0).view(3, 2).t().requires_grad_()
+    y = all_to_all(x, send_splits=[2], recv_splits=[2])
+    assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+    (y**2).sum().backward()
+    assert torch.autograd.gradcheck(lambda x: all_to_all(x, send_splits=[2], recv_splits=[2]), x.detach().double()
+                                    .requires_grad_())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("x", "send", "recv", "said"),
+    [
+        (torch.ones(3), [2], [2], "send_splits = [2] sum to 2, and x has 3 rows"),
+        (torch.ones(3), [3], [2], "send_splits = [3] and recv_splits = [2] differ in a world of one"),
+        (torch.ones(3), [1, 2], [3], "send_splits = [1, 2] has 2 numbers for 1 ranks"),
+        (torch.ones(3), [3], [], "recv_splits = [] has 0 numbers for 1 ranks"),
+        (torch.ones(3), [3], [-3], "recv_splits = [-3] has a negative number"),
+        (torch.ones(()), [1], [1], "x is a scalar"),
+    ],
+)
+def test_wrong_splits_are_told(x, send, recv, said):
+    with pytest.raises(LayoutError) as caught:
+        all_to_all(x, send_splits=send, recv_splits=recv)
+    error = caught.value
+    assert error.what.startswith(said) and error.where and error.rule and error.fix
+
+
+def test_splits_are_whole_numbers():
+    with pytest.raises(TypeError):
+        all_to_all(torch.ones(3), send_splits=[3.0], recv_splits=[3])
+    counts = torch.tensor([3])
+    assert all_to_all(torch.ones(3), send_splits=counts, recv_splits=counts).tolist() == [1, 1, 1]
+
+
+def told(rank, world_size, changes, environment):
+    """The error of an all_to_all in debug mode; `changes` by rank: what it calls it with instead."""
+    if environment:
+        import os
+
+        os.environ["MESHWRIGHT_DEBUG_COLLECTIVES"] = "1"
+    plan = PLANS["uneven"]
+    arguments = {"x": rows(plan, rank), **splits(plan, rank), **changes.get(rank, {})}
+    try:
+        return all_to_all(**arguments, debug=not environment).shape[0]
+    except MeshwrightError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("environment", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({1: {"recv_splits": [4, 0, 1]}}, "rank 0 sends 5 rows to rank 1, which expects 4"),
+        ({2: {"send_splits": [5, 0, 7]}},
+         "rank 2 sends 5 rows to rank 0, which expects 4; rank 2 sends 0 rows to rank 1, which expects 1"),
+        ({0: {"send_splits": [0, 5]}}, "rank 0: send_splits = [0, 5] has 2 numbers for 3 ranks"),
+        ({2: {"send_splits": [1, 1, 1]}}, "rank 2: send_splits = [1, 1, 1] sum to 3, and x has 12 rows"),
+        ({1: {"x": torch.ones(5, 3)}}, "rank 1: rows of float32 [3]"),
+        ({0: {"x": torch.ones(6, 2, dtype=torch.float64)}}, "rank 0: rows of float64 [2]"),
+        ({1: {"x": torch.ones(5, 3, dtype=torch.float64, requires_grad=True)}}, "need a gradient of"),
+    ],
+)  # fmt: skip
+def test_in_debug_mode_all_ranks_name_those_that_disagree(gang, changes, said, environment):
+    found = gang(3).run(told, changes, environment)
+    assert said in found[0] and found[0] == found[1] == found[2]
+
+
+def test_debug_mode_lets_pass_what_is_right(gang):
+    assert gang(3).run(told, {}, True) == gang(3).run(told, {}, False) == [7, 6, 10]
+
+
+def inside_a_group(rank, world_size):
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    sent = [1, 2] if rank == 1 else [3, 0]
+    arriving = [1, 3] if rank == 1 else [2, 0]
+    return all_to_all(torch.full((3,), rank), send_splits=sent, recv_splits=arriving, group=group, debug=True).tolist()
+
+
+def test_splits_are_by_the_ranks_of_the_group(gang):
+    assert gang(4).run(inside_a_group) == [None, [1, 3, 3, 3], None, [1, 1]]

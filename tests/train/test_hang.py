@@ -1,0 +1,74 @@
+"""A rank that goes on living but does not come: the run ends in time, and says in what the others waited."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from meshwright.config.load import load
+from meshwright.errors import RunError
+from meshwright.train.launch import launch
+from meshwright.train.reporter import Reporter
+from meshwright.train.runspec import RunSpec
+from tests.helpers import clean_environment, meshwright, small_corpus
+from tests.train.runs import STEPS, choose, is_alive
+
+TIMEOUT_S = 3
+
+
+class SleepyBoard:
+    """A board on which posting rank 1's third step takes for ever."""
+
+    def __init__(self, board):
+        self._board = board
+
+    def __getattr__(self, name):
+        return getattr(self._board, name)
+
+    def post(self, rank, phase, step):
+        self._board.post(rank, phase, step)
+        if (rank, phase, step) == (1, "step", 3):
+            time.sleep(600)
+
+
+def sleepy_body(context, argument):
+    from meshwright.train.run import run_rank
+
+    spec, folder = argument
+    (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
+    run_rank(replace(context, board=SleepyBoard(context.board)), spec)
+
+
+CASES = {
+    "sharded": (["mesh.dp_shard=2"], r"(all_gather|reduce_scatter)\w*, number \d+ by PyTorch's count", r"step\.py"),
+    "pipeline": (["mesh.pp=2", "train.num_microbatches=4"], r"(send|receive), number \d+", r"execute\.py"),
+}
+
+
+@pytest.mark.parametrize("name", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
+    layout, collective, file = CASES[name]
+    words = [*STEPS, *small_corpus(tmp_path / "corpus"), *layout, f"train.timeout_s={TIMEOUT_S}"]
+    config, out = load(None, words), tmp_path / "run"
+    spec = RunSpec(config, Reporter, folder=choose(words, out=out, resume=None))
+    with pytest.raises(RunError) as caught:
+        launch(sleepy_body, (spec, out), num_ranks=2, threads=1, on_interrupt=lambda: None)
+    error = caught.value
+    assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
+    assert re.match(rf"rank 0 waited [\d. s]*in vain in {collective} in the group of ranks 0, 1, of float", error.what)
+    assert re.search(rf"called at\n.*{file}:\d+ in \w+\n", error.where, re.DOTALL)
+    assert "rank 1: in no collective that has failed" in error.where
+    assert re.search(r"all ranks: rank 0: step 3.*; rank 1: step 3", error.where), error.where
+    assert error.exit_code == 1 and "--resume auto" in error.fix
+
+
+@pytest.mark.slow
+def test_a_run_whose_ranks_compare_their_collectives_ends_well(tmp_path):
+    words = [*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]
+    environment = clean_environment(MESHWRIGHT_DEBUG_COLLECTIVES="1")
+    process = meshwright("run", *words, "--out", tmp_path / "run", env=environment)
+    assert process.returncode == 0, process.stderr
