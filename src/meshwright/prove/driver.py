@@ -9,6 +9,7 @@ import json
 
 import torch
 
+from meshwright.comm.hang import naming_collectives
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.groups import process_group
 from meshwright.prove.compare import compare
@@ -25,14 +26,15 @@ from meshwright.train.corpus import open_training_data
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank of the layout under proof and leave the record in the spec's folder."""
     config = spec.config
-    with process_group(
+    group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
         device=torch.device("cpu"),
         timeout_s=config.train.timeout_s,
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
-    ):
+    )
+    with group, naming_collectives():
         record = record_rank(config, context, open_training_data(config), num_steps=spec.num_steps)
         torch.save(vars(record), spec.record(context.rank))
 
