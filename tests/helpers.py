@@ -112,9 +112,10 @@ def shown_error(stderr: str) -> dict[str, str]:
 
 
 def alternatives(fix: str) -> list[list[str]]:
-    """The `key=value` words of each way out that a fix names; words of one way stand side by side."""
+    """The `key=value` words of each way out that a fix names, as a shell hands them on; words of one way stand side by
+    side."""
     ways = (re.findall(r"[a-z_0-9.]+=\S*[^\s,;]", way) for way in re.split(r",? or |; ", fix))
-    return [words for words in ways if words]
+    return [[re.sub(r"='(\S*)'$", r"=\1", word) for word in words] for words in ways if words]
 
 
 def outcome(

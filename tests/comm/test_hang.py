@@ -55,7 +55,7 @@ def hang(rank, world_size, name):
     return wait_here(group, CALLS[name])
 
 
-SLOW_CASES = [pytest.param(name, marks=() if name in ("all_reduce", "all_to_all") else pytest.mark.slow)
+SLOW_CASES = [pytest.param(name, marks=() if name == "all_to_all" else pytest.mark.slow)
               for name in CALLS]  # fmt: skip
 
 
@@ -84,6 +84,7 @@ def hang_in_backward(rank, world_size):
     return error_of(y.sum().backward) if rank == 0 else None
 
 
+@pytest.mark.slow
 def test_a_backward_that_others_do_not_run_is_named(gang):
     error, _ = gang(2).run(hang_in_backward, timeout_s=60)
     assert isinstance(error, CollectiveError)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import clean_environment
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +16,7 @@ EXAMPLE = ROOT / "docs/examples/shared_parameter.py"
 PAGE = ROOT / "docs/shared-gradients.md"
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_its_copies_stay_equal(tmp_path):
     environment = clean_environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     done = subprocess.run(

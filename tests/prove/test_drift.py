@@ -32,7 +32,10 @@ def drifts(gang, num_ranks, source, words):
     return gang(num_ranks).run(drift_on_rank, config, open_training_data(config))
 
 
-@pytest.mark.parametrize(("source", "words"), [DIT, TIED], ids=["embedders", "tied embeddings"])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [pytest.param(*DIT, id="embedders", marks=pytest.mark.slow), pytest.param(*TIED, id="tied embeddings")],
+)
 def test_copies_come_apart_without_the_sum_and_only_then(gang, source, words):
     first, *others = drifts(gang, 2, source, words)
     assert others == [first], "all ranks see the same"
@@ -43,6 +46,7 @@ def test_copies_come_apart_without_the_sum_and_only_then(gang, source, words):
     assert drifts(gang, 2, source, words)[0] == first, "the same command, the same curves"
 
 
+@pytest.mark.slow
 def test_shards_of_copies_are_as_far_apart_as_the_whole(gang):
     source, words = DIT
     [whole, *_] = drifts(gang, 2, source, words)

@@ -49,7 +49,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharded", "pipeline"])
 def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
     layout, collective, file = CASES[name]
     words = [*STEPS, *small_corpus(tmp_path / "corpus"), *layout, f"train.timeout_s={TIMEOUT_S}"]

@@ -83,7 +83,11 @@ def largest_difference(results, at):
 
 @pytest.mark.parametrize(
     ("precision", "tolerance", "axes"),
-    [("float32", 1e-4, ("mesh.dp_shard=2",)), ("float64", 1e-9, ())],
+    [
+        pytest.param("float32", 1e-4, ("mesh.dp_shard=2",), marks=pytest.mark.slow),
+        ("float32", 1e-4, ()),
+        pytest.param("float64", 1e-9, (), marks=pytest.mark.slow),
+    ],
 )
 def test_copies_stay_bitwise_equal_and_losses_are_those_of_one_process(gang, precision, tolerance, axes):
     words = [*SMALL, f"train.precision={precision}"]
