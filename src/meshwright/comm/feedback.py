@@ -5,14 +5,11 @@ With g the gradient, e the error and Q the codec,
     h = g + e      send Q(h)      e ← β · e + (1 − β) · (h − Q(h))
 
 so that the sum of what was sent is the sum of the gradients plus (e_first − e_last) / (1 − β): errors do not pile up,
-as the moving average is all that is ever missing. `Feedback.pending` gives that rest. e is kept as `int8` blocks of
-`codecs`, 8.125 bits an element, so the state rounds a little in each step; starting from zero every
-`reset_steps` steps keeps that, and a stale e, from adding up.
+as the moving average is all that is ever missing. e is kept as `int8` blocks of `codecs`, 8.125 bits an element. This
+is the reference of the fused kernels; `error_state` keeps e from step to step.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +18,6 @@ from meshwright.comm.codecs import (
     Codec,
     check,
     check_payload,
-    decode,
     dequantise_groups,
     grouped,
     join_block,
@@ -29,14 +25,11 @@ from meshwright.comm.codecs import (
     split_block,
 )
 from meshwright.errors import InputError
-from meshwright.log import get_logger
-
-_log = get_logger(__name__)
 
 ERROR_CODEC = Codec.INT8
 """How the error is kept."""
 BETA = 0.8
-RESET_STEPS = 1024
+"""How much of the old error stays; LoCo's value."""
 
 
 def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA) -> tuple[Tensor, Tensor]:
@@ -49,7 +42,7 @@ def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA)
         g: gradients [n], or [blocks, n].
         error: `int8` blocks of as many elements, [bytes] or [blocks, bytes].
     """
-    check_quantised(g, error, codec)
+    check_feedback(g, error, codec)
     num_elements = g.shape[-1]
     old_gk = dequantise_groups(*split_block(error, ERROR_CODEC.bits, num_elements=num_elements))
     h_gk = grouped(g.float()) + old_gk
@@ -61,7 +54,7 @@ def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA)
     return join_block(codes_gk, scales_g, codec.bits), new_error
 
 
-def check_quantised(g: Tensor, error: Tensor, codec: Codec) -> None:
+def check_feedback(g: Tensor, error: Tensor, codec: Codec) -> None:
     """Refuse a codec without codes, and an error that does not belong to the gradients.
 
     Raises:
@@ -81,13 +74,3 @@ def check_quantised(g: Tensor, error: Tensor, codec: Codec) -> None:
             rule="every block of gradients has its own block of error",
             fix="pass both as [n] and [bytes], or as [blocks, n] and [blocks, bytes]",
         )
-
-
-@dataclass(frozen=True)
-class FeedbackLayout:
-    """What the error of a parameter group belongs to; another layout's error means nothing here."""
-
-    num_blocks: int
-    """One for each rank that the gradient is sent to."""
-    num_elements: int
-    """Elements a block."""
