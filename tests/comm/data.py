@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KINDS = ("gaussian", "heavy", "constant", "denormal", "tiny", "huge", "zero", "sparse", "mixed", "infinite", "nan", "ties")
+KINDS = ("gaussian", "heavy", "constant", "denormal", "tiny", "huge", "zero", "sparse", "mixed", "infinite", "nan",
+         "ties")  # fmt: skip
 
 
 def fresh(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:
@@ -16,7 +17,7 @@ def fresh(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -
     if kind == "heavy":
         x = x / torch.rand(shape, generator=generator).clamp_min(1e-3) ** 2
     elif kind == "constant":
-        x = torch.full(shape, x.flatten()[0].item())
+        x = x[..., :1].expand(shape).clone()
     elif kind == "denormal":
         x = x * 2.0**-130 if dtype is not torch.float16 else x * 2.0**-18
     elif kind == "tiny":  # Around the smallest scale that is not sent as zero.

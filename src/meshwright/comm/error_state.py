@@ -124,7 +124,7 @@ class ErrorState:
             return
         self._error.zero_()
         _log.warning(
-            "the error feedback of %s starts from zero: it was saved for %d blocks of %d elements, and there are %d of %d",
+            "the error feedback of %s starts from zero: it was saved for %d blocks of %d elements, not for %d of %d",
             self.name, saved.num_blocks, saved.num_elements, self.layout.num_blocks, self.layout.num_elements,
         )  # fmt: skip
 

@@ -22,14 +22,18 @@ def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
 
 
 def decode_sum(
-    payloads: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype, rotate: bool = False, multiplier: float = 1.0
+    payloads: Tensor,
+    codec: Codec,
+    *,
+    num_elements: int,
+    dtype: torch.dtype,
+    rotate: bool = False,
+    multiplier: float = 1.0,
 ) -> Tensor:
     """As `codecs.decode_sum`."""
     kernels = _kernels(payloads, codec)
     function = codecs.decode_sum if kernels is None else kernels.decode_sum
-    return function(
-        payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier
-    )  # fmt: skip
+    return function(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier)
 
 
 def loco_quantise(

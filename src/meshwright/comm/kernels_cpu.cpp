@@ -1,7 +1,7 @@
 // Codecs and LoCo error feedback on a CPU: the bits of codecs.py and feedback.py, a group of 128 elements at a time.
 //
-// No intrinsics and no headers of torch: the loops below are plain C++ over the 128 elements of a group, written so that
-// a compiler makes vectors of them, and each entry point is compiled three times from the same source, for AVX-512, for
+// No intrinsics and no headers of torch: the loops below are plain C++ over the 128 elements of a group, of which a
+// compiler makes vectors, and each entry point is compiled three times from the same source, for AVX-512, for
 // AVX2 and for whatever the compiler's default is (the only one off x86). The caller chooses by what the processor has.
 // Must be compiled with -ffp-contract=off: a fused multiply-add rounds once where the reference rounds twice.
 //

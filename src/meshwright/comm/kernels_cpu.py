@@ -89,11 +89,11 @@ class CpuKernels:
     ) -> Tensor:
         """As `codecs.decode_sum`, of a quantised codec."""
         check_payload(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate)
+        assert payloads.dim() == 2 and len(payloads) > 0, "one row a rank"
         payloads = payloads.contiguous()
-        out = torch.zeros(num_elements, dtype=dtype) if len(payloads) == 0 else torch.empty(num_elements, dtype=dtype)
-        if len(payloads) > 0:
-            sizes = _number(dtype), codec.bits, len(payloads), num_elements
-            self._decode_sum(payloads.data_ptr(), *sizes, rotate, multiplier, out.data_ptr())
+        out = torch.empty(num_elements, dtype=dtype)
+        sizes = _number(dtype), codec.bits, len(payloads), num_elements
+        self._decode_sum(payloads.data_ptr(), *sizes, rotate, multiplier, out.data_ptr())
         return out
 
     def loco_quantise(
