@@ -184,7 +184,7 @@ def check_payload(payload: Tensor, codec: Codec, *, num_elements: int, dtype: to
 def grouped(x: Tensor) -> Tensor:
     """[..., n] as [..., groups, G], filled up with zeros."""
     groups = num_groups(x.shape[-1])
-    return functional.pad(x, (0, groups * GROUP - x.shape[-1])).view(*x.shape[:-1], groups, GROUP)
+    return functional.pad(x, (0, groups * GROUP - x.shape[-1])).reshape(*x.shape[:-1], groups, GROUP)
 
 
 def ungrouped(x_gk: Tensor, num_elements: int) -> Tensor:
@@ -217,7 +217,7 @@ def join_block(codes_gk: Tensor, scales_g: Tensor, bits: int) -> Tensor:
     """Codes and scales as the bytes of a block, in the layout at the top of this file."""
     fields = 8 // bits
     mask = 2**bits - 1
-    planes = (codes_gk.view(torch.uint8) & mask).view(*codes_gk.shape[:-1], fields, GROUP // fields)
+    planes = (codes_gk.view(torch.uint8) & mask).reshape(*codes_gk.shape[:-1], fields, GROUP // fields)
     packed = torch.zeros_like(planes[..., 0, :])
     for k in range(fields):
         packed |= planes[..., k, :] << (k * bits)
@@ -266,7 +266,7 @@ def _hadamard(x_gk: Tensor) -> Tensor:
     """The transform of each 32 elements of the last dim, butterflies of neighbours first."""
     shape = x_gk.shape
     for stage in range(int(math.log2(ROTATED))):
-        pairs = x_gk.view(*shape[:-1], shape[-1] // 2 ** (stage + 1), 2, 2**stage)
+        pairs = x_gk.reshape(*shape[:-1], shape[-1] // 2 ** (stage + 1), 2, 2**stage)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x_gk = torch.stack([first + second, first - second], -2).reshape(shape)
     return x_gk

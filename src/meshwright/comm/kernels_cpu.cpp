@@ -21,7 +21,8 @@ constexpr int kAlignment = 16;
 constexpr uint32_t kInfinity = 0x7F800000u;
 constexpr uint32_t kSmallestNormal = 0x00800000u;
 constexpr uint16_t kNan = 0x7FC0u;
-// Added to a number below 2^22, it leaves no bits for a fraction: the sum is rounded half to even.
+// Added to a number below 2^22, it leaves no bits for a fraction: the sum is rounded half to even, and its lowest bits
+// are those of the integer.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 
 struct BFloat16 { uint16_t bits; };
@@ -106,26 +107,25 @@ template <int kBits> INLINE Scale scale_of(const float* h) {
     return {value, 1.0f / value, bits, true};
 }
 
-// Codes as floats, which the residual needs; all 0 in a group that is not finite.
-template <int kBits> INLINE void codes_of(const float* h, const Scale& scale, float* codes) {
-    constexpr float lowest = -float(1 << (kBits - 1));
-    constexpr float highest = float((1 << (kBits - 1)) - 1);
+// All 0 in a group that is not finite. Codes need no lower bound: a scale is off by 2^-9 of itself at most, and less
+// than half a code below the lowest one is rounded to it.
+template <int kBits> INLINE void codes_of(const float* h, const Scale& scale, int32_t* codes) {
+    constexpr int32_t highest = (1 << (kBits - 1)) - 1;
     if (!scale.finite) {
-        for (int i = 0; i < kGroup; ++i) codes[i] = 0.0f;
+        for (int i = 0; i < kGroup; ++i) codes[i] = 0;
         return;
     }
     for (int i = 0; i < kGroup; ++i) {
-        float code = h[i] * scale.inverse + kRounder - kRounder;
-        code = code < lowest ? lowest : code;
+        const int32_t code = int32_t(bits_of(h[i] * scale.inverse + kRounder) - bits_of(kRounder));
         codes[i] = code > highest ? highest : code;
     }
 }
 
-template <int kBits> INLINE void pack(const float* codes, uint8_t* out) {
+template <int kBits> INLINE void pack(const int32_t* codes, uint8_t* out) {
     constexpr int kFields = 8 / kBits, kWidth = kGroup / kFields, kMask = (1 << kBits) - 1;
     for (int j = 0; j < kWidth; ++j) {
-        int byte = 0;
-        for (int k = 0; k < kFields; ++k) byte |= (int(codes[j + k * kWidth]) & kMask) << (k * kBits);
+        int32_t byte = codes[j] & kMask;
+        for (int k = 1; k < kFields; ++k) byte |= (codes[j + k * kWidth] & kMask) << (k * kBits);
         out[j] = uint8_t(byte);
     }
 }
@@ -200,7 +200,8 @@ INLINE void encode(const char* x, int dtype, int64_t num_blocks, int64_t num_ele
     for (int64_t b = 0; b < num_blocks; ++b) {
         const Block block = block_at(out, num_elements, kBits);
         for (int64_t group = 0; group < groups_of(num_elements); ++group) {
-            alignas(64) float h[kGroup], codes[kGroup];
+            alignas(64) float h[kGroup];
+            alignas(64) int32_t codes[kGroup];
             load(x, dtype, group, num_elements, h);
             if (rotate) hadamard(h);
             const Scale scale = scale_of<kBits>(h);
@@ -222,7 +223,8 @@ INLINE void loco(const char* g, int dtype, int64_t num_blocks, int64_t num_eleme
         const Block old = block_at(error, num_elements, 8), kept = block_at(next, num_elements, 8);
         const Block sent = block_at(out, num_elements, kBits);
         for (int64_t group = 0; group < groups_of(num_elements); ++group) {
-            alignas(64) float h[kGroup], e[kGroup], codes[kGroup];
+            alignas(64) float h[kGroup], e[kGroup];
+            alignas(64) int32_t codes[kGroup];
             load(g, dtype, group, num_elements, h);
             unpack<8, true>(old.codes + group * kGroup, read_scale(old.scales, group), e);
             for (int i = 0; i < kGroup; ++i) h[i] += e[i];
@@ -230,7 +232,7 @@ INLINE void loco(const char* g, int dtype, int64_t num_blocks, int64_t num_eleme
             codes_of<kBits>(h, scale, codes);
             pack<kBits>(codes, sent.codes + group * (kGroup * kBits / 8));
             write_scale(sent.scales, group, scale.bits);
-            for (int i = 0; i < kGroup; ++i) e[i] = e[i] * beta + (h[i] - codes[i] * scale.value) * rest;
+            for (int i = 0; i < kGroup; ++i) e[i] = e[i] * beta + (h[i] - float(codes[i]) * scale.value) * rest;
             const Scale error_scale = scale_of<8>(e);
             codes_of<8>(e, error_scale, codes);
             pack<8>(codes, kept.codes + group * kGroup);
@@ -297,8 +299,14 @@ ENTRY_POINTS(baseline, )
 int has_baseline() { return 1; }
 
 #if defined(__x86_64__)
+// Both compilers prefer half of AVX-512's width unless told, each in its own words.
+#if defined(__clang__)
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512)))
+#else
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
 ENTRY_POINTS(avx2, __attribute__((target("avx2"))))
-ENTRY_POINTS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
+ENTRY_POINTS(avx512, AVX512)
 int has_avx2() { return __builtin_cpu_supports("avx2") != 0; }
 int has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
