@@ -64,6 +64,8 @@ def test_codecs_agree_with_the_reference(compiled, num_elements, kind, dtype, co
     for multiplier in (1.0, 1 / 3):
         arguments = {"num_elements": num_elements, "dtype": dtype, "rotate": rotate, "multiplier": multiplier}
         assert same(compiled.decode_sum(payloads, codec, **arguments), codecs.decode_sum(payloads, codec, **arguments))
+        assert same(compiled.decode(payloads, codec, **arguments), codecs.decode(payloads, codec, **arguments))
+        assert same(compiled.decode(payloads[0], codec, **arguments), codecs.decode(payloads[0], codec, **arguments))
 
 
 @settings(max_examples=150)
@@ -114,6 +116,7 @@ def test_nothing_is_nothing(compiled):
     for rows in (0, 2):
         payload = compiled.encode(torch.zeros(rows, 0), Codec.INT4)
         assert payload.shape == (rows, 0)
+        assert compiled.decode(payload, Codec.INT4, num_elements=0, dtype=torch.float32).shape == (rows, 0)
         error = torch.zeros(rows, 0, dtype=torch.uint8)
         assert [x.shape for x in compiled.loco_quantise(torch.zeros(rows, 0), error, Codec.INT4)] == [(rows, 0)] * 2
     assert compiled.decode_sum(payload, Codec.INT4, num_elements=0, dtype=torch.float32).shape == (0,)
@@ -141,9 +144,11 @@ def test_without_a_compiler_the_reference_works_and_the_log_says_so_once(monkeyp
         with caplog.at_level(logging.WARNING, logger="meshwright"):
             payload = kernels.encode(x, Codec.INT4)
             total = kernels.decode_sum(payload, Codec.INT4, num_elements=200, dtype=torch.float32)
+            each = kernels.decode(payload, Codec.INT4, num_elements=200, dtype=torch.float32)
             kernels.loco_quantise(x, error, Codec.INT4, new_error=error)
         assert torch.equal(payload, codecs.encode(x, Codec.INT4))
         assert torch.equal(total, codecs.decode_sum(payload, Codec.INT4, num_elements=200, dtype=torch.float32))
+        assert torch.equal(each, codecs.decode(payload, Codec.INT4, num_elements=200, dtype=torch.float32))
         assert error.any()
         [line] = [record.getMessage() for record in caplog.records]
         assert "torch reference" in line and "no-such-compiler" in line

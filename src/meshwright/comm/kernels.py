@@ -21,6 +21,21 @@ def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
     return codecs.encode(x, codec, rotate=rotate) if kernels is None else kernels.encode(x, codec, rotate=rotate)
 
 
+def decode(
+    payload: Tensor,
+    codec: Codec,
+    *,
+    num_elements: int,
+    dtype: torch.dtype,
+    rotate: bool = False,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """As `codecs.decode`."""
+    kernels = _kernels(payload, codec)
+    function = codecs.decode if kernels is None else kernels.decode
+    return function(payload, codec, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier)
+
+
 def decode_sum(
     payloads: Tensor,
     codec: Codec,

@@ -77,6 +77,25 @@ class CpuKernels:
         self._encode(x.data_ptr(), _number(x.dtype), codec.bits, blocks, elements, rotate, payload.data_ptr())
         return payload
 
+    def decode(
+        self,
+        payload: Tensor,
+        codec: Codec,
+        *,
+        num_elements: int,
+        dtype: torch.dtype,
+        rotate: bool = False,
+        multiplier: float = 1.0,
+    ) -> Tensor:
+        """As `codecs.decode`, of a quantised codec."""
+        if payload.dim() == 1:
+            only = payload.unsqueeze(0), codec
+            return self.decode_sum(*only, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier)
+        out = torch.empty(len(payload), num_elements, dtype=dtype)
+        for block, elements in zip(payload, out, strict=True):
+            self._add_up(block.unsqueeze(0), codec, out=elements, rotate=rotate, multiplier=multiplier)
+        return out
+
     def decode_sum(
         self,
         payloads: Tensor,
@@ -88,13 +107,16 @@ class CpuKernels:
         multiplier: float = 1.0,
     ) -> Tensor:
         """As `codecs.decode_sum`, of a quantised codec."""
-        check_payload(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate)
+        out = torch.empty(num_elements, dtype=dtype)
+        self._add_up(payloads, codec, out=out, rotate=rotate, multiplier=multiplier)
+        return out
+
+    def _add_up(self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool, multiplier: float) -> None:
+        check_payload(payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate)
         assert payloads.dim() == 2 and len(payloads) > 0, "one row a rank"
         payloads = payloads.contiguous()
-        out = torch.empty(num_elements, dtype=dtype)
-        sizes = _number(dtype), codec.bits, len(payloads), num_elements
+        sizes = _number(out.dtype), codec.bits, len(payloads), len(out)
         self._decode_sum(payloads.data_ptr(), *sizes, rotate, multiplier, out.data_ptr())
-        return out
 
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
