@@ -6,7 +6,6 @@ Tensors on a CPU go to the C++ kernels, or to the torch reference on a machine w
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from meshwright.comm import codecs, feedback
@@ -21,34 +20,29 @@ def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
     return codecs.encode(x, codec, rotate=rotate) if kernels is None else kernels.encode(x, codec, rotate=rotate)
 
 
-def decode(
-    payload: Tensor,
-    codec: Codec,
-    *,
-    num_elements: int,
-    dtype: torch.dtype,
-    rotate: bool = False,
-    multiplier: float = 1.0,
-) -> Tensor:
-    """As `codecs.decode`."""
+def decode(payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
+    """As `codecs.decode`, into `out` [elements] or [blocks, elements], contiguous, which says their number and type.
+
+    Memory that a collective has already is faster than new memory, which the system clears first.
+    """
     kernels = _kernels(payload, codec)
-    function = codecs.decode if kernels is None else kernels.decode
-    return function(payload, codec, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier)
+    if kernels is not None:
+        return kernels.decode(payload, codec, out=out, rotate=rotate, multiplier=multiplier)
+    elements = codecs.decode(
+        payload, codec, num_elements=out.shape[-1], dtype=out.dtype, rotate=rotate, multiplier=multiplier
+    )
+    return out.copy_(elements)
 
 
-def decode_sum(
-    payloads: Tensor,
-    codec: Codec,
-    *,
-    num_elements: int,
-    dtype: torch.dtype,
-    rotate: bool = False,
-    multiplier: float = 1.0,
-) -> Tensor:
-    """As `codecs.decode_sum`."""
+def decode_sum(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
+    """As `codecs.decode_sum`, into `out` [elements], as of `decode`."""
     kernels = _kernels(payloads, codec)
-    function = codecs.decode_sum if kernels is None else kernels.decode_sum
-    return function(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier)
+    if kernels is not None:
+        return kernels.decode_sum(payloads, codec, out=out, rotate=rotate, multiplier=multiplier)
+    total = codecs.decode_sum(
+        payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate, multiplier=multiplier
+    )
+    return out.copy_(total)
 
 
 def loco_quantise(

@@ -72,51 +72,30 @@ class CpuKernels:
         """As `codecs.encode`, of a quantised codec."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
-        blocks, elements = _sizes(x)
+        blocks, elements = _rows(x).shape
         payload = _blocks_like(x, codec)
         self._encode(x.data_ptr(), _number(x.dtype), codec.bits, blocks, elements, rotate, payload.data_ptr())
         return payload
 
     def decode(
-        self,
-        payload: Tensor,
-        codec: Codec,
-        *,
-        num_elements: int,
-        dtype: torch.dtype,
-        rotate: bool = False,
-        multiplier: float = 1.0,
+        self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """As `codecs.decode`, of a quantised codec."""
-        if payload.dim() == 1:
-            only = payload.unsqueeze(0), codec
-            return self.decode_sum(*only, num_elements=num_elements, dtype=dtype, rotate=rotate, multiplier=multiplier)
-        out = torch.empty(len(payload), num_elements, dtype=dtype)
-        for block, elements in zip(payload, out, strict=True):
-            self._add_up(block.unsqueeze(0), codec, out=elements, rotate=rotate, multiplier=multiplier)
+        """As `codecs.decode`, of a quantised codec, into `out` [elements] or [blocks, elements]."""
+        for block, elements in zip(_rows(payload), _rows(out), strict=True):
+            self.decode_sum(block.unsqueeze(0), codec, out=elements, rotate=rotate, multiplier=multiplier)
         return out
 
     def decode_sum(
-        self,
-        payloads: Tensor,
-        codec: Codec,
-        *,
-        num_elements: int,
-        dtype: torch.dtype,
-        rotate: bool = False,
-        multiplier: float = 1.0,
+        self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """As `codecs.decode_sum`, of a quantised codec."""
-        out = torch.empty(num_elements, dtype=dtype)
-        self._add_up(payloads, codec, out=out, rotate=rotate, multiplier=multiplier)
-        return out
-
-    def _add_up(self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool, multiplier: float) -> None:
+        """As `codecs.decode_sum`, of a quantised codec, into `out` [elements]."""
         check_payload(payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate)
         assert payloads.dim() == 2 and len(payloads) > 0, "one row a rank"
+        assert out.is_contiguous(), "the result is written in place"
         payloads = payloads.contiguous()
         sizes = _number(out.dtype), codec.bits, len(payloads), len(out)
         self._decode_sum(payloads.data_ptr(), *sizes, rotate, multiplier, out.data_ptr())
+        return out
 
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
@@ -124,7 +103,7 @@ class CpuKernels:
         """As `feedback.loco_quantise`; the new error is written into `new_error`, which may be `error`, if given."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), error.contiguous()
-        blocks, elements = _sizes(g)
+        blocks, elements = _rows(g).shape
         payload = _blocks_like(g, codec)
         new_error = torch.empty_like(error) if new_error is None else new_error
         assert new_error.is_contiguous() and new_error.shape == error.shape, "the new error is written in place"
@@ -138,10 +117,10 @@ def _number(dtype: torch.dtype) -> int:
     return QUANTISED_DTYPES.index(dtype)
 
 
-def _sizes(x: Tensor) -> tuple[int, int]:
-    """Blocks and elements a block of [n] or [blocks, n]."""
+def _rows(x: Tensor) -> Tensor:
+    """[n] and [blocks, n] as [blocks, n]."""
     assert x.dim() in (1, 2), "one block, or one a row"
-    return (1 if x.dim() == 1 else len(x)), x.shape[-1]
+    return x.unsqueeze(0) if x.dim() == 1 else x
 
 
 def _blocks_like(x: Tensor, codec: Codec) -> Tensor:
