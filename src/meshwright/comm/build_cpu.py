@@ -1,13 +1,14 @@
 """Building the C++ kernels on first use, with the system's compiler, into the user's cache.
 
-The file's name has a hash of the source and of the command, so a new version never meets an old library, and it is
-renamed into place when it is whole, so ranks that build at the same time do no harm to each other. Its last 32 bytes
-are the hash of the rest: to load a library that a full disk or a crash cut short can end the process (SIGBUS).
+It takes some seconds of one core, once a machine and version: the file's name has a hash of the source and of the
+command. One rank builds while the others wait, and renames the file into place when it is whole. Its last 32 bytes are
+the hash of the rest: to load a library that a full disk or a crash cut short can end the process (SIGBUS).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -42,8 +43,10 @@ def open_library() -> ctypes.CDLL:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / name
-        if not _is_whole(path):
-            _build(command, path)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_whole(path):
+                _build(command, path)
     except OSError as error:  # A full or read-only home: build for this process alone.
         _log.warning("the C++ kernels are built for this process alone, as %s cannot be written: %s", folder, error)
         with tempfile.TemporaryDirectory(prefix="meshwright-") as private:
