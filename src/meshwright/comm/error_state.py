@@ -1,0 +1,132 @@
+"""The error of one parameter group from step to step: what a checkpoint holds of error feedback.
+
+A step is open from the first `quantise` to `commit` or `discard`. Only `commit` makes its error the state, so that a
+step that is skipped for an overflow leaves nothing behind; a second `quantise` in an open step, of another
+micro-batch, goes on from the first one's error. This takes two buffers of one byte an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import kernels
+from meshwright.comm.codecs import Codec, decode, join_block, split_block
+from meshwright.comm.feedback import BETA, ERROR_CODEC
+from meshwright.log import get_logger
+
+_log = get_logger(__name__)
+
+RESET_STEPS = 1024
+"""Steps after which the error starts from zero again, as in LoCo: a stale error must not stay for ever."""
+
+
+@dataclass(frozen=True)
+class ErrorLayout:
+    """What an error belongs to: that of another layout is of other elements, and means nothing."""
+
+    num_blocks: int
+    """One for each rank that a piece of the gradient goes to."""
+    num_elements: int
+    """Elements of a block."""
+
+
+class ErrorState:
+    """The error of one parameter group on this rank.
+
+    Args:
+        name: of the parameter group, for the log.
+        beta, reset_steps: β and T of LoCo; the error is zero after every `reset_steps`-th committed step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: ErrorLayout,
+        *,
+        device: torch.device | str = "cpu",
+        beta: float = BETA,
+        reset_steps: int = RESET_STEPS,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.num_steps = 0
+        """Committed steps since the start of training."""
+        self.loss_scale = 1.0
+        """What the gradients that the error is of were multiplied by."""
+        self._beta = beta
+        self._reset_steps = reset_steps
+        num_bytes = ERROR_CODEC.encoded_bytes(layout.num_elements)
+        self._error = torch.zeros(layout.num_blocks, num_bytes, dtype=torch.uint8, device=device)
+        self._next = torch.empty_like(self._error)
+        self._is_open = False
+
+    def quantise(self, g: Tensor, codec: Codec) -> Tensor:
+        """The payload [blocks, bytes] of gradients [blocks, elements] with the error added; opens a step."""
+        error = self._next if self._is_open else self._error
+        payload, _ = kernels.loco_quantise(g, error, codec, beta=self._beta, new_error=self._next)
+        self._is_open = True
+        return payload
+
+    def commit(self) -> None:
+        """The open step was taken: its error is the state now. A step without gradients counts too."""
+        if self._is_open:
+            self._error, self._next = self._next, self._error
+            self._is_open = False
+        self.num_steps += 1
+        if self.num_steps % self._reset_steps == 0:
+            self._error.zero_()
+
+    def discard(self) -> None:
+        """The open step is skipped: the state stays what it was before it."""
+        self._is_open = False
+
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """The next gradients are multiplied by `loss_scale`, so the error of the last ones has to be too."""
+        assert not self._is_open, "commit or discard the step first"
+        if loss_scale != self.loss_scale:
+            codes, scales = self._codes_and_scales()
+            # Codes stay, and a scale that a power of two multiplies keeps all of its bits.
+            scaled = scales.float() * (loss_scale / self.loss_scale)
+            kept = scaled.isfinite() & (scaled.abs() >= torch.finfo(torch.float32).tiny)
+            scaled = torch.where(kept, scaled, 0.0).to(torch.bfloat16)
+            self._error = join_block(codes, scaled, ERROR_CODEC.bits)
+            self.loss_scale = loss_scale
+
+    def flush(self) -> Tensor:
+        """What was never sent, e / (1 − β), as float32 [blocks, elements]; sent with the last gradient it ends the
+        feedback without loss. The state is zero after it."""
+        assert not self._is_open, "commit or discard the step first"
+        pending = decode(self._error, ERROR_CODEC, num_elements=self.layout.num_elements, dtype=torch.float32)
+        self._error.zero_()
+        return pending / (1.0 - self._beta)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The committed state as tensors, which later steps do not change."""
+        return {
+            "error": self._error.clone(),
+            "layout": torch.tensor([self.layout.num_blocks, self.layout.num_elements]),
+            "num_steps": torch.tensor(self.num_steps),
+            "loss_scale": torch.tensor(self.loss_scale, dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state; from a zero error, and a warning in the log, where its layout is another one."""
+        self.discard()
+        self.num_steps = int(state["num_steps"])
+        self.loss_scale = float(state["loss_scale"])
+        saved = ErrorLayout(*state["layout"].tolist())
+        if saved == self.layout:
+            self._error.copy_(state["error"])
+            return
+        self._error.zero_()
+        _log.warning(
+            "the error feedback of %s starts from zero: it was saved for %d blocks of %d elements, not for %d of %d",
+            self.name, saved.num_blocks, saved.num_elements, self.layout.num_blocks, self.layout.num_elements,
+        )  # fmt: skip
+
+    def _codes_and_scales(self) -> tuple[Tensor, Tensor]:
+        return split_block(self._error, ERROR_CODEC.bits, num_elements=self.layout.num_elements)

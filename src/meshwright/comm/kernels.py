@@ -1,0 +1,61 @@
+"""Codecs and error feedback by the fastest code there is for a tensor: the same bits from all of it.
+
+Tensors on a CPU go to the C++ kernels, or to the torch reference on a machine without a compiler, which
+`kernels_cpu` says once in the log; others go to the reference.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwright.comm import codecs, feedback
+from meshwright.comm.codecs import Codec
+from meshwright.comm.feedback import BETA
+from meshwright.comm.kernels_cpu import CpuKernels, find_kernels
+
+
+def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
+    """As `codecs.encode`."""
+    kernels = _kernels(x, codec)
+    return codecs.encode(x, codec, rotate=rotate) if kernels is None else kernels.encode(x, codec, rotate=rotate)
+
+
+def decode(payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
+    """As `codecs.decode`, into `out` [elements] or [blocks, elements], contiguous, which says their number and type.
+
+    Memory that a collective has already is faster than new memory, which the system clears first.
+    """
+    kernels = _kernels(payload, codec)
+    if kernels is not None:
+        return kernels.decode(payload, codec, out=out, rotate=rotate, multiplier=multiplier)
+    elements = codecs.decode(
+        payload, codec, num_elements=out.shape[-1], dtype=out.dtype, rotate=rotate, multiplier=multiplier
+    )
+    return out.copy_(elements)
+
+
+def decode_sum(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
+    """As `codecs.decode_sum`, into `out` [elements], as of `decode`."""
+    kernels = _kernels(payloads, codec)
+    if kernels is not None:
+        return kernels.decode_sum(payloads, codec, out=out, rotate=rotate, multiplier=multiplier)
+    total = codecs.decode_sum(
+        payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate, multiplier=multiplier
+    )
+    return out.copy_(total)
+
+
+def loco_quantise(
+    g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `feedback.loco_quantise`; the new error is written into `new_error`, which may be `error`, if it is given."""
+    kernels = _kernels(g, codec)
+    if kernels is not None:
+        return kernels.loco_quantise(g, error, codec, beta=beta, new_error=new_error)
+    payload, computed = feedback.loco_quantise(g, error, codec, beta=beta)
+    return payload, computed if new_error is None else new_error.copy_(computed)
+
+
+def _kernels(x: Tensor, codec: Codec) -> CpuKernels | None:
+    """The C++ kernels if they are for `x` and `codec`; bytes that are only copied need none."""
+    return find_kernels() if x.device.type == "cpu" and codec.is_quantised else None

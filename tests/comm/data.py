@@ -1,0 +1,39 @@
+"""Data that codecs have to get right: fresh each time, of every kind that has broken one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KINDS = ("gaussian", "heavy", "constant", "denormal", "tiny", "huge", "zero", "sparse", "mixed", "infinite", "nan",
+         "ties")  # fmt: skip
+
+
+def fresh(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:
+    """Values of a kind; the same seed gives the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    sign = x.sign()
+    if kind == "heavy":
+        x = x / torch.rand(shape, generator=generator).clamp_min(1e-3) ** 2
+    elif kind == "constant":
+        x = x[..., :1].expand(shape).clone()
+    elif kind == "denormal":
+        x = x * 2.0**-130 if dtype is not torch.float16 else x * 2.0**-18
+    elif kind == "tiny":  # Around the smallest scale that is not sent as zero.
+        x = x * 2.0 ** torch.randint(-128, -118, (*shape[:-1], 1), generator=generator)
+    elif kind == "huge":
+        x = x * torch.finfo(dtype).max / 4
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    elif kind == "zero":
+        x = x.sign() * 0.0
+    elif kind == "sparse":
+        x = x * (torch.rand(shape, generator=generator) < 0.01)
+    elif kind == "mixed":  # Every magnitude that float32 has, in one group.
+        x = x * 2.0 ** torch.randint(-140, 100, shape, generator=generator)
+    elif kind in ("infinite", "nan"):
+        poison = float("inf") * sign if kind == "infinite" else torch.full(shape, float("nan"))
+        x = torch.where(torch.rand(shape, generator=generator) < 0.01, poison, x)
+    elif kind == "ties":  # On the border between two codes, and the largest magnitude with both signs.
+        x = torch.randint(-16, 17, shape, generator=generator) * 0.5
+    return x.to(dtype)

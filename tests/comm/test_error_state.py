@@ -1,0 +1,134 @@
+"""The error from step to step: committed or not, reset, scaled, flushed, saved and loaded."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from meshwright.comm.codecs import Codec, decode
+from meshwright.comm.error_state import ErrorLayout, ErrorState
+from tests.comm.test_feedback import gradients
+
+LAYOUT = ErrorLayout(num_blocks=2, num_elements=300)
+
+
+def new_state(**options):
+    return ErrorState("layers.0", LAYOUT, **options)
+
+
+def steps(num_steps, seed=1):
+    return [g.view(2, 300) for g in gradients(num_steps, 600, seed=seed)]
+
+
+def error_of(state):
+    return state.state_dict()["error"]
+
+
+def test_a_skipped_step_commits_nothing():
+    taken, skipped = new_state(), new_state()
+    bad = torch.full((2, 300), float("inf"))
+    for step, g in enumerate(steps(6)):
+        payload = taken.quantise(g, Codec.INT4)
+        taken.commit()
+        if step % 2:
+            skipped.quantise(bad if step == 3 else g * 100, Codec.INT4)
+            skipped.discard()
+        assert torch.equal(skipped.quantise(g, Codec.INT4), payload)
+        skipped.commit()
+    assert torch.equal(error_of(taken), error_of(skipped)) and error_of(taken).any()
+    assert taken.num_steps == skipped.num_steps == 6
+
+
+def test_the_error_is_reset_after_every_nth_step_and_only_then():
+    state = new_state(reset_steps=4)
+    for step, g in enumerate(steps(9), start=1):
+        state.quantise(g, Codec.INT4)
+        state.discard()  # Skipped steps do not count.
+        for _ in range(2):  # Nor do micro-batches.
+            state.quantise(g, Codec.INT4)
+        state.commit()
+        assert bool(error_of(state).any()) == (step % 4 != 0), step
+
+
+def test_micro_batches_of_a_step_hand_their_error_on():
+    one_step, three_steps = new_state(), new_state()
+    for g in steps(3):
+        assert torch.equal(one_step.quantise(g, Codec.INT4), three_steps.quantise(g, Codec.INT4))
+        three_steps.commit()
+    one_step.commit()
+    assert torch.equal(error_of(one_step), error_of(three_steps))
+    assert (one_step.num_steps, three_steps.num_steps) == (1, 3)
+
+
+def test_resume_is_bitwise_equal():
+    whole, first = new_state(reset_steps=5), new_state(reset_steps=5)
+    saved, payloads = {}, []
+    for step, g in enumerate(steps(8)):
+        payloads.append(whole.quantise(g, Codec.INT2))
+        whole.commit()
+        if step < 3:
+            first.quantise(g, Codec.INT2)
+            first.commit()
+            saved = first.state_dict()
+    first.quantise(torch.randn(2, 300), Codec.INT2)  # What was saved must not change with the state.
+    first.commit()
+    resumed = new_state(reset_steps=5)
+    resumed.load_state_dict(saved)
+    for g, payload in zip(steps(8)[3:], payloads[3:], strict=True):
+        assert torch.equal(resumed.quantise(g, Codec.INT2), payload)
+        resumed.commit()
+    assert torch.equal(error_of(resumed), error_of(whole)) and resumed.num_steps == 8
+
+
+@pytest.mark.parametrize("layout", [ErrorLayout(3, 300), ErrorLayout(2, 200), ErrorLayout(4, 150)])
+def test_another_layout_starts_from_zero_and_says_so(layout, caplog):
+    state = new_state()
+    state.quantise(steps(1)[0], Codec.INT4)
+    state.commit()
+    other = ErrorState("layers.0", layout)
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        other.load_state_dict(state.state_dict())
+    assert "layers.0 starts from zero" in caplog.text and not error_of(other).any() and other.num_steps == 1
+    assert error_of(other).shape == (layout.num_blocks, Codec.INT8.encoded_bytes(layout.num_elements))
+
+
+def test_the_error_follows_the_loss_scale():
+    """A run whose loss scale changes sends the same gradients, after division, as one without."""
+    plain, scaled = new_state(), new_state()
+    for step, g in enumerate(steps(6)):
+        loss_scale = 2.0 ** (10 + 3 * (step % 3))
+        scaled.follow_loss_scale(loss_scale)
+        sent = scaled.quantise(g * loss_scale, Codec.INT4)
+        found = decode(sent, Codec.INT4, num_elements=300, dtype=torch.float32) / loss_scale
+        expected = decode(plain.quantise(g, Codec.INT4), Codec.INT4, num_elements=300, dtype=torch.float32)
+        assert torch.equal(found, expected)
+        plain.commit()
+        scaled.commit()
+    resumed = new_state()
+    resumed.load_state_dict(scaled.state_dict())
+    assert resumed.loss_scale == loss_scale
+    for limit in (2.0**-140, 2.0**120):  # Too small to be kept, and too large.
+        scaled.follow_loss_scale(limit)
+        assert scaled.flush().isfinite().all()
+
+
+def test_what_is_flushed_is_what_was_missing():
+    state, missing = new_state(), torch.zeros(2, 300)
+    for g in steps(20):
+        payload = state.quantise(g, Codec.INT2)
+        missing += g - decode(payload, Codec.INT2, num_elements=300, dtype=torch.float32)
+        state.commit()
+    before = missing.norm()
+    missing -= state.flush()
+    assert missing.norm() < before / 10
+    assert not error_of(state).any() and not state.flush().any()
+
+
+def test_a_rank_without_elements():
+    state = ErrorState("empty", ErrorLayout(4, 0))
+    assert state.quantise(torch.zeros(4, 0), Codec.INT4).shape == (4, 0)
+    state.commit()
+    state.follow_loss_scale(8.0)
+    assert state.flush().shape == (4, 0)
