@@ -28,6 +28,12 @@ from meshwright.errors import CheckpointError, InputError, RunError
 AUTO = "auto"
 RUNS = Path("runs")
 
+DECIDES_SAMPLES = {
+    "train": ("seed", "seq_len", "global_batch"),
+    "diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout"),
+}
+"""Keys, by section, that decide what a step trains on and what is asked of the model."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -157,15 +163,16 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
         CheckpointError: it is of another model, or a key that decides the samples differs.
     """
     check_model(manifest, config.model.spec().identity())
-    saved: dict[str, Any] = manifest.run.get("config", {}).get("train", {})
-    for key in ("seed", "seq_len", "global_batch"):
-        now = getattr(config.train, key)
-        if key in saved and saved[key] != now:
+    saved: dict[str, Any] = manifest.run.get("config", {})
+    for section, key in ((section, key) for section, keys in DECIDES_SAMPLES.items() for key in keys):
+        now = getattr(getattr(config, section), key)
+        before = saved.get(section, {}).get(key, now)
+        if before != now:
             raise CheckpointError(
-                f"train.{key} = {now}, but the checkpoint was trained with {saved[key]}",
+                f"{section}.{key} = {now}, but the checkpoint was trained with {before}",
                 where=str(path),
-                rule="a resumed run sees the samples it would have seen: seed, seq_len and global_batch stay",
-                fix=f"train.{key}={saved[key]}",
+                rule=f"a resumed run sees the samples it would have seen: {', '.join(DECIDES_SAMPLES[section])} stay",
+                fix=f"{section}.{key}={before}",
             )
     if manifest.run.get("corpus", corpus) != corpus:
         raise CheckpointError(
