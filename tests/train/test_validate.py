@@ -79,6 +79,14 @@ def test_samples_that_fill_no_whole_batches_go_through_stages(corpus, kind, num_
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
+def test_pictures_that_fill_up_leave_the_noise_of_their_batch_alone():
+    """Noise is what is predicted, and is marked where it counts for nothing."""
+    job, _ = make_job(0, 1, [*DIT, "train.validation_samples=1"])
+    (batch,) = make_task(job.config).validation(batch_size=3, data_parallel=1, data_index=0)
+    assert batch.targets[1:].isnan().all() and not batch.targets[:1].isnan().any()
+    assert batch.inputs.isfinite().all()
+
+
 def test_it_is_the_mean_over_evenly_spread_windows(corpus):
     job, _ = make_job(0, 1, [*corpus, FP64])
     tokens = torch.from_numpy(open_training_corpus(job.config).validation.astype("int64"))

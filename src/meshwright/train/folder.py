@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from meshwright.config.breach import as_words
 from meshwright.config.schema import RunConfig
 from meshwright.errors import CheckpointError, InputError, RunError
 
@@ -155,12 +157,12 @@ def _make(folder: RunFolder) -> RunFolder:
 
 
 def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
-    """Check that `config` may go on from a checkpoint: same model, and same samples in the same order.
+    """Check that `config` may go on from a checkpoint: same model, same samples, and state of all that is trained.
 
     A checkpoint without a configuration holds weights only, which start a run of their own.
 
     Raises:
-        CheckpointError: it is of another model, or a key that decides the samples differs.
+        CheckpointError: it is of another model, a key that decides the samples differs, or what was frozen is trained.
     """
     check_model(manifest, config.model.spec().identity())
     saved: dict[str, Any] = manifest.run.get("config", {})
@@ -174,12 +176,31 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
                 rule=f"a resumed run sees the samples it would have seen: {', '.join(DECIDES_SAMPLES[section])} stay",
                 fix=f"{section}.{key}={before}",
             )
+    _check_frozen(saved.get("train", {}).get("freeze", ()), config, path)
     if manifest.run.get("corpus", corpus) != corpus:
         raise CheckpointError(
             "the checkpoint was trained on another corpus",
             where=f"data.source = {config.data.source}; {path}",
             rule="a resumed run sees the samples it would have seen",
             fix="the files and the Python version of the first run; or a new run, with another --out",
+        )
+
+
+def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
+    """A checkpoint has no optimizer state of what was frozen, so that stays frozen."""
+    names = config.model.spec().parameter_names()
+
+    def matching(globs: Sequence[str]) -> list[str]:
+        return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+
+    still = matching(config.train.freeze)
+    thawed = next((name for name in matching(before) if name not in still), None)
+    if thawed is not None:
+        raise CheckpointError(
+            f"{thawed} is trained now, but was frozen when the checkpoint was saved",
+            where=f"train.freeze; {path}",
+            rule="a resumed run has the optimizer state of all that it trains, and there is none of what was frozen",
+            fix=as_words({"train.freeze": before}),
         )
 
 

@@ -73,7 +73,7 @@ class PictureBatch:
     @property
     def targets(self) -> Tensor:
         """What is to be predicted, [b, c, f, y, x]; NaN in those that only fill up."""
-        targets = self.task.diffusion.target(*self._clean_and_noise, self.timesteps)
+        targets = self.task.diffusion.target(*self._clean_and_noise, self.timesteps).clone()  # may be the noise itself
         targets[self.counted :] = torch.nan
         return targets
 
