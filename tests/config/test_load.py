@@ -251,10 +251,17 @@ def test_a_key_of_another_kind_of_model():
     assert "model.vocab_size" not in error.rule
 
 
+def test_a_preset_of_another_kind_of_model():
+    """Its keys can't be left out."""
+    error = outcome(["model.kind=llama"], "dit-digits")
+    assert isinstance(error, ConfigError) and error.what == "a llama has no model.image_size"
+    assert error.fix == "leave model.kind=llama out, or start from a preset of a llama"
+
+
 def test_a_kind_of_model_that_there_is_not():
     error = outcome(["model.kind=gpt"])
     assert isinstance(error, ConfigError) and "'llama', 'dit'" in error.rule
-    assert error.fix.startswith("model.kind=llama")
+    assert error.fix.startswith("model.kind=llama") and error.what == "model.kind = 'gpt' is not allowed here"
 
 
 def test_every_preset_is_valid():

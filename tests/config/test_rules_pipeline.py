@@ -15,6 +15,8 @@ from tests.helpers import assert_every_fix_works, outcome
     [
         (["mesh.pp=8"], LayoutError, "8 stages for model.num_layers = 4 layers", "mesh.pp"),
         (["mesh.pp=4", "pipeline.schedule=zb-v"], LayoutError, "8 stages for model.num_layers = 4", "mesh.pp"),
+        (["pipeline.chunks=8"], LayoutError, "8 stages for model.num_layers = 4 layers", "pipeline.chunks"),
+        (["mesh.pp=2", "pipeline.chunks=4", "train.num_microbatches=2"], LayoutError, "8 stages for", "mesh.pp"),
         (["mesh.pp=2", "pipeline.schedule=1fb1"], LayoutError, "there is no schedule '1fb1'", "pipeline.schedule"),
         (["mesh.pp=2", "pipeline.schedule=zb-v", "pipeline.chunks=3"], LayoutError, "zb-v with 3 chunks",
          "pipeline.schedule"),

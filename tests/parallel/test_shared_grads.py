@@ -204,6 +204,31 @@ def test_ranks_that_disagree_stop_alike_and_at_once(gang, what):
     assert max(seconds for *_, seconds in results) < 10
 
 
+@pytest.mark.parametrize(
+    ("sites", "words"),
+    [
+        ([("a", (0, "tied")), ("a", (1, "tied"))], "a at 0: tied and a at 1: tied are one tensor"),
+        ([("a", (0, "own")), ("a", (1, "own")), ("b", (0, "own")), ("b", (1, "odd"))],
+         "a at 0: own and b at 0: own are one tensor"),
+        ([("a", (0, "own")), ("a", (0, "odd"))], r"a has shape \[5, 3\] on rank 0 \(stage 0\) and \[1\] on rank 0"),
+    ],
+)  # fmt: skip
+def test_copies_that_are_one_tensor_or_on_one_stage(sites, words):
+    """Autograd has added up the gradient of one tensor already: summed as two copies it would count twice."""
+    stages = {0: Stage(0), 1: Stage(1)}
+    stages[0].tied = stages[1].tied = nn.Parameter(torch.zeros(2))
+    shared = [SharedParameter(key, tuple(site for k, site in sites if k == key)) for key in dict(sites)]
+    with pytest.raises(LayoutError, match=words) as caught:
+        SharedGradients(shared, stages, stage_ranks=(0, 0))
+    assert caught.value.fix
+
+
+def test_a_key_that_is_declared_twice():
+    twice = [SharedParameter("a", ((0, name), (1, name))) for name in ("own", "cond")]
+    with pytest.raises(LayoutError, match="rank 0 declares the shared parameter a twice"):
+        SharedGradients(twice, {0: Stage(0), 1: Stage(1)}, stage_ranks=(0, 0))
+
+
 def test_groups_are_the_sets_of_stages():
     assert stage_groups((EVERYWHERE, TIED, SharedParameter("alone", ((3, "x"),)))) == ((0, 1, 2, 3, 4, 5, 6, 7), (0, 7))
     assert stage_groups(()) == ()

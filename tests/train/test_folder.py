@@ -92,6 +92,28 @@ def test_another_layout_precision_or_length_is_fine(tmp_path):
         assert choose("a", "auto", config=load(None, words)).checkpoint is not None
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("train.seed=3", "train.seed=0"), ("diffusion.prediction=velocity", "diffusion.prediction=noise"),
+     ("diffusion.schedule=linear", "diffusion.schedule=cosine")],
+)  # fmt: skip
+def test_what_decides_the_samples_and_what_is_asked_of_the_model_stays(tmp_path, before, now):
+    save(tmp_path / "a", 3, words=[before])
+    with pytest.raises(CheckpointError, match="but the checkpoint was trained with") as caught:
+        choose("a", "auto", config=load(None, ["name=mine", now]))
+    assert caught.value.fix == before
+    assert choose("a", "auto", config=load(None, ["name=mine", caught.value.fix])).checkpoint is not None
+
+
+def test_what_was_frozen_stays_frozen(tmp_path):
+    """There is no optimizer state of it; more may be frozen."""
+    save(tmp_path / "a", 3, words=["train.freeze=embed*"])
+    with pytest.raises(CheckpointError, match=r"embed.weight is trained now, but was frozen") as caught:
+        choose("a", "auto")
+    for word in (caught.value.fix, "train.freeze=['embed.weight','blocks.0.*']"):
+        assert choose("a", "auto", config=load(None, ["name=mine", word])).checkpoint is not None
+
+
 def test_weights_alone_start_any_run(tmp_path):
     save(tmp_path / "a", 0, run={"imported_from": "x"})
     assert choose("a", "auto", config=load(None, ["train.seed=5"]), corpus="other").checkpoint is not None

@@ -63,6 +63,30 @@ def test_layouts_agree_and_leave_the_job_as_it_was(gang, corpus, world_size, lay
         assert found[3] and found[5] == pytest.approx(last, rel=1e-11)
 
 
+DIT = ["dit-digits", "model.dim=16", "model.num_heads=2", "model.ffn_dim=32", "model.zero_init=false"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "dit"])
+@pytest.mark.parametrize("num_samples", [1, 5])
+def test_samples_that_fill_no_whole_batches_go_through_stages(corpus, kind, num_samples):
+    """Stages take micro-batches of one size."""
+    model = [*corpus, "model.num_layers=2"] if kind == "llama" else DIT
+    words = [*model, FP64, "train.num_microbatches=4", f"train.validation_samples={num_samples}"]
+    losses = []
+    for layout in ([], ["pipeline.chunks=2", "train.num_microbatches=2"]):
+        job, _ = make_job(0, 1, [*words, *layout])
+        losses.append(validate(Pipeline(job), make_task(job.config)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_pictures_that_fill_up_leave_the_noise_of_their_batch_alone():
+    """Noise is what is predicted, and is marked where it counts for nothing."""
+    job, _ = make_job(0, 1, [*DIT, "train.validation_samples=1"])
+    (batch,) = make_task(job.config).validation(batch_size=3, data_parallel=1, data_index=0)
+    assert batch.targets[1:].isnan().all() and not batch.targets[:1].isnan().any()
+    assert batch.inputs.isfinite().all()
+
+
 def test_it_is_the_mean_over_evenly_spread_windows(corpus):
     job, _ = make_job(0, 1, [*corpus, FP64])
     tokens = torch.from_numpy(open_training_corpus(job.config).validation.astype("int64"))

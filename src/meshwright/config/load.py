@@ -220,18 +220,23 @@ def _explain(error: ValidationError, draft: Draft, *, num_ranks: int | None) -> 
     kind = place.pop(1) if place[0] == "model" and len(place) > 2 else None
     key = ".".join(place) if place != ["model"] else "model.kind"
     if first["type"] == "extra_forbidden":
+        origin = draft.origins.get(key, "default")
+        # A preset's keys can't be left out: there the kind is what was set wrongly.
+        is_of_preset = origin.startswith("preset ") and "model.kind" in draft.origins
         return ConfigError(
             f"a {kind} has no {key}",
-            where=f"{draft.origins.get(key, 'default')}, {key}",
+            where=f"{origin}, {key}",
             rule=f"model.kind={kind} has the keys {', '.join(k for k in _fields(kind) if k.startswith('model.'))}",
-            fix=f"leave {key} out",
-        )
+            fix=f"leave model.kind={kind} out, or start from a preset of a {kind}" if is_of_preset
+            else f"leave {key} out",
+        )  # fmt: skip
     field = _fields(kind).get(key)
     rule = first["msg"][:1].lower() + first["msg"][1:]
     meaning = getattr(field, "description", "") or ""
     allowed = first.get("ctx", {}).get("expected")
+    found = first["input"]["kind"] if key == "model.kind" and isinstance(first["input"], dict) else first["input"]
     return ConfigError(
-        f"{key} = {shorten(repr(first['input']))} is not allowed here",
+        f"{key} = {shorten(repr(found))} is not allowed here",
         where=f"{draft.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
         fix=_way_back(draft, key, getattr(field, "default", None), num_ranks=num_ranks),

@@ -69,14 +69,16 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Breach]:
     given, stages, layers = config.pipeline.layers_per_stage, table.num_stages, config.model.num_layers
     allowed = config.pipeline.allow_empty_stages
     if stages > layers and not allowed and given is None:
+        pp = config.mesh.pp
+        fewer: list[Way] = [{"pipeline.chunks": layers // pp}] if config.pipeline.chunks and layers >= pp else []
+        fewer += [{"mesh.pp": pp * layers // stages}] if pp * layers >= stages else []
         yield Breach(
             LayoutError,
             f"{stages} stages for model.num_layers = {layers} layers",
-            "mesh.pp",
+            "pipeline.chunks" if pp == 1 else "mesh.pp",
             "every stage has a layer, unless empty stages are allowed",
-            [{"mesh.pp": config.mesh.pp * layers // stages}, {"pipeline.allow_empty_stages": True},
-             {"model.num_layers": stages}],
-        )  # fmt: skip
+            [*fewer, {"pipeline.allow_empty_stages": True}, {"model.num_layers": stages}],
+        )
     if given is None:
         return
     fits = balanced([1.0] * layers, stages, allow_empty=allowed or stages > layers)

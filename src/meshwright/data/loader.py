@@ -54,15 +54,16 @@ def validation_batches(
 
     The samples are windows spread evenly over the part, in order, the same at every validation and on every
     layout; shares are contiguous blocks of them. Every share gets the same number of batches of the same
-    shapes, so that collectives within a forward pass match: a share with a sample less than others (or none
-    at all) has one row whose targets are all `IGNORED_TARGET`. Sum the losses of the other tokens, count
-    them, and divide after summing both over the shares.
+    shapes, so that collectives within a forward pass match, and what goes from stage to stage fits: rows that only
+    fill up the last batch, or a share with a sample less than others (or none at all), have the target
+    `IGNORED_TARGET` everywhere. Sum the losses of the other tokens, count them, and divide after summing both over
+    the shares.
 
     Args:
         corpus_part: token ids, 1-D.
         seq_len: tokens a sample.
         num_samples: samples over all shares; all windows of the part when it has fewer.
-        batch_size: samples of a batch; the last one may be smaller.
+        batch_size: samples of a batch, rows that fill it up included.
         data_parallel: number of shares.
         data_index: the share asked for.
         device: where batches go.
@@ -75,9 +76,8 @@ def validation_batches(
     first, last = (len(chosen) * index // data_parallel for index in (data_index, data_index + 1))
     num_rows = -(-len(chosen) // data_parallel)
     for start in range(0, num_rows, batch_size):
-        size = min(batch_size, num_rows - start)
-        own = chosen[first + start : min(first + start + size, last)]
-        padding = np.zeros(size - len(own), dtype=np.int64)
+        own = chosen[first + start : min(first + start + batch_size, last)]
+        padding = np.zeros(batch_size - len(own), dtype=np.int64)
         inputs_bt, targets_bt = _tensors(windows_w, np.concatenate([own, padding]), device)
         targets_bt[len(own) :] = IGNORED_TARGET
         yield inputs_bt, targets_bt

@@ -33,26 +33,59 @@ def check_agreement(
         LayoutError: the first difference, with the ranks.
     """
     declared = [(p.key, p.sites) for p in shared]
-    own = {stage: {p.key: _facts(stages[stage], name) for p in shared for at, name in p.sites if at == stage}
+    own = {stage: {(p.key, name): _facts(stages[stage], name) for p in shared for at, name in p.sites if at == stage}
            for stage in stages}  # fmt: skip
-    everyone = all_gather_object((declared, own))
-    for rank, (theirs, _) in enumerate(everyone):
+    everyone = all_gather_object((declared, own, _declared_twice(shared, stages)))
+    for rank, (theirs, _, twice) in enumerate(everyone):
         _check_declared(everyone[0][0], theirs, rank)
-    _check_places(shared, [set(stages) for _, stages in everyone], pipelines=pipelines, stage_ranks=stage_ranks)
+        if twice is not None:
+            raise _one_tensor(*twice, rank)
+    _check_places(shared, [set(stages) for _, stages, _ in everyone], pipelines=pipelines, stage_ranks=stage_ranks)
     for pipeline in pipelines:
         for parameter in sorted(shared, key=lambda p: p.key):
             found = []
             for stage, name in parameter.sites:
                 rank = pipeline[stage_ranks[stage]]
-                found.append((rank, stage, name, everyone[rank][1][stage][parameter.key]))
+                found.append((rank, stage, name, everyone[rank][1][stage][parameter.key, name]))
             _check_sites(parameter.key, found)
 
 
+def _declared_twice(shared: Sequence[SharedParameter], stages: Mapping[int, nn.Module]) -> tuple[str, str] | None:
+    """The first two sites here that are one tensor, in words."""
+    seen: dict[nn.Parameter, str] = {}
+    for key, stage, name in ((p.key, stage, name) for p in shared for stage, name in p.sites if stage in stages):
+        parameter = _parameter(stages[stage], name)
+        if parameter is None:
+            continue
+        place = f"{key} at {stage}: {name}"
+        if parameter in seen:
+            return seen[parameter], place
+        seen[parameter] = place
+    return None
+
+
+def _one_tensor(place: str, other: str, rank: int) -> LayoutError:
+    return LayoutError(
+        f"{place} and {other} are one tensor",
+        where=f"{other.split(' at ')[0]} on rank {rank}",
+        rule="each declared copy is a tensor of its own: autograd has added up the gradient of one that is used twice",
+        fix="a parameter of its own at each site, or one site for both",
+    )
+
+
 def _check_declared(first: list[Any], other: list[Any], rank: int) -> None:
-    """Two ranks' declarations."""
+    """Two ranks' declarations, of which the other has each key once."""
+    mine, theirs = dict(first), dict(other)
+    if len(theirs) < len(other):
+        again = next(key for at, (key, _) in enumerate(other) if key in dict(other[:at]))
+        raise LayoutError(
+            f"rank {rank} declares the shared parameter {again} twice",
+            where=f"{again} on rank {rank}",
+            rule="a shared parameter has a key of its own, and all its sites in one declaration",
+            fix="one declaration with all sites, or another key for one of them",
+        )
     if first == other:
         return
-    mine, theirs = dict(first), dict(other)
     for a, b, holder, lacker in ((mine, theirs, 0, rank), (theirs, mine, rank, 0)):
         lacking = sorted(a.keys() - b.keys())
         if lacking:
@@ -130,9 +163,13 @@ def _check_sites(key: str, found: Sequence[tuple[int, int, str, Facts]]) -> None
                 )
 
 
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    return dict(module.named_parameters(remove_duplicate=False)).get(name)
+
+
 def _facts(module: nn.Module, name: str) -> Facts:
     """What must be equal on all copies; empty if there is no such parameter."""
-    parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
+    parameter = _parameter(module, name)
     if parameter is None:
         return {}
     layout = "whole"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,18 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from meshwright.config.breach import as_words
 from meshwright.config.schema import RunConfig
 from meshwright.errors import CheckpointError, InputError, RunError
 
 AUTO = "auto"
 RUNS = Path("runs")
+
+DECIDES_SAMPLES = {
+    "train": ("seed", "seq_len", "global_batch"),
+    "diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout"),
+}
+"""Keys, by section, that decide what a step trains on and what is asked of the model."""
 
 
 @dataclass(frozen=True)
@@ -149,30 +157,50 @@ def _make(folder: RunFolder) -> RunFolder:
 
 
 def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
-    """Check that `config` may go on from a checkpoint: same model, and same samples in the same order.
+    """Check that `config` may go on from a checkpoint: same model, same samples, and state of all that is trained.
 
     A checkpoint without a configuration holds weights only, which start a run of their own.
 
     Raises:
-        CheckpointError: it is of another model, or a key that decides the samples differs.
+        CheckpointError: it is of another model, a key that decides the samples differs, or what was frozen is trained.
     """
     check_model(manifest, config.model.spec().identity())
-    saved: dict[str, Any] = manifest.run.get("config", {}).get("train", {})
-    for key in ("seed", "seq_len", "global_batch"):
-        now = getattr(config.train, key)
-        if key in saved and saved[key] != now:
+    saved: dict[str, Any] = manifest.run.get("config", {})
+    for section, key in ((section, key) for section, keys in DECIDES_SAMPLES.items() for key in keys):
+        now = getattr(getattr(config, section), key)
+        before = saved.get(section, {}).get(key, now)
+        if before != now:
             raise CheckpointError(
-                f"train.{key} = {now}, but the checkpoint was trained with {saved[key]}",
+                f"{section}.{key} = {now}, but the checkpoint was trained with {before}",
                 where=str(path),
-                rule="a resumed run sees the samples it would have seen: seed, seq_len and global_batch stay",
-                fix=f"train.{key}={saved[key]}",
+                rule=f"a resumed run sees the samples it would have seen: {', '.join(DECIDES_SAMPLES[section])} stay",
+                fix=f"{section}.{key}={before}",
             )
+    _check_frozen(saved.get("train", {}).get("freeze", ()), config, path)
     if manifest.run.get("corpus", corpus) != corpus:
         raise CheckpointError(
             "the checkpoint was trained on another corpus",
             where=f"data.source = {config.data.source}; {path}",
             rule="a resumed run sees the samples it would have seen",
             fix="the files and the Python version of the first run; or a new run, with another --out",
+        )
+
+
+def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
+    """A checkpoint has no optimizer state of what was frozen, so that stays frozen."""
+    names = config.model.spec().parameter_names()
+
+    def matching(globs: Sequence[str]) -> list[str]:
+        return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+
+    still = matching(config.train.freeze)
+    thawed = next((name for name in matching(before) if name not in still), None)
+    if thawed is not None:
+        raise CheckpointError(
+            f"{thawed} is trained now, but was frozen when the checkpoint was saved",
+            where=f"train.freeze; {path}",
+            rule="a resumed run has the optimizer state of all that it trains, and there is none of what was frozen",
+            fix=as_words({"train.freeze": before}),
         )
 
 

@@ -32,7 +32,7 @@ class Task(ABC):
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
         """One share of the held-out samples, the same at every validation.
 
-        Every share has as many batches, of the same shapes. A sample that only fills up counts for nothing.
+        Every share has as many batches, all of `batch_size` samples. A sample that only fills up counts for nothing.
         """
 
     @abstractmethod

@@ -73,7 +73,7 @@ class PictureBatch:
     @property
     def targets(self) -> Tensor:
         """What is to be predicted, [b, c, f, y, x]; NaN in those that only fill up."""
-        targets = self.task.diffusion.target(*self._clean_and_noise, self.timesteps)
+        targets = self.task.diffusion.target(*self._clean_and_noise, self.timesteps).clone()  # may be the noise itself
         targets[self.counted :] = torch.nan
         return targets
 
@@ -120,12 +120,11 @@ class PictureTask(Task):
         num_rows = -(-len(chosen) // data_parallel)
         found: list[Batch] = []
         for start in range(0, num_rows, batch_size):
-            size = min(batch_size, num_rows - start)
-            own = chosen[first + start : min(first + start + size, last)]
-            rows = np.concatenate([own, np.zeros(size - len(own), dtype=np.int64)])
+            own = chosen[first + start : min(first + start + batch_size, last)]
+            rows = np.concatenate([own, np.zeros(batch_size - len(own), dtype=np.int64)])
             number = FIRST_VALIDATION_SAMPLE + first + start
             labels, fps = (torch.from_numpy(x[rows]) for x in (pictures.validation_labels, pictures.validation_fps))
-            samples = range(number, number + size)
+            samples = range(number, number + batch_size)
             found.append(PictureBatch(self, pictures.validation[rows], labels, fps, samples, len(own)))
         return found
 
