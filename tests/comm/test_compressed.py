@@ -1,0 +1,182 @@
+"""FSDP2 with compressed collectives: exact ones are FSDP2's own, lossy ones are as far off as their codec says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from meshwright.comm import compress
+from meshwright.comm.codecs import Codec
+from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.mesh.shards import to_local
+
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "premul": dist.ReduceOp.PREMUL_SUM(0.3)}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def reduce_scattered(rank, world_size, sizes, codec, dtype):
+    """By op and number of elements: what this rank gets, and what every rank put in."""
+    found = {}
+    for n in sizes:
+        generator = torch.Generator().manual_seed(1000 * n + rank)
+        x = torch.randn(world_size * n, generator=generator).to(dtype)
+        everyone = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(everyone, x)
+        for name, op in OPS.items():
+            out = torch.full((n,), torch.nan, dtype=dtype)
+            CompressedReduceScatter("x", codec)(out, x.clone(), dist.group.WORLD, op)
+            found[name, n] = (out, torch.stack(everyone).view(world_size, world_size, n)[:, rank])
+    return found
+
+
+FACTORS = {"sum": lambda ranks: 1.0, "avg": lambda ranks: 1 / ranks, "premul": lambda ranks: 0.3}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [pytest.param(n, d, marks=() if (n, d) == (2, torch.float32) else pytest.mark.slow)
+     for n in (2, 3, 5, 7) for d in DTYPES],
+)  # fmt: skip
+def test_an_exact_reduce_scatter_is_the_sum_to_rounding(gang, num_ranks, dtype):
+    for found in gang(num_ranks).run(reduce_scattered, (1, 3, 130, 1001), Codec.EXACT, dtype):
+        for (name, _), (out, put_in) in found.items():
+            wide = put_in.to(torch.promote_types(dtype, torch.float32))
+            expected = sum(wide[1:], wide[0]) * FACTORS[name](num_ranks)
+            assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize(("codec", "limit"), [(Codec.BF16, 4e-3), (Codec.INT8, 1e-2), (Codec.INT4, 0.12)])
+def test_a_lossy_reduce_scatter_is_as_far_off_as_its_codec(gang, codec, limit):
+    for found in gang(2).run(reduce_scattered, (1001,), codec, torch.float32):
+        for (name, _), (out, put_in) in found.items():
+            expected = put_in.sum(0) * FACTORS[name](2)
+            error = (out - expected).norm() / expected.norm()
+            assert 1e-4 < error < limit
+
+
+def gathered(rank, world_size, codec, dtype):
+    n = 300
+    mine = torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    out = torch.zeros(world_size * n, dtype=dtype)
+    own = out[rank * n : (rank + 1) * n]  # as FSDP2 has it: the input lies in the output
+    own.copy_(mine)
+    CompressedAllGather(codec)(out, own, dist.group.WORLD)
+    return mine, out
+
+
+@pytest.mark.parametrize(("codec", "limit"), [(Codec.EXACT, 0.0), (Codec.INT8, 1e-2)])
+def test_all_ranks_gather_the_same_weights(gang, codec, limit):
+    results = gang(3).run(gathered, codec, torch.float32)
+    whole = torch.cat([mine for mine, _ in results])
+    assert all(torch.equal(out, results[0][1]) for _, out in results)
+    assert (results[0][1] - whole).norm() <= limit * whole.norm()
+
+
+class Model(nn.Module):
+    """Odd sizes, a frozen layer, and one that a step may not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 5)
+        self.frozen, self.unused = nn.Linear(5, 5), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.second(torch.relu(self.first(x))))
+
+
+def trained(rank, world_size, gradients, weights, policy=None, steps=3):
+    """Parameters after some steps of two micro-batches, and how many bytes were sent."""
+    torch.manual_seed(0)
+    model = Model()
+    for layer in (model.first, model.second):
+        fully_shard(layer, **({"mp_policy": policy} if policy else {}))
+    fully_shard(model, **({"mp_policy": policy} if policy else {}))
+    compression = compress(model, gradients=gradients, weights=weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            model(torch.randn(4, 7, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        compression.commit()
+    sent = compression.sent()
+    return [to_local(p.detach()).clone() for p in model.parameters()], (sent.payload, sent.exact)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_model_trains_as_without_it_when_nothing_is_lost(gang, num_ranks):
+    ours = gang(num_ranks).run(trained, "exact-via-all-to-all", "exact")
+    theirs = gang(num_ranks).run(trained, "exact", "exact")
+    for (parameters, _), (expected, _) in zip(ours, theirs, strict=True):
+        for a, b in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("gradients", "weights", "share"), [("loco4", "exact", 0.6), ("int8", "int8", 0.75)])
+def test_a_lossy_training_stays_near_and_sends_less(gang, gradients, weights, share):
+    ours = gang(2).run(trained, gradients, weights)
+    theirs = gang(2).run(trained, "exact", "exact")
+    for (parameters, (payload, exact)), (expected, _) in zip(ours, theirs, strict=True):
+        assert payload < share * exact  # small layers: scales and padding weigh
+        for a, b in zip(parameters, expected, strict=True):
+            assert (a - b).abs().max() < 0.02 if a.numel() else True
+
+
+def mixed(rank, world_size):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return trained(rank, world_size, "loco4", "int8", policy)[0]
+
+
+def test_bfloat16_gradients_and_weights(gang):
+    for parameters in gang(2).run(mixed):
+        assert all(bool(p.isfinite().all()) and p.dtype == torch.float32 for p in parameters)
+
+
+def resumed(rank, world_size, breaks):
+    """Two sums with feedback and a state saved between them, in one object or in two."""
+    generator = torch.Generator().manual_seed(rank)
+    comm = CompressedReduceScatter("x", Codec.INT2, feedback=True)
+    outs = []
+    for step in range(4):
+        out = torch.empty(200)
+        comm(out, torch.randn(400, generator=generator), dist.group.WORLD, dist.ReduceOp.SUM)
+        comm.error.commit()
+        outs.append(out)
+        if breaks and step == 1:
+            state = comm.error.state_dict()
+            comm = CompressedReduceScatter("x", Codec.INT2, feedback=True)
+            comm.load(state)
+    return outs
+
+
+def test_a_saved_error_goes_on_bitwise(gang):
+    for whole, broken in zip(gang(2).run(resumed, False), gang(2).run(resumed, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))
+
+
+def poisoned(rank, world_size):
+    x = torch.ones(600)
+    if rank == 0:
+        x[400] = torch.inf
+    out = torch.empty(300)
+    CompressedReduceScatter("x", Codec.INT4)(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
+    return bool(out.isfinite().all())
+
+
+def test_what_is_not_finite_arrives_so(gang):
+    assert gang(2).run(poisoned) == [True, False]
+
+
+def test_bad_input():
+    with pytest.raises(ConfigError, match="gradients cannot be sent as 'loco'") as caught:
+        compress(Model(), gradients="loco")
+    assert caught.value.fix == "gradients='loco4'"
+    with pytest.raises(LayoutError, match="no FSDP2 module"):
+        compress(Model(), gradients="loco4")
