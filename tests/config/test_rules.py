@@ -155,3 +155,11 @@ def test_a_tied_head_is_frozen_by_its_embedding_s_name(words):
     *others, name = words
     found = outcome([*others, f"train.freeze={name}"])
     assert isinstance(found, ConfigError if others else RunConfig)
+
+
+def test_guidance_needs_samples_without_their_class():
+    """The null class is learned from them."""
+    words = ["diffusion.label_dropout=0"]
+    error = outcome(words, "dit-digits")
+    assert isinstance(error, ConfigError) and "guidance" in error.what and "label_dropout" in error.where
+    assert_every_fix_works(error, words, "dit-digits")

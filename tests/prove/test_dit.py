@@ -65,7 +65,7 @@ OPTIONS = {
     "no layer first": (*TWO, "pipeline.layers_per_stage=[0,4]", EMPTY, "mesh.dp_shard=2"),
     "no layer last": (*TWO, "pipeline.layers_per_stage=[4,0]", EMPTY),
     "a rank without layers": (*TWO, "pipeline.schedule=zb-v", "pipeline.layers_per_stage=[2,0,0,2]", EMPTY),
-    "more classes than are drawn": (*TWO, "diffusion.label_dropout=0", "model.num_classes=200"),
+    "more classes than are drawn": (*TWO, "diffusion.label_dropout=0", "diffusion.guidance=1", "model.num_classes=200"),
     "buffers are poisoned": (*TWO, "pipeline.chunks=2", "pipeline.poison=true"),
 }  # fmt: skip
 QUICK_OPTIONS = {("dit-digits", "tp")}

@@ -27,6 +27,14 @@ def dit_breaches(config: RunConfig) -> Iterator[Breach]:
             "sampling goes through some of the timesteps that the model is trained on",
             [{"diffusion.sampling_steps": most}, {"diffusion.num_timesteps": steps}],
         )
+    if not config.diffusion.label_dropout and config.diffusion.guidance != 1 and config.diffusion.num_samples:
+        yield Breach(
+            ConfigError,
+            f"diffusion.guidance = {config.diffusion.guidance} with diffusion.label_dropout = 0",
+            "diffusion.label_dropout",
+            "guidance compares with what is predicted without a class, which is learned from samples without theirs",
+            [{"diffusion.guidance": 1.0}, {"diffusion.label_dropout": 0.1}, {"diffusion.num_samples": 0}],
+        )
 
 
 def _patches(model: DiTConfig) -> Iterator[Breach]:
