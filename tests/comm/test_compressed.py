@@ -81,8 +81,8 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 5)
-        self.frozen, self.unused = nn.Linear(5, 5), nn.Linear(3, 3)
+        self.first, self.second = nn.Linear(71, 131), nn.Linear(131, 51)
+        self.frozen, self.unused = nn.Linear(51, 51), nn.Linear(3, 3)
         self.frozen.requires_grad_(False)
 
     def forward(self, x):
@@ -102,7 +102,7 @@ def trained(rank, world_size, gradients, weights, policy=None, steps=3):
     for _ in range(steps):
         for microbatch in range(2):
             model.set_requires_gradient_sync(microbatch == 1)
-            model(torch.randn(4, 7, generator=generator)).square().mean().backward()
+            model(torch.randn(4, 71, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         compression.commit()
@@ -119,12 +119,12 @@ def test_a_model_trains_as_without_it_when_nothing_is_lost(gang, num_ranks):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("gradients", "weights", "share"), [("loco4", "exact", 0.6), ("int8", "int8", 0.75)])
+@pytest.mark.parametrize(("gradients", "weights", "share"), [("loco4", "exact", 0.6), ("int8", "int8", 0.4)])
 def test_a_lossy_training_stays_near_and_sends_less(gang, gradients, weights, share):
     ours = gang(2).run(trained, gradients, weights)
     theirs = gang(2).run(trained, "exact", "exact")
     for (parameters, (payload, exact)), (expected, _) in zip(ours, theirs, strict=True):
-        assert payload < share * exact  # small layers: scales and padding weigh
+        assert payload < share * exact
         for a, b in zip(parameters, expected, strict=True):
             assert (a - b).abs().max() < 0.02 if a.numel() else True
 

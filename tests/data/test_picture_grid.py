@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
-from meshwright.data.picture_grid import write_grid, write_video_grid
+from meshwright.data.picture_grid import write_animation, write_grid, write_strip
 
 LINE, LINE_GREY = 2, 96
 
@@ -61,7 +61,8 @@ def test_small_pictures_are_enlarged(tmp_path, size, side):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_strip_has_a_video_in_each_row(tmp_path, channels):
     videos = some(3, channels, 4, 6, 6)
-    write_video_grid(tmp_path / "a.png", tmp_path / "a.gif", videos, columns=2, fps=8, scale=2)
+    write_strip(tmp_path / "a.png", videos, scale=2)
+    write_animation(tmp_path / "a.gif", videos, columns=2, fps=8, scale=2)
     canvas = opened(Image.open(tmp_path / "a.png"))
     for index, frame in np.ndindex(3, 4):
         found = cell(canvas, index * 4 + frame, columns=4, size=(6, 6), scale=2)
@@ -72,7 +73,8 @@ def test_a_strip_has_a_video_in_each_row(tmp_path, channels):
 @pytest.mark.parametrize("fps", [4, 8, 16])
 def test_an_animation_shows_every_frame_for_its_time(tmp_path, fps):
     videos = some(3, 1, 8, 6, 6)
-    write_video_grid(tmp_path / "a.png", tmp_path / "a.gif", videos, columns=2, fps=fps, scale=2)
+    write_strip(tmp_path / "a.png", videos, scale=2)
+    write_animation(tmp_path / "a.gif", videos, columns=2, fps=fps, scale=2)
     durations_ms = []
     with Image.open(tmp_path / "a.gif") as animation:
         assert animation.n_frames == 8 and animation.info["loop"] == 0
@@ -90,7 +92,8 @@ def test_an_animation_in_colour(tmp_path):
     videos = np.zeros((2, 3, 3, 4, 4), dtype=np.uint8)
     for frame in range(3):
         videos[:, 0, frame, frame] = 255
-    write_video_grid(tmp_path / "a.png", tmp_path / "a.gif", videos, columns=2, fps=4, scale=1)
+    write_strip(tmp_path / "a.png", videos, scale=1)
+    write_animation(tmp_path / "a.gif", videos, columns=2, fps=4, scale=1)
     with Image.open(tmp_path / "a.gif") as animation:
         for frame, image in enumerate(ImageSequence.Iterator(animation)):
             canvas = opened(image.convert("RGB"))

@@ -17,6 +17,10 @@ from meshwright.errors import LayoutError
 
 T = TypeVar("T")
 
+# PyTorch 2.13 has new names for these, and warns of the old ones.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def is_distributed() -> bool:
     """Whether a default process group exists."""
@@ -64,7 +68,7 @@ def all_gather_into(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     if num_ranks == 1:
         return out.copy_(x)
     with passing("all_gather", x, group):
-        dist.all_gather_into_tensor(out, x, group=group)
+        ALL_GATHER(out, x, group=group)
     return out
 
 
@@ -87,7 +91,7 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
     if num_ranks == 1:
         return out.copy_(x)
     with passing("reduce_scatter", x, group):
-        dist.reduce_scatter_tensor(out, x, dist.ReduceOp.SUM, group=group)
+        REDUCE_SCATTER(out, x, dist.ReduceOp.SUM, group=group)
     return out
 
 

@@ -126,14 +126,11 @@ class CompressedAllGather(_Allocates):
             )
 
 
-def _factor(op: ReduceOp, num_ranks: int) -> float:
-    """What a sum is multiplied by."""
-    # Pickling is the public way to read the factor of PREMUL_SUM.
-    state: Any = op.__getstate__() if isinstance(op, ReduceOp) else (op, 1.0)
-    kind, factor = state
-    if kind == dist.ReduceOp.SUM:
+def _factor(op: Any, num_ranks: int) -> float:
+    """What a sum is multiplied by: `op` is one of FSDP2's, whose types PyTorch's stubs don't tell apart."""
+    if op == dist.ReduceOp.SUM:
         return 1.0
-    if kind == dist.ReduceOp.AVG:
+    if op == dist.ReduceOp.AVG:
         return 1.0 / num_ranks
-    assert kind == dist.ReduceOp.PREMUL_SUM, "FSDP2 sums, averages or multiplies and sums"
-    return float(factor)
+    assert op == dist.ReduceOp.PREMUL_SUM, "FSDP2 sums, averages or multiplies and sums"
+    return float(op.__getstate__()[1])  # pickling is the public way to read the factor

@@ -38,7 +38,7 @@ def as_word(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         if len(value) == 1 and isinstance(value[0], str):
-            return value[0]
+            return f"'{value[0]}'" if "*" in value[0] else value[0]  # shells look for files that match
         words = json.dumps(list(value)).replace(" ", "")
         return f"'{words}'" if '"' in words else words  # a shell takes double quotes away
     return str(value)

@@ -15,6 +15,7 @@ from meshwright.pipeline.table import Schedule
 def pipeline_breaches(config: RunConfig) -> Iterator[Breach]:
     """The rules of the pipeline that `config` breaks."""
     if not has_stages(config):
+        yield from _without_stages(config)
         return
     try:
         table = compute_table(config)
@@ -32,6 +33,18 @@ def pipeline_breaches(config: RunConfig) -> Iterator[Breach]:
             "train.compile",
             "a compiled block can't put the gradients of its weights off",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
+        )
+
+
+def _without_stages(config: RunConfig) -> Iterator[Breach]:
+    given = config.pipeline.layers_per_stage
+    if given is not None and len(given) > 1:
+        yield Breach(
+            LayoutError,
+            f"pipeline.layers_per_stage = {as_word(given)}, and the model has one stage",
+            "pipeline.layers_per_stage",
+            "layers are divided over mesh.pp × pipeline.chunks stages",
+            [{"pipeline.chunks": len(given)}, {"pipeline.layers_per_stage": None}],
         )
 
 

@@ -36,30 +36,37 @@ def write_grid(path: Path, pictures: Bytes, *, columns: int, scale: int | None =
         columns: images in a row.
         scale: pixels on screen for each pixel; chosen by size when None.
     """
-    assert pictures.shape[2] == 1, "videos go to write_video_grid"
+    assert pictures.shape[2] == 1, "videos go to write_strip"
     _write_png(path, _tiled(pictures[:, :, 0], columns=columns, scale=scale))
 
 
-def write_video_grid(
-    png: Path, gif: Path, pictures: Bytes, *, columns: int, fps: int, scale: int | None = None
-) -> None:
-    """Write videos as a PNG strip, in which each row is one video's frames, and as one endless animated GIF.
+def write_strip(path: Path, pictures: Bytes, *, scale: int | None = None) -> None:
+    """Write videos as a PNG in which each row is one video's frames.
 
     Args:
-        png: the strip's file; its folder exists.
-        gif: the animation's file, likewise.
+        path: the file; its folder exists.
         pictures: [n, c, f, h, w].
-        columns: videos in a row of the animation.
-        fps: frames per second of the animation, to the hundredth of a second that the format has.
+        scale: pixels on screen for each pixel; chosen by size when None.
+    """
+    frames = pictures.swapaxes(1, 2).reshape(-1, *np.delete(pictures.shape, [0, 2]))
+    _write_png(path, _tiled(frames, columns=pictures.shape[2], scale=scale))
+
+
+def write_animation(path: Path, pictures: Bytes, *, columns: int, fps: int, scale: int | None = None) -> None:
+    """Write videos of one frame rate side by side as an endless animated GIF.
+
+    Args:
+        path: the file; its folder exists.
+        pictures: [n, c, f, h, w].
+        columns: videos in a row.
+        fps: frames per second, to the hundredth of a second that the format has.
         scale: pixels on screen for each pixel; chosen by size when None.
     """
     num_frames = pictures.shape[2]
-    frames = pictures.swapaxes(1, 2).reshape(-1, *np.delete(pictures.shape, [0, 2]))
-    _write_png(png, _tiled(frames, columns=num_frames, scale=scale))
     images = [_image(_tiled(pictures[:, :, frame], columns=columns, scale=scale)) for frame in range(num_frames)]
     ends_ms = [round(100 * frame / fps) * 10 for frame in range(num_frames + 1)]
     durations_ms = [end - start for start, end in zip(ends_ms, ends_ms[1:], strict=False)]
-    with _replacing(gif) as temporary:
+    with _replacing(path) as temporary:
         images[0].save(
             temporary, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0
         )

@@ -22,7 +22,7 @@ class Diffusion:
 
     num_timesteps: int = 1000
     schedule: NoiseSchedule = NoiseSchedule.COSINE
-    prediction: Prediction = Prediction.VELOCITY
+    prediction: Prediction = Prediction.NOISE
 
     def signal_and_noise(self, timestep_b: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and sigma of each timestep, in float64."""

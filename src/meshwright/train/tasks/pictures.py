@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.config.schema import DiTConfig, RunConfig
 from meshwright.data.loader import validation_windows
-from meshwright.data.picture_grid import write_grid, write_video_grid
+from meshwright.data.picture_grid import write_animation, write_grid, write_strip
 from meshwright.data.pictures import DIGITS, Pictures
 from meshwright.data.sampler import Order
 from meshwright.models.diffusion import Diffusion
@@ -161,7 +161,10 @@ class PictureTask(Task):
             if drawn.shape[2] == 1:
                 write_grid(path, drawn, columns=columns)
             else:
-                write_video_grid(path, path.with_suffix(".gif"), drawn, columns=columns, fps=max(wanted.fps))
+                write_strip(path, drawn)
+                for rate in sorted(set(wanted.fps)):
+                    videos = drawn[np.array(wanted.fps) == rate]
+                    write_animation(path.with_suffix(f".{rate}fps.gif"), videos, columns=columns, fps=rate)
 
 
 def diffusion_of(config: RunConfig) -> Diffusion:
