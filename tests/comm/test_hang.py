@@ -100,6 +100,7 @@ def stop(rank, world_size):
     collectives.all_reduce_sum(torch.ones(5), group=group)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_others():
     with Gang(2) as gang, pytest.raises(GangError) as caught:
         gang.run(stop, timeout_s=60)
@@ -150,7 +151,8 @@ def transfer(rank, world_size, sends):
     return None
 
 
-@pytest.mark.parametrize("sends", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sends", [False, True])
 def test_a_transfer_in_vain_is_named(gang, sends):
     error = gang(2).run(transfer, sends, timeout_s=60)[0 if sends else 1]
     name = "send" if sends else "receive"
@@ -235,6 +237,7 @@ def sharded(rank, world_size):
     return error_of(call)
 
 
+@pytest.mark.slow
 def test_a_collective_of_fsdp_is_named_too(gang):
     error, _ = gang(2).run(sharded, timeout_s=60)
     where = "in the group of ranks 0, 1, of float [10]"

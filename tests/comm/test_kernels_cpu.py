@@ -55,7 +55,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @cases
 def test_codecs_agree_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
     x = fresh(kind, (rows, num_elements), dtype, seed=seed)
@@ -73,7 +73,7 @@ def test_codecs_agree_with_the_reference(compiled, num_elements, kind, dtype, co
         assert same(compiled.decode(payloads[0], codec, out=out[-1], **options), each[0])
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @cases
 def test_error_feedback_agrees_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
     error = torch.zeros(rows, Codec.INT8.encoded_bytes(num_elements), dtype=torch.uint8)

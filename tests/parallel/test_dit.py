@@ -56,8 +56,16 @@ def loss_and_gradients(rank, world_size, spec, axes, splits):
     return loss.item(), pieces
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("spec", "splits"), [(SHORT[0], False), (SHORT[1], True)], ids=["pictures", "videos, put off"])
+@pytest.mark.parametrize(
+    ("axes", "spec", "splits"),
+    [
+        pytest.param(axes, spec, splits, id=f"{axes}, {name}", marks=() if axes in quick else pytest.mark.slow)
+        for name, spec, splits, quick in (
+            ("pictures", SHORT[0], False, (Axes(tp=2),)), ("videos, put off", SHORT[1], True, (Axes(dp_shard=2, tp=2),))
+        )
+        for axes in LAYOUTS
+    ],
+)  # fmt: skip
 def test_every_gradient_is_that_of_the_plain_model(gang, spec, axes, splits):
     plain = fill(DiT(spec).double())
     expected = plain(*make_batch(spec, BATCH)).square().sum() / BATCH

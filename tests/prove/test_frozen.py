@@ -40,8 +40,6 @@ GLOBS = {
 }
 QUICK = {
     ("pp, chunks, dp_shard", "all embedders"),
-    ("pp, dp_shard", "what the first stage has"),
-    ("pp, chunks", "a part of an embedder"),
     ("chunks", "what the first stage has"),
 }
 

@@ -12,10 +12,8 @@ KINDS = ("f-then-b", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-ha
 ONE_STAGE_A_RANK = ("f-then-b", "1f1b", "zb-h1")
 OTHER_AXES = {"alone": (), "dp_shard": ("mesh.dp_shard=2",), "tp": ("mesh.tp=2",), "HSDP": ("mesh.dp_replicate=2",)}
 QUICK = {
-    ("1f1b", 2, "dp_shard", "false"),
     ("zb-h1", 4, "alone", "true"),
     ("zb-v", 2, "tp", "true"),
-    ("dualpipe-v", 2, "dp_shard", "false"),
 }
 MATRIX = [
     (kind, pp, axis, tied)

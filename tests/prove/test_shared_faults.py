@@ -11,13 +11,9 @@ from tests.prove.shared_faults import SHARED_FAULTS
 
 QUICK = {
     "off",
-    "off, one process",
-    "twice",
-    "averaged over copies",
     "a key is missing on rank 1",
     "rank 1 does not get a key's sum",
     "two keys are exchanged on rank 1",
-    "chunks are not added up",
     "the second chunk does not get the sum",
     "the norm counts copies",
 }

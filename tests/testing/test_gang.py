@@ -162,6 +162,7 @@ def test_workers_that_all_raised_are_kept(gang):
     assert one.pids() == before
 
 
+@pytest.mark.slow
 def test_a_hang_shows_the_stacks(gang):
     assert works(gang(2))  # so that this file's import doesn't count against the limit
     with pytest.raises(GangError, match=r"rank 1 did not come back within 1 s") as caught:
@@ -180,7 +181,7 @@ def test_a_hang_in_a_collective_shows_the_stacks(gang):
     assert works(gang(2))
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_reported_with_rank_and_signal(gang, signal_number):
     with pytest.raises(GangError, match=f"rank 1 died of signal {signal_number.name}") as caught:
         gang(2).run(die_on, 1, signal_number)
@@ -194,12 +195,14 @@ def test_a_crash_leaves_its_stack(gang):
     assert "in die_on" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_worker_that_exits_is_reported_with_its_status(gang):
     with pytest.raises(GangError, match="rank 0 died of exit status 7"):
         gang(2).run(exit_on, 0)
     assert works(gang(2))
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_between_bodies_is_replaced(gang):
     assert works(gang(2))
     doomed = gang(2).pids()[1]

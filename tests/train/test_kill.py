@@ -167,6 +167,7 @@ def test_a_rank_that_raises_is_named_with_its_step(words, tmp_path):
     assert "Input/output error" in caught.value.what
 
 
+@pytest.mark.slow
 def test_it_stops_when_steps_stay_not_finite(words, tmp_path):
     """And counts them across a stop: two before it, one more than the limit after it."""
     words = [*words, "mesh.dp_shard=2", "train.max_skipped_steps=3", "train.validate_every=0"]

@@ -79,7 +79,7 @@ def test_ranks_that_notice_nothing_are_ended(tmp_path, action, what):
     assert caught.value.where.startswith("rank 1 of 2, step 7, host ")
 
 
-@pytest.mark.parametrize("cause", ["kill", "exit", "bug"])
+@pytest.mark.parametrize("cause", ["kill", *(pytest.param(c, marks=pytest.mark.slow) for c in ("exit", "bug"))])
 def test_the_cause_is_named_not_those_who_lost_it(tmp_path, cause):
     with pytest.raises(RunError, match="^rank 2 ") as caught:
         run(tmp_path, num_ranks=3, r0="lost", r1="lost", r2=cause)

@@ -139,6 +139,7 @@ def place_of(words, moment):
     return f"in step {moment.step}, action {position + 1} ({action_words(config, moment.rank, position)})"
 
 
+@pytest.mark.slow
 def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, tmp_path):
     words, moment = [*corpus, *PIPELINED], Moment(rank=1, action="1F2")
     error, place = ended(words, tmp_path, moment), place_of(words, moment)

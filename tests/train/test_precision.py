@@ -52,7 +52,14 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(gang, corpus, world_siz
 
 
 @pytest.mark.parametrize(
-    "layout", [[], ["mesh.dp_shard=2"], ["mesh.tp=2"], ["mesh.dp_replicate=2"]], ids=lambda words: " ".join(words)
+    "layout",
+    [
+        [],
+        ["mesh.dp_shard=2"],
+        pytest.param(["mesh.tp=2"], marks=pytest.mark.slow),
+        pytest.param(["mesh.dp_replicate=2"], marks=pytest.mark.slow),
+    ],
+    ids=lambda words: " ".join(words),
 )
 def test_bfloat16_trains_close_to_float32(gang, corpus, float32, layout):
     words = [*corpus, BF16, *layout]

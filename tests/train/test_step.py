@@ -59,8 +59,10 @@ def steps_with_a_spoilt_one(rank, world_size, words, bad_rank, kind, value):
 @pytest.mark.parametrize(
     ("layout", "kind", "value"),
     [
-        *((layout, "loss", math.nan) for layout in (ONE, SHARD, TP, BOTH)),
-        *((layout, "gradient", math.nan) for layout in (ONE, SHARD, TP)),
+        *((layout, "loss", math.nan) for layout in (ONE, TP)),
+        *(pytest.param(layout, "loss", math.nan, marks=pytest.mark.slow) for layout in (SHARD, BOTH)),
+        *((layout, "gradient", math.nan) for layout in (ONE, SHARD)),
+        pytest.param(TP, "gradient", math.nan, marks=pytest.mark.slow),
         (SHARD, "gradient", math.inf),
     ],
 )

@@ -16,12 +16,12 @@ from tests.train.jobs import make_job, make_task, run_on
 FP64 = "train.precision=float64"
 LAYOUTS = [
     (1, ["train.num_microbatches=4"]),
-    (2, ["mesh.dp_shard=2"]),
+    pytest.param(2, ["mesh.dp_shard=2"], marks=pytest.mark.slow),
     (2, ["mesh.dp_shard=2", "model.tie_embeddings=true"]),
     (2, ["mesh.dp_shard=2", "mesh.reshard_after_forward=false"]),
-    (2, ["mesh.tp=2"]),
+    pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
     (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
-    (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
+    pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
 ]
 
 
