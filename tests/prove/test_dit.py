@@ -67,11 +67,12 @@ OPTIONS = {
     "more classes than are drawn": (*TWO, "diffusion.label_dropout=0", "diffusion.guidance=1", "model.num_classes=200"),
     "buffers are poisoned": (*TWO, "pipeline.chunks=2", "pipeline.poison=true"),
 }  # fmt: skip
+VIDEO_OPTIONS = [("dit-digits-video", name) for name in list(OPTIONS)[::3]]
 QUICK_OPTIONS = {("dit-digits", "tp")}
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), quick_and_slow([(model, name) for model in MODELS[:2] for name in OPTIONS], QUICK_OPTIONS)
+    ("model", "name"), quick_and_slow([*(("dit-digits", name) for name in OPTIONS), *VIDEO_OPTIONS], QUICK_OPTIONS)
 )
 def test_options_are_proved(gang, model, name):
     assert_proved(gang, small(model, *OPTIONS[name]))

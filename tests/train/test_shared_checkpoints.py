@@ -83,14 +83,12 @@ def run(out, *words):
 
 
 @pytest.mark.slow
-def test_a_run_with_frozen_parameters_goes_on_on_any_layout(tmp_path):
-    first = run(tmp_path / "run", *CHUNKED)
+def test_a_run_with_frozen_parameters_goes_on(tmp_path):
+    run(tmp_path / "run", *CHUNKED)
     start = final_state(tmp_path / "run")
-    for name, words in {"same": CHUNKED, "sharded": (*CHUNKED, "mesh.dp_shard=2")}.items():
-        shutil.copytree(tmp_path / "run", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoints/00000008")
-        again = run(tmp_path / name, *words, "--resume", "auto")
-        assert [line.get("loss") for line in again] == pytest.approx([line.get("loss") for line in first], rel=1e-9)
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    shutil.rmtree(tmp_path / "same/checkpoints/00000008")
+    run(tmp_path / "same", *CHUNKED, "--resume", "auto")
     assert_bitwise_equal(tmp_path / "same", tmp_path / "run")
     kept = [name for name in start if name.startswith(("model.time_embed.fc1", "model.blocks.0."))]
     assert len(kept) > 10 and not any(f"optimizer.exp_avg.{name.removeprefix('model.')}" in start for name in kept)
