@@ -10,7 +10,7 @@ import torch
 
 from meshwright.checkpoint import store
 from meshwright.config.load import load
-from meshwright.models.llama import build_llama
+from meshwright.models.build import build_model
 from tests.helpers import SMALL, meshwright, shown_error
 
 CONFIG = load(None, SMALL)
@@ -20,7 +20,7 @@ CONFIG = load(None, SMALL)
 def run_folder(tmp_path_factory):
     """A run folder with two checkpoints of a small model."""
     folder = tmp_path_factory.mktemp("run")
-    model = build_llama(CONFIG.model.spec(), dtype=torch.float32)
+    model = build_model(CONFIG.model.spec(), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     tensors = {f"model.{n}": torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
     run = {"config": CONFIG.model_dump(), "corpus": "c", "skipped_in_a_row": 0}

@@ -1,6 +1,6 @@
 """Bad input through the real command: one screen with what, where, rule and fix, exit code 2, before torch is imported.
 
-Each kind of the issue's list runs as a process of its own, with a `torch` on the path that raises when it is imported.
+Each kind runs as a process of its own, with a `torch` on the path that raises when it is imported.
 Variants of a kind run in this process, where importing torch raises too.
 """
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.models.llama import INIT_STD, Llama, build_llama
+from meshwright.models.build import build_model
+from meshwright.models.llama import INIT_STD, Llama
 from meshwright.models.spec import LlamaSpec
 from meshwright.train.build import initialize
 
@@ -17,7 +18,7 @@ TIED = replace(SPEC, tie_embeddings=True)
 
 
 def build(spec, *, seed=0):
-    model = build_llama(spec, dtype=torch.float64)
+    model = build_model(spec, dtype=torch.float64)
     model.to_empty(device="cpu")
     model.tie()
     initialize(model, seed)
@@ -47,7 +48,7 @@ def test_a_tied_head_is_the_embedding():
 
 
 def test_building_takes_no_memory():
-    model = build_llama(LlamaSpec(126, 16384, 128, 8, 53248, 128256, 128), dtype=torch.bfloat16)
+    model = build_model(LlamaSpec(126, 16384, 128, 8, 53248, 128256, 128), dtype=torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.models.llama import Llama, build_llama
+from meshwright.models.build import build_model
+from meshwright.models.llama import Llama
 from meshwright.models.spec import LlamaSpec, RopeScaling
 
 small = st.integers(1, 4)
@@ -25,7 +26,7 @@ def specs(draw):
 
 @given(specs())
 def test_parameter_counts(spec):
-    model = build_llama(spec, dtype=torch.float32)
+    model = build_model(spec, dtype=torch.float32)
     assert sum(p.numel() for p in model.parameters()) == spec.num_params()
     assert sum(p.numel() for p in model.blocks["0"].parameters()) == spec.params_per_layer()
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)

@@ -1,4 +1,4 @@
-"""The issue's layouts through the command: same samples, and losses of 20 steps equal to one process's."""
+"""The named layouts through the command: same samples, and losses of 20 steps equal to one process's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = {
     [("float64", 1e-9, list(LAYOUTS)), ("float32", 1e-4, ["one process", "tp 2, dp_shard 2"])],
     ids=["float64", "float32"],
 )
-def test_layouts_of_the_issue_train_alike(tmp_path, precision, tolerance, names):
+def test_named_layouts_train_alike(tmp_path, precision, tolerance, names):
     """The preset's model and sequences as they are, half its batch. `test_layouts` has all of these in float32 too."""
     words = ["llama-tiny", "train.steps=20", "train.sample_tokens=0", "train.validation_samples=16",
              "train.global_batch=8", f"train.precision={precision}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.models.part import ModelPart, Part
@@ -98,9 +97,3 @@ class Llama(ModelPart):
         if name.endswith(("wo.weight", "down.weight")):
             return INIT_STD / math.sqrt(2.0 * self.spec.num_layers)
         return INIT_STD
-
-
-def build_llama(spec: LlamaSpec, *, dtype: torch.dtype, part: Part | None = None) -> Llama:
-    """The module on the meta device, with parameters of `dtype` and no storage."""
-    with torch.device("meta"):
-        return Llama(spec, part).to(dtype)

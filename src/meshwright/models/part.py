@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Part:
         return self.stage == self.num_stages - 1
 
 
-class ModelPart(nn.Module):
+class ModelPart(nn.Module, ABC):
     """A model, or the part of it that a pipeline stage has.
 
     A part's blocks have the names that they have in the whole model. What it shares with other parts it declares.
@@ -49,9 +50,9 @@ class ModelPart(nn.Module):
         Anything that replaces parameters (laying on a mesh, leaving the meta device) calls this again.
         """
 
+    @abstractmethod
     def initial_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values, by its name in the whole model; None if all are one."""
-        raise NotImplementedError
 
     def local_copies(self) -> dict[str, str]:
         """This part's copies of shared parameters: from the name here to the key, which is the name in the whole."""

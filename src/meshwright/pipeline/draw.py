@@ -6,7 +6,7 @@ have the same bytes under the same matplotlib, so those in the docs can be check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,30 @@ STYLE: dict[Any, Any] = {
 LARGEST_FONT, SMALLEST_FONT = 8.5, 4.5
 DIGIT = 0.64
 """Width of a digit over its height, a little more than it is."""
+
+
+def save_picture(draw: Callable[[], Figure], path: Path) -> None:
+    """Write the figure that `draw` makes, as .svg or .png, in our style and nobody else's.
+
+    Raises:
+        InputError: a picture can't be written there.
+    """
+    check_picture(path)
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not what a person's matplotlibrc says
+        matplotlib.rcParams.update(STYLE)
+        figure = draw()
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+        except OSError as error:
+            raise InputError(
+                f"can't write {path}: {error.strerror}",
+                where=str(path),
+                rule="a picture is written to a file that can be written",
+                fix="another name or folder",
+            ) from error
 
 
 def check_picture(path: Path) -> None:
@@ -188,22 +212,7 @@ class _Picture:
 
     def write(self, path: Path) -> None:
         """Have matplotlib draw it."""
-        check_picture(path)
-        import matplotlib
-
-        with matplotlib.rc_context():
-            matplotlib.rcdefaults()  # not what a person's matplotlibrc says
-            matplotlib.rcParams.update(STYLE)
-            figure = _figure(self)
-            try:
-                figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
-            except OSError as error:
-                raise InputError(
-                    f"can't write {path}: {error.strerror}",
-                    where=str(path),
-                    rule="a picture is written to a file that can be written",
-                    fix="another name or folder",
-                ) from error
+        save_picture(lambda: _figure(self), path)
 
 
 def _figure(picture: _Picture) -> Figure:

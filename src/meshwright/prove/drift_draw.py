@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.errors import InputError
-from meshwright.pipeline.draw import GREY, INK, STYLE, check_picture
+from meshwright.pipeline.draw import GREY, INK, save_picture
 from meshwright.prove.drift import Drift
 
 if TYPE_CHECKING:
@@ -29,22 +28,7 @@ def draw_drift(drift: Drift, path: Path, *, title: str) -> None:
     Raises:
         InputError: a picture can't be written there.
     """
-    check_picture(path)
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what a person's matplotlibrc says
-        matplotlib.rcParams.update(STYLE)
-        figure = _figure(drift, title)
-        try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
-        except OSError as error:
-            raise InputError(
-                f"can't write {path}: {error.strerror}",
-                where=str(path),
-                rule="a picture is written to a file that can be written",
-                fix="another name or folder",
-            ) from error
+    save_picture(lambda: _figure(drift, title), path)
 
 
 def _figure(drift: Drift, title: str) -> Figure:

@@ -63,12 +63,12 @@ class RecordingTask(Task):
         return self._task.loss_sum(out, targets)
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """A proof doesn't validate."""
-        raise NotImplementedError
+        """As the task's."""
+        return self._task.validation(batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
 
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """A proof doesn't validate."""
-        raise NotImplementedError
+        """As the task's."""
+        return self._task.validation_sums(out, targets)
 
 
 Tamper = Callable[[Job, TrainStep], None]
