@@ -225,6 +225,31 @@ class RecomputeConfig(Section):
     policy: Literal["none", "full"] = Field("none", description="none, or full: each block keeps only its input")
 
 
+class CommConfig(Section):
+    """In how many bits gradients and weights travel between the ranks of dp_replicate and dp_shard."""
+
+    gradients: Literal["exact", "exact-via-all-to-all", "bf16", "int8", "int4", "loco4", "int2", "loco2"] = Field(
+        "exact",
+        description="exact is FSDP2's own; exact-via-all-to-all is the way of the others without loss; loco4 and loco2 "
+        "carry each step's error into the next (LoCo); the two of 2 bits are for experiments",
+    )
+    weights: Literal["exact", "bf16", "int8"] = Field(
+        "exact", description="in what weights are gathered for compute (qwZ); masters stay as they are"
+    )
+    inside_node: Literal["exact", "bf16", "int8", "int4"] = Field(
+        "int8", description="in what gradients of fewer bits travel inside a node, when dp_shard spans several (qgZ)"
+    )
+    ranks_per_node: int | None = Field(
+        None, ge=1, description="neighbouring ranks that count as a node; those of one machine when not given"
+    )
+    secondary_shards: int | None = Field(
+        None,
+        ge=2,
+        description="neighbouring ranks of dp_shard that keep a whole copy of the weights between them from forward to "
+        "backward, which gathers among them alone (hpZ); none when not given",
+    )
+
+
 class CheckpointConfig(Section):
     """When the run is saved."""
 
@@ -245,6 +270,7 @@ class RunConfig(Section):
     diffusion: DiffusionConfig = DiffusionConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    comm: CommConfig = CommConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def tokens_a_sample(self) -> int:
@@ -252,7 +278,7 @@ class RunConfig(Section):
         return self.model.spec().num_tokens() if isinstance(self.model, DiTConfig) else self.train.seq_len
 
 
-PLANNED_SECTIONS = ("comm", "capture", "attention")
+PLANNED_SECTIONS = ("capture", "attention")
 """Sections of parts that are not built yet: naming one is answered with that, not with `unknown key`."""
 
 
