@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from meshwright.config.breach import Breach, Way, as_words
+from meshwright.config.rules_comm import comm_breaches
 from meshwright.config.rules_dit import dit_breaches
 from meshwright.config.rules_llama import llama_breaches
 from meshwright.config.rules_pipeline import pipeline_breaches
@@ -66,6 +67,7 @@ def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     yield from _batch(config)
     yield from _schedule(config)
     yield from pipeline_breaches(config)
+    yield from comm_breaches(config)
 
 
 def repair(config: RunConfig, num_ranks: int | None) -> Way | None:

@@ -24,7 +24,8 @@ class ParallelOptions:
     """How a model is laid on its mesh, beyond the axes' sizes."""
 
     sequence_parallel: bool = True
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
+    """True and False as FSDP2's; a number of ranks that keep a whole copy between them (hpZ)."""
     param_dtype: torch.dtype | None = None
     """Compute dtype under FSDP2's mixed-precision policy; None computes in the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None

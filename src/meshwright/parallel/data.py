@@ -23,7 +23,7 @@ def apply_data_parallel(
     *,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
 ) -> None:
     """Shard a model, or a part of it, over `mesh`, in place: its blocks, a vocabulary's two ends, and the rest.
 
@@ -31,7 +31,8 @@ def apply_data_parallel(
         mesh: one axis (FSDP2) or two, replicas first (HSDP).
         param_dtype: dtype of gathered parameters and of compute; None keeps the parameters'.
         reduce_dtype: dtype gradients are reduced in; None keeps the gradients'.
-        reshard_after_forward: free a block's gathered parameters after its forward (ZeRO-3).
+        reshard_after_forward: free a block's gathered parameters after its forward (ZeRO-3); a number keeps them
+            divided over as many neighbours instead, which the backward gathers among (hpZ of ZeRO++, Wang et al. 2023).
     """
     # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

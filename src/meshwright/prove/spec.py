@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.config.breach import as_words
+from meshwright.config.rules_comm import LOSSLESS, lossy_keys
 from meshwright.config.schema import DiTConfig, RunConfig
+from meshwright.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,19 @@ def as_proof(config: RunConfig) -> RunConfig:
 
     But for gates that start at zero: nearly all gradients of the first step are zero behind them, and a proof of zeros
     proves nothing.
+
+    Raises:
+        ConfigError: gradients or weights lose digits between ranks.
     """
+    lossy = lossy_keys(config)
+    if lossy:
+        raise ConfigError(
+            f"a proof with {' and '.join(lossy)} that lose digits on the way",
+            where=", ".join(lossy),
+            rule="a layout is proved to compute what one device does; exact-via-all-to-all goes the way of compressed "
+            "gradients, without loss",
+            fix=as_words({key: LOSSLESS[key][-1] for key in lossy}),
+        )
     train = config.train.model_copy(update={"precision": "float64", "device": "cpu", "compile": False})
     model = config.model
     if isinstance(model, DiTConfig):

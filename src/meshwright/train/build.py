@@ -27,6 +27,7 @@ from meshwright.nn.init import normal_piece
 from meshwright.parallel.apply import ParallelOptions, apply_parallel, needs_mesh
 from meshwright.pipeline.stages import layer_ranges
 from meshwright.pipeline.table import Schedule
+from meshwright.train.compression import RunCompression
 from meshwright.train.context import RankContext
 from meshwright.train.optimizer import STATE_NAMES, build_optimizer
 
@@ -51,6 +52,7 @@ class Job:
     optimizer: torch.optim.AdamW
     schedule: Schedule
     """The lowered table of a step."""
+    compression: RunCompression
 
     @property
     def data_index(self) -> int:
@@ -108,7 +110,7 @@ def parallel_options(config: RunConfig) -> ParallelOptions:
     mixed = config.train.precision == "bfloat16"
     return ParallelOptions(
         sequence_parallel=config.mesh.sequence_parallel,
-        reshard_after_forward=config.mesh.reshard_after_forward,
+        reshard_after_forward=config.comm.secondary_shards or config.mesh.reshard_after_forward,
         param_dtype=torch.bfloat16 if mixed else None,
         reduce_dtype=torch.float32 if mixed else None,
         recompute=config.recompute.policy == "full",
@@ -137,7 +139,17 @@ def build_job(config: RunConfig, context: RankContext, device: torch.device) -> 
         initialize(module, config.train.seed)
         parts[stage] = module
     model = Chunks(parts) if schedule.num_stages > 1 else parts[0]
-    return Job(config, context, axes, device, mesh, model, build_optimizer(model, config.train), schedule)
+    return Job(
+        config=config,
+        context=context,
+        axes=axes,
+        device=device,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(model, config.train),
+        schedule=schedule,
+        compression=RunCompression(config, parts, rank=context.rank),
+    )
 
 
 def _parts(config: RunConfig, schedule: Schedule, pipeline_rank: int) -> dict[int, Part]:

@@ -97,6 +97,8 @@ class Trainer:
             return 0
         store.load(path, tensors)
         refresh_copies(self._job)
+        if lost := self._job.compression.restore(path, manifest):
+            self._reporter.note(lost)
         self._skipped_in_a_row = manifest.run["skipped_in_a_row"]
         return manifest.step
 
@@ -106,11 +108,12 @@ class Trainer:
         self._saved = store.save(
             self._folder.checkpoints,
             step,
-            named_state(self._job.model, self._job.optimizer),
+            named_state(self._job.model, self._job.optimizer) | self._job.compression.state(),
             model=self._job.config.model.spec().identity(),
             run={
                 "config": self._job.config.model_dump(),
                 "corpus": self._corpus,
+                "comm": self._job.compression.identity,
                 "skipped_in_a_row": self._skipped_in_a_row,
             },
             keep=self._job.config.checkpoint.keep,

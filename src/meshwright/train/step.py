@@ -86,6 +86,7 @@ class TrainStep:
         lr = learning_rate(step, job.config.train)
         if finite:
             self._optimize(lr, grad_norm)
+        job.compression.settle(taken=finite)
         job.optimizer.zero_grad(set_to_none=True)
         return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
 

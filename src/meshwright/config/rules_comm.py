@@ -1,0 +1,68 @@
+"""Rules of compressed gradients and weights: what a codec takes, and the ranks that share weights or a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.config.breach import Breach, Way
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError, LayoutError
+
+LOSSLESS = {"comm.gradients": ("exact", "exact-via-all-to-all"), "comm.weights": ("exact",)}
+"""Values by which a run computes what it would without compression."""
+
+
+def lossy_keys(config: RunConfig) -> list[str]:
+    """The keys of `comm` by which something is lost on the way."""
+    return [key for key, kept in LOSSLESS.items() if getattr(config.comm, key.split(".")[1]) not in kept]
+
+
+def comm_breaches(config: RunConfig) -> Iterator[Breach]:
+    """The rules of `comm` that `config` breaks."""
+    for key in lossy_keys(config) if config.train.precision == "float64" else ():
+        yield Breach(
+            ConfigError,
+            f"{key} = {getattr(config.comm, key.split('.')[1])} with train.precision = float64",
+            key,
+            "what loses digits on the way takes float32 and bfloat16",
+            [{key: LOSSLESS[key][-1]}, {"train.precision": "float32"}],
+        )
+    yield from _secondary_shards(config)
+    yield from _nodes(config)
+
+
+def _secondary_shards(config: RunConfig) -> Iterator[Breach]:
+    size, ranks = config.comm.secondary_shards, config.mesh.dp_shard
+    if size is None:
+        return
+    if ranks % size or size == ranks:
+        fitting = [n for n in range(2, ranks) if ranks % n == 0]
+        nearest: list[Way] = [{"comm.secondary_shards": min(fitting, key=lambda n: abs(n - size))}] if fitting else []
+        yield Breach(
+            LayoutError,
+            f"comm.secondary_shards = {size} and mesh.dp_shard = {ranks}",
+            "comm.secondary_shards",
+            "dp_shard is divided into several groups of as many ranks, which each keep a whole copy of the weights",
+            [*nearest, {"mesh.dp_shard": 2 * size}, {"comm.secondary_shards": None}],
+        )
+    if not config.mesh.reshard_after_forward:
+        yield Breach(
+            ConfigError,
+            f"comm.secondary_shards = {size} with mesh.reshard_after_forward = false",
+            "comm.secondary_shards",
+            "weights that stay gathered until the backward are not divided again",
+            [{"mesh.reshard_after_forward": True}, {"comm.secondary_shards": None}],
+        )
+
+
+def _nodes(config: RunConfig) -> Iterator[Breach]:
+    size, ranks = config.comm.ranks_per_node, config.mesh.axes().num_ranks()
+    if size is not None and ranks % size:
+        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        yield Breach(
+            LayoutError,
+            f"comm.ranks_per_node = {size} does not divide {ranks} ranks",
+            "comm.ranks_per_node",
+            "every node has as many ranks",
+            [{"comm.ranks_per_node": min(fitting, key=lambda n: abs(n - size))}, {"comm.ranks_per_node": None}],
+        )

@@ -1,0 +1,105 @@
+"""Compressed gradients in a run: steps settle errors, checkpoints hold them, and another layout starts from zero."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.train.build import build_job
+from meshwright.train.context import RankContext, StatusBoard
+from meshwright.train.corpus import open_training_corpus
+from meshwright.train.folder import RunFolder
+from meshwright.train.loop import Trainer
+from meshwright.train.reporter import Reporter
+from tests.train.jobs import load_words, make_job, make_task
+from tests.train.runs import assert_bitwise_equal, final_state
+
+LAST, MIDDLE = 4, 2
+WORDS = (f"train.steps={LAST}", f"checkpoint.every={MIDDLE}", "checkpoint.keep=3", "mesh.dp_shard=2",
+         "comm.gradients=loco2", "comm.weights=int8", "train.sample_tokens=0")  # fmt: skip
+
+
+class Notes(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def whole_run(rank: int, world_size: int, words: tuple[str, ...], out: Path, checkpoint: Path | None) -> list[str]:
+    """A run as its ranks live it. What the reporter was told."""
+    torch.set_num_threads(1)
+    config = load_words(words)
+    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    notes = Notes()
+    job = build_job(config, context, torch.device("cpu"))
+    Trainer(job, make_task(config), open_training_corpus(config).fingerprint, RunFolder(out, checkpoint), notes).run()
+    return notes.texts
+
+
+@pytest.fixture(scope="module")
+def whole(gang, tmp_path_factory):
+    """The folder of a run of WORDS."""
+    out = tmp_path_factory.mktemp("whole")
+    gang(2).run(whole_run, WORDS, out, None)
+    return out
+
+
+def resumed(gang, whole, broken, words):
+    """Go on from the middle of the run in `whole` with other words, in the folder `broken`. What was noted."""
+    shutil.copy(whole / "metrics.jsonl", broken)
+    middle = whole / "checkpoints" / f"{MIDDLE:08d}"
+    num_ranks = load_words(words).mesh.axes().num_ranks()
+    notes: list[str] = gang(num_ranks).run(whole_run, words, broken, middle)[0]
+    return notes
+
+
+def test_a_resumed_run_is_bitwise_as_if_uninterrupted(gang, whole, tmp_path):
+    notes = resumed(gang, whole, tmp_path, WORDS)
+    assert_bitwise_equal(tmp_path, whole)
+    state = final_state(whole)
+    assert {"comm.rank0", "comm.rank1"} <= state.keys() and not torch.equal(state["comm.rank0"], state["comm.rank1"])
+    assert not [note for note in notes if "error" in note]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("comm.gradients=loco4", "gradients = loco2, and this run has loco4"),
+        pytest.param("train.freeze=norm.*", "freeze = [], and this run has ['norm.*']", marks=pytest.mark.slow),
+        pytest.param("mesh.dp_shard=4", "mesh = [1, 1, 2, 1, 1], and this run has", marks=pytest.mark.slow),
+    ],
+)
+def test_errors_of_another_layout_start_from_zero_and_it_says_so(gang, whole, tmp_path, change, words):
+    notes = resumed(gang, whole, tmp_path, (*WORDS, change))
+    (note,) = [note for note in notes if "error feedback" in note]
+    assert "starts from zero" in note and words in note
+    assert (tmp_path / "checkpoints" / f"{LAST:08d}").is_dir()
+
+
+def skipped(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """The errors after one step, after another that is skipped for an overflow, and after one that is taken."""
+    job, step = make_job(rank, world_size, WORDS)
+    step(1)
+    states = [job.compression.state()]
+    for number, factor in ((2, float("nan")), (3, 1.0)):
+        assert step.update(number, step.accumulate(number) * factor).skipped == (factor != 1.0)
+        states.append(job.compression.state())
+    return states
+
+
+def test_a_skipped_step_commits_nothing(gang):
+    for rank, (before, after, later) in enumerate(gang(2).run(skipped)):
+        name = f"comm.rank{rank}"
+        assert torch.equal(before[name], after[name]) and not torch.equal(after[name], later[name])
+
+
+def test_one_rank_sends_nothing_to_be_compressed():
+    job, step = make_job(0, 1, ("comm.gradients=loco4", "comm.weights=int8"))
+    assert step(1).loss > 0 and not job.compression.state()
