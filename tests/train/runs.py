@@ -150,7 +150,7 @@ def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The deterministic part of a run's metrics."""
-    from meshwright.train.metrics import read_metrics
+    from meshwright.train.curves import read_metrics
 
     return [{k: line[k] for k in DETERMINISTIC if k in line} for line in read_metrics(out / "metrics.jsonl")]
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import RunError
-from meshwright.train.metrics import MetricsFile, plot_loss, read_metrics
+from meshwright.train.curves import read_metrics
+from meshwright.train.metrics import MetricsFile, plot_loss
 from meshwright.train.tasks.text import text_unit
 
 

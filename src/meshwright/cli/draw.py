@@ -1,4 +1,4 @@
-"""`meshwright draw`: what a pipeline schedule does when, as text, as a picture and as a table; `drift` is next door."""
+"""`meshwright draw`: what a pipeline schedule does when, as text, as a picture and as a table; others are next door."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, TextIO
 import typer
 
 from meshwright.cli.draw_drift import drift
+from meshwright.cli.draw_loss import loss
 from meshwright.cli.style import paint
 from meshwright.errors import InputError, ScheduleError
 from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
@@ -25,6 +26,7 @@ from meshwright.pipeline.verify import verify
 
 app = typer.Typer(help="Draw plans: what is done where and when.", no_args_is_help=True)
 app.command("drift")(drift)
+app.command("loss")(loss)
 
 COMMAND_LINE = "command line"
 OFF_TERMINAL_COLUMNS = 100

@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 
 from meshwright.errors import InputError
 from meshwright.train.build import Job
+from meshwright.train.curves import read_metrics
 from meshwright.train.folder import RunFolder, writing
 from meshwright.train.reporter import LossUnit, Progress, Reporter, Validation
 from meshwright.train.step import StepResult
@@ -50,13 +50,6 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics file; a last line that a kill cut short is left out."""
-    for line in path.read_text("utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
 
 
 class Recorder:

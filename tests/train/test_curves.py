@@ -1,0 +1,37 @@
+"""Losses of runs beside each other: what is read of them, and how far they are apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.train.curves import Curve, read_curves
+from meshwright.train.draw_losses import differences
+from tests.helpers import run_folder
+
+
+def test_runs_are_named_by_what_differs(tmp_path):
+    first = run_folder(tmp_path / "a", [4.0, None, 2.0], '[comm]\ngradients = "exact"\n[train]\nseed = 3\n')
+    other = run_folder(tmp_path / "b", [4.0, 3.0, 2.5], '[comm]\ngradients = "loco4"\n[train]\nseed = 3\n', cut='{"st')
+    one, two = read_curves([first, other])
+    assert (one.name, two.name) == ("comm.gradients=exact", "comm.gradients=loco4")
+    assert one == Curve("comm.gradients=exact", (1, 3), (4.0, 2.0), 7.5) and two.steps == (1, 2, 3)
+    assert read_curves([first])[0].name == "a"
+
+
+def test_differences_are_means_over_steps_that_both_have():
+    first = Curve("x", (1, 2, 3, 4), (1.0, 2.0, 4.0, 8.0), None)
+    other = Curve("y", (2, 3, 4, 5), (2.2, 4.0, 8.0, 9.0), None)
+    assert differences(other, first, window=1) == ([2, 3, 4], [pytest.approx(0.1), 0.0, 0.0])
+    assert differences(other, first, window=3) == ([4], [pytest.approx(0.1 / 3)])
+    assert differences(other, first, window=4) == ([], [])
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.toml", "steps", "toml"])
+def test_what_is_no_run_is_named(tmp_path, missing):
+    folder = run_folder(tmp_path / "a", [1.0] if missing != "steps" else [None], "a = 1\n" if missing != "toml" else "a =")
+    if "." in missing:
+        (folder / missing).unlink()
+    with pytest.raises(InputError, match="is no run's folder") as caught:
+        read_curves([folder])
+    assert missing.split(".")[0][:4] in caught.value.what
