@@ -18,8 +18,8 @@ def placements(draw, *, even=True):
     num_nodes, num_local = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     sizes = [num_local if even else draw(st.integers(1, 4)) for _ in range(num_nodes)]
     group = [node * 7 for node, size in enumerate(sizes) for _ in range(size)]
-    world = [(node, True) for node in group] + [(node, False) for node in draw(st.lists(st.integers(0, 40), max_size=6))]
-    world = draw(st.permutations(world))
+    others = draw(st.lists(st.integers(0, 40), max_size=6))
+    world = draw(st.permutations([(node, True) for node in group] + [(node, False) for node in others]))
     return [rank for rank, (_, is_in) in enumerate(world) if is_in], [node for node, _ in world]
 
 
