@@ -153,9 +153,7 @@ def _reduce_scatter(
     group = shard_group(module)
     stages = None if group is None else placement.stages_of(group)
     if stages is None:
-        return CompressedReduceScatter(
-            name, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
-        )
+        return CompressedReduceScatter(name, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes)
     return TwoStageReduceScatter(
         name,
         way.codec,
