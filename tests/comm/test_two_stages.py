@@ -29,7 +29,7 @@ def stages_on(nodes):
 def new_comm(nodes, codec, *, inside=Codec.INT8, on=None, **options):
     """The reduce-scatter of four ranks; `on` is what `stages_on` has given for the nodes, if it was asked before."""
     found, stages = on or stages_on(nodes)
-    return TwoStageReduceScatter("x", codec, inside=inside, stages=stages, placement=found, **options)
+    return TwoStageReduceScatter("x", codec, inside=inside, stages=stages, nodes=found.nodes, **options)
 
 
 def reduce_scattered(rank, world_size, cases):

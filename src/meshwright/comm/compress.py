@@ -159,7 +159,7 @@ def _reduce_scatter(
         way.codec,
         inside=Codec.EXACT if way.codec is Codec.EXACT else inside,
         stages=stages,
-        placement=placement,
+        nodes=placement.nodes,
         rotate=way.rotate,
         feedback=way.feedback,
     )

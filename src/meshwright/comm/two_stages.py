@@ -10,6 +10,8 @@ Shapes: r = N · L ranks of the group, N nodes with L of them each, n elements o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
@@ -20,7 +22,7 @@ from meshwright.comm.codecs import Codec
 from meshwright.comm.compressed import CompressedReduceScatter, factor_of
 from meshwright.comm.error_state import ErrorLayout
 from meshwright.comm.nodes import Links
-from meshwright.comm.placement import Placement, Stages
+from meshwright.comm.placement import Stages
 
 
 class TwoStageReduceScatter(CompressedReduceScatter):
@@ -33,18 +35,18 @@ class TwoStageReduceScatter(CompressedReduceScatter):
         *,
         inside: Codec,
         stages: Stages,
-        placement: Placement,
         rotate: bool = False,
         feedback: bool = False,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         """For one FSDP2 module.
 
         Args:
             inside: codec of the pieces inside a node; rotated where it is quantised.
             stages: of the group that the module is sharded over.
-            name, codec, rotate, feedback: of the sums between nodes, as of `CompressedReduceScatter`.
+            name, codec, rotate, feedback, nodes: as of `CompressedReduceScatter`, of the sums between nodes.
         """
-        super().__init__(name, codec, rotate=rotate, feedback=feedback, nodes=placement.nodes)
+        super().__init__(name, codec, rotate=rotate, feedback=feedback, nodes=nodes)
         self._inside, self._stages = inside, stages
         plan = stages.plan
         self._pieces = plan.pieces_of(stages.rank)
