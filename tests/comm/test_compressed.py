@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from meshwright.comm import compress
+from meshwright.comm import Compression, Placement, compress
 from meshwright.comm.codecs import Codec
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
+from meshwright.comm.error_state import ErrorLayout
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.shards import to_local
 
@@ -180,3 +183,20 @@ def test_bad_input():
     assert caught.value.fix == "gradients='loco4'"
     with pytest.raises(LayoutError, match="no FSDP2 module"):
         compress(Model(), gradients="loco4")
+    with pytest.raises(ConfigError, match="gradients inside a node cannot be sent as 'int16'") as caught:
+        compress(Model(), gradients="loco4", inside_node="int16")
+    assert caught.value.fix == "inside_node='int8'"
+    with pytest.raises(ConfigError, match="nodes and placement both"):
+        compress(Model(), gradients="loco4", nodes=[0], placement=Placement((0,), {}))
+
+
+def test_a_state_is_of_exactly_the_module_that_it_names():
+    names = ("layers", "layers.1", "layers.1.norm")
+    comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in names}
+    comms["layers.1"].error_of(ErrorLayout(2, 8), torch.device("cpu"))
+    saved = Compression(comms, {}).state_dict()
+    fresh = {name: mock.Mock() for name in names}
+    Compression(fresh, {}).load_state_dict(saved)
+    (state,) = fresh["layers.1"].load.call_args.args
+    assert set(state) == {"error", "layout", "num_steps", "loss_scale"}
+    assert not fresh["layers"].load.called and not fresh["layers.1.norm"].load.called

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from meshwright.comm.codecs import Codec, decode
+from meshwright.comm.codecs import Codec, decode, encode
 from meshwright.comm.error_state import ErrorLayout, ErrorState
 from tests.comm.test_feedback import gradients
 
@@ -82,7 +82,26 @@ def test_resume_is_bitwise_equal():
     assert torch.equal(error_of(resumed), error_of(whole)) and resumed.num_steps == 8
 
 
-@pytest.mark.parametrize("layout", [ErrorLayout(3, 300), ErrorLayout(2, 200), ErrorLayout(4, 150)])
+def test_sums_of_what_came_encoded_go_through_the_same_steps():
+    """Micro-batches, a skipped step and a new β: as of `quantise`, when the sums are what it would have been given."""
+    plain, summing = new_state(beta=0.5), new_state(beta=0.5)
+    for step, g in enumerate(steps(5)):
+        payloads = torch.stack([encode(part, Codec.BF16) for part in (g, g * 0.5)])
+        sums = g.bfloat16().float() + (g * 0.5).bfloat16().float()
+        expected = plain.quantise(sums, Codec.INT4)
+        assert torch.equal(summing.requantise(payloads, Codec.BF16, Codec.INT4), expected)
+        for state in (plain, summing):
+            if step == 2:
+                state.discard()
+            elif step != 3:
+                state.commit()
+    assert torch.equal(error_of(plain), error_of(summing)) and error_of(plain).any()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ErrorLayout(3, 300), ErrorLayout(2, 200), ErrorLayout(4, 150), ErrorLayout(2, 300, (0, 2))],
+)
 def test_another_layout_starts_from_zero_and_says_so(layout, caplog):
     state = new_state()
     state.quantise(steps(1)[0], Codec.INT4)
@@ -124,6 +143,15 @@ def test_what_is_flushed_is_what_was_missing():
     missing -= state.flush()
     assert missing.norm() < before / 10
     assert not error_of(state).any() and not state.flush().any()
+
+
+def test_a_saved_layout_keeps_its_pieces():
+    state = ErrorState("layers.0", ErrorLayout(2, 300, (1, 3)))
+    state.quantise(steps(1)[0], Codec.INT4)
+    state.commit()
+    same = ErrorState("layers.0", ErrorLayout(2, 300, (1, 3)))
+    same.load_state_dict(state.state_dict())
+    assert torch.equal(error_of(same), error_of(state)) and error_of(state).any()
 
 
 def test_a_rank_without_elements():

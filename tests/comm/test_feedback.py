@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.comm.codecs import QUANTISED_DTYPES, Codec, decode, encode
-from meshwright.comm.feedback import BETA, ERROR_CODEC, loco_quantise
+from meshwright.comm import kernels
+from meshwright.comm.codecs import QUANTISED_DTYPES, Codec, decode, decode_sum, encode
+from meshwright.comm.feedback import BETA, ERROR_CODEC, loco_quantise, requantise
 from meshwright.errors import InputError
 
 QUANTISED = [Codec.INT8, Codec.INT4, Codec.INT2]
@@ -80,6 +81,21 @@ def test_blocks_are_independent(dtype):
     for i in range(3):
         alone = loco_quantise(g[i], error[i], Codec.INT4)
         assert torch.equal(payload[i], alone[0]) and torch.equal(new_error[i], alone[1])
+
+
+@pytest.mark.parametrize(("inner", "rotate"), [(Codec.INT8, True), (Codec.INT4, False), (Codec.BF16, False)])
+def test_what_is_requantised_are_the_sums(inner, rotate):
+    """The reference and what `kernels` takes for a CPU, for which the new error may lie where the old one was."""
+    payloads = torch.stack([encode(torch.randn(2, N), inner, rotate=rotate) for _ in range(3)])
+    sums = [decode_sum(payloads[:, i], inner, num_elements=N, dtype=torch.float32, rotate=rotate) for i in range(2)]
+    error = encode(torch.randn(2, N) * 0.1, ERROR_CODEC)
+    expected = loco_quantise(torch.stack(sums), error, Codec.INT4)
+    options = {"codec": Codec.INT4, "num_elements": N, "rotate": rotate}
+    found = requantise(payloads, inner, error=error, **options)
+    by_kernels = kernels.requantise(payloads, inner, error=error, **options, new_error=error)
+    assert by_kernels[1].data_ptr() == error.data_ptr()
+    for pair in (found, by_kernels):
+        assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.codecs import Codec
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter, SentBytes
+from meshwright.comm.placement import Placement, place
+from meshwright.comm.private import shard_group
+from meshwright.comm.two_stages import TwoStageReduceScatter
 from meshwright.errors import ConfigError, LayoutError
 
 
@@ -34,6 +37,8 @@ GRADIENTS = {
     "loco2": _Way(Codec.INT2, feedback=True),
 }
 """Ways of gradients by name, besides `exact`, which is FSDP2's own; the last two are to see what feedback does."""
+INSIDE_NODE = {codec.value: codec for codec in (Codec.EXACT, Codec.BF16, Codec.INT8, Codec.INT4)}
+"""Ways of gradients inside a node, where they are sent in two stages."""
 WEIGHTS = {"bf16": Codec.BF16, "int8": Codec.INT8}
 
 
@@ -61,7 +66,7 @@ class Compression:
         """Bytes that this rank has handed to others since the start."""
         counts = [comm.sent for comm in self._reduce_scatters.values()]
         counts += [comm.sent for comm in self._all_gathers.values()]
-        return SentBytes(sum(count.payload for count in counts), sum(count.exact for count in counts))
+        return sum(counts, SentBytes())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The errors of this rank, which no other rank has."""
@@ -74,26 +79,48 @@ class Compression:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a saved state of this rank; a module that it doesn't have starts from zero."""
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            name, _, field = key.rpartition(".")
+            by_name.setdefault(name, {})[field] = value
         for name, comm in self._reduce_scatters.items():
-            own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-            if own:
-                comm.load(own)
+            if name in by_name:
+                comm.load(by_name[name])
 
 
-def compress(model: nn.Module, *, gradients: str = EXACT, weights: str = EXACT) -> Compression:
+def compress(
+    model: nn.Module,
+    *,
+    gradients: str = EXACT,
+    weights: str = EXACT,
+    inside_node: str = Codec.INT8.value,
+    nodes: Sequence[int] | None = None,
+    placement: Placement | None = None,
+) -> Compression:
     """Let the FSDP2 modules of `model` send gradients and weights in fewer bits.
+
+    A module that is sharded over several nodes, with equally many ranks on each, reduces gradients in two stages:
+    inside the nodes as `inside_node` says, then between them as `gradients` says. All ranks of the world call it, as
+    process groups are made; ranks that hold different numbers of parts of a model call `place` together before, and
+    `compress` for each part with what it gave.
 
     Args:
         model: with `fully_shard` applied.
         gradients: exact, exact-via-all-to-all, bf16, int8, int4, or loco4 (4 bits with error feedback).
         weights: exact, bf16 or int8, in which they are gathered; masters stay as they are.
+        inside_node: exact, bf16, int8 or int4, of gradients in the first of two stages; exact-via-all-to-all is exact
+            in both.
+        nodes: the node of each rank of the world, instead of the hosts that they are on.
+        placement: what `place` gave, instead of `nodes`; then no other rank needs to call.
 
     Raises:
-        ConfigError: a name that there is not.
-        LayoutError: there is no FSDP2 module in `model`.
+        ConfigError: a name that there is not, or both `nodes` and `placement`.
+        LayoutError: there is no FSDP2 module in `model`; or `nodes` or `placement` does not fit it.
     """
     _check(gradients, [EXACT, *GRADIENTS], "gradients")
     _check(weights, [EXACT, *WEIGHTS], "weights")
+    _check(inside_node, list(INSIDE_NODE), "gradients inside a node", argument="inside_node")
+    _check_once(nodes, placement)
     modules = {name or "root": module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
         raise LayoutError(
@@ -102,25 +129,58 @@ def compress(model: nn.Module, *, gradients: str = EXACT, weights: str = EXACT) 
             rule="what is compressed are FSDP2's collectives",
             fix="torch.distributed.fsdp.fully_shard(model) first",
         )
+    if gradients == weights == EXACT:
+        return Compression({}, {})
+    if placement is None:
+        placement = place([model] if gradients != EXACT else [], nodes=nodes)
     reduce_scatters, all_gathers = {}, {}
     for name, module in modules.items():
         if gradients != EXACT:
-            way = GRADIENTS[gradients]
-            comm = CompressedReduceScatter(name, way.codec, rotate=way.rotate, feedback=way.feedback)
+            comm = _reduce_scatter(name, module, GRADIENTS[gradients], INSIDE_NODE[inside_node], placement)
             reduce_scatters[name] = comm
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
         if weights != EXACT:
-            all_gathers[name] = CompressedAllGather(WEIGHTS[weights], rotate=WEIGHTS[weights].is_quantised)
+            codec = WEIGHTS[weights]
+            all_gathers[name] = CompressedAllGather(codec, rotate=codec.is_quantised, nodes=placement.nodes)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reduce_scatters, all_gathers)
 
 
-def _check(name: str, known: list[str], what: str) -> None:
+def _reduce_scatter(
+    name: str, module: FSDPModule, way: _Way, inside: Codec, placement: Placement
+) -> CompressedReduceScatter:
+    """In two stages where the placement of the module's group allows it."""
+    group = shard_group(module)
+    stages = None if group is None else placement.stages_of(group)
+    if stages is None:
+        return CompressedReduceScatter(name, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes)
+    return TwoStageReduceScatter(
+        name,
+        way.codec,
+        inside=Codec.EXACT if way.codec is Codec.EXACT else inside,
+        stages=stages,
+        nodes=placement.nodes,
+        rotate=way.rotate,
+        feedback=way.feedback,
+    )
+
+
+def _check(name: str, known: list[str], what: str, *, argument: str = "") -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ConfigError(
             f"{what} cannot be sent as {name!r}",
-            where=f"meshwright.comm.compress, {what}",
+            where=f"meshwright.comm.compress, {argument or what}",
             rule=f"{what} is one of {', '.join(known)}",
-            fix=f"{what}={near[0]!r}",
+            fix=f"{argument or what}={near[0]!r}",
+        )
+
+
+def _check_once(nodes: Sequence[int] | None, placement: Placement | None) -> None:
+    if nodes is not None and placement is not None:
+        raise ConfigError(
+            "nodes and placement both say where the ranks are",
+            where="meshwright.comm.compress, nodes",
+            rule="a placement has the nodes that it was made for",
+            fix="place(parts, nodes=nodes), and compress without nodes",
         )

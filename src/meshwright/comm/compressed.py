@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -25,35 +25,84 @@ from meshwright.comm.all_to_all import all_to_all
 from meshwright.comm.codecs import Codec
 from meshwright.comm.collectives import all_gather_into
 from meshwright.comm.error_state import ErrorLayout, ErrorState
+from meshwright.comm.nodes import Links, links_of
 
 
 @dataclass
 class SentBytes:
-    """What one rank has handed to others."""
+    """What one rank has handed to others, and how much of it to other nodes."""
 
     payload: int = 0
     """Bytes sent."""
     exact: int = 0
-    """Bytes that the same would have taken as it was."""
+    """Bytes that FSDP2's own collectives would have taken for the same."""
+    between: int = 0
+    """Of `payload`, bytes between nodes; the rest stayed inside one."""
+    exact_between: int = 0
+    """Of `exact`, bytes between nodes: the mean over the ranks of the group, in rings that cross each node once."""
 
-    def add(self, payload: Tensor, exact: Tensor, num_ranks: int) -> None:
-        """Count a transfer of all but this rank's own part of `payload`, which stands for `exact`."""
-        self.payload += payload.numel() * payload.element_size() * (num_ranks - 1) // num_ranks
-        self.exact += exact.numel() * exact.element_size() * (num_ranks - 1) // num_ranks
+    @property
+    def inside(self) -> int:
+        """Of `payload`, bytes inside a node."""
+        return self.payload - self.between
+
+    @property
+    def exact_inside(self) -> int:
+        """Of `exact`, bytes inside a node."""
+        return self.exact - self.exact_between
+
+    def count_direct(self, payload: Tensor, links: Links) -> None:
+        """Count an all-to-all of all but this rank's own part of `payload`."""
+        to_each = num_bytes(payload) // links.num_ranks
+        self.payload += to_each * (links.num_ranks - 1)
+        self.between += to_each * links.between
+
+    def count_ring(self, passed_on: int, links: Links) -> None:
+        """Count bytes that every rank passes on."""
+        self.payload += passed_on
+        self.between += links.crossing(passed_on)
+
+    def count_exact(self, passed_on: int, links: Links) -> None:
+        """Count bytes that every rank would have passed on without compression."""
+        self.exact += passed_on
+        self.exact_between += links.crossing(passed_on)
+
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class _Allocates:
-    """FSDP2 lets the collective allocate its buffers."""
+class _Collective:
+    """What both have: bytes are counted by the nodes that they go to, and FSDP2 lets it allocate its buffers."""
+
+    def __init__(self, nodes: Sequence[int] | None) -> None:
+        self._nodes = nodes
+        self._links: dict[ProcessGroup, Links] = {}
+        self.sent = SentBytes()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor."""
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
 
+    def links(self, group: ProcessGroup) -> Links:
+        """How this rank reaches the others of `group`."""
+        if group not in self._links:
+            nodes = [0] * dist.get_world_size() if self._nodes is None else self._nodes
+            self._links[group] = links_of(dist.get_process_group_ranks(group), nodes, rank=dist.get_rank())
+        return self._links[group]
 
-class CompressedReduceScatter(_Allocates):
+
+class CompressedReduceScatter(_Collective):
     """The sum or mean over the ranks of what each has encoded."""
 
-    def __init__(self, name: str, codec: Codec, *, rotate: bool = False, feedback: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        codec: Codec,
+        *,
+        rotate: bool = False,
+        feedback: bool = False,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
         """For one FSDP2 module.
 
         Args:
@@ -61,13 +110,14 @@ class CompressedReduceScatter(_Allocates):
             codec: of the pieces; `exact` sends them as they are.
             rotate: spread outliers before quantising.
             feedback: carry each step's error into the next one (LoCo).
+            nodes: the node of each rank of the world, for the count of bytes; all are on one if not given.
         """
+        super().__init__(nodes)
         assert not (feedback and (rotate or not codec.is_quantised)), "feedback is for quantised pieces as they are"
         self.name, self._codec, self._rotate, self._feedback = name, codec, rotate, feedback
         self.error: ErrorState | None = None
         """Made at the first use, when the sizes are known."""
         self._saved: dict[str, Tensor] | None = None
-        self.sent = SentBytes()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
@@ -76,11 +126,17 @@ class CompressedReduceScatter(_Allocates):
         num_ranks = group.size()
         pieces_rn = input_tensor.view(num_ranks, -1)
         payload = self._encoded(pieces_rn)
-        self.sent.add(payload, input_tensor, num_ranks)
+        self.count_exact(input_tensor, group)
+        self.sent.count_direct(payload, self.links(group))
         one_each = [1] * num_ranks
         received = all_to_all(payload, send_splits=one_each, recv_splits=one_each, group=group)
-        factor = _factor(op, num_ranks)
+        factor = factor_of(op, num_ranks)
         kernels.decode_sum(received, self._codec, out=output_tensor, rotate=self._rotate, multiplier=factor)
+
+    def count_exact(self, x: Tensor, group: ProcessGroup) -> None:
+        """Count what FSDP2's own reduce-scatter of `x` would have sent."""
+        num_ranks = group.size()
+        self.sent.count_exact(num_bytes(x) // num_ranks * (num_ranks - 1), self.links(group))
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on with a saved error, as soon as the sizes are known."""
@@ -88,24 +144,27 @@ class CompressedReduceScatter(_Allocates):
         if self.error is not None:
             self.error.load_state_dict(state)
 
+    def error_of(self, layout: ErrorLayout, device: torch.device) -> ErrorState:
+        """The error for gradients of this layout, as it was left or saved."""
+        if self.error is None or self.error.layout != layout:
+            saved = self._saved if self.error is None else self.error.state_dict()
+            self.error = ErrorState(self.name, layout, device=device)
+            if saved is not None:
+                self.error.load_state_dict(saved)
+        return self.error
+
     def _encoded(self, pieces_rn: Tensor) -> Tensor:
         if not self._feedback:
             return kernels.encode(pieces_rn, self._codec, rotate=self._rotate)
-        layout = ErrorLayout(*pieces_rn.shape)
-        if self.error is None or self.error.layout != layout:
-            saved = self._saved if self.error is None else self.error.state_dict()
-            self.error = ErrorState(self.name, layout, device=pieces_rn.device)
-            if saved is not None:
-                self.error.load_state_dict(saved)
-        return self.error.quantise(pieces_rn, self._codec)
+        return self.error_of(ErrorLayout(*pieces_rn.shape), pieces_rn.device).quantise(pieces_rn, self._codec)
 
 
-class CompressedAllGather(_Allocates):
+class CompressedAllGather(_Collective):
     """Weights as every rank decodes them from what each has encoded; all ranks compute with the same ones."""
 
-    def __init__(self, codec: Codec, *, rotate: bool = False) -> None:
+    def __init__(self, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:
+        super().__init__(nodes)
         self._codec, self._rotate = codec, rotate
-        self.sent = SentBytes()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
@@ -116,8 +175,8 @@ class CompressedAllGather(_Allocates):
         codec = self._codec if input_tensor.is_floating_point() else None
         payload = input_tensor if codec is None else kernels.encode(input_tensor, codec, rotate=self._rotate)
         gathered = all_gather_into(payload.clone() if codec is None else payload, group=group)
-        self.sent.payload += payload.numel() * payload.element_size() * (num_ranks - 1)
-        self.sent.exact += input_tensor.numel() * input_tensor.element_size() * (num_ranks - 1)
+        self.sent.count_ring(num_bytes(payload) * (num_ranks - 1), self.links(group))
+        self.sent.count_exact(num_bytes(input_tensor) * (num_ranks - 1), self.links(group))
         if codec is None:
             output_tensor.copy_(gathered)
         else:
@@ -126,7 +185,12 @@ class CompressedAllGather(_Allocates):
             )
 
 
-def _factor(op: Any, num_ranks: int) -> float:
+def num_bytes(x: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
+
+
+def factor_of(op: Any, num_ranks: int) -> float:
     """What a sum is multiplied by: `op` is one of FSDP2's, whose types PyTorch's stubs don't tell apart."""
     if op == dist.ReduceOp.SUM:
         return 1.0

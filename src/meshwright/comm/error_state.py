@@ -32,6 +32,13 @@ class ErrorLayout:
     """One for each rank that a piece of the gradient goes to."""
     num_elements: int
     """Elements of a block."""
+    pieces: tuple[int, ...] = ()
+    """Which pieces of the gradient the blocks are of; all of them, in order, if empty."""
+
+    def words(self) -> str:
+        """The layout, for people."""
+        of = f", the pieces {list(self.pieces)}" if self.pieces else ""
+        return f"{self.num_blocks} blocks of {self.num_elements} elements{of}"
 
 
 class ErrorState:
@@ -68,6 +75,22 @@ class ErrorState:
         """The payload [blocks, bytes] of gradients [blocks, elements] with the error added; opens a step."""
         error = self._next if self._is_open else self._error
         payload, _ = kernels.loco_quantise(g, error, codec, beta=self._beta, new_error=self._next)
+        self._is_open = True
+        return payload
+
+    def requantise(self, payloads: Tensor, inner: Codec, codec: Codec, *, rotate: bool = False) -> Tensor:
+        """As `quantise`, of the sums over the ranks of `payloads` [ranks, blocks, bytes], blocks of `inner`."""
+        error = self._next if self._is_open else self._error
+        payload, _ = kernels.requantise(
+            payloads,
+            inner,
+            error=error,
+            codec=codec,
+            num_elements=self.layout.num_elements,
+            rotate=rotate,
+            beta=self._beta,
+            new_error=self._next,
+        )
         self._is_open = True
         return payload
 
@@ -108,7 +131,7 @@ class ErrorState:
         """The committed state as tensors, which later steps do not change."""
         return {
             "error": self._error.clone(),
-            "layout": torch.tensor([self.layout.num_blocks, self.layout.num_elements]),
+            "layout": torch.tensor([self.layout.num_blocks, self.layout.num_elements, *self.layout.pieces]),
             "num_steps": torch.tensor(self.num_steps),
             "loss_scale": torch.tensor(self.loss_scale, dtype=torch.float64),
         }
@@ -118,14 +141,15 @@ class ErrorState:
         self.discard()
         self.num_steps = int(state["num_steps"])
         self.loss_scale = float(state["loss_scale"])
-        saved = ErrorLayout(*state["layout"].tolist())
+        num_blocks, num_elements, *pieces = state["layout"].tolist()
+        saved = ErrorLayout(num_blocks, num_elements, tuple(pieces))
         if saved == self.layout:
             self._error.copy_(state["error"])
             return
         self._error.zero_()
         _log.warning(
-            "the error feedback of %s starts from zero: it was saved for %d blocks of %d elements, not for %d of %d",
-            self.name, saved.num_blocks, saved.num_elements, self.layout.num_blocks, self.layout.num_elements,
+            "the error feedback of %s starts from zero: it was saved for %s, not for %s",
+            self.name, saved.words(), self.layout.words(),
         )  # fmt: skip
 
     def _codes_and_scales(self) -> tuple[Tensor, Tensor]:

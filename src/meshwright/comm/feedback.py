@@ -18,6 +18,7 @@ from meshwright.comm.codecs import (
     Codec,
     check,
     check_payload,
+    decode_sum,
     dequantise_groups,
     grouped,
     join_block,
@@ -52,6 +53,32 @@ def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA)
     new_gk = torch.where(new_gk.isfinite().all(-1, keepdim=True), new_gk, 0.0)
     new_error = join_block(*quantise_groups(new_gk, ERROR_CODEC.bits), ERROR_CODEC.bits)
     return join_block(codes_gk, scales_g, codec.bits), new_error
+
+
+def requantise(
+    payloads: Tensor,
+    inner: Codec,
+    *,
+    error: Tensor,
+    codec: Codec,
+    num_elements: int,
+    rotate: bool = False,
+    beta: float = BETA,
+) -> tuple[Tensor, Tensor]:
+    """`loco_quantise` of sums of what came encoded: the payload [blocks, bytes] to send on, and the new error.
+
+    Args:
+        payloads: blocks of `inner` from each rank, [ranks, blocks, bytes]; summed in float32 and in order of rank.
+        error: as of `loco_quantise`, [blocks, bytes].
+        codec: of the sums.
+        num_elements: of a block.
+        rotate: how `payloads` were encoded.
+    """
+    sums = [
+        decode_sum(payloads[:, block], inner, num_elements=num_elements, dtype=torch.float32, rotate=rotate)
+        for block in range(payloads.shape[1])
+    ]
+    return loco_quantise(torch.stack(sums), error, codec, beta=beta)
 
 
 def check_feedback(g: Tensor, error: Tensor, codec: Codec) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.flight import last_collective
+from meshwright.comm.private import last_collective
 from meshwright.errors import RunError
 
 LOST_WORDS = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")

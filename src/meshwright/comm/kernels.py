@@ -6,6 +6,7 @@ Tensors on a CPU go to the C++ kernels, or to the torch reference on a machine w
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from meshwright.comm import codecs, feedback
@@ -45,6 +46,13 @@ def decode_sum(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = Fa
     return out.copy_(total)
 
 
+def decode_sums(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False) -> Tensor:
+    """`decode_sum` of each column of `payloads` [ranks, blocks, bytes], into `out` [blocks, elements]."""
+    for block in range(len(out)):
+        decode_sum(payloads[:, block], codec, out=out[block], rotate=rotate)
+    return out
+
+
 def loco_quantise(
     g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -54,6 +62,23 @@ def loco_quantise(
         return kernels.loco_quantise(g, error, codec, beta=beta, new_error=new_error)
     payload, computed = feedback.loco_quantise(g, error, codec, beta=beta)
     return payload, computed if new_error is None else new_error.copy_(computed)
+
+
+def requantise(
+    payloads: Tensor,
+    inner: Codec,
+    *,
+    error: Tensor,
+    codec: Codec,
+    num_elements: int,
+    rotate: bool = False,
+    beta: float = BETA,
+    new_error: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `feedback.requantise`; `new_error` as of `loco_quantise`."""
+    sums = torch.empty(payloads.shape[1], num_elements, device=payloads.device)
+    decode_sums(payloads, inner, out=sums, rotate=rotate)
+    return loco_quantise(sums, error, codec, beta=beta, new_error=new_error)
 
 
 def _kernels(x: Tensor, codec: Codec) -> CpuKernels | None:

@@ -69,13 +69,15 @@ def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, axes.sizes(), mesh_dim_names=axes.names())
 
 
-def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
-    """A group of some ranks; None on the others. All ranks of the run call it, in the same order.
+def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup | None:
+    """A group of some ranks, in ascending order; None on the others. All ranks of the run call it, in the same order.
+
+    Collectives may take `timeout_s` seconds, or PyTorch's default.
 
     (`use_local_synchronization`, which would let the others go on, hangs on torch 2.13 where a rank is in several
     groups of two.)
     """
-    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group(list(ranks), timeout=None if timeout_s is None else timedelta(seconds=timeout_s))
     return group if isinstance(group, ProcessGroup) else None
 
 

@@ -1,7 +1,9 @@
-"""What PyTorch itself noted of the last collective it was asked for, FSDP2's and DTensor's included.
+"""What PyTorch has no public call for: its notes of the last collective, and the ranks that FSDP2 shards a module over.
 
 Private PyTorch names are used here and nowhere else in this room: `_dump_fr_trace_json` and `_resolve_process_group` of
-`torch._C._distributed_c10d`. Checked on 2.13 with gloo; where a version has or notes less, nothing is found.
+`torch._C._distributed_c10d`, and FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
+`_reduce_scatter_process_group`. Checked on 2.13 with gloo. Where a version notes less of its collectives, nothing is
+found.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import json
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.words import ranks_words
 
@@ -28,3 +32,12 @@ def last_collective() -> str | None:
         return None
     of = f", of {shapes}" if shapes else ""
     return f"{name}, number {number} by PyTorch's count in the group of {ranks_words(ranks)}{of}"
+
+
+def shard_group(module: FSDPModule) -> ProcessGroup | None:
+    """The ranks that an FSDP2 module's gradients are reduce-scattered over.
+
+    None for a module without parameters of its own, and for one with replicas of its shards (HSDP).
+    """
+    own = module._get_fsdp_state()._fsdp_param_group
+    return None if own is None or own._is_hsdp else own._reduce_scatter_process_group
