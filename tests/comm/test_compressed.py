@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm import Compression, Placement, compress
@@ -200,3 +201,25 @@ def test_a_state_is_of_exactly_the_module_that_it_names():
     (state,) = fresh["layers.1"].load.call_args.args
     assert set(state) == {"error", "layout", "num_steps", "loss_scale"}
     assert not fresh["layers"].load.called and not fresh["layers.1.norm"].load.called
+
+
+def seen_weights(rank, world_size):
+    """A layer's weight in the forward, and the gradients on both sides of it; two ranks keep it in between."""
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    compress(model, weights="int8")
+    seen = []
+    model.second.register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
+    model.second.register_full_backward_hook(lambda module, into, out: seen.extend((into[0], out[0])))
+    model(torch.randn(4, 71, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    return seen
+
+
+@pytest.mark.slow
+def test_weights_that_neighbours_keep_are_the_same_in_the_backward(gang):
+    for weight, into, out in gang(4).run(seen_weights):
+        torch.testing.assert_close(into, out @ weight, rtol=1e-6, atol=1e-8)

@@ -165,14 +165,18 @@ class CompressedAllGather(_Collective):
     def __init__(self, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:
         super().__init__(nodes)
         self._codec, self._rotate = codec, rotate
+        self._most_ranks = 0
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill `output_tensor` [r · n] with the pieces [n] of all ranks; the input may lie in the output."""
         num_ranks = group.size()
-        # Modules with weights of several types hand over bytes, which can only be sent as they are.
-        codec = self._codec if input_tensor.is_floating_point() else None
+        self._most_ranks = max(self._most_ranks, num_ranks)
+        # What fewer ranks gather is what they kept of weights that were sent: encoded again in other groups of
+        # elements, the backward's weights would not be the forward's. And modules with weights of several types hand
+        # over bytes, which can only be sent as they are.
+        codec = self._codec if input_tensor.is_floating_point() and num_ranks == self._most_ranks else None
         payload = input_tensor if codec is None else kernels.encode(input_tensor, codec, rotate=self._rotate)
         gathered = all_gather_into(payload.clone() if codec is None else payload, group=group)
         self.sent.count_ring(num_bytes(payload) * (num_ranks - 1), self.links(group))

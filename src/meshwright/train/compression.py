@@ -17,6 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.compress import EXACT, GRADIENTS, Compression, compress
+from meshwright.comm.placement import place
 from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
 from meshwright.models.part import ModelPart
@@ -28,16 +29,30 @@ class RunCompression:
     def __init__(self, config: RunConfig, parts: Mapping[int, ModelPart], *, rank: int) -> None:
         comm = config.comm
         used = config.mesh.axes().data_parallel() > 1 and (comm.gradients != EXACT or comm.weights != EXACT)
-        self._parts: dict[int, Compression] = {
-            stage: compress(part, gradients=comm.gradients, weights=comm.weights)
-            for stage, part in (parts.items() if used else ())
-        }
+        nodes = None
+        if comm.ranks_per_node is not None:
+            nodes = [one // comm.ranks_per_node for one in range(config.mesh.axes().num_ranks())]
+        self._parts: dict[int, Compression] = {}
+        if used:
+            placement = place(parts.values(), nodes=nodes, timeout_s=config.train.timeout_s)
+            nodes = list(placement.nodes)
+            self._parts = {
+                stage: compress(
+                    part,
+                    gradients=comm.gradients,
+                    weights=comm.weights,
+                    inside_node=comm.inside_node,
+                    placement=placement,
+                )
+                for stage, part in parts.items()
+            }
         self._name = f"comm.rank{rank}"
         self.identity: dict[str, Any] = {
             "gradients": comm.gradients,
             "mesh": list(config.mesh.axes().sizes()),
             "layers_per_stage": list(layers_per_stage(config)),
             "freeze": list(config.train.freeze),
+            "nodes": nodes,
         }
         """What the errors belong to: where it is the same, they are of the same elements."""
 
