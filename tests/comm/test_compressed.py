@@ -147,12 +147,12 @@ def resumed(rank, world_size, breaks):
     for step in range(4):
         out = torch.empty(200)
         comm(out, torch.randn(400, generator=generator), dist.group.WORLD, dist.ReduceOp.SUM)
-        comm.error.commit()
+        comm.commit()
         outs.append(out)
         if breaks and step == 1:
-            state = comm.error.state_dict()
+            state = comm.state_dict()
             comm = CompressedReduceScatter("x", Codec.INT2, feedback=True)
-            comm.load(state)
+            comm.load_state_dict(state)
     return outs
 
 

@@ -2,5 +2,6 @@
 
 from meshwright.comm.all_to_all import all_to_all
 from meshwright.comm.compress import Compression, compress
+from meshwright.comm.ddp import compress_ddp
 
-__all__ = ["Compression", "all_to_all", "compress"]
+__all__ = ["Compression", "all_to_all", "compress", "compress_ddp"]

@@ -24,7 +24,7 @@ from meshwright.comm import kernels
 from meshwright.comm.all_to_all import all_to_all
 from meshwright.comm.codecs import Codec
 from meshwright.comm.collectives import all_gather_into
-from meshwright.comm.error_state import ErrorLayout, ErrorState
+from meshwright.comm.error_state import Feedback, KeepsErrors
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Allocates:
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
-class CompressedReduceScatter(_Allocates):
+class CompressedReduceScatter(_Allocates, KeepsErrors):
     """The sum or mean over the ranks of what each has encoded."""
 
     def __init__(self, name: str, codec: Codec, *, rotate: bool = False, feedback: bool = False) -> None:
@@ -63,10 +63,9 @@ class CompressedReduceScatter(_Allocates):
             feedback: carry each step's error into the next one (LoCo).
         """
         assert not (feedback and (rotate or not codec.is_quantised)), "feedback is for quantised pieces as they are"
-        self.name, self._codec, self._rotate, self._feedback = name, codec, rotate, feedback
-        self.error: ErrorState | None = None
-        """Made at the first use, when the sizes are known."""
-        self._saved: dict[str, Tensor] | None = None
+        self.name, self._codec, self._rotate = name, codec, rotate
+        self._feedback = Feedback(name) if feedback else None
+        super().__init__({"": self._feedback} if self._feedback else {})
         self.sent = SentBytes()
 
     def __call__(
@@ -82,22 +81,10 @@ class CompressedReduceScatter(_Allocates):
         factor = _factor(op, num_ranks)
         kernels.decode_sum(received, self._codec, out=output_tensor, rotate=self._rotate, multiplier=factor)
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with a saved error, as soon as the sizes are known."""
-        self._saved = state
-        if self.error is not None:
-            self.error.load_state_dict(state)
-
     def _encoded(self, pieces_rn: Tensor) -> Tensor:
-        if not self._feedback:
+        if self._feedback is None:
             return kernels.encode(pieces_rn, self._codec, rotate=self._rotate)
-        layout = ErrorLayout(*pieces_rn.shape)
-        if self.error is None or self.error.layout != layout:
-            saved = self._saved if self.error is None else self.error.state_dict()
-            self.error = ErrorState(self.name, layout, device=pieces_rn.device)
-            if saved is not None:
-                self.error.load_state_dict(saved)
-        return self.error.quantise(pieces_rn, self._codec)
+        return self._feedback.quantise(pieces_rn, self._codec)
 
 
 class CompressedAllGather(_Allocates):
