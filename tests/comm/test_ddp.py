@@ -43,7 +43,7 @@ def wrapped(**options):
 
 
 def gradients_of(model):
-    return [p.grad.float().clone() for p in model.parameters() if p.grad is not None]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def backward(model, rank, step, *, accumulates=True, **kwargs):
@@ -78,7 +78,8 @@ def test_gradients_are_those_of_ddp(gang, num_ranks):
         for case in CASES:
             for plain, exact, loco in zip(*(steps for (one, _), steps in found.items() if one == case), strict=True):
                 for a, b, c in zip(plain, exact, loco, strict=True):
-                    torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-5)  # bfloat16 is among them
+                    tight = a.dtype is torch.float32
+                    torch.testing.assert_close(b, a, rtol=1e-5 if tight else 1e-2, atol=1e-7 if tight else 1e-4)
                     assert (c - a).norm() <= 0.35 * a.norm() + 1e-6
 
 
@@ -101,27 +102,29 @@ def test_what_a_step_loses_arrives_in_later_ones(gang):
     assert share < 0.2
 
 
-def trained(rank, world_size, name, what, num_steps=6, bucket_cap_mb=SMALL):
-    """Parameters after some steps, as far as all ranks agree, and warnings; after the third step `what` happens."""
+def trained(rank, world_size, name, what, *, cap=SMALL, later_cap=None, num_steps=6):
+    """Parameters after some steps, and warnings; before the fourth step `what` happens."""
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("meshwright").addHandler(handler)
-    model = wrapped()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model(), bucket_cap_mb=cap)
     compression = compress_ddp(model, gradients=name)
     for step in range(num_steps):
-        if what == "resume" and step == 3:
-            sent = compression.sent().payload
+        if what in ("resume", "thaw") and step == 3:
             weights, state = model.module.state_dict(), compression.state_dict()
-            model = DistributedDataParallel(Model(), bucket_cap_mb=bucket_cap_mb)
+            model = Model()
+            model.frozen.requires_grad_(what == "thaw")
+            model = DistributedDataParallel(model, bucket_cap_mb=later_cap or cap)
             model.module.load_state_dict(weights)
             compression = compress_ddp(model, gradients=name)
             compression.load_state_dict(state)
-            assert sent > 0 and compression.sent().payload == 0
+            assert compression.state_dict().keys() == state.keys()
         if what == "skip" and step == 3:
             backward(model, rank, 99)
             compression.discard()
-        backward(model, rank, step)
+        backward(model, rank, step, accumulates=False)
         compression.commit()
         with torch.no_grad():
             for p in model.parameters():
@@ -130,19 +133,24 @@ def trained(rank, world_size, name, what, num_steps=6, bucket_cap_mb=SMALL):
     return [p.detach().clone() for p in model.parameters()], warnings
 
 
-@pytest.mark.parametrize("what", ["resume", "skip"])
+def each_trained(rank, world_size, name, whats, cap):
+    return [trained(rank, world_size, name, what, cap=cap) for what in whats]
+
+
+@pytest.mark.parametrize("cap", [SMALL, 25])
 @pytest.mark.parametrize("name", ["loco2", pytest.param("int4", marks=pytest.mark.slow)])
-def test_a_new_process_and_a_skipped_step_change_no_bit(gang, name, what):
-    whole, broken = gang(2).run(trained, name, None), gang(2).run(trained, name, what)
-    for (expected, _), (parameters, warnings) in zip(whole, broken, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(expected, parameters, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(whole[0][0], parameters, strict=True))
-        assert warnings == []  # nor at DDP's new buckets
+def test_a_new_process_and_a_skipped_step_change_no_bit(gang, name, cap):
+    results = gang(2).run(each_trained, name, [None, "resume", "skip"], cap)
+    for found in results:
+        for parameters, warnings in found:
+            assert all(torch.equal(a, b) for a, b in zip(results[0][0][0], parameters, strict=True))
+            assert warnings == []  # nor of the buckets that DDP has from the second step on
 
 
-def test_other_buckets_warn(gang):
-    for parameters, warnings in gang(2).run(trained, "loco4", "resume", bucket_cap_mb=25):
-        assert len(warnings) == 1 and "starts from zero: DDP has other ones now" in warnings[0]
+@pytest.mark.parametrize(("what", "later_cap", "num_changed"), [("resume", 25, 1), ("thaw", SMALL, 2)])
+def test_saved_errors_of_other_buckets_are_not_used(gang, what, later_cap, num_changed):
+    for parameters, warnings in gang(2).run(trained, "loco4", what, later_cap=later_cap):
+        assert warnings == [f"the error feedback of {num_changed} buckets starts from zero: DDP has other ones now"]
         assert all(bool(p.isfinite().all()) for p in parameters)
 
 

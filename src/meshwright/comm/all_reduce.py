@@ -93,7 +93,7 @@ class CompressedAllReduce(KeepsErrors):
         return kernels.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
 
     def _decode_into(self, x: Tensor, gathered: Tensor, n: int) -> None:
-        """Fill `x` from the encoded sums [r, bytes] of pieces of `n` elements, of which the last ones may be partial."""
+        """Fill `x` from the encoded sums [r, bytes] of pieces of `n` elements, of which the last may be partial."""
         num_whole = len(x) // n
         whole = x[: num_whole * n].view(num_whole, n)
         kernels.decode(gathered[:num_whole], self._codec_of_sum, out=whole, rotate=self._rotate)

@@ -20,7 +20,7 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,7 +82,9 @@ class BucketReduction:
         self._gone = SentBytes()
         """What buckets that are gone have sent."""
         self._num_backwards = 0
-        self._is_restored = self._is_remapped = False
+        self._is_restored = False
+        self._errors_matter = False
+        """Those in hand are not the first step's."""
         self._held: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
         self._num_changed = 0
         """Buckets of this backward whose parameters had an error in others."""
@@ -141,7 +143,7 @@ class BucketReduction:
                 break
             comm = self._new(tuple(own[_BUCKET].tolist()))
             comm.load_state_dict(own)
-        self._is_restored = True
+        self._is_restored = self._errors_matter = True
 
     def _mean(self, bucket: Bucket, gradients: Tensor) -> None:
         comm = self._all_reduces.get(bucket)
@@ -168,23 +170,22 @@ class BucketReduction:
         return [bucket for bucket in self._all_reduces if not wanted.isdisjoint(bucket)]
 
     def _end_backward(self) -> None:
-        if self._held:
-            self._reduce_held()
-        is_worth_a_word = self._num_backwards > 1 or self._is_remapped
-        if self._num_changed and self._way.feedback and is_worth_a_word:
+        is_as_saved = self._reduce_held() if self._held else False
+        if self._num_changed and self._way.feedback and self._errors_matter:
             _log.warning("the error feedback of %d buckets starts from zero: DDP has other ones now", self._num_changed)
         self._num_changed = 0
         self._num_backwards += 1
+        self._errors_matter = is_as_saved or self._num_backwards > 1
 
-    def _reduce_held(self) -> None:
-        """Reduce what was held back in the saved buckets if they fit, otherwise in DDP's own."""
+    def _reduce_held(self) -> bool:
+        """Reduce what was held back in the saved buckets, or in DDP's own if those do not fit; whether they do."""
         held, self._held = self._held, []
-        self._is_remapped = True
         parts: dict[int, Tensor] = {}
         for key, gradients, _ in held:
             parts.update(zip(key, self._split(key, gradients), strict=True))
         saved = self._overlapping(parts)
-        if sorted(parts) == sorted(number for bucket in saved for number in bucket):
+        is_as_saved = sorted(parts) == sorted(number for bucket in saved for number in bucket)
+        if is_as_saved:
             for key in saved:
                 gradients = torch.cat([parts[number] for number in key])
                 self._mean(key, gradients)
@@ -195,10 +196,12 @@ class BucketReduction:
                 self._mean(key, gradients)
         for _, gradients, future in held:
             future.set_result(gradients)
+        return is_as_saved
 
     def _split(self, bucket: Bucket, gradients: Tensor) -> tuple[Tensor, ...]:
         """The part of each parameter, as it lies in memory."""
-        return gradients.split([self._sizes[number] for number in bucket])
+        parts: tuple[Tensor, ...] = gradients.split([self._sizes[n] for n in bucket])  # type: ignore[no-untyped-call]
+        return parts
 
 
 def _error(what: str, fix: str) -> LayoutError:

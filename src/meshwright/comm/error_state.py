@@ -190,7 +190,9 @@ class KeepsErrors:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The errors of this rank, which no other rank has."""
-        return {start + key: value for start, error in self._errors.items() for key, value in error.state_dict().items()}
+        return {
+            start + key: value for start, error in self._errors.items() for key, value in error.state_dict().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with saved errors, as soon as the sizes are known; one that `state` doesn't have starts from zero."""
