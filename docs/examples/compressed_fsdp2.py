@@ -20,8 +20,9 @@ DIM, STEPS = 64, 60
 def build() -> nn.Sequential:
     """A model with FSDP2 applied, as it would be without compression."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) for _ in range(3)))
-    for block in model:
+    blocks = [nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    for block in blocks:
         fully_shard(block)
     fully_shard(model)
     return model

@@ -151,12 +151,12 @@ def resumed(rank, world_size, breaks):
     for step in range(4):
         out = torch.empty(200)
         comm(out, torch.randn(400, generator=generator), dist.group.WORLD, dist.ReduceOp.SUM)
-        comm.error.commit()
+        comm.commit()
         outs.append(out)
         if breaks and step == 1:
-            state = comm.error.state_dict()
+            state = comm.state_dict()
             comm = CompressedReduceScatter("x", Codec.INT2, feedback=True)
-            comm.load(state)
+            comm.load_state_dict(state)
     return outs
 
 
@@ -194,13 +194,13 @@ def test_bad_input():
 def test_a_state_is_of_exactly_the_module_that_it_names():
     names = ("layers", "layers.1", "layers.1.norm")
     comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in names}
-    comms["layers.1"].error_of(ErrorLayout(2, 8), torch.device("cpu"))
+    comms["layers.1"]._feedback.error_of(ErrorLayout(2, 8), torch.device("cpu"))
     saved = Compression(comms, {}).state_dict()
     fresh = {name: mock.Mock() for name in names}
     Compression(fresh, {}).load_state_dict(saved)
-    (state,) = fresh["layers.1"].load.call_args.args
+    (state,) = fresh["layers.1"].load_state_dict.call_args.args
     assert set(state) == {"error", "layout", "num_steps", "loss_scale"}
-    assert not fresh["layers"].load.called and not fresh["layers.1.norm"].load.called
+    assert not fresh["layers"].load_state_dict.called and not fresh["layers.1.norm"].load_state_dict.called
 
 
 def seen_weights(rank, world_size):

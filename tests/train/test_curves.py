@@ -29,7 +29,8 @@ def test_differences_are_means_over_steps_that_both_have():
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.toml", "steps", "toml"])
 def test_what_is_no_run_is_named(tmp_path, missing):
-    folder = run_folder(tmp_path / "a", [1.0] if missing != "steps" else [None], "a = 1\n" if missing != "toml" else "a =")
+    config = "a =" if missing == "toml" else "a = 1"
+    folder = run_folder(tmp_path / "a", [None] if missing == "steps" else [1.0], config)
     if "." in missing:
         (folder / missing).unlink()
     with pytest.raises(InputError, match="is no run's folder") as caught:

@@ -2,6 +2,7 @@
 
 from meshwright.comm.all_to_all import all_to_all
 from meshwright.comm.compress import Compression, compress
+from meshwright.comm.ddp import compress_ddp
 from meshwright.comm.placement import Placement, place
 
-__all__ = ["Compression", "Placement", "all_to_all", "compress", "place"]
+__all__ = ["Compression", "Placement", "all_to_all", "compress", "compress_ddp", "place"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.codecs import Codec
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter, SentBytes
+from meshwright.comm.error_state import starting_with
 from meshwright.comm.placement import Placement, place
 from meshwright.comm.private import shard_group
 from meshwright.comm.two_stages import TwoStageReduceScatter
@@ -18,7 +20,7 @@ from meshwright.errors import ConfigError, LayoutError
 
 
 @dataclass(frozen=True)
-class _Way:
+class Way:
     """How gradients are sent."""
 
     codec: Codec
@@ -28,13 +30,13 @@ class _Way:
 
 EXACT = "exact"
 GRADIENTS = {
-    "exact-via-all-to-all": _Way(Codec.EXACT),
-    "bf16": _Way(Codec.BF16),
-    "int8": _Way(Codec.INT8, rotate=True),
-    "int4": _Way(Codec.INT4, rotate=True),
-    "loco4": _Way(Codec.INT4, feedback=True),
-    "int2": _Way(Codec.INT2, rotate=True),
-    "loco2": _Way(Codec.INT2, feedback=True),
+    "exact-via-all-to-all": Way(Codec.EXACT),
+    "bf16": Way(Codec.BF16),
+    "int8": Way(Codec.INT8, rotate=True),
+    "int4": Way(Codec.INT4, rotate=True),
+    "loco4": Way(Codec.INT4, feedback=True),
+    "int2": Way(Codec.INT2, rotate=True),
+    "loco2": Way(Codec.INT2, feedback=True),
 }
 """Ways of gradients by name, besides `exact`, which is FSDP2's own; the last two are to see what feedback does."""
 INSIDE_NODE = {codec.value: codec for codec in (Codec.EXACT, Codec.BF16, Codec.INT8, Codec.INT4)}
@@ -42,50 +44,61 @@ INSIDE_NODE = {codec.value: codec for codec in (Codec.EXACT, Codec.BF16, Codec.I
 WEIGHTS = {"bf16": Codec.BF16, "int8": Codec.INT8}
 
 
+class Reduction(Protocol):
+    """What sums gradients over ranks, and may keep errors of it."""
+
+    @property
+    def sent(self) -> SentBytes:
+        """Bytes that this rank has handed to others."""
+
+    def commit(self) -> None:
+        """The step was taken."""
+
+    def discard(self) -> None:
+        """The step is skipped."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The errors of this rank."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from saved ones."""
+
+
 class Compression:
     """The compressed collectives of a model. A training says after every step whether it was taken."""
 
-    def __init__(
-        self, reduce_scatters: Mapping[str, CompressedReduceScatter], all_gathers: Mapping[str, CompressedAllGather]
-    ) -> None:
-        self._reduce_scatters, self._all_gathers = reduce_scatters, all_gathers
+    def __init__(self, reductions: Mapping[str, Reduction], all_gathers: Mapping[str, CompressedAllGather]) -> None:
+        self._reductions, self._all_gathers = reductions, all_gathers
 
     def commit(self) -> None:
         """The optimizer has taken the step: its errors are carried into the next."""
-        for comm in self._reduce_scatters.values():
-            if comm.error is not None:
-                comm.error.commit()
+        for comm in self._reductions.values():
+            comm.commit()
 
     def discard(self) -> None:
         """The step is skipped, for an overflow: its errors are forgotten."""
-        for comm in self._reduce_scatters.values():
-            if comm.error is not None:
-                comm.error.discard()
+        for comm in self._reductions.values():
+            comm.discard()
 
     def sent(self) -> SentBytes:
         """Bytes that this rank has handed to others since the start."""
-        counts = [comm.sent for comm in self._reduce_scatters.values()]
+        counts = [comm.sent for comm in self._reductions.values()]
         counts += [comm.sent for comm in self._all_gathers.values()]
         return sum(counts, SentBytes())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The errors of this rank, which no other rank has."""
         return {
-            f"{name}.{key}": value
-            for name, comm in self._reduce_scatters.items()
-            if comm.error is not None
-            for key, value in comm.error.state_dict().items()
+            f"{name}/{key}": value
+            for name, comm in self._reductions.items()
+            for key, value in comm.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a saved state of this rank; a module that it doesn't have starts from zero."""
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            name, _, field = key.rpartition(".")
-            by_name.setdefault(name, {})[field] = value
-        for name, comm in self._reduce_scatters.items():
-            if name in by_name:
-                comm.load(by_name[name])
+        for name, comm in self._reductions.items():
+            if own := starting_with(f"{name}/", state):
+                comm.load_state_dict(own)
 
 
 def compress(
@@ -117,9 +130,9 @@ def compress(
         ConfigError: a name that there is not, or both `nodes` and `placement`.
         LayoutError: there is no FSDP2 module in `model`; or `nodes` or `placement` does not fit it.
     """
-    _check(gradients, [EXACT, *GRADIENTS], "gradients")
-    _check(weights, [EXACT, *WEIGHTS], "weights")
-    _check(inside_node, list(INSIDE_NODE), "gradients inside a node", argument="inside_node")
+    check_name(gradients, [EXACT, *GRADIENTS], "gradients")
+    check_name(weights, [EXACT, *WEIGHTS], "weights")
+    check_name(inside_node, list(INSIDE_NODE), "gradients inside a node", argument="inside_node")
     _check_once(nodes, placement)
     modules = {name or "root": module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
@@ -147,7 +160,7 @@ def compress(
 
 
 def _reduce_scatter(
-    name: str, module: FSDPModule, way: _Way, inside: Codec, placement: Placement
+    name: str, module: FSDPModule, way: Way, inside: Codec, placement: Placement
 ) -> CompressedReduceScatter:
     """In two stages where the placement of the module's group allows it."""
     group = shard_group(module)
@@ -165,12 +178,17 @@ def _reduce_scatter(
     )
 
 
-def _check(name: str, known: list[str], what: str, *, argument: str = "") -> None:
+def check_name(name: str, known: list[str], what: str, *, argument: str = "") -> None:
+    """Refuse a way of sending `what` that there is not.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ConfigError(
             f"{what} cannot be sent as {name!r}",
-            where=f"meshwright.comm.compress, {argument or what}",
+            where=f"compressed {argument or what}",
             rule=f"{what} is one of {', '.join(known)}",
             fix=f"{argument or what}={near[0]!r}",
         )

@@ -24,7 +24,7 @@ from meshwright.comm import kernels
 from meshwright.comm.all_to_all import all_to_all
 from meshwright.comm.codecs import Codec
 from meshwright.comm.collectives import all_gather_into
-from meshwright.comm.error_state import ErrorLayout, ErrorState
+from meshwright.comm.error_state import Feedback, KeepsErrors
 from meshwright.comm.nodes import Links, links_of
 
 
@@ -71,19 +71,16 @@ class SentBytes:
         return SentBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class _Collective:
-    """What both have: bytes are counted by the nodes that they go to, and FSDP2 lets it allocate its buffers."""
+class CountsBytes:
+    """Bytes are counted by the nodes that they go to."""
 
     def __init__(self, nodes: Sequence[int] | None) -> None:
+        """With the node of each rank of the world; all are on one if not given."""
         self._nodes = nodes
-        self._links: dict[ProcessGroup, Links] = {}
+        self._links: dict[ProcessGroup | None, Links] = {}
         self.sent = SentBytes()
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor."""
-        return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
-
-    def links(self, group: ProcessGroup) -> Links:
+    def links(self, group: ProcessGroup | None) -> Links:
         """How this rank reaches the others of `group`."""
         if group not in self._links:
             nodes = [0] * dist.get_world_size() if self._nodes is None else self._nodes
@@ -91,7 +88,15 @@ class _Collective:
         return self._links[group]
 
 
-class CompressedReduceScatter(_Collective):
+class _Allocates:
+    """FSDP2 lets the collective allocate its buffers."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor."""
+        return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
+
+
+class CompressedReduceScatter(_Allocates, CountsBytes, KeepsErrors):
     """The sum or mean over the ranks of what each has encoded."""
 
     def __init__(
@@ -112,12 +117,11 @@ class CompressedReduceScatter(_Collective):
             feedback: carry each step's error into the next one (LoCo).
             nodes: the node of each rank of the world, for the count of bytes; all are on one if not given.
         """
-        super().__init__(nodes)
+        CountsBytes.__init__(self, nodes)
         assert not (feedback and (rotate or not codec.is_quantised)), "feedback is for quantised pieces as they are"
-        self.name, self._codec, self._rotate, self._feedback = name, codec, rotate, feedback
-        self.error: ErrorState | None = None
-        """Made at the first use, when the sizes are known."""
-        self._saved: dict[str, Tensor] | None = None
+        self.name, self._codec, self._rotate = name, codec, rotate
+        self._feedback = Feedback(name) if feedback else None
+        KeepsErrors.__init__(self, {"": self._feedback} if self._feedback else {})
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
@@ -138,28 +142,13 @@ class CompressedReduceScatter(_Collective):
         num_ranks = group.size()
         self.sent.count_exact(num_bytes(x) // num_ranks * (num_ranks - 1), self.links(group))
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with a saved error, as soon as the sizes are known."""
-        self._saved = state
-        if self.error is not None:
-            self.error.load_state_dict(state)
-
-    def error_of(self, layout: ErrorLayout, device: torch.device) -> ErrorState:
-        """The error for gradients of this layout, as it was left or saved."""
-        if self.error is None or self.error.layout != layout:
-            saved = self._saved if self.error is None else self.error.state_dict()
-            self.error = ErrorState(self.name, layout, device=device)
-            if saved is not None:
-                self.error.load_state_dict(saved)
-        return self.error
-
     def _encoded(self, pieces_rn: Tensor) -> Tensor:
-        if not self._feedback:
+        if self._feedback is None:
             return kernels.encode(pieces_rn, self._codec, rotate=self._rotate)
-        return self.error_of(ErrorLayout(*pieces_rn.shape), pieces_rn.device).quantise(pieces_rn, self._codec)
+        return self._feedback.quantise(pieces_rn, self._codec)
 
 
-class CompressedAllGather(_Collective):
+class CompressedAllGather(_Allocates, CountsBytes):
     """Weights as every rank decodes them from what each has encoded; all ranks compute with the same ones."""
 
     def __init__(self, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:

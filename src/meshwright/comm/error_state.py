@@ -154,3 +154,80 @@ class ErrorState:
 
     def _codes_and_scales(self) -> tuple[Tensor, Tensor]:
         return split_block(self._error, ERROR_CODEC.bits, num_elements=self.layout.num_elements)
+
+
+class Feedback:
+    """The error of gradients whose number shows at the first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._error: ErrorState | None = None
+        self._saved: Mapping[str, Tensor] | None = None
+
+    def quantise(self, g: Tensor, codec: Codec) -> Tensor:
+        """As of `ErrorState`; an error of another layout than before starts from zero, with a warning."""
+        return self.error_of(ErrorLayout(*g.shape), g.device).quantise(g, codec)
+
+    def error_of(self, layout: ErrorLayout, device: torch.device) -> ErrorState:
+        """The error of gradients of this layout, as it was left or saved."""
+        if self._error is None or self._error.layout != layout:
+            saved = self._saved if self._error is None else self._error.state_dict()
+            self._error = ErrorState(self._name, layout, device=device)
+            if saved is not None:
+                self._error.load_state_dict(saved)
+        return self._error
+
+    def commit(self) -> None:
+        """The step was taken."""
+        if self._error is not None:
+            self._error.commit()
+
+    def discard(self) -> None:
+        """The step is skipped."""
+        if self._error is not None:
+            self._error.discard()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The committed state; empty before the first use."""
+        return dict(self._saved or {}) if self._error is None else self._error.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with a saved error, as soon as the layout is known."""
+        self._saved = state
+        if self._error is not None:
+            self._error.load_state_dict(state)
+
+
+class KeepsErrors:
+    """What a collective with errors does at the end of a step and at a checkpoint."""
+
+    def __init__(self, errors: Mapping[str, Feedback]) -> None:
+        self._errors = errors
+        """By what stands before their tensors' names in a state."""
+
+    def commit(self) -> None:
+        """The optimizer has taken the step: its errors are carried into the next."""
+        for error in self._errors.values():
+            error.commit()
+
+    def discard(self) -> None:
+        """The step is skipped, for an overflow: its errors are forgotten."""
+        for error in self._errors.values():
+            error.discard()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The errors of this rank, which no other rank has."""
+        return {
+            start + key: value for start, error in self._errors.items() for key, value in error.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with saved errors, as soon as the sizes are known; one that `state` doesn't have starts from zero."""
+        for start, error in self._errors.items():
+            if own := starting_with(start, state):
+                error.load_state_dict(own)
+
+
+def starting_with(start: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of `state` whose names start so, without it."""
+    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}

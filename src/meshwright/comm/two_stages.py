@@ -82,7 +82,7 @@ class TwoStageReduceScatter(CompressedReduceScatter):
         layout = ErrorLayout(payloads.shape[1], pieces_rn.shape[1], self._pieces)
         rotates = self._inside.is_quantised
         if self._feedback and rotates:
-            state = self.error_of(layout, pieces_rn.device)
+            state = self._feedback.error_of(layout, pieces_rn.device)
             return state.requantise(payloads, self._inside, self._codec, rotate=rotates)
         # Exact bytes are of the gradients' own type, in either stage.
         is_exact = Codec.EXACT in (self._inside, self._codec)
@@ -90,7 +90,7 @@ class TwoStageReduceScatter(CompressedReduceScatter):
         sums = torch.empty(layout.num_blocks, layout.num_elements, dtype=dtype, device=pieces_rn.device)
         kernels.decode_sums(payloads, self._inside, out=sums, rotate=rotates)
         if self._feedback:
-            return self.error_of(layout, pieces_rn.device).quantise(sums, self._codec)
+            return self._feedback.error_of(layout, pieces_rn.device).quantise(sums, self._codec)
         return kernels.encode(sums, self._codec, rotate=self._rotate)
 
     def _order_on(self, x: Tensor) -> Tensor:
