@@ -90,9 +90,11 @@ class TerminalReporter(Reporter):
             )
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
         self._print(f"  metrics.jsonl · loss.png · {saved}repeat: meshwright run {summary.folder / 'config.toml'}")
-        if summary.traffic.entries:
-            where = f" · {_links(summary.traffic)}" if summary.traffic.sent().between_nodes else ""
-            self._print(f"  sent by plan: {_amount(summary.traffic, 'a rank')}{where}")
+        if summary.traffic.entries and summary.steps_here:
+            sent = summary.traffic.over(summary.steps_here)
+            where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
+            steps = "1 step" if summary.steps_here == 1 else f"{summary.steps_here} steps"
+            self._print(f"  sent by plan in {steps}: {_amount(sent, 'a rank')}{where}")
         if summary.sample is not None:
             self._print(paint("sample", "bold", sys.stdout))
             for line in summary.sample.splitlines():
@@ -141,7 +143,8 @@ def _amount(traffic: Traffic, unit: str) -> str:
 
 def _links(traffic: Traffic) -> str:
     sent = traffic.sent()
-    return f"{format_bytes(sent.inside_node)} inside a node · {format_bytes(sent.between_nodes)} between nodes"
+    between = f"{format_bytes(sent.between_nodes)} between nodes"
+    return f"{format_bytes(sent.inside_node)} inside a node · {between}" if sent.inside_node else between
 
 
 def _purposes(traffic: Traffic) -> str:

@@ -98,37 +98,38 @@ def messages(place: Place) -> Iterator[Message]:
     """All of a step of training; without its one sum of loss and gradient norm."""
     for part in place.parts():
         units = fsdp_units(place.config, part)
-        for unit in units:
-            yield from _gradients(place, unit)
+        yield from _gradients(place, units)
         yield from _weights(place, part, units)
         yield from _tensor(place, part)
     yield from _stages(place)
     yield from _shared(place)
 
 
-def _gradients(place: Place, unit: Unit) -> Iterator[Message]:
-    way, size, pieces = place.config.comm.gradients, place.reduce_bytes(), unit.num_trained
+def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
+    way, size = place.config.comm.gradients, place.reduce_bytes()
     line, replicas = place.line("dp_shard"), place.line("dp_replicate")
     near, far = _two_stages(place, line)
-    if way == EXACT or not far:
-        yield Message(What.GRADIENTS, place.others(line), encoded_bytes(way, pieces, element_bytes=size))
-    else:
-        inside = way if way in LOSSLESS else place.config.comm.inside_node
-        whole = pieces * (len(far) + 1)  # what a rank of this node will send on to the other nodes, and its own
-        yield Message(What.GRADIENTS, near, encoded_bytes(inside, whole, element_bytes=size))
-        yield Message(What.GRADIENTS, far, encoded_bytes(way, pieces, element_bytes=size))
-    share = -(-pieces // len(replicas))
-    yield Message(What.REPLICAS, place.others(replicas), 2 * encoded_bytes(way, share, element_bytes=size))
+    inside = way if way in LOSSLESS else place.config.comm.inside_node
+    for elements in (unit.num_trained for unit in units):
+        if way == EXACT or not far:
+            yield Message(What.GRADIENTS, place.others(line), encoded_bytes(way, elements, element_bytes=size))
+        else:
+            # Of all that a rank of this node will send on to other nodes, or keep.
+            whole = elements * (len(far) + 1)
+            yield Message(What.GRADIENTS, near, encoded_bytes(inside, whole, element_bytes=size))
+            yield Message(What.GRADIENTS, far, encoded_bytes(way, elements, element_bytes=size))
+        share = -(-elements // len(replicas))
+        yield Message(What.REPLICAS, place.others(replicas), 2 * encoded_bytes(way, share, element_bytes=size))
 
 
 def _two_stages(place: Place, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The others of `line` on this node, and those at the same place on other nodes; nobody where it is on one node, or
-    has one rank on each, or not the same number."""
+    has more ranks on some nodes than on others."""
     nodes: dict[int, list[int]] = {}
     for rank in line:
         nodes.setdefault(rank // place.ranks_per_node, []).append(rank)
     own = nodes[place.rank // place.ranks_per_node]
-    if len(nodes) < 2 or len(own) < 2 or any(len(node) != len(own) for node in nodes.values()):
+    if len(nodes) < 2 or any(len(node) != len(own) for node in nodes.values()):
         return (), ()
     local = own.index(place.rank)
     return place.others(tuple(own)), place.others(tuple(node[local] for node in nodes.values()))

@@ -66,7 +66,7 @@ class Trainer:
             validation = self._validate(done)
         if recorder is not None:
             recorder.close()
-        self._finish(validation, time.perf_counter() - started, num_steps=max(0, train.steps - done))
+        self._finish(validation, time.perf_counter() - started, steps_here=max(0, train.steps - done))
 
     def _is_due(self, step: int, every: int) -> bool:
         """Every `every` steps (0: never) and at the last."""
@@ -146,9 +146,8 @@ class Trainer:
         self._reporter.validated(step, found)
         return found
 
-    def _finish(self, validation: Validation | None, seconds: float, *, num_steps: int) -> None:
+    def _finish(self, validation: Validation | None, seconds: float, *, steps_here: int) -> None:
         train = self._job.config.train
-        traffic = predict_traffic(self._job.config, ranks_per_node=self._job.context.local_ranks)
         self._job.context.post("generating text", train.steps)
         self._reporter.waiting("generating text")
         sample = self._task.sample(self._step.pipeline)
@@ -165,7 +164,8 @@ class Trainer:
                 steps=train.steps,
                 seconds=seconds,
                 validation=validation,
-                traffic=traffic.over(num_steps),
+                steps_here=steps_here,
+                traffic=predict_traffic(self._job.config, ranks_per_node=self._job.context.local_ranks),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,

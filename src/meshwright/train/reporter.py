@@ -79,8 +79,10 @@ class Summary:
     steps: int
     seconds: float
     validation: Validation | None
+    steps_here: int
+    """Without those of a run that this one went on from."""
     traffic: Traffic
-    """What a rank sent over the steps of this run, predicted."""
+    """What a rank sends in a step, predicted, as in the facts."""
     folder: Path
     checkpoint: Path | None
     sample: str | None
