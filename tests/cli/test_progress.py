@@ -10,6 +10,7 @@ import struct
 import sys
 import termios
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,20 @@ from meshwright.cli import progress as module
 from meshwright.cli.errors import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
+from meshwright.plan.messages import What
+from meshwright.plan.traffic import SentBytes, Traffic, TrafficEntry
 from meshwright.train.reporter import Facts, LossUnit, Progress, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 
-SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_recognised": 0.75}),
-                  folder=Path("runs/x-1"), checkpoint=Path("runs/x-1/checkpoints/00000030"),
+TRAFFIC = Traffic(0, (TrafficEntry(What.GRADIENTS, SentBytes(100_000, 30_000), SentBytes(400_000, 300_000)),
+                      TrafficEntry(What.STAGES, SentBytes(500_000, 0), SentBytes(500_000, 0))))  # fmt: skip
+
+SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_recognised": 0.75}), steps_here=30,
+                  traffic=TRAFFIC, folder=Path("runs/x-1"), checkpoint=Path("runs/x-1/checkpoints/00000030"),
                   sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
 
 FACTS = Facts(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
-              backend="gloo", global_batch=8, seq_len=64, steps=30, predicted_bytes=10**9,
+              backend="gloo", global_batch=8, seq_len=64, steps=30, predicted_bytes=10**9, traffic=TRAFFIC,
               folder=Path("runs/x-1"), unit=LossUnit("bits/byte", 1.25))  # fmt: skip
 
 
@@ -116,8 +122,22 @@ def test_other_lines_do_not_mix_with_the_progress_line(monkeypatch):
         reporter.progress(step(3))
         show_error(RunError("rank 1 was killed"))
         shown = rows(read(), 120)
-    assert shown[2:-2] == ["a note", "step 2  validation 2.500 bits/byte · drawn recognised 0.750"]
+    assert shown[4:-2] == ["a note", "step 2  validation 2.500 bits/byte · drawn recognised 0.750"]
     assert shown[-2] == "error  rank 1 was killed"
+
+
+def test_what_is_sent_is_said_before_and_after(capsys):
+    nothing = Traffic(0, ())
+    for traffic in (TRAFFIC, nothing):
+        reporter = TerminalReporter()
+        reporter.started(replace(FACTS, traffic=traffic))
+        reporter.finished(replace(SUMMARY, traffic=traffic))
+    assert [line for line in capsys.readouterr().out.splitlines() if "iB" in line and "predicted" not in line] == [
+        "a rank sends 615 KiB a step (uncompressed 1.14 MiB): stages 488 KiB · gradients 127 KiB",
+        "  586 KiB inside a node · 29.3 KiB between nodes",
+        "  sent by plan in 30 steps: 18.0 MiB a rank (uncompressed 34.3 MiB) · 17.2 MiB inside a node · "
+        "879 KiB between nodes",
+    ]
 
 
 def test_no_color_is_honoured(monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import time
 
 from meshwright.cli.style import CLEAR_LINE, is_terminal, paint, tolerate
+from meshwright.plan.traffic import Traffic
 from meshwright.train.reporter import Facts, LossUnit, Progress, Reporter, Summary, Validation
 from meshwright.units import format_bytes, format_count, format_duration
 
@@ -33,7 +34,7 @@ class TerminalReporter(Reporter):
         self._unit = LossUnit("nats/token")
 
     def started(self, facts: Facts) -> None:
-        """The plan in two lines."""
+        """The plan: the model, how it is laid out, and what that sends."""
         self._steps, self._unit = facts.steps, facts.unit
         where = facts.device if facts.backend is None else f"{facts.device}, {facts.backend}"
         processes = "1 process" if facts.num_ranks == 1 else f"{facts.num_ranks} processes"
@@ -44,6 +45,10 @@ class TerminalReporter(Reporter):
             f"{mesh} ({where}) · batch {facts.global_batch} × {facts.seq_len} tokens · "
             f"predicted {format_bytes(facts.predicted_bytes)} a rank · {facts.folder}"
         )
+        if facts.traffic.entries:
+            self._print(f"a rank sends {_amount(facts.traffic, 'a step')}: {_purposes(facts.traffic)}")
+        if facts.traffic.sent().between_nodes:
+            self._print(f"  {_links(facts.traffic)}")
 
     def note(self, text: str) -> None:
         """One line of its own."""
@@ -85,6 +90,11 @@ class TerminalReporter(Reporter):
             )
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
         self._print(f"  metrics.jsonl · loss.png · {saved}repeat: meshwright run {summary.folder / 'config.toml'}")
+        if summary.traffic.entries and summary.steps_here:
+            sent = summary.traffic.over(summary.steps_here)
+            where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
+            steps = "1 step" if summary.steps_here == 1 else f"{summary.steps_here} steps"
+            self._print(f"  sent by plan in {steps}: {_amount(sent, 'a rank')}{where}")
         if summary.sample is not None:
             self._print(paint("sample", "bold", sys.stdout))
             for line in summary.sample.splitlines():
@@ -124,6 +134,23 @@ class TerminalReporter(Reporter):
             sys.stdout.write(CLEAR_LINE)
             self._line_is_open = False
         print(text, flush=True)
+
+
+def _amount(traffic: Traffic, unit: str) -> str:
+    sent, exact = traffic.sent().total(), traffic.exact().total()
+    return f"{format_bytes(sent)} {unit}" + (f" (uncompressed {format_bytes(exact)})" if sent != exact else "")
+
+
+def _links(traffic: Traffic) -> str:
+    sent = traffic.sent()
+    between = f"{format_bytes(sent.between_nodes)} between nodes"
+    return f"{format_bytes(sent.inside_node)} inside a node · {between}" if sent.inside_node else between
+
+
+def _purposes(traffic: Traffic) -> str:
+    """What for, most first."""
+    entries = sorted(traffic.entries, key=lambda entry: -entry.sent.total())
+    return " · ".join(f"{entry.what} {format_bytes(entry.sent.total())}" for entry in entries)
 
 
 def _joined(parts: dict[str, str]) -> str:

@@ -9,6 +9,7 @@ from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.dump import to_toml
 from meshwright.errors import RunError
+from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
 from meshwright.train.folder import RunFolder, writing
 from meshwright.train.metrics import Recorder, plot_loss
@@ -65,7 +66,7 @@ class Trainer:
             validation = self._validate(done)
         if recorder is not None:
             recorder.close()
-        self._finish(validation, time.perf_counter() - started)
+        self._finish(validation, time.perf_counter() - started, steps_here=max(0, train.steps - done))
 
     def _is_due(self, step: int, every: int) -> bool:
         """Every `every` steps (0: never) and at the last."""
@@ -148,7 +149,7 @@ class Trainer:
         self._reporter.validated(step, found)
         return found
 
-    def _finish(self, validation: Validation | None, seconds: float) -> None:
+    def _finish(self, validation: Validation | None, seconds: float, *, steps_here: int) -> None:
         train = self._job.config.train
         self._job.context.post("generating text", train.steps)
         self._reporter.waiting("generating text")
@@ -166,6 +167,8 @@ class Trainer:
                 steps=train.steps,
                 seconds=seconds,
                 validation=validation,
+                steps_here=steps_here,
+                traffic=predict_traffic(self._job.config, ranks_per_node=self._job.context.local_ranks),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.plan.traffic import Traffic
+
 
 @dataclass(frozen=True)
 class LossUnit:
@@ -41,6 +43,8 @@ class Facts:
     steps: int
     predicted_bytes: int
     """Memory a rank, predicted, with what Python and PyTorch take on the CPU."""
+    traffic: Traffic
+    """What a rank sends in a step, predicted: the one that sends most."""
     folder: Path
     unit: LossUnit
 
@@ -75,6 +79,10 @@ class Summary:
     steps: int
     seconds: float
     validation: Validation | None
+    steps_here: int
+    """Without those of a run that this one went on from."""
+    traffic: Traffic
+    """What a rank sends in a step, predicted, as in the facts."""
     folder: Path
     checkpoint: Path | None
     sample: str | None

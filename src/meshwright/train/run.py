@@ -18,6 +18,7 @@ from meshwright.data.text import Corpus
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.mesh.groups import process_group
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.train.build import build_job, choose_device, layout_needs_mesh
 from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_data
@@ -57,11 +58,19 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         folder = spec.folder or _agree_on_folder(context, spec, corpus)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = build_task(config, corpus, device)
-        reporter.started(_facts(config, corpus, task, device, folder))
+        traffic = predict_traffic(config, ranks_per_node=context.local_ranks)
+        reporter.started(_facts(config, corpus, task, device, folder, traffic))
         Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
-def _facts(config: RunConfig, corpus: Corpus | Pictures, task: Task, device: torch.device, folder: RunFolder) -> Facts:
+def _facts(
+    config: RunConfig,
+    corpus: Corpus | Pictures,
+    task: Task,
+    device: torch.device,
+    folder: RunFolder,
+    traffic: Traffic,
+) -> Facts:
     axes = config.mesh.axes()
     return Facts(
         name=config.name,
@@ -76,6 +85,7 @@ def _facts(config: RunConfig, corpus: Corpus | Pictures, task: Task, device: tor
         steps=config.train.steps,
         # What Python and PyTorch themselves take is measured, the rest predicted.
         predicted_bytes=memory_bytes(device) + predict_memory(config).total(),
+        traffic=traffic,
         folder=folder.path,
         unit=task.unit,
     )

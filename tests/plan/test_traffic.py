@@ -1,0 +1,149 @@
+"""Bytes that a rank sends in a step, against sums by hand; what really goes out is in `tests/train/test_traffic.py`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.comm.codecs import Codec
+from meshwright.comm.compress import GRADIENTS, WEIGHTS
+from meshwright.config.load import load
+from meshwright.plan.encoded import encoded_bytes
+from meshwright.plan.messages import What
+from meshwright.plan.traffic import SentBytes, predict_traffic
+
+BLOCK = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
+ROOT = 2 * 256 * 128 + 128
+NUM_BLOCKS = 4
+
+
+def sent(what, words, **options):
+    traffic = predict_traffic(load("llama-tiny", words), **options)
+    return traffic.of(what).sent, traffic.of(what).exact
+
+
+@given(num_elements=st.integers(0, 100_000), element_bytes=st.sampled_from([2, 4]))
+def test_sizes_are_those_of_the_codecs(num_elements, element_bytes):
+    dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
+    ways = {way: found.codec for way, found in GRADIENTS.items()} | WEIGHTS | {codec.value: codec for codec in Codec}
+    for way, codec in ways.items():
+        expected = codec.encoded_bytes(num_elements, dtype=dtype)
+        assert encoded_bytes(way, num_elements, element_bytes=element_bytes) == expected
+
+
+def test_one_rank_sends_nothing():
+    assert predict_traffic(load("llama-tiny")).entries == ()
+
+
+def test_a_sharded_model():
+    """A reduce-scatter and an all-gather of everything; blocks are gathered a second time."""
+    words = ["mesh.dp_shard=4"]
+    reduced = 3 * (NUM_BLOCKS * BLOCK + ROOT)
+    assert sent(What.GRADIENTS, words) == (SentBytes(reduced),) * 2
+    assert sent(What.WEIGHTS, words)[0] == SentBytes(reduced + 3 * NUM_BLOCKS * BLOCK)
+    assert sent(What.WEIGHTS, [*words, "mesh.reshard_after_forward=false"])[0] == SentBytes(reduced)
+    assert sent(What.WEIGHTS, [*words, "train.precision=bfloat16"])[0] == SentBytes(
+        (reduced + 3 * NUM_BLOCKS * BLOCK) // 2
+    )
+    assert sent(What.GRADIENTS, [*words, "train.precision=bfloat16"])[0] == SentBytes(reduced)
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_nodes(option):
+    """Two ranks on each of two nodes, as the launcher or the configuration says."""
+    words = ["mesh.dp_shard=4", *([] if option else ["comm.ranks_per_node=2"])]
+    piece = NUM_BLOCKS * BLOCK + ROOT  # a quarter, of four bytes an element
+    for rank in range(4):
+        found = sent(What.GRADIENTS, words, rank=rank, ranks_per_node=2 if option else None)
+        assert found[0] == SentBytes(piece, 2 * piece)
+
+
+def test_tensor_parallel_ranks_are_neighbours():
+    """With tp within a node, what is sharded goes between nodes only."""
+    words = ["mesh.dp_shard=2", "mesh.tp=2"]
+    assert sent(What.GRADIENTS, words, ranks_per_node=2)[0].inside_node == 0
+    tensor = sent(What.TENSOR, words, ranks_per_node=2)[0]
+    assert tensor.inside_node > 0 == tensor.between_nodes
+
+
+def test_one_stage_of_compression():
+    """On one node, or with one rank of the group on each, every piece is encoded once, unit by unit."""
+    words = ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"]
+    units = [BLOCK // 2] * NUM_BLOCKS + [ROOT // 2]
+    gradients = sum(encoded_bytes("int4", n, element_bytes=4) for n in units)
+    assert sent(What.GRADIENTS, words) == (SentBytes(gradients), SentBytes(4 * sum(units)))
+    assert sent(What.GRADIENTS, words, ranks_per_node=1)[0] == SentBytes(0, gradients)
+    weights = sum(encoded_bytes("int8", n, element_bytes=4) for n in [*units, *units[:-1]])
+    assert sent(What.WEIGHTS, words)[0] == SentBytes(weights)
+
+
+@pytest.mark.parametrize(
+    ("words", "inside"),
+    [([], "int8"), (["comm.inside_node=bf16"], "bf16"), (["comm.gradients=exact-via-all-to-all"], "exact")],
+)
+def test_two_stages_of_compression(words, inside):
+    """Half of the gradient to each of the others on the node, in the inside codec; then an eighth to every node."""
+    words = ["mesh.dp_shard=8", "comm.gradients=int4", *words]
+    way = load("llama-tiny", words).comm.gradients
+    units = [BLOCK // 8] * NUM_BLOCKS + [ROOT // 8]
+    near = sum(encoded_bytes(inside, 4 * n, element_bytes=4) for n in units)
+    far = sum(encoded_bytes(way, n, element_bytes=4) for n in units)
+    for rank in range(8):
+        found = sent(What.GRADIENTS, words, rank=rank, ranks_per_node=2)
+        assert found == (SentBytes(near, 3 * far), SentBytes(4 * sum(units), 6 * 4 * sum(units)))
+
+
+def test_uneven_nodes_take_one_stage():
+    words = ["mesh.dp_shard=3", "comm.gradients=int4", "train.global_batch=33"]
+    assert sent(What.GRADIENTS, words, rank=0, ranks_per_node=2)[0] == sent(What.GRADIENTS, words, rank=1,
+                                                                            ranks_per_node=2)[0]  # fmt: skip
+    lonely = sent(What.GRADIENTS, words, rank=2, ranks_per_node=2)[0]
+    assert lonely.inside_node == 0 < lonely.between_nodes
+
+
+def test_replicas():
+    """What is sharded inside a node is added up between nodes: an all-reduce, or two passes of encoded pieces."""
+    words = ["mesh.dp_shard=2", "mesh.dp_replicate=2"]
+    units = [BLOCK // 2] * NUM_BLOCKS + [ROOT // 2]
+    exact = SentBytes(0, 2 * 4 * sum(units) // 2)
+    assert sent(What.REPLICAS, words, ranks_per_node=2) == (exact, exact)
+    encoded = sum(2 * encoded_bytes("int8", n // 2, element_bytes=4) for n in units)
+    found = sent(What.REPLICAS, [*words, "comm.gradients=int8"], ranks_per_node=2)
+    assert found == (SentBytes(0, encoded), exact)
+
+
+def test_secondary_shards():
+    """Blocks are gathered for their backward among two ranks, half of the weights each; the rest as ever."""
+    words = ["mesh.dp_shard=4", "comm.secondary_shards=2"]
+    once = NUM_BLOCKS * BLOCK + ROOT
+    for rank in range(4):
+        found, _ = sent(What.WEIGHTS, words, rank=rank, ranks_per_node=2)
+        assert found == SentBytes(once + 2 * NUM_BLOCKS * BLOCK, 2 * once)
+
+
+def test_stages_send_the_stream_once_each_way():
+    words = ["mesh.pp=2", "train.global_batch=8", "train.seq_len=64", "train.num_microbatches=4"]
+    for rank in (0, 1):
+        assert sent(What.STAGES, words, rank=rank, ranks_per_node=1)[0] == SentBytes(0, 8 * 64 * 128 * 4)
+
+
+def test_the_rank_that_sends_most():
+    """The last stage has the larger part of an uneven model; steps add up."""
+    config = load("llama-tiny", ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.layers_per_stage=[1,3]"])
+    most = predict_traffic(config)
+    assert most.rank == 2
+    assert most.sent().total() == max(predict_traffic(config, rank=rank).sent().total() for rank in range(4))
+    assert most.over(3).sent() == most.sent() * 3 and most.over(3).exact().total() == 3 * most.exact().total()
+
+
+def test_predicting_needs_no_torch():
+    code = (
+        "import sys; from meshwright.config.load import load; from meshwright.plan.traffic import predict_traffic; "
+        "predict_traffic(load('llama3-405b'), ranks_per_node=8); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,174 @@
+"""Predicted bytes against those that a step really hands to other ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm import compress
+from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
+from meshwright.parallel.data import fsdp_modules
+from meshwright.plan.messages import What
+from meshwright.plan.traffic import predict_traffic
+from tests.helpers import quick_and_slow, small_corpus
+from tests.train.jobs import load_words, make_job
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("traffic"))
+
+
+class Counting:
+    """FSDP2's own collectives, with the bytes that leave this rank."""
+
+    def __init__(self, found):
+        self._found = found
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountingReduceScatter(Counting):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self._found[What.GRADIENTS] += (group.size() - 1) * output_tensor.numel() * output_tensor.element_size()
+        return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class CountingAllGather(Counting):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self._found[What.WEIGHTS] += (group.size() - 1) * input_tensor.numel() * input_tensor.element_size()
+        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def counted(rank, world_size, words):
+    """What FSDP2 sends in a step, the second one."""
+    job, step = make_job(rank, world_size, words)
+    found = Counter()
+    for module in fsdp_modules(job.model):
+        module.set_custom_reduce_scatter(CountingReduceScatter(found))
+        module.set_custom_all_gather(CountingAllGather(found))
+    step(1)
+    found.clear()
+    step(2)
+    return dict(found)
+
+
+VOCABULARY = "model.vocab_size=2000"  # a vocabulary that is larger than a block
+MICROBATCHES = "train.num_microbatches=2"
+LAYOUTS = quick_and_slow(
+    [
+        (2, ("mesh.dp_shard=2",)),
+        (2, ("mesh.dp_shard=2", MICROBATCHES)),
+        (2, ("mesh.dp_shard=2", MICROBATCHES, VOCABULARY)),
+        (2, ("mesh.dp_shard=2", "train.precision=bfloat16", "model.tie_embeddings=true")),
+        (2, ("mesh.dp_shard=2", "mesh.reshard_after_forward=false", MICROBATCHES, VOCABULARY)),
+        (2, ("mesh.dp_shard=2", "train.freeze=['embed.*','blocks.0.*']", VOCABULARY)),
+        (2, ("mesh.dp_shard=2", "pipeline.chunks=2", MICROBATCHES, VOCABULARY)),
+        (4, ("mesh.dp_shard=4", "model.ffn_dim=50")),
+        (4, ("mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true", VOCABULARY)),
+        (4, ("mesh.dp_shard=2", "mesh.tp=2")),
+    ],
+    quick=[
+        (2, ("mesh.dp_shard=2", MICROBATCHES, VOCABULARY)),
+        (2, ("mesh.dp_shard=2", "train.precision=bfloat16", "model.tie_embeddings=true")),
+        (4, ("mesh.dp_shard=4", "model.ffn_dim=50")),
+        (4, ("mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true", VOCABULARY)),
+    ],
+)
+
+
+@pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
+def test_gradients_and_weights_are_predicted_exactly(gang, corpus, world_size, words):
+    config = load_words([*words, *corpus])
+    for rank, found in enumerate(gang(world_size).run(counted, [*words, *corpus])):
+        traffic = predict_traffic(config, rank=rank)
+        assert {what: traffic.of(what).sent.total() for what in (What.GRADIENTS, What.WEIGHTS)} == found
+
+
+class Leaving(TorchDispatchMode):
+    """Bytes that leave this rank in any collective, where every group has two ranks; without the step's one sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # until it has become what is really sent
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name in LEAVING:
+            *_, x = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.total += LEAVING[name] * x.numel() * x.element_size() if x.numel() > 3 else 0
+        return func(*args, **(kwargs or {}))
+
+
+LEAVING = {
+    "allreduce_": 1, "all_reduce": 1, "send": 1, "_allgather_base_": 1, "_reduce_scatter_base_": 0.5,
+    "all_gather_into_tensor": 1, "reduce_scatter_tensor": 0.5,
+}  # fmt: skip
+"""Part of a collective's last tensor, its input, that leaves one of two ranks."""
+
+
+def all_leaving(rank, world_size, words):
+    job, step = make_job(rank, world_size, words)
+    step(1)
+    with Leaving() as mode:
+        step(2)
+    return mode.total
+
+
+DIT = ["dit-digits", "model.num_layers=4", "data.source=digits", "model.num_classes=11"]  # 12 rows with the null class
+RECOMPUTE = "recompute.policy=full"
+WHOLE = "mesh.sequence_parallel=false"
+ALL_KINDS = [
+    (2, ["mesh.tp=2"]),
+    (2, ["mesh.dp_replicate=2"]),
+    (2, ["mesh.pp=2", "train.num_microbatches=2", "model.tie_embeddings=true"]),
+    pytest.param(2, ["mesh.tp=2", RECOMPUTE, "train.num_microbatches=2", "train.precision=bfloat16"],
+                 marks=pytest.mark.slow),
+    pytest.param(2, ["mesh.tp=2", RECOMPUTE, WHOLE], marks=pytest.mark.slow),
+    pytest.param(2, [*DIT, "mesh.tp=2", RECOMPUTE], marks=pytest.mark.slow),
+    pytest.param(2, [*DIT, "mesh.pp=2"], marks=pytest.mark.slow),
+    pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
+    pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
+    pytest.param(4, [*DIT, "mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v"], marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "words"), ALL_KINDS)
+def test_everything_that_is_sent_is_predicted_exactly(gang, corpus, world_size, words):
+    words = words if "data.source=digits" in words else [*words, *corpus]
+    for rank, found in enumerate(gang(world_size).run(all_leaving, words)):
+        assert predict_traffic(load_words(words), rank=rank).sent().total() == found
+
+
+def compressed(rank, world_size, words, gradients, weights):
+    """What the compressed collectives count in a step."""
+    job, step = make_job(rank, world_size, words)
+    found = [compress(part, gradients=gradients, weights=weights) for part in job.parts().values()]
+    step(1)
+    return sum(one.sent().payload for one in found), sum(one.sent().exact for one in found)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "weights", "words"),
+    [
+        ("loco4", "int8", ["mesh.dp_shard=2"]),
+        pytest.param("int2", "bf16", ["mesh.dp_shard=2", "train.num_microbatches=2", VOCABULARY],
+                     marks=pytest.mark.slow),
+        pytest.param("exact-via-all-to-all", "int8", ["mesh.dp_shard=2", "train.precision=bfloat16"],
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_compressed_bytes_are_predicted_exactly(gang, corpus, gradients, weights, words):
+    words = [*words, *corpus]
+    config = load_words([*words, f"comm.gradients={gradients}", f"comm.weights={weights}"])
+    for rank, found in enumerate(gang(2).run(compressed, words, gradients, weights)):
+        traffic = predict_traffic(config, rank=rank)
+        assert found == (traffic.sent().total(), traffic.exact().total())
