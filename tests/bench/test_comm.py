@@ -40,7 +40,7 @@ def measure(rank, world_size, damage=""):
         rights[damage != "sum"](self, output, *args, **kwargs)
         if damage == "count":
             self.sent.payload += 1
-        else:
+        elif rank == 1:
             output.mul_(1.3)
 
     if damage:
