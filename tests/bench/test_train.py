@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshwright.bench import train
+from meshwright.bench import devices, train
 from meshwright.bench.alternate import Alternation
 from meshwright.bench.cases import cpu_cases, cuda_cases
 from meshwright.bench.parts import DeviceChoice, Options
@@ -76,7 +76,7 @@ def fake_launch(answer):
 
 
 def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
-    monkeypatch.setattr(train, "launch", fake_launch(None))
+    monkeypatch.setattr(devices, "launch", fake_launch(None))
     monkeypatch.setattr(train, "run_case", lambda case: measured())
     said = []
     report = bench_train(Options(rounds=1), said.append)
@@ -90,7 +90,7 @@ def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
 
 
 def test_asking_for_cuda_without_one_is_an_error(monkeypatch):
-    monkeypatch.setattr(train, "launch", fake_launch(None))
+    monkeypatch.setattr(devices, "launch", fake_launch(None))
     with pytest.raises(InputError) as caught:
         bench_train(Options(DeviceChoice.CUDA), lambda text: None)
     assert "--device cpu" in caught.value.fix
@@ -98,7 +98,7 @@ def test_asking_for_cuda_without_one_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("choice", [DeviceChoice.AUTO, DeviceChoice.CUDA])
 def test_with_a_gpu_the_cuda_cases_are_measured(monkeypatch, choice):
-    monkeypatch.setattr(train, "launch", fake_launch(GPU))
+    monkeypatch.setattr(devices, "launch", fake_launch(GPU))
     monkeypatch.setattr(train, "run_case", lambda case: measured(device=GPU))
     report = bench_train(Options(choice), lambda text: None)
     assert report.device.startswith(GPU)

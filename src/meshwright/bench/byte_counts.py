@@ -73,8 +73,13 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.calls: list[tuple[int, ...]] = []
+        """For each call so far, the bytes of the tensors that it was given, in their order: outputs, then inputs."""
+
+    @property
+    def total(self) -> int:
         """Bytes so far, by this rank."""
+        return sum(map(sum, self.calls))
 
     def __torch_dispatch__(
         self,
@@ -85,7 +90,8 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, and weigh what it sends."""
         if func.namespace == "c10d":
-            self.total += sum(x.numel() * x.element_size() for x in tree_leaves(args) if isinstance(x, Tensor))
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            self.calls.append(tuple(x.numel() * x.element_size() for x in tensors))
         return func(*args, **(kwargs or {}))
 
 

@@ -45,6 +45,7 @@ class Part(StrEnum):
     TRAIN = "train"
     PIPELINE = "pipeline"
     SHARED_GRADIENTS = "shared-gradients"
+    COMM = "comm"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ PARTS = {
         "the sum of shared parameters' gradients against one of whole gradients",
         "meshwright.bench.shared_gradients:bench_shared_gradients",
     ),
+    Part.COMM: Row("compressed collectives against FSDP2's own", "meshwright.bench.comm:bench_comm"),
 }
 
 

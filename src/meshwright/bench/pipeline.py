@@ -5,10 +5,9 @@ Torch-free: runs in the launcher, starts the ranks of each measurement and turns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from statistics import median
 
 from meshwright.bench.parts import DeviceChoice, Options, Part, Say
 from meshwright.bench.pipeline_cases import (
@@ -28,7 +27,7 @@ from meshwright.bench.pipeline_cases import (
     WaitTask,
 )
 from meshwright.bench.ranks import Answer, measured, with_rounds
-from meshwright.bench.report import Figure, Report, cpu_name
+from meshwright.bench.report import Figure, Report, cpu_name, of_rounds
 from meshwright.errors import InputError
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower, num_slots
@@ -77,7 +76,7 @@ def engine_figures(answer: Mapping[str, Answer]) -> list[Figure]:
             (THEIRS, BARE, None),
         ):
             extra = [(own - plain) / actions[arm] * 1e6 for own, plain in zip(seconds[arm], seconds[bare], strict=True)]
-            figures.append(_of_rounds(f"engine.{kind}.{arm}_us", extra, "µs a computation", at_most=target))
+            figures.append(of_rounds(f"engine.{kind}.{arm}_us", extra, "µs a computation", at_most=target))
     return figures
 
 
@@ -89,16 +88,16 @@ def wait_figures(answer: Answer) -> list[Figure]:
             arm: [100 * (seconds / found["ideal_s"] - 1) for seconds in found["seconds"][arm]] for arm in (OURS, THEIRS)
         }
         name = f"wait.{kind}"
-        figures.append(_of_rounds(f"{name}.{OURS}_over_ideal", over[OURS], "%", at_most=WAIT_AT_MOST))
-        figures.append(_of_rounds(f"{name}.{THEIRS}_over_ideal", over[THEIRS], "%"))
+        figures.append(of_rounds(f"{name}.{OURS}_over_ideal", over[OURS], "%", at_most=WAIT_AT_MOST))
+        figures.append(of_rounds(f"{name}.{THEIRS}_over_ideal", over[THEIRS], "%"))
         if found["torch_ideal_s"] is not None:
             own = [100 * (seconds / found["torch_ideal_s"] - 1) for seconds in found["seconds"][THEIRS]]
-            figures.append(_of_rounds(f"{name}.{THEIRS}_over_its_own_ideal", own, "%"))
+            figures.append(of_rounds(f"{name}.{THEIRS}_over_its_own_ideal", own, "%"))
         ratio = [own / theirs for own, theirs in zip(found["seconds"][OURS], found["seconds"][THEIRS], strict=True)]
-        figures.append(_of_rounds(f"{name}.step_time_ratio", ratio, "of PyTorch's", at_most=1.0))
+        figures.append(of_rounds(f"{name}.step_time_ratio", ratio, "of PyTorch's", at_most=1.0))
         if "predicted" in found:
             shares = [predicted / measured for predicted, measured in found["predicted"]]
-            figures.append(_of_rounds(f"predicted.{kind}.makespan", shares, "of measured"))
+            figures.append(of_rounds(f"predicted.{kind}.makespan", shares, "of measured"))
     return figures
 
 
@@ -146,13 +145,3 @@ def memory_body(context: RankContext, task: MemoryTask) -> None:
     from meshwright.bench.pipeline_memory import measure_memory
 
     measure_memory(context, task)
-
-
-def _of_rounds(name: str, values: Sequence[float], unit: str, *, at_most: float | None = None) -> Figure:
-    """The median over rounds."""
-    return Figure(name, median(values), unit, spread=_ends(values), at_most=at_most)
-
-
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[0], ordered[-1]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from meshwright import __version__
@@ -56,6 +57,13 @@ class Report:
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
     """What was compared with what, one line each."""
+
+
+def of_rounds(
+    name: str, values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
+) -> Figure:
+    """The median over rounds, and their least and greatest."""
+    return Figure(name, median(values), unit, (min(values), max(values)), at_least, at_most)
 
 
 def cpu_name() -> str:

@@ -15,16 +15,14 @@ from typing import Any
 
 from meshwright.bench.alternate import Alternation
 from meshwright.bench.cases import BARE, OURS, Case, cpu_cases, cuda_cases
-from meshwright.bench.parts import DeviceChoice, Options, Part, Say
+from meshwright.bench.devices import NEEDS_CUDA, find_cuda
+from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.report import Figure, Report, cpu_name
 from meshwright.cluster.presets import device_for
 from meshwright.cluster.spec import Rate
-from meshwright.errors import InputError
 from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_corpus
 from meshwright.train.launch import launch
-
-NEEDS_CUDA = "needs a CUDA device"
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def bench_train(options: Options, say: Say) -> Report:
         InputError: CUDA was asked for and there is none.
         RunError: the two sides do not compute the same.
     """
-    gpu = _find_cuda(options.device, say)
+    gpu = find_cuda(options.device, say)
     cases = cpu_cases() if gpu is None else cuda_cases()
     if options.rounds is not None:
         cases = tuple(replace(case, rounds=options.rounds) for case in cases)
@@ -122,35 +120,8 @@ def _cuda_figures(case: Case, measured: Measured, device: str, side: str, tokens
     return mfu, Figure(f"{name}_memory", measured.memory_bytes[side], "bytes")
 
 
-def _find_cuda(choice: DeviceChoice, say: Say) -> str | None:
-    """Name of the CUDA device to measure on, or None for the CPU. A rank looks: the launcher has no torch."""
-    if choice is DeviceChoice.CPU:
-        return None
-    say("looking for a CUDA device …")
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        result = Path(folder) / "device.json"
-        launch(look_body, result, num_ranks=1, threads=None)
-        name: str | None = json.loads(result.read_text("utf-8"))
-    if name is None and choice is DeviceChoice.CUDA:
-        raise InputError(
-            "there is no CUDA device here, so the figures for it stay unmeasured",
-            where="command line, --device cuda",
-            rule="--device cuda measures on a CUDA device",
-            fix="--device cpu, which states them as unmeasured",
-        )
-    return name
-
-
 def measure_body(context: RankContext, task: Task) -> None:
     """What each rank of a case runs; imports torch only there."""
     from meshwright.bench.measure import measure_case
 
     measure_case(context, task.case, task.result)
-
-
-def look_body(context: RankContext, result: Path) -> None:
-    """Write the CUDA device's name, or null."""
-    import torch
-
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    result.write_text(json.dumps(name), "utf-8")

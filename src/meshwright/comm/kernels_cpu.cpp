@@ -84,39 +84,52 @@ INLINE float read_scale(const uint8_t* scales, int64_t group) {
 }
 INLINE void write_scale(uint8_t* scales, int64_t group, uint16_t scale) { std::memcpy(scales + 2 * group, &scale, 2); }
 
-struct Scale {
-    float value, inverse;
-    uint16_t bits;
-    bool finite;
+// Groups that take each step together. One group alone would wait for its largest element, the division by it and the
+// codes in turn; of several, one is worked on while another waits.
+constexpr int kTile = 8;
+
+// The scales of a tile's groups.
+struct Scales {
+    alignas(64) float value[kTile], inverse[kTile];
+    alignas(64) uint32_t bits[kTile], finite[kTile];
 };
 
-template <int kBits> INLINE Scale scale_of(const float* h) {
-    // Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
+// Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
+INLINE uint32_t largest_key(const float* h) {
     uint32_t key = 0;
     for (int i = 0; i < kGroup; ++i) {
         const uint32_t bits = bits_of(h[i]);
         const uint32_t mine = bits << 1 | bits >> 31;
         key = mine > key ? mine : key;
     }
-    if (key >> 1 >= kInfinity) return {float_of(uint32_t(kNan) << 16), 0.0f, kNan, false};
-    const uint32_t sign = (~key & 1u) << 31;
-    const uint32_t exact = bits_of(float_of(key >> 1) * (1.0f / float(1 << (kBits - 1))));
-    if (exact < kSmallestNormal) return {0.0f, 0.0f, 0, true};
-    const uint16_t bits = rounded_bfloat16(exact | sign);
-    const float value = float_of(uint32_t(bits) << 16);
-    return {value, 1.0f / value, bits, true};
+    return key;
+}
+
+template <int kBits> INLINE void scales_of(const uint32_t* keys, Scales* scales) {
+    for (int t = 0; t < kTile; ++t) {
+        const uint32_t magnitude = keys[t] >> 1, sign = (~keys[t] & 1u) << 31;
+        const uint32_t exact = bits_of(float_of(magnitude) * (1.0f / float(1 << (kBits - 1))));
+        const uint32_t finite = magnitude < kInfinity, used = finite & uint32_t(exact >= kSmallestNormal);
+        const uint32_t rounded = rounded_bfloat16(exact | sign);
+        const uint32_t bits = finite ? (used ? rounded : 0u) : uint32_t(kNan);
+        const float value = float_of(bits << 16);
+        scales->value[t] = value;
+        scales->inverse[t] = used ? 1.0f / value : 0.0f;
+        scales->bits[t] = bits;
+        scales->finite[t] = finite;
+    }
 }
 
 // All 0 in a group that is not finite. Codes need no lower bound: a scale is off by 2^-9 of itself at most, and less
 // than half a code below the lowest one is rounded to it.
-template <int kBits> INLINE void codes_of(const float* h, const Scale& scale, int32_t* codes) {
+template <int kBits> INLINE void codes_of(const float* h, float inverse, bool finite, int32_t* codes) {
     constexpr int32_t highest = (1 << (kBits - 1)) - 1;
-    if (!scale.finite) {
+    if (!finite) {
         for (int i = 0; i < kGroup; ++i) codes[i] = 0;
         return;
     }
     for (int i = 0; i < kGroup; ++i) {
-        const int32_t code = int32_t(bits_of(h[i] * scale.inverse + kRounder) - bits_of(kRounder));
+        const int32_t code = int32_t(bits_of(h[i] * inverse + kRounder) - bits_of(kRounder));
         codes[i] = code > highest ? highest : code;
     }
 }
@@ -144,18 +157,19 @@ template <int kBits, bool kFirst> INLINE void unpack(const uint8_t* packed, floa
 }
 
 // Five stages that each take neighbours and put sums before differences: the next stage's neighbours are then those
-// that an ordinary butterfly finds at twice the distance, and after the fifth all are where they were.
+// that an ordinary butterfly finds at twice the distance, and after the fifth all are where they were. All pieces of a
+// group take a stage together, as each stage has to wait for the one before.
 INLINE void hadamard(float* x) {
     constexpr int kHalf = kRotated / 2;
-    for (float* piece = x; piece < x + kGroup; piece += kRotated) {
-        float other[kRotated];
-        for (int stage = 0; stage < 5; ++stage) {
+    alignas(64) float other[kGroup];
+    for (int stage = 0; stage < 5; ++stage) {
+        for (int p = 0; p < kGroup; p += kRotated) {
             for (int i = 0; i < kHalf; ++i) {
-                other[i] = piece[2 * i] + piece[2 * i + 1];
-                other[i + kHalf] = piece[2 * i] - piece[2 * i + 1];
+                other[p + i] = x[p + 2 * i] + x[p + 2 * i + 1];
+                other[p + i + kHalf] = x[p + 2 * i] - x[p + 2 * i + 1];
             }
-            std::memcpy(piece, other, sizeof other);
         }
+        std::memcpy(x, other, sizeof other);
     }
 }
 
@@ -195,19 +209,32 @@ INLINE void store(const float* h, int dtype, int64_t group, int64_t num_elements
     else store_as<Float16>(h, group, num_elements, out);
 }
 
+INLINE int groups_in_tile(int64_t first, int64_t num_elements) {
+    const int64_t left = groups_of(num_elements) - first;
+    return left < kTile ? int(left) : kTile;
+}
+
 template <int kBits>
 INLINE void encode(const char* x, int dtype, int64_t num_blocks, int64_t num_elements, bool rotate, uint8_t* out) {
+    alignas(64) float h[kTile][kGroup];
+    alignas(64) int32_t codes[kGroup];
+    alignas(64) uint32_t keys[kTile] = {};
+    Scales scales;
     for (int64_t b = 0; b < num_blocks; ++b) {
         const Block block = block_at(out, num_elements, kBits);
-        for (int64_t group = 0; group < groups_of(num_elements); ++group) {
-            alignas(64) float h[kGroup];
-            alignas(64) int32_t codes[kGroup];
-            load(x, dtype, group, num_elements, h);
-            if (rotate) hadamard(h);
-            const Scale scale = scale_of<kBits>(h);
-            codes_of<kBits>(h, scale, codes);
-            pack<kBits>(codes, block.codes + group * (kGroup * kBits / 8));
-            write_scale(block.scales, group, scale.bits);
+        for (int64_t first = 0; first < groups_of(num_elements); first += kTile) {
+            const int count = groups_in_tile(first, num_elements);
+            for (int t = 0; t < count; ++t) {
+                load(x, dtype, first + t, num_elements, h[t]);
+                if (rotate) hadamard(h[t]);
+                keys[t] = largest_key(h[t]);
+            }
+            scales_of<kBits>(keys, &scales);
+            for (int t = 0; t < count; ++t) {
+                codes_of<kBits>(h[t], scales.inverse[t], scales.finite[t], codes);
+                pack<kBits>(codes, block.codes + (first + t) * (kGroup * kBits / 8));
+                write_scale(block.scales, first + t, uint16_t(scales.bits[t]));
+            }
         }
         end_block(out, num_elements, kBits);
         x += num_elements * size_of(dtype);
@@ -215,28 +242,42 @@ INLINE void encode(const char* x, int dtype, int64_t num_blocks, int64_t num_ele
     }
 }
 
-// `next` may be `error`: a group is read before it is written.
+// `next` may be `error`: a tile is read before it is written.
 template <int kBits>
 INLINE void loco(const char* g, int dtype, int64_t num_blocks, int64_t num_elements, float beta, float rest,
                  uint8_t* error, uint8_t* next, uint8_t* out) {
+    alignas(64) float h[kTile][kGroup], e[kTile][kGroup];
+    alignas(64) int32_t codes[kGroup];
+    alignas(64) uint32_t keys[kTile] = {};
+    Scales scales;
     for (int64_t b = 0; b < num_blocks; ++b) {
         const Block old = block_at(error, num_elements, 8), kept = block_at(next, num_elements, 8);
         const Block sent = block_at(out, num_elements, kBits);
-        for (int64_t group = 0; group < groups_of(num_elements); ++group) {
-            alignas(64) float h[kGroup], e[kGroup];
-            alignas(64) int32_t codes[kGroup];
-            load(g, dtype, group, num_elements, h);
-            unpack<8, true>(old.codes + group * kGroup, read_scale(old.scales, group), e);
-            for (int i = 0; i < kGroup; ++i) h[i] += e[i];
-            const Scale scale = scale_of<kBits>(h);
-            codes_of<kBits>(h, scale, codes);
-            pack<kBits>(codes, sent.codes + group * (kGroup * kBits / 8));
-            write_scale(sent.scales, group, scale.bits);
-            for (int i = 0; i < kGroup; ++i) e[i] = e[i] * beta + (h[i] - float(codes[i]) * scale.value) * rest;
-            const Scale error_scale = scale_of<8>(e);
-            codes_of<8>(e, error_scale, codes);
-            pack<8>(codes, kept.codes + group * kGroup);
-            write_scale(kept.scales, group, error_scale.finite ? error_scale.bits : 0);
+        for (int64_t first = 0; first < groups_of(num_elements); first += kTile) {
+            const int count = groups_in_tile(first, num_elements);
+            for (int t = 0; t < count; ++t) {
+                load(g, dtype, first + t, num_elements, h[t]);
+                unpack<8, true>(old.codes + (first + t) * kGroup, read_scale(old.scales, first + t), e[t]);
+                for (int i = 0; i < kGroup; ++i) h[t][i] += e[t][i];
+                keys[t] = largest_key(h[t]);
+            }
+            scales_of<kBits>(keys, &scales);
+            for (int t = 0; t < count; ++t) {
+                codes_of<kBits>(h[t], scales.inverse[t], scales.finite[t], codes);
+                pack<kBits>(codes, sent.codes + (first + t) * (kGroup * kBits / 8));
+                write_scale(sent.scales, first + t, uint16_t(scales.bits[t]));
+                const float scale = scales.value[t];
+                for (int i = 0; i < kGroup; ++i) {
+                    e[t][i] = e[t][i] * beta + (h[t][i] - float(codes[i]) * scale) * rest;
+                }
+                keys[t] = largest_key(e[t]);
+            }
+            scales_of<8>(keys, &scales);
+            for (int t = 0; t < count; ++t) {
+                codes_of<8>(e[t], scales.inverse[t], scales.finite[t], codes);
+                pack<8>(codes, kept.codes + (first + t) * kGroup);
+                write_scale(kept.scales, first + t, scales.finite[t] ? uint16_t(scales.bits[t]) : 0);
+            }
         }
         end_block(next, num_elements, 8);
         end_block(out, num_elements, kBits);

@@ -1,0 +1,185 @@
+"""`bench comm`: bytes are those that collectives are given, results are compared, and figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.bench import comm, comm_wire, devices
+from meshwright.bench.comm import bench_comm, cuda_figures, kernel_figures, unmeasured_figures, wire_figures
+from meshwright.bench.comm_cases import DTYPES, FLOOR_BYTES, CudaTask, KernelTask, WireTask
+from meshwright.bench.comm_cuda import device_kernels
+from meshwright.bench.comm_kernels import check_bits, cpu_kernels
+from meshwright.bench.parts import DeviceChoice, Options
+from meshwright.bench.report import as_json
+from meshwright.comm import kernels
+from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
+from meshwright.errors import InputError, RunError
+from meshwright.testing.gang import GangError
+
+N = 128 * 96
+"""Elements; a multiple of what blocks are aligned to, on 2 and on 3 ranks."""
+WIRE = WireTask(Path(), num_elements=N, rounds=2, steps=1)
+
+
+def by_name(figures):
+    assert len({figure.name for figure in figures}) == len(figures)
+    return {figure.name: figure for figure in figures}
+
+
+def measure(rank, world_size, damage=""):
+    """What the ranks measure; with a fault, if it is named."""
+    rights = CompressedReduceScatter.__call__, CompressedAllGather.__call__
+
+    def damaged(self, output, *args, **kwargs):
+        rights[damage != "sum"](self, output, *args, **kwargs)
+        if damage == "count":
+            self.sent.payload += 1
+        elif rank == 1:
+            output.mul_(1.3)
+
+    if damage:
+        damaged_class = CompressedReduceScatter if damage == "sum" else CompressedAllGather
+        damaged_class.__call__ = damaged
+    try:
+        return comm_wire.all_collectives(WIRE)
+    finally:
+        CompressedReduceScatter.__call__, CompressedAllGather.__call__ = rights
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_bytes_are_those_of_codes_and_scales(gang, num_ranks):
+    answer = gang(num_ranks).run(measure)[0]
+    others = N * (num_ranks - 1) // num_ranks
+    for found in answer.values():
+        for dtype in DTYPES:
+            assert found[dtype]["bytes"]["builtin"] == others * getattr(torch, dtype).itemsize
+            assert found[dtype]["bytes"]["int8"] == others + others // 128 * 2
+    figures = by_name(wire_figures(answer))
+    for dtype in DTYPES:
+        loco4 = figures[f"reduce_scatter.{dtype}.loco4_bits"]
+        assert loco4.value == 4.125 and loco4.is_met
+        assert figures[f"reduce_scatter.{dtype}.loco4_speedup"].value > 0
+        assert figures[f"all_gather.{dtype}.int8_bits"].value == 8.125
+
+
+@pytest.mark.parametrize("damage, words", [("sum", "reduce_scatter in loco4 is off"), ("gather", "all_gather in int8"),
+                                           ("count", "and counts")])  # fmt: skip
+def test_different_work_or_a_wrong_count_is_no_benchmark(gang, damage, words):
+    with pytest.raises(GangError) as caught:
+        gang(2).run(measure, damage)
+    error = caught.value.exception
+    assert isinstance(error, RunError) and words in error.what
+
+
+def test_wire_figures_are_medians_of_ratios():
+    found = {
+        "bytes": {"builtin": 4000, "loco4": 600},
+        "seconds": {"builtin": [2.0, 9.0, 4.0], "loco4": [1.0, 1.0, 1.0]},
+        "elements_sent": 1000,
+    }
+    figures = by_name(wire_figures({"reduce_scatter": {"float32": found, "bfloat16": found}}))
+    assert figures["reduce_scatter.float32.loco4_speedup"].value == 4
+    assert figures["reduce_scatter.float32.loco4_speedup"].spread == (2, 9)
+    assert figures["reduce_scatter.float32.loco4_speedup"].is_met
+    assert figures["reduce_scatter.bfloat16.loco4_speedup"].at_least == 3
+    assert figures["reduce_scatter.float32.builtin_ms"].value == 4000
+    assert figures["reduce_scatter.float32.builtin_bits"].value == 32
+    assert figures["reduce_scatter.float32.loco4_bits"].is_met is False, "4.8 bits"
+
+
+def test_kernels_on_one_core(monkeypatch):
+    answer = cpu_kernels(KernelTask(Path(), num_elements=N, rounds=1, steps=1))
+    assert json.loads(json.dumps(answer))["bytes"] == answer["bytes"]
+    error, payload = N * 130 // 128, N * 66 // 128
+    assert answer["bytes"]["loco4_float32"] == 4 * N + 2 * error + payload
+    assert answer["bytes"]["int4_bfloat16"] == 2 * N + payload
+    assert answer["bytes"]["decode_sum_8_float32"] == 8 * payload + 4 * N
+    assert abs(answer["bytes"]["copy"] - answer["bytes"]["loco4_float32"]) <= 1
+    names = {figure.name for figure in kernel_figures(answer)}
+    assert {"kernels.copy", "kernels.loco4_bfloat16", "kernels.decode_sum_2_bfloat16_of_copy"} <= names
+
+
+@pytest.mark.parametrize("isa, target", [("avx512", 1.5), ("avx2", None)])
+def test_rates_are_of_elements_and_shares_of_bytes(isa, target):
+    answer = {
+        "isa": isa,
+        "num_elements": 2e9,
+        "bytes": {"loco4_float32": 12e9, "decode_sum_2_float32": 3e9, "copy": 8e9},
+        "seconds": {"loco4_float32": [1.0], "decode_sum_2_float32": [1.0], "copy": [0.5]},
+    }
+    figures = by_name(kernel_figures(answer))
+    assert figures["kernels.loco4_float32"].value == 2 and figures["kernels.loco4_float32"].at_least == target
+    assert figures["kernels.decode_sum_2_float32"].at_least is None
+    assert figures["kernels.copy"].value == 16
+    assert figures["kernels.loco4_float32_of_copy"].value == 0.75
+
+
+def test_a_kernel_with_other_bits_is_no_benchmark(monkeypatch):
+    cpu, right = torch.device("cpu"), kernels.loco_quantise
+    check_bits(torch.bfloat16, cpu)
+    monkeypatch.setattr(kernels, "loco_quantise", lambda g, *rest, **named: right(g * 1.01, *rest, **named))
+    with pytest.raises(RunError) as caught:
+        check_bits(torch.bfloat16, cpu)
+    assert "payload and new error" in caught.value.what
+
+
+def test_a_device_is_measured_as_it_would_be_on_cuda():
+    answer = device_kernels(CudaTask(Path(), num_elements=N, num_sets=2, rounds=2, steps=3, device="cpu"))
+    assert answer["bytes"]["loco4"] == 2 * N + 2 * (N * 130 // 128) + N * 66 // 128
+    assert answer["bytes"]["decode_sum_8"] == 8 * (N * 66 // 128) + 2 * N
+    figures = by_name(cuda_figures(answer))
+    assert all(math.isfinite(figure.value) and figure.value > 0 for figure in figures.values())
+    assert set(figures) >= {figure.name for figure in unmeasured_figures()}
+
+
+def test_the_floor_is_that_of_the_copy():
+    """At 4.3 TB/s, the floors of the design: 534 and 727 ns a MB."""
+    num_elements = 10**9
+    seconds = {"loco4": [1.18 * 534e-9 * 2000], "decode_sum_8": [2 * 727e-9 * 2000], "copy": [4.547 / 4300]}
+    num_bytes = {"loco4": 4.547e9, "decode_sum_8": 6.125e9, "copy": 4.547e9}
+    answer = {"num_elements": num_elements, "bytes": num_bytes, "seconds": seconds}
+    figures = by_name(cuda_figures(answer))
+    assert figures["cuda.copy"].value == pytest.approx(4300)
+    assert figures["cuda.loco4_floor"].value == pytest.approx(534, rel=1e-3)
+    assert figures["cuda.decode_sum_8_floor"].value == pytest.approx(727, rel=1e-3)
+    assert figures["cuda.loco4"].value == pytest.approx(630, rel=1e-3)
+    assert figures["cuda.loco4_over_floor"].value == pytest.approx(1.18, rel=1e-3)
+    assert figures["cuda.decode_sum_8_over_floor"].is_met is False
+    assert figures["cuda.loco4_of_copy"].value == pytest.approx(4.547 / 4.59 / 1.18, rel=1e-3)
+    assert FLOOR_BYTES.keys() == {"loco4", "decode_sum_8"}
+
+
+def test_cuda_without_a_device_is_an_error(monkeypatch):
+    monkeypatch.setattr(devices, "launch", lambda body, result, **options: result.write_text("null", "utf-8"))
+    with pytest.raises(InputError) as caught:
+        bench_comm(Options(DeviceChoice.CUDA), lambda text: None)
+    assert "--device cpu" in caught.value.fix
+
+
+def test_with_a_device_its_kernels_are_measured(monkeypatch):
+    def launch(body, result, **options):
+        result.write_text(json.dumps("NVIDIA H200"), "utf-8")
+
+    monkeypatch.setattr(devices, "launch", launch)
+    monkeypatch.setattr(comm, "CudaTask", lambda path, rounds: replace(TINY_DEVICE, result=path, rounds=rounds))
+    monkeypatch.setattr(comm, "measured", lambda body, task, num_ranks: device_kernels(task(Path())))
+    report = bench_comm(Options(rounds=1), lambda text: None)
+    assert report.device.startswith("NVIDIA H200, ")
+    assert all(figure.value is not None and figure.name.startswith("cuda.") for figure in report.figures)
+
+
+TINY_DEVICE = CudaTask(Path(), num_elements=N, num_sets=2, rounds=1, steps=1, device="cpu")
+
+
+@pytest.mark.slow
+def test_the_whole_part_runs():
+    report = bench_comm(Options(DeviceChoice.CPU, rounds=1), lambda text: None)
+    figures = as_json(report)["figures"]
+    assert all((value is None) == name.startswith("cuda.") for name, value in figures.items())
+    assert figures["reduce_scatter.float32.loco4_bits"] <= 4.2
