@@ -60,7 +60,7 @@ def test_nodes(option):
     piece = NUM_BLOCKS * BLOCK + ROOT  # a quarter, of four bytes an element
     for rank in range(4):
         found = sent(What.GRADIENTS, words, rank=rank, ranks_per_node=2 if option else None)
-        assert found[0] == SentBytes(piece, 2 * piece)
+        assert found[0] == SentBytes(3 * piece // 2, 3 * piece // 2)  # a ring crosses each node of two ranks once
 
 
 def test_tensor_parallel_ranks_are_neighbours():
@@ -91,11 +91,11 @@ def test_two_stages_of_compression(words, inside):
     words = ["mesh.dp_shard=8", "comm.gradients=int4", *words]
     way = load("llama-tiny", words).comm.gradients
     units = [BLOCK // 8] * NUM_BLOCKS + [ROOT // 8]
-    near = sum(encoded_bytes(inside, 4 * n, element_bytes=4) for n in units)
+    near = 4 * sum(encoded_bytes(inside, n, element_bytes=4) for n in units)
     far = sum(encoded_bytes(way, n, element_bytes=4) for n in units)
     for rank in range(8):
         found = sent(What.GRADIENTS, words, rank=rank, ranks_per_node=2)
-        assert found == (SentBytes(near, 3 * far), SentBytes(4 * sum(units), 6 * 4 * sum(units)))
+        assert found == (SentBytes(near, 3 * far), SentBytes(*[7 * 4 * sum(units) // 2] * 2))
 
 
 def test_uneven_nodes_take_one_stage():
@@ -123,7 +123,7 @@ def test_secondary_shards():
     once = NUM_BLOCKS * BLOCK + ROOT
     for rank in range(4):
         found, _ = sent(What.WEIGHTS, words, rank=rank, ranks_per_node=2)
-        assert found == SentBytes(once + 2 * NUM_BLOCKS * BLOCK, 2 * once)
+        assert found == SentBytes(3 * once // 2 + 2 * NUM_BLOCKS * BLOCK, 3 * once // 2)
 
 
 def test_stages_send_the_stream_once_each_way():

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm import compress
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.data import fsdp_modules
 from meshwright.plan.messages import What
@@ -148,27 +147,32 @@ def test_everything_that_is_sent_is_predicted_exactly(gang, corpus, world_size, 
         assert predict_traffic(load_words(words), rank=rank).sent().total() == found
 
 
-def compressed(rank, world_size, words, gradients, weights):
+def compressed(rank, world_size, words):
     """What the compressed collectives count in a step."""
     job, step = make_job(rank, world_size, words)
-    found = [compress(part, gradients=gradients, weights=weights) for part in job.parts().values()]
     step(1)
-    return sum(one.sent().payload for one in found), sum(one.sent().exact for one in found)
+    return job.compression.sent()
 
 
 @pytest.mark.parametrize(
-    ("gradients", "weights", "words"),
+    ("world_size", "words"),
     [
-        ("loco4", "int8", ["mesh.dp_shard=2"]),
-        pytest.param("int2", "bf16", ["mesh.dp_shard=2", "train.num_microbatches=2", VOCABULARY],
-                     marks=pytest.mark.slow),
-        pytest.param("exact-via-all-to-all", "int8", ["mesh.dp_shard=2", "train.precision=bfloat16"],
-                     marks=pytest.mark.slow),
+        (4, ["dp_shard=4", "ranks_per_node=2", "gradients=loco4", "weights=int8"]),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (2, ["dp_shard=2", "gradients=int2", "weights=bf16", "train.num_microbatches=2", VOCABULARY]),
+                (2, ["dp_shard=2", "gradients=exact-via-all-to-all", "weights=int8", "train.precision=bfloat16"]),
+                (4, ["dp_shard=2", "dp_replicate=2", "ranks_per_node=2", "gradients=int4", "weights=int8"]),
+                (4, ["dp_shard=4", "secondary_shards=2", "gradients=bf16", "weights=int8"]),
+            )
+        ),
     ],
-)  # fmt: skip
-def test_compressed_bytes_are_predicted_exactly(gang, corpus, gradients, weights, words):
-    words = [*words, *corpus]
-    config = load_words([*words, f"comm.gradients={gradients}", f"comm.weights={weights}"])
-    for rank, found in enumerate(gang(2).run(compressed, words, gradients, weights)):
-        traffic = predict_traffic(config, rank=rank)
-        assert found == (traffic.sent().total(), traffic.exact().total())
+)
+def test_compressed_bytes_are_predicted_exactly(gang, corpus, world_size, words):
+    full = ("" if "." in word else "mesh." if word.startswith("dp_") else "comm." for word in words)
+    words = [*(section + word for section, word in zip(full, words, strict=True)), *corpus]
+    for rank, found in enumerate(gang(world_size).run(compressed, words)):
+        traffic = predict_traffic(load_words(words), rank=rank)
+        assert (found.inside, found.between) == (traffic.sent().inside_node, traffic.sent().between_nodes)
+        assert (found.exact_inside, found.exact_between) == (traffic.exact().inside_node, traffic.exact().between_nodes)

@@ -99,8 +99,7 @@ def _reduce_scatter(comm: CompressedReduceScatter, x: Tensor, out: Tensor) -> Si
 
     def run() -> None:
         comm(out, x, group, MEAN)  # type: ignore[arg-type]
-        if comm.error is not None:
-            comm.error.commit()
+        comm.commit()
 
     return Side(run, out, comm)
 

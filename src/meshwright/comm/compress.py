@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.comm.all_reduce import AllReduceHook, CompressedAllReduce
 from meshwright.comm.codecs import Codec
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter, SentBytes
 from meshwright.comm.error_state import starting_with
@@ -109,6 +111,8 @@ def compress(
     inside_node: str = Codec.INT8.value,
     nodes: Sequence[int] | None = None,
     placement: Placement | None = None,
+    replicas: ProcessGroup | None = None,
+    sums: bool = False,
 ) -> Compression:
     """Let the FSDP2 modules of `model` send gradients and weights in fewer bits.
 
@@ -125,6 +129,11 @@ def compress(
             in both.
         nodes: the node of each rank of the world, instead of the hosts that they are on.
         placement: what `place` gave, instead of `nodes`; then no other rank needs to call.
+        replicas: ranks with other samples and the same shards, to reduce gradients over too. With a model sharded over
+            the mesh of one replica this is HSDP; under FSDP2's own, with a mesh of two dims, gradients are compressed
+            within a replica only.
+        sums: over `replicas` gradients are added up, as `set_gradient_divide_factor` makes FSDP2 do; by default their
+            mean is taken, as by default in FSDP2.
 
     Raises:
         ConfigError: a name that there is not, or both `nodes` and `placement`.
@@ -146,17 +155,26 @@ def compress(
         return Compression({}, {})
     if placement is None:
         placement = place([model] if gradients != EXACT else [], nodes=nodes)
-    reduce_scatters, all_gathers = {}, {}
+    reductions: dict[str, Reduction] = {}
+    all_gathers = {}
     for name, module in modules.items():
         if gradients != EXACT:
             comm = _reduce_scatter(name, module, GRADIENTS[gradients], INSIDE_NODE[inside_node], placement)
-            reduce_scatters[name] = comm
+            reductions[name] = comm
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+            if replicas is not None:
+                way = GRADIENTS[gradients]
+                all_reduce = CompressedAllReduce(
+                    name, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+                )
+                reductions[f"{name}/replicas"] = all_reduce
+                factor = 1.0 if sums else 1.0 / replicas.size()
+                module.set_all_reduce_hook(AllReduceHook(all_reduce, replicas, factor))
         if weights != EXACT:
             codec = WEIGHTS[weights]
             all_gathers[name] = CompressedAllGather(codec, rotate=codec.is_quantised, nodes=placement.nodes)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
-    return Compression(reduce_scatters, all_gathers)
+    return Compression(reductions, all_gathers)
 
 
 def _reduce_scatter(

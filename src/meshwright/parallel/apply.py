@@ -29,6 +29,8 @@ class ParallelOptions:
     param_dtype: torch.dtype | None = None
     """Compute dtype under FSDP2's mixed-precision policy; None computes in the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
+    replicas_apart: bool = False
+    """FSDP2 shards over dp_shard only, and somebody else reduces gradients over dp_replicate."""
     recompute: bool = False
     """Each block keeps only its input for the backward."""
     compile: bool = False
@@ -61,7 +63,8 @@ def apply_parallel(model: nn.Module, mesh: DeviceMesh | None, axes: Axes, option
         for block in blocks:
             block.compile()
     if mesh is not None and (axes.data_parallel() > 1 or options.param_dtype is not None):
-        names = ["dp_replicate", "dp_shard"] if axes.dp_replicate > 1 else ["dp_shard"]
+        is_native = axes.dp_replicate > 1 and not options.replicas_apart
+        names = ["dp_replicate", "dp_shard"] if is_native else ["dp_shard"]
         apply_data_parallel(
             model,
             submesh(mesh, names),

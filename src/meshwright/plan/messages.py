@@ -1,8 +1,8 @@
 """What one rank sends in a step, message by message: to whom, what for, and how many bytes.
 
-Every collective is counted by what has to leave the rank for each other one: of a reduce-scatter that one's piece, of
-an all-gather its own piece, of an all-reduce both. A library may route it otherwise, in rings or trees; over a ring the
-sum is the same, and less of it goes between nodes.
+An all-to-all and a transfer go to the ranks that they are for. The other collectives go in rings that cross each node
+once, as NCCL's do: every rank hands on as much as it would to all others one by one, and of each node one rank hands
+it to the next node.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class What(StrEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """The same number of bytes to each of some ranks."""
+    """The same number of bytes to each of some ranks, or as much around the ring of them."""
 
     what: What
     peers: tuple[int, ...]
     """Global ranks, without the one that sends."""
     num_bytes: int
     """To each."""
+    in_ring: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class Place:
         """Those that are not this one."""
         return tuple(rank for rank in ranks if rank != self.rank)
 
-    def on_node(self, rank: int) -> bool:
-        """Whether a rank is on this one's node."""
-        return rank // self.ranks_per_node == self.rank // self.ranks_per_node
+    def node(self, rank: int) -> int:
+        """The node that a rank is on."""
+        return rank // self.ranks_per_node
 
     def compute_bytes(self) -> int:
         """Of an element of weights and activations."""
@@ -112,14 +113,19 @@ def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
     inside = way if way in LOSSLESS else place.config.comm.inside_node
     for elements in (unit.num_trained for unit in units):
         if way == EXACT or not far:
-            yield Message(What.GRADIENTS, place.others(line), encoded_bytes(way, elements, element_bytes=size))
+            num_bytes = encoded_bytes(way, elements, element_bytes=size)
+            yield Message(What.GRADIENTS, place.others(line), num_bytes, in_ring=way == EXACT)
         else:
-            # Of all that a rank of this node will send on to other nodes, or keep.
-            whole = elements * (len(far) + 1)
-            yield Message(What.GRADIENTS, near, encoded_bytes(inside, whole, element_bytes=size))
+            # A piece for each node, which the rank of this node will send on or keep.
+            num_bytes = (len(far) + 1) * encoded_bytes(inside, elements, element_bytes=size)
+            yield Message(What.GRADIENTS, near, num_bytes)
             yield Message(What.GRADIENTS, far, encoded_bytes(way, elements, element_bytes=size))
         share = -(-elements // len(replicas))
-        yield Message(What.REPLICAS, place.others(replicas), 2 * encoded_bytes(way, share, element_bytes=size))
+        # Reduced as pieces, of which then all gather the sums.
+        second = "int8" if way in ("int4", "int2") else way
+        for codec, in_ring in ((way, way == EXACT), (second, True)):
+            num_bytes = encoded_bytes(codec, share, element_bytes=size)
+            yield Message(What.REPLICAS, place.others(replicas), num_bytes, in_ring=in_ring)
 
 
 def _two_stages(place: Place, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -143,10 +149,12 @@ def _weights(place: Place, part: StagePart, units: list[Unit]) -> Iterator[Messa
     start = line.index(place.rank) // few * few
     counts = count_gathers(actions, units, secondary=comm.secondary_shards is not None)
     for unit, count in zip(units, counts, strict=True):
-        for group, times in ((line, count.among_all), (line[start : start + few], count.among_secondary)):
+        # What was sent encoded once is sent among few as it was decoded.
+        among_few = (line[start : start + few], count.among_secondary, EXACT)
+        for group, times, way in ((line, count.among_all, comm.weights), among_few):
             piece = unit.num_elements * len(line) // len(group)
-            encoded = encoded_bytes(comm.weights, piece, element_bytes=place.compute_bytes())
-            yield Message(What.WEIGHTS, place.others(group), times * encoded)
+            encoded = encoded_bytes(way, piece, element_bytes=place.compute_bytes())
+            yield Message(What.WEIGHTS, place.others(group), times * encoded, in_ring=True)
 
 
 def _stream_elements(config: RunConfig) -> int:
@@ -171,7 +179,7 @@ def _tensor(place: Place, part: StagePart) -> Iterator[Message]:
             loss_bytes = 2 * LOSS_REDUCTIONS * -(-tokens // len(line)) * place.reduce_bytes()
     piece = -(-_stream_elements(config) // len(line)) * place.compute_bytes()
     total = config.train.num_microbatches * (exchanges * piece + loss_bytes)
-    yield Message(What.TENSOR, place.others(line), total + _norm_bytes(place, part, len(line)))
+    yield Message(What.TENSOR, place.others(line), total + _norm_bytes(place, part, len(line)), in_ring=True)
 
 
 def _exchanges_of_a_block(config: RunConfig) -> int:
@@ -219,4 +227,5 @@ def _shared(place: Place) -> Iterator[Message]:
         copies = {(stage, shape.name): shape for stage, part in parts.items() for shape in part if part[shape]}
         trained = [copies[site] for site in sites if site in copies]
         total = sum(shape.on_rank(tp=axes.tp, dp_shard=axes.dp_shard) for shape in trained)
-        yield Message(What.SHARED, place.others(ranks), 2 * -(-total // len(ranks)) * place.reduce_bytes())
+        num_bytes = 2 * -(-total // len(ranks)) * place.reduce_bytes()
+        yield Message(What.SHARED, place.others(ranks), num_bytes, in_ring=True)

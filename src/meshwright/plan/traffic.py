@@ -1,7 +1,6 @@
 """Bytes that one rank sends in a step of training, by what for and over which links, predicted from the config alone.
 
-With what the section `comm` asks for, and as it would be without. Counted is what has to leave the rank, by where it
-goes (see `messages`); validations, samples and checkpoints come on top.
+With what the section `comm` asks for, and as it would be without. Validations, samples and checkpoints come on top.
 """
 
 from __future__ import annotations
@@ -95,6 +94,14 @@ def _of_rank(config: RunConfig, rank: int, ranks_per_node: int) -> Traffic:
 def _by_what(place: Place, found: Iterable[Message]) -> dict[What, SentBytes]:
     totals = dict.fromkeys(What, SentBytes())
     for message in found:
-        near = sum(place.on_node(peer) for peer in message.peers)
-        totals[message.what] += SentBytes(near, len(message.peers) - near) * message.num_bytes
+        totals[message.what] += _by_link(place, message)
     return totals
+
+
+def _by_link(place: Place, message: Message) -> SentBytes:
+    nodes = [place.node(peer) for peer in message.peers]
+    total, near = len(nodes) * message.num_bytes, nodes.count(place.node(place.rank))
+    far = total - near * message.num_bytes
+    if message.in_ring and far:
+        far = total * len({*nodes, place.node(place.rank)}) // (len(nodes) + 1)
+    return SentBytes(total - far, far)

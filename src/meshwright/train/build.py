@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm.compress import EXACT
 from meshwright.config.pipeline import layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
@@ -113,6 +114,7 @@ def parallel_options(config: RunConfig) -> ParallelOptions:
         reshard_after_forward=config.comm.secondary_shards or config.mesh.reshard_after_forward,
         param_dtype=torch.bfloat16 if mixed else None,
         reduce_dtype=torch.float32 if mixed else None,
+        replicas_apart=config.comm.gradients != EXACT,
         recompute=config.recompute.policy == "full",
         compile=config.train.compile,
     )
@@ -148,7 +150,7 @@ def build_job(config: RunConfig, context: RankContext, device: torch.device) -> 
         model=model,
         optimizer=build_optimizer(model, config.train),
         schedule=schedule,
-        compression=RunCompression(config, parts, rank=context.rank),
+        compression=RunCompression(config, parts, mesh, rank=context.rank),
     )
 
 

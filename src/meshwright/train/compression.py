@@ -13,10 +13,12 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.compress import EXACT, GRADIENTS, Compression, compress
+from meshwright.comm.compressed import SentBytes
 from meshwright.comm.placement import place
 from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
@@ -26,35 +28,33 @@ from meshwright.models.part import ModelPart
 class RunCompression:
     """The compressed collectives of this rank's stages; of none, where nothing is sent or all is sent as it is."""
 
-    def __init__(self, config: RunConfig, parts: Mapping[int, ModelPart], *, rank: int) -> None:
-        comm = config.comm
-        used = config.mesh.axes().data_parallel() > 1 and (comm.gradients != EXACT or comm.weights != EXACT)
-        nodes = None
-        if comm.ranks_per_node is not None:
-            nodes = [one // comm.ranks_per_node for one in range(config.mesh.axes().num_ranks())]
-        self._parts: dict[int, Compression] = {}
-        if used:
-            placement = place(parts.values(), nodes=nodes, timeout_s=config.train.timeout_s)
-            nodes = list(placement.nodes)
-            self._parts = {
-                stage: compress(
-                    part,
-                    gradients=comm.gradients,
-                    weights=comm.weights,
-                    inside_node=comm.inside_node,
-                    placement=placement,
-                )
-                for stage, part in parts.items()
-            }
+    def __init__(
+        self, config: RunConfig, parts: Mapping[int, ModelPart], mesh: DeviceMesh | None, *, rank: int
+    ) -> None:
+        comm, axes = config.comm, config.mesh.axes()
         self._name = f"comm.rank{rank}"
+        self._parts: dict[int, Compression] = {}
         self.identity: dict[str, Any] = {
             "gradients": comm.gradients,
-            "mesh": list(config.mesh.axes().sizes()),
+            "mesh": list(axes.sizes()),
             "layers_per_stage": list(layers_per_stage(config)),
             "freeze": list(config.train.freeze),
-            "nodes": nodes,
         }
         """What the errors belong to: where it is the same, they are of the same elements."""
+        if mesh is None or axes.data_parallel() == 1 or comm.gradients == comm.weights == EXACT:
+            return
+        placement = place(parts.values(), nodes=_nodes(config), timeout_s=config.train.timeout_s)
+        self.identity["nodes"] = list(placement.nodes)
+        for stage, part in parts.items():
+            self._parts[stage] = compress(
+                part,
+                gradients=comm.gradients,
+                weights=comm.weights,
+                inside_node=comm.inside_node,
+                placement=placement,
+                replicas=mesh.get_group("dp_replicate") if axes.dp_replicate > 1 else None,
+                sums=True,
+            )
 
     def settle(self, *, taken: bool) -> None:
         """End a step: its errors go into the next one if the optimizer took it, and are forgotten if not."""
@@ -63,6 +63,10 @@ class RunCompression:
                 part.commit()
             else:
                 part.discard()
+
+    def sent(self) -> SentBytes:
+        """Bytes of gradients and weights that this rank has handed to others since the start."""
+        return sum((part.sent() for part in self._parts.values()), SentBytes())
 
     def state(self) -> dict[str, Tensor]:
         """This rank's errors as a tensor of bytes, for a checkpoint; nothing where there are none."""
@@ -87,6 +91,12 @@ class RunCompression:
                 start = f"{stage}."
                 part.load_state_dict({k.removeprefix(start): v for k, v in errors.items() if k.startswith(start)})
         return ""
+
+
+def _nodes(config: RunConfig) -> list[int] | None:
+    """The node of each rank, where the configuration says it."""
+    size = config.comm.ranks_per_node
+    return None if size is None else [rank // size for rank in range(config.mesh.axes().num_ranks())]
 
 
 def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
