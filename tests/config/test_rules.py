@@ -153,7 +153,7 @@ def test_a_glob_freezes_something_and_not_everything(words, what):
     assert_every_fix_works(error, words, "dit-digits")
 
 
-@pytest.mark.parametrize("globs", ["final*", "final.head.weight", "['embed.*','*.head.*']", "['*.weight','embed.bias']"])
+@pytest.mark.parametrize("globs", ["final*", "final.head.weight", "['embed.*','*.head.*']", "['*.weight','embed.*']"])
 @pytest.mark.parametrize("preset", ["dit-digits", "dit-digits-video"])
 def test_a_projection_that_starts_at_zero_is_not_frozen(preset, globs):
     words = [f"train.freeze={globs}"]
@@ -184,7 +184,7 @@ def test_guidance_needs_samples_without_their_class():
 
 
 UNREAD = [
-    *(("llama-tiny", word) for word in ("diffusion.guidance=3", "diffusion.num_samples=0", "diffusion.schedule=linear")),
+    *(("llama-tiny", f"diffusion.{word}") for word in ("guidance=3", "num_samples=0", "schedule=linear")),
     *(("dit-digits", word) for word in ("train.seq_len=64", "train.sample_tokens=0", "data.tokenizer=a.json",
                                         "data.token_dtype=uint8", "data.cache_dir=/tmp/x")),
 ]  # fmt: skip
