@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from meshwright.config.load import load
+from meshwright.config.rules import NOT_READ
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 
@@ -35,6 +36,11 @@ def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
     text = "".join(line.format(n=n, m=n * 7919 % 1000) for n in range(num_bytes // 34))
     (folder / "corpus.txt").write_text(text, "utf-8")
     return [f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache"]
+
+
+def for_pictures(words: Iterable[str]) -> list[str]:
+    """Words of a run without those that are for text."""
+    return [word for word in words if word.partition("=")[0] not in NOT_READ["dit"]]
 
 
 def quick_and_slow(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:

@@ -139,6 +139,17 @@ def test_other_missing_data(fails_here, name):
     assert name in error["error"] and "data.source" in error["where"]
 
 
+@pytest.mark.parametrize("source", ["digits", "digits-video"])
+def test_pictures_for_a_model_of_text(fails_here, source, tmp_path):
+    """A file of that name is text like any other."""
+    error = fails_here("run", f"data.source={source}")
+    assert error["error"] == f"{source} are pictures, and a llama trains on text"
+    assert error["fix"] == f"the preset dit-{source}, or data.source=stdlib"
+    assert outcome([], f"dit-{source}").data.source == source
+    (tmp_path / source).write_text("a few words")
+    assert "longer than" in fails_here("run", f"data.source={source}", "data.cache_dir=cache")["error"]
+
+
 def test_missing_data_file_beside_a_similar_one(fails_here, tmp_path):
     small_corpus(tmp_path)
     error = fails_here("run", "data.source=corpsu.txt", "data.cache_dir=cache")

@@ -6,6 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from meshwright.config.breach import as_word
+from meshwright.config.dump import to_toml
+from meshwright.config.load import load
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from tests.helpers import assert_every_fix_works, outcome
@@ -150,6 +153,21 @@ def test_a_glob_freezes_something_and_not_everything(words, what):
     assert_every_fix_works(error, words, "dit-digits")
 
 
+@pytest.mark.parametrize("globs", ["final*", "final.head.weight", "['embed.*','*.head.*']", "['*.weight','embed.*']"])
+@pytest.mark.parametrize("preset", ["dit-digits", "dit-digits-video"])
+def test_a_projection_that_starts_at_zero_is_not_frozen(preset, globs):
+    words = [f"train.freeze={globs}"]
+    error = outcome(words, preset)
+    assert isinstance(error, ConfigError) and "final.head.weight, which starts at zero" in error.what
+    assert_every_fix_works(error, words, preset)
+    assert "model.zero_init=false" in error.fix and "train.freeze=" in error.fix
+
+
+@pytest.mark.parametrize("glob", ["final.head.bias", "final.modulation*", "blocks.*", "embed*"])
+def test_what_else_starts_at_zero_may_be_frozen(glob):
+    assert isinstance(outcome([f"train.freeze={glob}"], "dit-digits"), RunConfig)
+
+
 @pytest.mark.parametrize("words", [["head.weight"], ["model.tie_embeddings=true", "head.weight"]])
 def test_a_tied_head_is_frozen_by_its_embedding_s_name(words):
     *others, name = words
@@ -163,3 +181,43 @@ def test_guidance_needs_samples_without_their_class():
     error = outcome(words, "dit-digits")
     assert isinstance(error, ConfigError) and "guidance" in error.what and "label_dropout" in error.where
     assert_every_fix_works(error, words, "dit-digits")
+
+
+UNREAD = [
+    *(("llama-tiny", f"diffusion.{word}") for word in ("guidance=3", "num_samples=0", "schedule=linear")),
+    *(("dit-digits", word) for word in ("train.seq_len=64", "train.sample_tokens=0", "data.tokenizer=a.json",
+                                        "data.token_dtype=uint8", "data.cache_dir=/tmp/x")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "word"), UNREAD)
+def test_a_key_of_another_kind_of_model_is_not_ignored(preset, word):
+    key = word.partition("=")[0]
+    error = outcome([word], preset)
+    assert isinstance(error, ConfigError) and error.where == f"command line, {key}"
+    assert error.what.startswith(f"{key} = ") and error.what.endswith(" has no effect")
+    other = "dit" if preset == "llama-tiny" else "llama"
+    assert error.fix.endswith(f" or leave {key} out, or start from a preset of a {other}")
+    assert_every_fix_works(error, [word], preset)
+
+
+def test_a_fix_of_another_breach_sees_to_it_too():
+    words = ["train.seq_len=64", "mesh.tp=3"]
+    error = outcome(words, "dit-digits")
+    assert "mesh.tp" in error.what and "train.seq_len" in error.fix
+    assert_every_fix_works(error, words, "dit-digits")
+
+
+@pytest.mark.parametrize(("preset", "word"), UNREAD)
+def test_a_file_with_all_keys_is_taken_unless_one_asks_for_what_is_not_done(preset, word, tmp_path):
+    """A saved run is such a file."""
+    path, (key, _, value) = tmp_path / "run.toml", word.partition("=")
+    path.write_text(to_toml(load(preset)))
+    assert outcome([], str(path)) == load(preset)
+    section, name = key.split(".")
+    default = RunConfig().model_dump()[section][name]
+    assert isinstance(outcome([f"{key}={as_word(default)}"], str(path)), RunConfig)
+    text = value if value.isdigit() else f'"{value}"'
+    lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] != name]
+    path.write_text("\n".join(lines).replace(f"[{section}]", f"[{section}]\n{name} = {text}"))
+    assert outcome([], str(path)).where == f"{path}, {key}"

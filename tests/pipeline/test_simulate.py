@@ -213,26 +213,26 @@ def assert_the_same(table, costs):
 
 
 @given(st.data(), generated())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_generated_tables_on_uneven_stages(data, table):
     assert_the_same(table, costs_for(data.draw, table))
 
 
 @given(st.data(), generated(), options)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_lowered_tables_on_uneven_stages(data, table, options):
     assert_the_same(lower(table, options), costs_for(data.draw, table))
 
 
 @given(st.data(), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_hand_made_tables(data, random):
     table = random_table(random)
     assert_the_same(table, costs_for(data.draw, table))
 
 
 @given(st.data(), st.randoms(use_true_random=False), options)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_hand_made_tables_lowered(data, random, options):
     table = random_table(random)
     verify(table)
@@ -254,7 +254,7 @@ def with_earlier_receives(table: Schedule, random) -> Schedule:
 
 
 @given(st.data(), st.randoms(use_true_random=False))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_tables_whose_receives_come_in_another_order_than_their_sends(data, random):
     table = with_earlier_receives(lower(random_table(random), LowerOptions(release=False)), random)
     costs = costs_for(data.draw, table)
@@ -266,7 +266,7 @@ def test_tables_whose_receives_come_in_another_order_than_their_sends(data, rand
 
 
 @given(st.data(), generated())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_timeline_has_each_computation_once_and_a_rank_does_one_at_a_time(data, table):
     found = simulate(table, costs_for(data.draw, table))
     spans = found.timeline.spans
@@ -280,7 +280,7 @@ def test_a_timeline_has_each_computation_once_and_a_rank_does_one_at_a_time(data
 
 
 @given(st.data(), generated())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_free_transfers_make_lowering_cost_nothing(data, table):
     """On the uniform stages that tables are made for; on others FREE_OUT, if it comes early, may wait for a receive."""
     uneven = Costs(costs_for(data.draw, table).stages)

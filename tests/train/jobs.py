@@ -18,7 +18,7 @@ from meshwright.train.corpus import open_training_data
 from meshwright.train.step import StepResult, TrainStep
 from meshwright.train.tasks import build_task
 from meshwright.train.tasks.base import Task
-from tests.helpers import SMALL
+from tests.helpers import SMALL, for_pictures
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ def make_job(rank: int, world_size: int, words: Sequence[str]) -> tuple[Job, Tra
 
 def load_words(words: Sequence[str]) -> RunConfig:
     """The words of a small run; one of them may be a preset's name."""
-    presets = [word for word in words if "=" not in word]
-    return load(presets[0] if presets else None, [*SMALL, *(word for word in words if "=" in word)])
+    preset = next((word for word in words if "=" not in word), "llama-tiny")
+    small = for_pictures(SMALL) if preset.startswith("dit") else SMALL
+    return load(preset, [*small, *(word for word in words if "=" in word)])
 
 
 def make_task(config: RunConfig) -> Task:

@@ -50,7 +50,7 @@ class Finished:
             pids = [process.pid, *descendants(process.pid)]
             self.pids.update(pids)
             self.listeners.update(listeners(pids))
-            time.sleep(0.05)
+            time.sleep(0.2)
         self.stdout, self.stderr = process.communicate()
         self.returncode = process.returncode
 

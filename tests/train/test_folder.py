@@ -15,9 +15,9 @@ from meshwright.train.folder import choose_folder
 CONFIG = load(None, ["name=mine"])
 
 
-def save(folder, step, *, words=(), run=None):
+def save(folder, step, *, words=(), run=None, preset=None):
     """A checkpoint in a run's folder, with a manifest and no tensors."""
-    config = load(None, ["name=mine", *words])
+    config = load(preset, ["name=mine", *words])
     temporary = directory.begin(folder / "checkpoints", step)
     files = {"data": write_file(temporary / "data", b"x" * 1000)}
     run = {"config": config.model_dump(), "corpus": "text", "skipped_in_a_row": 0} if run is None else run
@@ -93,16 +93,17 @@ def test_another_layout_precision_or_length_is_fine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "now"),
-    [("train.seed=3", "train.seed=0"), ("diffusion.prediction=velocity", "diffusion.prediction=noise"),
-     ("diffusion.schedule=linear", "diffusion.schedule=cosine")],
+    ("preset", "before", "now"),
+    [("llama-tiny", "train.seed=3", "train.seed=0"),
+     ("dit-digits", "diffusion.prediction=velocity", "diffusion.prediction=noise"),
+     ("dit-digits", "diffusion.schedule=linear", "diffusion.schedule=cosine")],
 )  # fmt: skip
-def test_what_decides_the_samples_and_what_is_asked_of_the_model_stays(tmp_path, before, now):
-    save(tmp_path / "a", 3, words=[before])
+def test_what_decides_the_samples_and_what_is_asked_of_the_model_stays(tmp_path, preset, before, now):
+    save(tmp_path / "a", 3, words=[before], preset=preset)
     with pytest.raises(CheckpointError, match="but the checkpoint was trained with") as caught:
-        choose("a", "auto", config=load(None, ["name=mine", now]))
+        choose("a", "auto", config=load(preset, ["name=mine", now]))
     assert caught.value.fix == before
-    assert choose("a", "auto", config=load(None, ["name=mine", caught.value.fix])).checkpoint is not None
+    assert choose("a", "auto", config=load(preset, ["name=mine", caught.value.fix])).checkpoint is not None
 
 
 def test_what_was_frozen_stays_frozen(tmp_path):

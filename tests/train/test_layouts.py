@@ -120,12 +120,12 @@ def gradient_norm(rank, world_size, words):
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (2, ["mesh.dp_shard=2"]),
-        (2, ["mesh.dp_replicate=2"]),
-        (2, ["mesh.tp=2"]),
+        pytest.param(2, ["mesh.dp_shard=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.dp_replicate=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
         (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", TIED]),
         (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
-        (4, ["mesh.tp=2", "mesh.dp_shard=2", TIED]),
+        pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2", TIED], marks=pytest.mark.slow),
         (4, ["mesh.tp=2", "mesh.dp_replicate=2"]),
     ],
 )

@@ -13,7 +13,7 @@ from meshwright.train.build import refresh_copies
 from meshwright.train.optimizer import named_state
 from meshwright.train.step import TrainStep
 from meshwright.train.tasks import build_task
-from tests.helpers import meshwright
+from tests.helpers import for_pictures, meshwright
 from tests.prove.proofs import few_pictures
 from tests.train.runs import STEPS, assert_bitwise_equal, final_state, metrics
 from tests.train.test_shared_copies import CHUNKED, SMALL, copies_of, largest_difference, load, make_job
@@ -70,7 +70,7 @@ def test_all_copies_go_on_from_a_checkpoint(gang, tmp_path, name):
                 assert all(map(torch.equal, found, others[place])), place
 
 
-RUN = [word for word in STEPS if "num_layers" not in word] + [
+RUN = [word for word in for_pictures(STEPS) if "num_layers" not in word] + [
     *SMALL[:8], "model.num_layers=5", "train.precision=float64",
     "diffusion.num_samples=10", "diffusion.sampling_steps=3",
 ]  # fmt: skip

@@ -14,17 +14,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from meshwright.config.breach import Breach, Way, as_words
+from meshwright.config.breach import Breach, Way, as_word, as_words
 from meshwright.config.rules_comm import comm_breaches
-from meshwright.config.rules_dit import dit_breaches
+from meshwright.config.rules_dit import dit_breaches, frozen_at_zero
 from meshwright.config.rules_llama import llama_breaches
 from meshwright.config.rules_pipeline import pipeline_breaches
-from meshwright.config.schema import LlamaConfig, RunConfig
+from meshwright.config.schema import DiffusionConfig, LlamaConfig, RunConfig
 from meshwright.config.sizes import round_up
 from meshwright.errors import ConfigError, LayoutError
 
 Origins = Mapping[str, str]
 """Where each key was set (`command line`, a file, `preset llama-tiny`), by dotted key."""
+
+NOT_READ = {
+    "llama": tuple(f"diffusion.{name}" for name in DiffusionConfig.model_fields),
+    "dit": ("data.tokenizer", "data.token_dtype", "data.cache_dir", "train.seq_len", "train.sample_tokens"),
+}
+"""Keys that a kind of model has no use for, which another one reads."""
 
 MAX_WAYS = 3
 MAX_COMPLETIONS = 3
@@ -40,7 +46,7 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None) 
 
     Raises:
         LayoutError: the mesh fits neither the model, the batch nor the number of ranks.
-        ConfigError: the model's or the training's keys contradict each other.
+        ConfigError: the model's or the training's keys contradict each other, or one has no effect.
     """
     breach = next(breaches(config, num_ranks), None)
     if breach is None:
@@ -63,11 +69,13 @@ def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     yield from _unavailable(config)
     yield from llama_breaches(config) if isinstance(config.model, LlamaConfig) else dit_breaches(config)
     yield from _frozen(config)
+    yield from frozen_at_zero(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
     yield from _schedule(config)
     yield from pipeline_breaches(config)
     yield from comm_breaches(config)
+    yield from _without_effect(config)
 
 
 def repair(config: RunConfig, num_ranks: int | None) -> Way | None:
@@ -185,3 +193,22 @@ def _schedule(config: RunConfig) -> Iterator[Breach]:
             "warmup_steps + decay_steps ≤ steps",
             [{"train.decay_steps": room}, {"train.steps": train.warmup_steps + train.decay_steps}],
         )
+
+
+def _without_effect(config: RunConfig) -> Iterator[Breach]:
+    """Keys that were set for another kind of model. A saved run has them all: one at its default asks for nothing."""
+    kind = config.model.kind
+    for key in NOT_READ[kind]:
+        section_name, name = key.split(".")
+        section = getattr(config, section_name)
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if value != default:
+            others = " or ".join(other for other, keys in NOT_READ.items() if key not in keys)
+            yield Breach(
+                ConfigError,
+                f"{key} = {as_word(value)} has no effect",
+                key,
+                f"it is for a {others}, and model.kind is {kind}",
+                [{key: default}],
+                otherwise=f"leave {key} out, or start from a preset of a {others}",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from meshwright.config.rules_heads import undivided_heads
 from meshwright.config.schema import DiTConfig, RunConfig
 from meshwright.config.sizes import by_distance, divisors, round_up
 from meshwright.errors import ConfigError, LayoutError
+
+FINAL_PROJECTION = "final.head.weight"
 
 
 def dit_breaches(config: RunConfig) -> Iterator[Breach]:
@@ -71,4 +74,18 @@ def _tensor_parallel(model: DiTConfig, config: RunConfig) -> Iterator[Breach]:
             "mesh.sequence_parallel",
             "a dit's stream is whole on every rank of tp: its modulation is of samples, not of tokens",
             [{"mesh.sequence_parallel": False}, {"mesh.tp": 1}],
+        )
+
+
+def frozen_at_zero(config: RunConfig) -> Iterator[Breach]:
+    """Every gradient but its bias's passes through the final projection, and is zero where that stays zero."""
+    model, globs = config.model, config.train.freeze
+    rest = tuple(glob for glob in globs if not fnmatch.fnmatchcase(FINAL_PROJECTION, glob))
+    if isinstance(model, DiTConfig) and model.zero_init and rest != globs:
+        yield Breach(
+            ConfigError,
+            f"train.freeze has {FINAL_PROJECTION}, which starts at zero (model.zero_init)",
+            "train.freeze",
+            "nothing learns behind a projection that stays zero; a run that loads trained weights ignores zero_init",
+            [{"model.zero_init": False}, {"train.freeze": rest}],
         )

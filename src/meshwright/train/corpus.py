@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from meshwright.config.schema import DiTConfig, RunConfig
-from meshwright.data.pictures import Pictures, open_pictures
+from meshwright.data.documents import STDLIB
+from meshwright.data.pictures import DIGITS, DIGITS_VIDEO, Pictures, open_pictures
 from meshwright.data.text import Corpus, check_vocab, check_windows, open_corpus
 from meshwright.errors import DataError
+
+PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
+"""The preset that trains on pictures, by their `data.source`."""
 
 
 def open_training_data(config: RunConfig) -> Corpus | Pictures:
@@ -25,6 +31,13 @@ def open_training_corpus(config: RunConfig) -> Corpus:
     """
     assert not isinstance(config.model, DiTConfig), "a dit trains on pictures"
     data = config.data
+    if data.source in PRESETS and not Path(data.source).exists():
+        raise DataError(
+            f"{data.source} are pictures, and a {config.model.kind} trains on text",
+            where=f"data.source, {data.source}",
+            rule="pictures are for a dit",
+            fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
+        )
     corpus = open_corpus(data.source, tokenizer=data.tokenizer, token_dtype=data.token_dtype, cache_dir=data.cache_dir)
     check_windows(corpus, config.train.seq_len)
     check_vocab(corpus, config.model.vocab_size)

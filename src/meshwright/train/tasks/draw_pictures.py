@@ -2,7 +2,8 @@
 
 DDIM (Song et al. 2021) with classifier-free guidance (Ho and Salimans 2022).
 
-Shapes: n pictures, c channels, f frames, y height, x width; r rows of a forward pass, two for each picture.
+Shapes: n pictures, c channels, f frames, y height, x width; r rows of a forward pass: two for each picture, with its
+class and without, or one where guidance is 1 and what is predicted without a class does not count.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ def draw_pictures(pipeline: Pipeline, diffusion: Diffusion, wanted: Wanted, sett
     count, precision = len(wanted.labels), job.config.train.precision
     samples = range(FIRST_SAMPLE, FIRST_SAMPLE + count)
     x = draw_noise(wanted.seed, samples, wanted.shape, MASTER_DTYPES[precision]).to(job.device)
-    labels = torch.tensor([*wanted.labels, *[wanted.null_class] * count], device=job.device)
-    fps = torch.tensor(wanted.fps * 2, device=job.device)
-    model = _Model(pipeline, labels, fps, wanted.shape, COMPUTE_DTYPES[precision])
+    is_guided = settings.guidance != 1
+    labels = [*wanted.labels, *[wanted.null_class] * count] if is_guided else wanted.labels
+    fps = wanted.fps * 2 if is_guided else wanted.fps
+    model = _Model(pipeline, labels, fps, COMPUTE_DTYPES[precision])
     job.model.eval()
     timesteps = diffusion.ddim_timesteps(settings.sampling_steps)
     for timestep, following in zip(timesteps, [*timesteps[1:], None], strict=True):
-        conditional, unconditional = model(torch.cat((x, x)), timestep).to(x.dtype).chunk(2)
-        prediction = guided(conditional, unconditional, settings.guidance)
+        prediction = model(torch.cat((x, x)) if is_guided else x, timestep).to(x.dtype)
+        if is_guided:
+            conditional, unconditional = prediction.chunk(2)
+            prediction = guided(conditional, unconditional, settings.guidance)
         at = torch.full((count,), timestep, device=x.device)
         to = None if following is None else torch.full_like(at, following)
         x = diffusion.ddim_step(prediction, x, at, to, clamps=True)
@@ -65,11 +69,10 @@ def draw_pictures(pipeline: Pipeline, diffusion: Diffusion, wanted: Wanted, sett
 class _Model:
     """The model as a function of noisy rows, on all ranks alike."""
 
-    def __init__(
-        self, pipeline: Pipeline, labels: Tensor, fps: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, labels: list[int], fps: list[int], dtype: torch.dtype) -> None:
         job, num_rows = pipeline.job, len(labels)
-        self._pipeline, self._labels, self._fps, self._shape, self._dtype = pipeline, labels, fps, shape, dtype
+        self._pipeline, self._dtype = pipeline, dtype
+        self._labels, self._fps = (torch.tensor(numbers, device=job.device) for numbers in (labels, fps))
         self._size = min(MAX_ROWS, num_rows)
         self._num_parts = -(-num_rows // self._size)
         table = lower(forward_only(self._num_parts, job.schedule.stage_ranks))
