@@ -28,7 +28,8 @@ TRAFFIC = Traffic(0, (TrafficEntry(What.GRADIENTS, SentBytes(100_000, 30_000), S
                       TrafficEntry(What.STAGES, SentBytes(500_000, 0), SentBytes(500_000, 0))))  # fmt: skip
 
 SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_recognised": 0.75}), steps_here=30,
-                  traffic=TRAFFIC, folder=Path("runs/x-1"), checkpoint=Path("runs/x-1/checkpoints/00000030"),
+                  traffic=TRAFFIC, counted=None, folder=Path("runs/x-1"),
+                  checkpoint=Path("runs/x-1/checkpoints/00000030"),
                   sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
 
 FACTS = Facts(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
@@ -134,10 +135,19 @@ def test_what_is_sent_is_said_before_and_after(capsys):
         reporter.finished(replace(SUMMARY, traffic=traffic))
     assert [line for line in capsys.readouterr().out.splitlines() if "iB" in line and "predicted" not in line] == [
         "a rank sends 615 KiB a step (uncompressed 1.14 MiB): stages 488 KiB · gradients 127 KiB",
-        "  586 KiB inside a node · 29.3 KiB between nodes",
-        "  sent by plan in 30 steps: 18.0 MiB a rank (uncompressed 34.3 MiB) · 17.2 MiB inside a node · "
-        "879 KiB between nodes",
+        "  586 KiB instead of 879 KiB inside a node · 29.3 KiB instead of 293 KiB between nodes",
+        "  sent by plan in 30 steps: 18.0 MiB a rank (uncompressed 34.3 MiB) · 17.2 MiB instead of 25.7 MiB inside a "
+        "node · 879 KiB instead of 8.58 MiB between nodes",
     ]
+
+
+def test_what_was_counted_is_said(capsys):
+    counted = Traffic(0, TRAFFIC.entries[:1])
+    TerminalReporter().finished(replace(SUMMARY, counted=counted))
+    line = "  counted on rank 0: 127 KiB of gradients and weights (uncompressed 684 KiB)"
+    assert line + " · 97.7 KiB instead of 391 KiB inside a node · 29.3 KiB instead of 293 KiB between nodes" in (
+        capsys.readouterr().out.splitlines()
+    )
 
 
 def test_no_color_is_honoured(monkeypatch):

@@ -60,6 +60,29 @@ def test_what_is_stored_between_steps_is_exact(gang, corpus, world_size, words):
     assert most == (predicted.parameters, predicted.gradients, predicted.optimizer)
 
 
+def kept_errors(rank, world_size, words):
+    """Bytes of a rank's errors, and of the copies that a step under way makes of them."""
+    job, step = make_job(rank, world_size, words)
+    step(1)
+    states = [part.state_dict() for part in job.compression._parts.values()]
+    return 2 * sum(num_bytes([x]) for state in states for key, x in state.items() if key.endswith("error"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (2, ["mesh.dp_shard=2"]),
+        pytest.param(4, ["mesh.dp_shard=4", "comm.ranks_per_node=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["mesh.dp_shard=2", "mesh.dp_replicate=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_error_feedback_is_exact(gang, corpus, world_size, words):
+    words = ["comm.gradients=loco4", *words]
+    assert predict_memory(load_words(words)).errors in run_on(gang, world_size, kept_errors, [*corpus, *words])
+    assert predict_memory(load_words([*words, "comm.gradients=int4"])).errors == 0
+
+
 def saved_for_backward(rank, world_size, words):
     """Bytes that autograd keeps of a forward, without the parameters, and of the logits twice."""
     job, step = make_job(rank, world_size, words)

@@ -151,7 +151,9 @@ def compressed(rank, world_size, words):
     """What the compressed collectives count in a step."""
     job, step = make_job(rank, world_size, words)
     step(1)
-    return job.compression.sent()
+    found = job.compression.sent()
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,9 @@ class TerminalReporter(Reporter):
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
             steps = "1 step" if summary.steps_here == 1 else f"{summary.steps_here} steps"
             self._print(f"  sent by plan in {steps}: {_amount(sent, 'a rank')}{where}")
+            if summary.counted is not None:
+                counted = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
+                self._print(f"  counted on rank 0: {counted}")
         if summary.sample is not None:
             self._print(paint("sample", "bold", sys.stdout))
             for line in summary.sample.splitlines():
@@ -141,10 +144,18 @@ def _amount(traffic: Traffic, unit: str) -> str:
     return f"{format_bytes(sent)} {unit}" + (f" (uncompressed {format_bytes(exact)})" if sent != exact else "")
 
 
+def _with_and_without(sent: int, exact: int) -> str:
+    return f"{format_bytes(sent)} instead of {format_bytes(exact)}" if sent != exact else format_bytes(sent)
+
+
 def _links(traffic: Traffic) -> str:
-    sent = traffic.sent()
-    between = f"{format_bytes(sent.between_nodes)} between nodes"
-    return f"{format_bytes(sent.inside_node)} inside a node · {between}" if sent.inside_node else between
+    """Over which links, with and without compression."""
+    sent, exact = traffic.sent(), traffic.exact()
+    links = (
+        (sent.inside_node, exact.inside_node, "inside a node"),
+        (sent.between_nodes, exact.between_nodes, "between nodes"),
+    )
+    return " · ".join(f"{_with_and_without(now, without)} {where}" for now, without, where in links if now or without)
 
 
 def _purposes(traffic: Traffic) -> str:

@@ -67,6 +67,9 @@ class SentBytes:
         self.exact += passed_on
         self.exact_between += links.crossing(passed_on)
 
+    def __sub__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
     def __add__(self, other: SentBytes) -> SentBytes:
         return SentBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 

@@ -28,7 +28,7 @@ Origins = Mapping[str, str]
 
 NOT_READ = {
     "llama": tuple(f"diffusion.{name}" for name in DiffusionConfig.model_fields),
-    "dit": ("data.tokenizer", "data.token_dtype", "data.cache_dir", "train.seq_len", "train.sample_tokens"),
+    "dit": ("data.tokenizer", "data.token_dtype", "train.seq_len", "train.sample_tokens"),
 }
 """Keys that a kind of model has no use for, which another one reads."""
 

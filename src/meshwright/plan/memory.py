@@ -16,8 +16,9 @@ from meshwright.models.spec import LlamaSpec, ModelSpec
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
 from meshwright.pipeline.stages import layer_ranges
+from meshwright.plan.errors import error_bytes
+from meshwright.plan.messages import BYTES, Place
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 OPTIMIZER_MOMENTS = 2
 
 
@@ -34,6 +35,8 @@ class MemoryEstimate:
     """Of all micro-batches that are under way at once."""
     buffers: int
     """For what comes from other stages."""
+    errors: int
+    """Of error feedback."""
 
     def total(self) -> int:
         """All types together; the Python process and its libraries come on top."""
@@ -49,21 +52,33 @@ class _Stage:
     is_last: bool
 
 
-def predict_memory(config: RunConfig) -> MemoryEstimate:
-    """Predict the peak of one rank, without the Python process and its libraries."""
+def predict_memory(config: RunConfig, *, ranks_per_node: int | None = None) -> MemoryEstimate:
+    """Predict the peak of one rank, without the Python process and its libraries.
+
+    Args:
+        config: of the run.
+        ranks_per_node: as of `traffic.predict_traffic`.
+    """
+    num_ranks = config.mesh.axes().num_ranks()
+    per_node = config.comm.ranks_per_node or ranks_per_node or num_ranks
     schedule = lowered_table(config)
     ranges = layer_ranges(layers_per_stage(config))
     stages = [_Stage(layers, i == 0, i == len(ranges) - 1) for i, layers in enumerate(ranges)]
     costs = Costs([_stage_costs(config, stage) for stage in stages])
     peaks = simulate(schedule, costs).peak_bytes
     estimates = [
-        _on_rank(config, [stages[stage] for stage in schedule.stages_of(rank)], peak)
+        _on_rank(
+            Place(config, rank * num_ranks // config.mesh.pp, per_node),
+            [stages[stage] for stage in schedule.stages_of(rank)],
+            peak,
+        )
         for rank, peak in enumerate(peaks)
     ]  # fmt: skip
     return max(estimates, key=MemoryEstimate.total)
 
 
-def _on_rank(config: RunConfig, stages: list[_Stage], peak: PeakBytes) -> MemoryEstimate:
+def _on_rank(place: Place, stages: list[_Stage], peak: PeakBytes) -> MemoryEstimate:
+    config = place.config
     axes = config.mesh.axes()
     compute = BYTES[config.train.precision]
     master = max(4, compute)
@@ -84,6 +99,7 @@ def _on_rank(config: RunConfig, stages: list[_Stage], peak: PeakBytes) -> Memory
         gathered=gathered,
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
+        errors=error_bytes(place),
     )
 
 

@@ -109,7 +109,7 @@ def messages(place: Place) -> Iterator[Message]:
 def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
     way, size = place.config.comm.gradients, place.reduce_bytes()
     line, replicas = place.line("dp_shard"), place.line("dp_replicate")
-    near, far = _two_stages(place, line)
+    near, far = two_stages(place, line)
     inside = way if way in LOSSLESS else place.config.comm.inside_node
     for elements in (unit.num_trained for unit in units):
         if way == EXACT or not far:
@@ -128,7 +128,7 @@ def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
             yield Message(What.REPLICAS, place.others(replicas), num_bytes, in_ring=in_ring)
 
 
-def _two_stages(place: Place, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def two_stages(place: Place, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The others of `line` on this node, and those at the same place on other nodes; nobody where it is on one node, or
     has more ranks on some nodes than on others."""
     nodes: dict[int, list[int]] = {}

@@ -23,6 +23,9 @@ from meshwright.comm.placement import place
 from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
 from meshwright.models.part import ModelPart
+from meshwright.plan.messages import What
+from meshwright.plan.traffic import SentBytes as LinkBytes
+from meshwright.plan.traffic import Traffic, TrafficEntry
 
 
 class RunCompression:
@@ -64,9 +67,9 @@ class RunCompression:
             else:
                 part.discard()
 
-    def sent(self) -> SentBytes:
-        """Bytes of gradients and weights that this rank has handed to others since the start."""
-        return sum((part.sent() for part in self._parts.values()), SentBytes())
+    def sent(self) -> SentBytes | None:
+        """Bytes of gradients and weights that this rank has handed to others; None if nobody counts them."""
+        return sum((part.sent() for part in self._parts.values()), SentBytes()) if self._parts else None
 
     def state(self) -> dict[str, Tensor]:
         """This rank's errors as a tensor of bytes, for a checkpoint; nothing where there are none."""
@@ -91,6 +94,28 @@ class RunCompression:
                 start = f"{stage}."
                 part.load_state_dict({k.removeprefix(start): v for k, v in errors.items() if k.startswith(start)})
         return ""
+
+
+class CountingSteps:
+    """Bytes that compressed collectives send within the block, time after time: in steps, not in validations."""
+
+    def __init__(self, compression: RunCompression) -> None:
+        self._compression = compression
+        self._counted, self._before = SentBytes(), SentBytes()
+
+    def __enter__(self) -> None:
+        self._before = self._compression.sent() or SentBytes()
+
+    def __exit__(self, *exception: object) -> None:
+        self._counted += (self._compression.sent() or SentBytes()) - self._before
+
+    def total(self) -> Traffic | None:
+        """All of them as a plan's value; None without compression."""
+        if self._compression.sent() is None:
+            return None
+        found = self._counted
+        sent = LinkBytes(found.inside, found.between)
+        return Traffic(0, (TrafficEntry(What.GRADIENTS, sent, LinkBytes(found.exact_inside, found.exact_between)),))
 
 
 def _nodes(config: RunConfig) -> list[int] | None:

@@ -11,6 +11,7 @@ from meshwright.config.dump import to_toml
 from meshwright.errors import RunError
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
+from meshwright.train.compression import CountingSteps
 from meshwright.train.folder import RunFolder, writing
 from meshwright.train.metrics import Recorder, plot_loss
 from meshwright.train.optimizer import named_state
@@ -34,6 +35,7 @@ class Trainer:
         self._reporter = reporter
         self._stop = StopSignal(job.context)
         self._step = TrainStep(job, task, self._stop.requested)
+        self._counting = CountingSteps(job.compression)
         self._skipped_in_a_row = 0
         self._saved: Path | None = folder.checkpoint
 
@@ -52,7 +54,8 @@ class Trainer:
             for step in range(done + 1, train.steps + 1):
                 self._job.context.post("step", step)
                 begin = time.perf_counter()
-                result = self._step(step)
+                with self._counting:
+                    result = self._step(step)
                 seconds = time.perf_counter() - begin
                 self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
@@ -169,6 +172,7 @@ class Trainer:
                 validation=validation,
                 steps_here=steps_here,
                 traffic=predict_traffic(self._job.config, ranks_per_node=self._job.context.local_ranks),
+                counted=self._counting.total(),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,

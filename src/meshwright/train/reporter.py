@@ -83,6 +83,8 @@ class Summary:
     """Without those of a run that this one went on from."""
     traffic: Traffic
     """What a rank sends in a step, predicted, as in the facts."""
+    counted: Traffic | None
+    """What compressed collectives have sent from this rank in all these steps; None without compression."""
     folder: Path
     checkpoint: Path | None
     sample: str | None

@@ -18,7 +18,7 @@ from meshwright.data.text import Corpus
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.mesh.groups import process_group
 from meshwright.plan.memory import predict_memory
-from meshwright.plan.traffic import Traffic, predict_traffic
+from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import build_job, choose_device, layout_needs_mesh
 from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_data
@@ -58,8 +58,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         folder = spec.folder or _agree_on_folder(context, spec, corpus)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = build_task(config, corpus, device)
-        traffic = predict_traffic(config, ranks_per_node=context.local_ranks)
-        reporter.started(_facts(config, corpus, task, device, folder, traffic))
+        reporter.started(_facts(config, corpus, task, device, folder, ranks_per_node=context.local_ranks))
         Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
@@ -69,7 +68,8 @@ def _facts(
     task: Task,
     device: torch.device,
     folder: RunFolder,
-    traffic: Traffic,
+    *,
+    ranks_per_node: int,
 ) -> Facts:
     axes = config.mesh.axes()
     return Facts(
@@ -84,8 +84,8 @@ def _facts(
         seq_len=config.tokens_a_sample(),
         steps=config.train.steps,
         # What Python and PyTorch themselves take is measured, the rest predicted.
-        predicted_bytes=memory_bytes(device) + predict_memory(config).total(),
-        traffic=traffic,
+        predicted_bytes=memory_bytes(device) + predict_memory(config, ranks_per_node=ranks_per_node).total(),
+        traffic=predict_traffic(config, ranks_per_node=ranks_per_node),
         folder=folder.path,
         unit=task.unit,
     )
