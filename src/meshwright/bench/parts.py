@@ -46,6 +46,7 @@ class Part(StrEnum):
     PIPELINE = "pipeline"
     SHARED_GRADIENTS = "shared-gradients"
     COMM = "comm"
+    COMM_LOSS = "comm-loss"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ PARTS = {
         "meshwright.bench.shared_gradients:bench_shared_gradients",
     ),
     Part.COMM: Row("compressed collectives against FSDP2's own", "meshwright.bench.comm:bench_comm"),
+    Part.COMM_LOSS: Row(
+        "what gradients of few bits cost a training in loss", "meshwright.bench.comm_loss:bench_comm_loss"
+    ),
 }
 
 

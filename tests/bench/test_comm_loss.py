@@ -1,0 +1,35 @@
+"""What the loss of few bits says of its targets; and the real thing, small."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.bench import comm_loss
+from meshwright.bench.comm_loss import loss_figures, recovered, validation_loss
+from meshwright.bench.parts import DeviceChoice, Options
+from meshwright.errors import InputError
+from tests.helpers import small_corpus
+
+LOSSES = {"exact": [2.0, 3.0], "int2": [2.2, 3.2], "loco2": [2.1, 3.05], "loco4": [2.004, 3.03]}
+
+
+def test_figures_and_their_targets():
+    assert recovered(LOSSES) == pytest.approx(0.625)
+    figures = {figure.name: figure for figure in loss_figures(LOSSES)}
+    assert figures["loco2.recovered"].is_met and figures["int2.validation_loss"].value == pytest.approx(2.7)
+    worst = figures["loco4.over_exact"]
+    assert worst.value == pytest.approx(0.01) and worst.is_met is False and worst.spread[0] == pytest.approx(0.002)
+    assert not {f.name: f for f in loss_figures({**LOSSES, "loco2": [2.2, 3.15]})}["loco2.recovered"].is_met
+
+
+def test_cuda_is_refused():
+    with pytest.raises(InputError, match="on the CPU only"):
+        comm_loss.bench_comm_loss(Options(device=DeviceChoice.CUDA), print)
+
+
+@pytest.mark.slow
+def test_a_training_of_each_way_gives_its_loss(tmp_path):
+    words = [*small_corpus(tmp_path), "mesh.dp_shard=2", "train.steps=3", "model.num_layers=1", "train.seq_len=32",
+             "train.global_batch=4", "train.validation_samples=4", "train.sample_tokens=0"]  # fmt: skip
+    exact, again, few = (validation_loss(way, seed=0, words=words) for way in ("exact", "exact", "int2"))
+    assert exact == again != few
