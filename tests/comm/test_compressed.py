@@ -165,6 +165,29 @@ def test_a_saved_error_goes_on_bitwise(gang):
         assert all(torch.equal(a, b) for a, b in zip(whole, broken, strict=True))
 
 
+def scaled(rank, world_size, follows):
+    """Sums of gradients under loss scales that change, divided by them again; with powers of two they are the same."""
+    generator = torch.Generator().manual_seed(rank)
+    comm = CompressedReduceScatter("x", Codec.INT2, feedback=True)
+    compression = Compression({"x": comm}, {})
+    outs = []
+    for scale in (1.0, 1.0, 1024.0, 64.0):
+        if follows:
+            compression.follow_loss_scale(scale)
+        else:
+            scale = 1.0
+        out = torch.empty(200)
+        comm(out, torch.randn(400, generator=generator) * scale, dist.group.WORLD, dist.ReduceOp.SUM)
+        comm.commit()
+        outs.append(out / scale)
+    return outs
+
+
+def test_errors_follow_the_loss_scale(gang):
+    for plain, followed in zip(gang(2).run(scaled, False), gang(2).run(scaled, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, followed, strict=True))
+
+
 def poisoned(rank, world_size):
     x = torch.ones(600)
     if rank == 0:

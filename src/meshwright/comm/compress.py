@@ -59,6 +59,9 @@ class Reduction(Protocol):
     def discard(self) -> None:
         """The step is skipped."""
 
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """The next gradients are multiplied by it."""
+
     def state_dict(self) -> dict[str, Tensor]:
         """The errors of this rank."""
 
@@ -81,6 +84,15 @@ class Compression:
         """The step is skipped, for an overflow: its errors are forgotten."""
         for comm in self._reductions.values():
             comm.discard()
+
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """The next gradients are multiplied by `loss_scale`, and so are the errors that are added to them.
+
+        For trainings that scale losses: say it before the first backward, and again whenever the scale changes, after
+        `commit` or `discard`.
+        """
+        for comm in self._reductions.values():
+            comm.follow_loss_scale(loss_scale)
 
     def sent(self) -> SentBytes:
         """Bytes that this rank has handed to others since the start."""

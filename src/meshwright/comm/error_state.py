@@ -163,6 +163,8 @@ class Feedback:
         self._name = name
         self._error: ErrorState | None = None
         self._saved: Mapping[str, Tensor] | None = None
+        self._loss_scale: float | None = None
+        """What gradients are multiplied by, if it was said."""
 
     def quantise(self, g: Tensor, codec: Codec) -> Tensor:
         """As of `ErrorState`; an error of another layout than before starts from zero, with a warning."""
@@ -175,6 +177,8 @@ class Feedback:
             self._error = ErrorState(self._name, layout, device=device)
             if saved is not None:
                 self._error.load_state_dict(saved)
+            if self._loss_scale is not None:
+                self._error.follow_loss_scale(self._loss_scale)
         return self._error
 
     def commit(self) -> None:
@@ -187,6 +191,12 @@ class Feedback:
         if self._error is not None:
             self._error.discard()
 
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """The next gradients are multiplied by `loss_scale`."""
+        if self._error is not None:
+            self._error.follow_loss_scale(loss_scale)
+        self._loss_scale = loss_scale
+
     def state_dict(self) -> dict[str, Tensor]:
         """The committed state; empty before the first use."""
         return dict(self._saved or {}) if self._error is None else self._error.state_dict()
@@ -196,6 +206,8 @@ class Feedback:
         self._saved = state
         if self._error is not None:
             self._error.load_state_dict(state)
+            if self._loss_scale is not None:
+                self._error.follow_loss_scale(self._loss_scale)
 
 
 class KeepsErrors:
@@ -214,6 +226,11 @@ class KeepsErrors:
         """The step is skipped, for an overflow: its errors are forgotten."""
         for error in self._errors.values():
             error.discard()
+
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """The next gradients are multiplied by `loss_scale`."""
+        for error in self._errors.values():
+            error.follow_loss_scale(loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The errors of this rank, which no other rank has."""
