@@ -18,6 +18,7 @@ from meshwright.comm.codecs import (
     Codec,
     check,
     check_payload,
+    decode_sum,
     dequantise_groups,
     grouped,
     join_block,
@@ -52,6 +53,32 @@ def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA)
     new_gk = torch.where(new_gk.isfinite().all(-1, keepdim=True), new_gk, 0.0)
     new_error = join_block(*quantise_groups(new_gk, ERROR_CODEC.bits), ERROR_CODEC.bits)
     return join_block(codes_gk, scales_g, codec.bits), new_error
+
+
+def requantise(
+    payloads: Tensor,
+    inner: Codec,
+    *,
+    error: Tensor,
+    codec: Codec,
+    num_elements: int,
+    rotate: bool = False,
+    beta: float = BETA,
+    new_error: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What goes between nodes of what came from the ranks of this one: their sum, through `loco_quantise`.
+
+    Args:
+        payloads: [ranks, blocks, bytes], encoded by `inner`, rotated or not; summed over ranks as by `decode_sum`.
+        error: `int8` blocks [blocks, bytes] of as many elements.
+        new_error: what the new error is written into, if given; it may be `error`.
+    """
+    assert payloads.dim() == 3, "a row of blocks a rank"
+    total = torch.empty(payloads.shape[1], num_elements, device=payloads.device)
+    for i, blocks in enumerate(payloads.unbind(1)):
+        total[i] = decode_sum(blocks, inner, num_elements=num_elements, dtype=torch.float32, rotate=rotate)
+    payload, computed = loco_quantise(total, error, codec, beta=beta)
+    return payload, computed if new_error is None else new_error.copy_(computed)
 
 
 def check_feedback(g: Tensor, error: Tensor, codec: Codec) -> None:

@@ -1,0 +1,199 @@
+"""The Triton kernels give the reference's bits: on a GPU where there is one, and anywhere by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshwright.comm import codecs, feedback, kernels
+from meshwright.comm.codecs import QUANTISED_DTYPES, Codec
+from meshwright.errors import InputError
+from meshwright.testing.gang import Gang
+from tests.comm.agree import (
+    QUANTISED,
+    assert_codecs_agree,
+    assert_feedback_agrees,
+    assert_requantising_agrees,
+    same,
+)
+from tests.comm.data import assorted
+from tests.helpers import covering_pairs
+
+LENGTHS = (1, 127, 128, 129, 1000, 1541)
+CASES = covering_pairs(itertools.product(LENGTHS, QUANTISED, QUANTISED_DTYPES, (False, True)))
+
+
+def needs_triton() -> None:
+    """Skip without Triton; it is not imported here, where it would not be the interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton: pip install triton")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Gang]:
+    """A process of its own: Triton decides when it is imported whether it interprets, for good."""
+    needs_triton()
+    with Gang(1) as gang:
+        yield gang
+
+
+def interpreted(rank, world_size, check, *args):
+    """`check(kernels, *args)`, with kernels that a CPU interprets."""
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+        import meshwright.comm.compress  # noqa: F401
+
+        assert "triton" not in sys.modules, "only tensors of a GPU need Triton"
+    from triton.runtime import interpreter
+
+    from meshwright.comm.kernels_triton import TritonKernels
+
+    assert interpreter._convert_float is not None
+    interpreter._convert_float = bfloat16_as_a_gpu_has_it
+    torch.set_num_threads(1)
+    return check(TritonKernels(), *args)
+
+
+def bfloat16_as_a_gpu_has_it(x, source, target, rounding):
+    """For the interpreter's own conversion, which cuts off what a GPU rounds, and loses the smallest numbers."""
+    import numpy as np
+
+    if str(source) == "bf16":
+        return x.astype(np.uint32) << 16
+    assert (str(source), str(target)) == ("fp32", "bf16")
+    return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16).view(torch.int16).numpy()
+
+
+def check_codecs(kernels, length, codec, dtype, rotate, device="cpu"):
+    x = assorted((2, length), dtype, seed=length)
+    assert_codecs_agree(kernels, x, codec, rotate=rotate, multipliers=(1 / 3,), device=device)
+
+
+def check_feedback(kernels, length, codec, dtype, rotate, device="cpu"):
+    steps = [assorted((1 + rotate, length), dtype, seed=length + step) for step in range(2)]
+    assert_feedback_agrees(kernels, steps, codec, beta=0.5 if rotate else feedback.BETA, device=device)
+
+
+def check_requantising(kernels, length, inner, codec, rotate, device="cpu"):
+    x = assorted((5, 2, length), torch.float32, seed=length)
+    error = torch.zeros(2, Codec.INT8.encoded_bytes(length), dtype=torch.uint8)
+    error = feedback.loco_quantise(x[0], error, codec)[1]
+    assert_requantising_agrees(kernels, x, inner, error, codec, rotate=rotate, device=device)
+
+
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), CASES)
+def test_interpreted_codecs_agree_with_the_reference(interpreter, length, codec, dtype, rotate):
+    interpreter.run(interpreted, check_codecs, length, codec, dtype, rotate)
+
+
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), CASES)
+def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, codec, dtype, rotate):
+    interpreter.run(interpreted, check_feedback, length, codec, dtype, rotate)
+
+
+@pytest.mark.parametrize(
+    ("length", "inner", "codec", "rotate"),
+    [(1541, Codec.INT8, Codec.INT4, True), (129, Codec.INT4, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
+)
+def test_interpreted_requantising_agrees_with_the_reference(interpreter, length, inner, codec, rotate):
+    interpreter.run(interpreted, check_requantising, length, inner, codec, rotate)
+
+
+def check_layouts(kernels):
+    x = torch.randn(2, 130)
+    payload = codecs.encode(x, Codec.INT4)
+    assert same(kernels.encode(x.t().contiguous().t(), Codec.INT4), payload)
+    shifted = torch.empty(payload.numel() + 1, dtype=torch.uint8)[1:].view_as(payload).copy_(payload)
+    expected = codecs.decode(payload, Codec.INT4, num_elements=130, dtype=torch.float32)
+    assert same(kernels.decode(shifted, Codec.INT4, out=torch.empty(2, 130)), expected)
+    assert same(kernels.decode(payload.flip(0)[:1], Codec.INT4, out=torch.empty(1, 130)), expected[1:])
+    for rows in (0, 2):
+        nothing = torch.zeros(rows, 0)
+        none = kernels.encode(nothing, Codec.INT4)
+        assert none.shape == (rows, 0) and kernels.decode(none, Codec.INT4, out=nothing).shape == (rows, 0)
+        assert [one.shape for one in kernels.loco_quantise(nothing, none, Codec.INT4)] == [(rows, 0)] * 2
+
+
+def test_interpreted_any_layout_of_memory_is_taken(interpreter):
+    interpreter.run(interpreted, check_layouts)
+
+
+def check_refusals(kernels):
+    x = torch.randn(2, 130)
+    payload, error = codecs.encode(x, Codec.INT4), torch.zeros(1, 272, dtype=torch.uint8)
+    with pytest.raises(InputError, match="no block of 129 elements"):
+        kernels.decode(payload[:, 16:], Codec.INT4, out=torch.empty(2, 129))
+    with pytest.raises(InputError, match="float64"):
+        kernels.encode(x.double(), Codec.INT4)
+    with pytest.raises(InputError, match="an error of shape"):
+        kernels.loco_quantise(x, error, Codec.INT4)
+    with pytest.raises(InputError, match="an error of shape"):
+        kernels.requantise(payload.unsqueeze(0), Codec.INT4, error=error, codec=Codec.INT4, num_elements=130)
+
+
+def test_interpreted_what_does_not_fit_is_refused(interpreter):
+    interpreter.run(interpreted, check_refusals)
+
+
+def test_without_triton_a_gpu_has_the_reference_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels_triton", raising=False)
+    monkeypatch.delitem(sys.modules, "meshwright.comm.triton_programs", raising=False)
+    kernels.find_triton.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="meshwright"):
+            assert [kernels._kernels(SimpleNamespace(is_cuda=True), Codec.INT4) for _ in range(2)] == [None] * 2
+        [line] = [record.getMessage() for record in caplog.records]
+        assert "torch reference" in line and "triton" in line
+    finally:
+        kernels.find_triton.cache_clear()
+
+
+def test_tensors_of_a_gpu_go_to_triton(monkeypatch):
+    monkeypatch.setattr(kernels, "find_triton", lambda: SimpleNamespace(requantise=lambda x, *args, **options: "there"))
+    tensor = SimpleNamespace(is_cuda=True)
+    assert kernels._kernels(tensor, Codec.EXACT) is None
+    options = {"error": tensor, "codec": Codec.INT4, "num_elements": 1}
+    assert kernels.requantise(tensor, Codec.INT8, **options) == "there"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [*LENGTHS, 3_000_000, 3_000_001])
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_kernels_on_a_gpu_agree_with_the_reference(length, codec, rotate):
+    needs_triton()
+    from meshwright.comm.kernels_triton import TritonKernels
+
+    found = TritonKernels()
+    for dtype in QUANTISED_DTYPES:
+        check_codecs(found, length, codec, dtype, rotate, device="cuda")
+        check_feedback(found, length, codec, dtype, rotate, device="cuda")
+    for inner in QUANTISED:
+        check_requantising(found, length, inner, codec, rotate, device="cuda")
+
+
+@pytest.mark.gpu
+def test_blocks_beyond_2_to_the_31_bytes_are_found():
+    needs_triton()
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs a GPU with 40 GB of memory")
+    length, ends = 1_200_000_064, 128 * 64
+    x = torch.zeros(2, length, dtype=torch.bfloat16, device="cuda")
+    x[:, -ends:] = torch.randn(2, ends, device="cuda")
+    payload = kernels.encode(x, Codec.INT8)
+    assert payload.numel() > 2**31
+    last = codecs.encode(x[:, -ends - 64 :].cpu(), Codec.INT8)
+    start = (length - 64) // 128 * 128 - ends
+    assert same(payload[:, start:][:, : ends + 128], last[:, : ends + 128])
+    decoded = kernels.decode(payload, Codec.INT8, out=torch.empty_like(x))
+    expected = codecs.decode(last, Codec.INT8, num_elements=ends + 64, dtype=torch.bfloat16)
+    assert same(decoded[:, -ends - 64 :], expected)
