@@ -39,27 +39,30 @@ def assert_codecs_agree(kernels, x, codec, *, rotate, multipliers=(1.0, 1 / 3), 
 
 
 def assert_feedback_agrees(kernels, steps, codec, *, beta=feedback.BETA, device="cpu"):
-    """Of the gradients [blocks, elements] of some steps: the error of one step goes into the next one."""
+    """Of the gradients [blocks, elements] of some steps: the error of one step goes into the next one.
+
+    Every second new error is written over the old one.
+    """
     blocks, num_elements = steps[0].shape
     error = torch.zeros(blocks, Codec.INT8.encoded_bytes(num_elements), dtype=torch.uint8)
-    for g in steps:
+    for step, g in enumerate(steps):
         payload, new_error = feedback.loco_quantise(g, error, codec, beta=beta)
-        there = g.to(device), error.to(device)
-        found = kernels.loco_quantise(*there, codec, beta=beta)
-        assert same(found[0], payload) and same(found[1], new_error) and same(there[1], error)
-        found = kernels.loco_quantise(*there, codec, beta=beta, new_error=there[1])
-        assert same(found[0], payload) and found[1] is there[1] and same(there[1], new_error)
+        there = g.to(device), error.to(device, copy=True)
+        into = there[1] if step % 2 else None
+        found = kernels.loco_quantise(*there, codec, beta=beta, new_error=into)
+        assert same(found[0], payload) and same(found[1], new_error)
+        assert found[1] is into if step % 2 else same(there[1], error)
         error = new_error
 
 
 def assert_requantising_agrees(kernels, x, inner, error, codec, *, rotate, beta=feedback.BETA, device="cpu"):
-    """Of `x` [ranks, blocks, elements], with the error of a step before."""
+    """Of `x` [ranks, blocks, elements], with the error of a step before, which is written over if they are rotated."""
     num_elements = x.shape[-1]
     payloads = codecs.encode(x.flatten(0, 1), inner, rotate=rotate).view(*x.shape[:-1], -1)
     options = {"codec": codec, "num_elements": num_elements, "rotate": rotate, "beta": beta}
     payload, new_error = feedback.requantise(payloads, inner, error=error, **options)
-    there = payloads.to(device), error.to(device)
-    found = kernels.requantise(there[0], inner, error=there[1], **options)
-    assert same(found[0], payload) and same(found[1], new_error) and same(there[1], error)
-    kernels.requantise(there[0], inner, error=there[1], new_error=there[1], **options)
-    assert same(there[1], new_error)
+    there = payloads.to(device), error.to(device, copy=True)
+    into = there[1] if rotate else None
+    found = kernels.requantise(there[0], inner, error=there[1], new_error=into, **options)
+    assert same(found[0], payload) and same(found[1], new_error)
+    assert found[1] is into if rotate else same(there[1], error)
