@@ -27,7 +27,7 @@ from tests.comm.agree import (
 from tests.comm.data import assorted
 from tests.helpers import covering_pairs
 
-LENGTHS = (1, 127, 128, 129, 1000, 1541)
+LENGTHS = (1, 127, 128, 129, 1000, 4227)
 CASES = covering_pairs(itertools.product(LENGTHS, QUANTISED, QUANTISED_DTYPES, (False, True)))
 
 
@@ -56,8 +56,9 @@ def interpreted(rank, world_size, check, *args):
 
     from meshwright.comm.kernels_triton import TritonKernels
 
-    assert interpreter._convert_float is not None
+    assert interpreter._convert_float and interpreter.InterpreterBuilder.create_fma
     interpreter._convert_float = bfloat16_as_a_gpu_has_it
+    interpreter.InterpreterBuilder.create_fma = fused_as_on_a_gpu
     torch.set_num_threads(1)
     return check(TritonKernels(), *args)
 
@@ -70,6 +71,14 @@ def bfloat16_as_a_gpu_has_it(x, source, target, rounding):
         return x.astype(np.uint32) << 16
     assert (str(source), str(target)) == ("fp32", "bf16")
     return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16).view(torch.int16).numpy()
+
+
+def fused_as_on_a_gpu(builder, a, b, c):
+    """For the interpreter's own product and sum, which round twice."""
+    import numpy as np
+
+    wide = a.data.astype(np.float64) * b.data.astype(np.float64) + c.data.astype(np.float64)
+    return type(a)(wide.astype(np.float32), a.dtype)
 
 
 def check_codecs(kernels, length, codec, dtype, rotate, device="cpu"):
@@ -101,7 +110,7 @@ def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, cod
 
 @pytest.mark.parametrize(
     ("length", "inner", "codec", "rotate"),
-    [(1541, Codec.INT8, Codec.INT4, True), (129, Codec.INT4, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
+    [(4227, Codec.INT8, Codec.INT4, True), (129, Codec.INT4, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
 )
 def test_interpreted_requantising_agrees_with_the_reference(interpreter, length, inner, codec, rotate):
     interpreter.run(interpreted, check_requantising, length, inner, codec, rotate)
@@ -117,12 +126,12 @@ def compiled_without_a_gpu(rank, world_size, cache):
     from meshwright.comm import kernels_triton, triton_programs
 
     numbers = {"multiplier": "fp32", "beta": "fp32", "rest": "fp32"}
-    numbers |= dict.fromkeys(("num_elements", "num_groups", "num_ranks", "rank_stride", "block_stride"), "i32")
+    numbers |= dict.fromkeys(("num_elements", "num_groups", "rank_stride", "block_stride"), "i32")
     found = {}
     for name, bits in itertools.product(("encode", "loco", "decode", "requantise"), (8, 4)):
         program = getattr(triton_programs, name)
         tiles = kernels_triton._tiles(torch.empty(1, 1), bits, itemsize=2)
-        given = {"BITS": bits, "INNER_BITS": 8, "ROTATE": name != "decode"}
+        given = {"NUM_RANKS": 8, "BITS": bits, "INNER_BITS": 8, "ROTATE": name != "decode"}
         given |= {"GROUPS": tiles.groups, "WIDTH": tiles.width}
         constants = {(i,): given[arg] for i, arg in enumerate(program.arg_names) if arg in given}
         types = numbers | dict.fromkeys(("x", "g", "out"), "*bf16") | dict.fromkeys(given, "constexpr")
@@ -155,6 +164,19 @@ def test_compiled_programs_round_as_pinned_and_move_16_bytes_at_a_time(tmp_path)
         assert all("xi16" in line for line in changed), changed
         if name != "requantise":
             assert f"{'st' if name == 'decode' else 'ld'}.global.v4.b32" in ptx
+
+
+def check_smallest_scale(kernels):
+    for codec in QUANTISED:
+        smallest = torch.tensor([2.0 ** (codec.bits - 127)])
+        x = torch.stack([smallest, -smallest, smallest * (1 - 2**-20), smallest * 1.5])
+        payload = codecs.encode(x, codec)
+        assert payload[0].any() and not payload[2].any()
+        assert same(kernels.encode(x, codec), payload)
+
+
+def test_interpreted_the_smallest_scale_is_that_of_the_reference(interpreter):
+    interpreter.run(interpreted, check_smallest_scale)
 
 
 def check_layouts(kernels):

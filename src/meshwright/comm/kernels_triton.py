@@ -79,10 +79,10 @@ class TritonKernels:
         new_error = _new_error(error, new_error)
         # A byte of int4 is two elements: as of halves.
         tiles = _tiles(total, min(inner.bits, codec.bits), itemsize=2)
-        strides = payloads.stride(0), payloads.stride(1), len(payloads)
+        strides = payloads.stride()[:2]
         _launch(
             triton_programs.requantise, tiles, payloads, *strides, error, payload, new_error, *tiles.sizes, beta,
-            1.0 - beta, INNER_BITS=inner.bits, ROTATE=rotate, BITS=codec.bits,
+            1.0 - beta, NUM_RANKS=len(payloads), INNER_BITS=inner.bits, ROTATE=rotate, BITS=codec.bits,
         )  # fmt: skip
         return payload, new_error
 
@@ -92,10 +92,10 @@ class TritonKernels:
         assert out.is_contiguous(), "the result is written in place"
         payloads = _aligned(payloads)
         tiles = _tiles(out, codec.bits, itemsize=out.itemsize)
-        strides = payloads.stride(0), payloads.stride(1), len(payloads)
+        strides = payloads.stride()[:2]
         _launch(
-            triton_programs.decode, tiles, payloads, *strides, out, *tiles.sizes, multiplier, BITS=codec.bits,
-            ROTATE=rotate,
+            triton_programs.decode, tiles, payloads, *strides, out, *tiles.sizes, multiplier,
+            NUM_RANKS=len(payloads), BITS=codec.bits, ROTATE=rotate,
         )  # fmt: skip
 
 

@@ -90,14 +90,14 @@ def _unpacked(packed_gj: tl.tensor, scale_g: tl.tensor, SHIFT: tl.constexpr, BIT
 
 
 @triton.jit
-def _sum_blocks(payloads: tl.tensor, rank_stride: tl.tensor, num_ranks: tl.tensor, first: tl.tensor,
+def _sum_blocks(payloads: tl.tensor, rank_stride: tl.tensor, NUM_RANKS: tl.constexpr, first: tl.tensor,
                 num_groups: tl.tensor, BITS: tl.constexpr, ROTATE: tl.constexpr, GROUPS: tl.constexpr,
                 WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
     """The planes of the sum of a tile of one block of every rank, rotated back."""
     total = ()
     for _ in tl.static_range(_GROUP // WIDTH):
         total += (tl.zeros((GROUPS, WIDTH), tl.float32),)
-    for rank in tl.range(num_ranks, loop_unroll_factor=4):
+    for rank in tl.range(NUM_RANKS, loop_unroll_factor=4):
         block = payloads + rank * tl.cast(rank_stride, tl.int64)
         total = _added(total, _load_block(block, first, num_groups, BITS, GROUPS, WIDTH))
     if ROTATE:
@@ -243,12 +243,12 @@ def loco(g: tl.tensor, error: tl.tensor, payload: tl.tensor, new_error: tl.tenso
 
 
 @triton.jit
-def decode(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor, num_ranks: tl.tensor, out: tl.tensor,
-           num_elements: tl.tensor, num_groups: tl.tensor, multiplier: tl.tensor, BITS: tl.constexpr,
-           ROTATE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
+def decode(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor, out: tl.tensor,
+           num_elements: tl.tensor, num_groups: tl.tensor, multiplier: tl.tensor, NUM_RANKS: tl.constexpr,
+           BITS: tl.constexpr, ROTATE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
     block, first = _block_and_group(GROUPS)
     num_groups = tl.cast(num_groups, tl.int64)
-    total = _sum_blocks(payloads + block * block_stride, rank_stride, num_ranks, first, num_groups, BITS, ROTATE,
+    total = _sum_blocks(payloads + block * block_stride, rank_stride, NUM_RANKS, first, num_groups, BITS, ROTATE,
                         GROUPS, WIDTH)  # fmt: skip
     total = _scaled(total, multiplier)
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -260,13 +260,14 @@ def decode(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor,
 
 
 @triton.jit
-def requantise(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor, num_ranks: tl.tensor,
-               error: tl.tensor, payload: tl.tensor, new_error: tl.tensor, num_elements: tl.tensor,
-               num_groups: tl.tensor, beta: tl.tensor, rest: tl.tensor, INNER_BITS: tl.constexpr, ROTATE: tl.constexpr,
-               BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
+def requantise(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor, error: tl.tensor,
+               payload: tl.tensor, new_error: tl.tensor, num_elements: tl.tensor, num_groups: tl.tensor,
+               beta: tl.tensor, rest: tl.tensor, NUM_RANKS: tl.constexpr, INNER_BITS: tl.constexpr,
+               ROTATE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+               WIDTH: tl.constexpr) -> None:  # fmt: skip
     block, first = _block_and_group(GROUPS)
     num_groups = tl.cast(num_groups, tl.int64)
-    total = _sum_blocks(payloads + block * block_stride, rank_stride, num_ranks, first, num_groups, INNER_BITS, ROTATE,
+    total = _sum_blocks(payloads + block * block_stride, rank_stride, NUM_RANKS, first, num_groups, INNER_BITS, ROTATE,
                         GROUPS, WIDTH)  # fmt: skip
     # Rotated back, the zeros behind the last element are what their codes lost.
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
