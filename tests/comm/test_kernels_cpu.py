@@ -15,9 +15,8 @@ from meshwright.comm import build_cpu, codecs, feedback, kernels, kernels_cpu
 from meshwright.comm.codecs import QUANTISED_DTYPES, Codec
 from meshwright.comm.kernels_cpu import CpuKernels, Isa
 from meshwright.errors import RunError
+from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, same
 from tests.comm.data import KINDS, fresh
-
-QUANTISED = [Codec.INT8, Codec.INT4, Codec.INT2]
 
 
 @pytest.fixture(scope="module")
@@ -48,44 +47,36 @@ cases = given(
 )
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal, NaN like NaN; signs of zeros count."""
-    assert a.dtype == b.dtype and a.shape == b.shape
-    return torch.equal(a.nan_to_num(1e30), b.nan_to_num(1e30)) and torch.equal(
-        a.isnan() | a.signbit(), b.isnan() | b.signbit()
-    )
-
-
 @settings(max_examples=60)
 @cases
 def test_codecs_agree_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
-    x = fresh(kind, (rows, num_elements), dtype, seed=seed)
-    payloads = codecs.encode(x, codec, rotate=rotate)
-    assert torch.equal(compiled.encode(x, codec, rotate=rotate), payloads)
-    assert torch.equal(compiled.encode(x[0], codec, rotate=rotate), payloads[0])
-    for multiplier in (1.0, 1 / 3):
-        options = {"rotate": rotate, "multiplier": multiplier}
-        size = {"num_elements": num_elements, "dtype": dtype}
-        out = torch.full((rows, num_elements), 5.0, dtype=dtype)
-        total = codecs.decode_sum(payloads, codec, **size, **options)
-        assert same(compiled.decode_sum(payloads, codec, out=out[0], **options), total) and same(out[0], total)
-        each = codecs.decode(payloads, codec, **size, **options)
-        assert same(compiled.decode(payloads, codec, out=out, **options), each)
-        assert same(compiled.decode(payloads[0], codec, out=out[-1], **options), each[0])
+    assert_codecs_agree(compiled, fresh(kind, (rows, num_elements), dtype, seed=seed), codec, rotate=rotate)
 
 
 @settings(max_examples=60)
 @cases
 def test_error_feedback_agrees_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
-    error = torch.zeros(rows, Codec.INT8.encoded_bytes(num_elements), dtype=torch.uint8)
-    beta = 0.5 if rotate else feedback.BETA
-    for step in range(3):
-        g = fresh(kind, (rows, num_elements), dtype, seed=seed + step)
-        payload, new_error = feedback.loco_quantise(g, error, codec, beta=beta)
-        found = compiled.loco_quantise(g, error, codec, beta=beta)
-        assert torch.equal(found[0], payload) and torch.equal(found[1], new_error)
-        compiled.loco_quantise(g, error, codec, beta=beta, new_error=error)
-        assert torch.equal(error, new_error)
+    steps = [fresh(kind, (rows, num_elements), dtype, seed=seed + step) for step in range(3)]
+    assert_feedback_agrees(compiled, steps, codec, beta=0.5 if rotate else feedback.BETA)
+
+
+@pytest.mark.parametrize("inner", [Codec.EXACT, Codec.BF16, Codec.INT8])
+def test_between_nodes_goes_the_sum_of_what_came_inside(inner):
+    x = fresh("heavy", (3, 2, 300), torch.float32, seed=1)
+    rotate = inner.is_quantised
+    payloads = codecs.encode(x.view(6, 300), inner, rotate=rotate).view(3, 2, -1)
+    size = {"num_elements": 300, "rotate": rotate}
+    error = torch.zeros(2, Codec.INT8.encoded_bytes(300), dtype=torch.uint8)
+    error = feedback.loco_quantise(x[0], error, Codec.INT4)[1]
+    total = [codecs.decode_sum(payloads[:, i], inner, dtype=torch.float32, **size) for i in range(2)]
+    for where in (kernels, feedback):
+        for beta in (0.5, feedback.BETA):
+            expected = feedback.loco_quantise(torch.stack(total), error, Codec.INT4, beta=beta)
+            found = where.requantise(payloads, inner, error=error, codec=Codec.INT4, beta=beta, **size)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    kept = error.clone()
+    kernels.requantise(payloads, inner, error=kept, codec=Codec.INT4, new_error=kept, **size)
+    assert torch.equal(kept, expected[1])
 
 
 @pytest.mark.parametrize("codec", QUANTISED)

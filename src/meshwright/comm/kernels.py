@@ -1,10 +1,14 @@
 """Codecs and error feedback by the fastest code there is for a tensor: the same bits from all of it.
 
 Tensors on a CPU go to the C++ kernels, or to the torch reference on a machine without a compiler, which
-`kernels_cpu` says once in the log; others go to the reference.
+`kernels_cpu` says once in the log; those on a GPU go to the Triton kernels, or to the reference where Triton cannot be
+imported, which is said once, too; others go to the reference. Triton is imported for the first tensor of a GPU.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +17,12 @@ from meshwright.comm import codecs, feedback
 from meshwright.comm.codecs import Codec
 from meshwright.comm.feedback import BETA
 from meshwright.comm.kernels_cpu import CpuKernels, find_kernels
+from meshwright.log import get_logger
+
+if TYPE_CHECKING:
+    from meshwright.comm.kernels_triton import TritonKernels
+
+_log = get_logger(__name__)
 
 
 def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
@@ -75,12 +85,32 @@ def requantise(
     beta: float = BETA,
     new_error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `feedback.requantise`; `new_error` as of `loco_quantise`."""
+    """As `feedback.requantise`; in one pass on a GPU, elsewhere through a sum in memory."""
+    if payloads.is_cuda and inner.is_quantised and (triton := find_triton()) is not None:
+        return triton.requantise(
+            payloads, inner, error=error, codec=codec, num_elements=num_elements, rotate=rotate, beta=beta,
+            new_error=new_error,
+        )  # fmt: skip
     sums = torch.empty(payloads.shape[1], num_elements, device=payloads.device)
     decode_sums(payloads, inner, out=sums, rotate=rotate)
     return loco_quantise(sums, error, codec, beta=beta, new_error=new_error)
 
 
-def _kernels(x: Tensor, codec: Codec) -> CpuKernels | None:
-    """The C++ kernels if they are for `x` and `codec`; bytes that are only copied need none."""
-    return find_kernels() if x.device.type == "cpu" and codec.is_quantised else None
+@cache
+def find_triton() -> TritonKernels | None:
+    """The Triton kernels; None, with one line in the log, where Triton cannot be imported."""
+    try:
+        from meshwright.comm.kernels_triton import TritonKernels
+    except ImportError as error:
+        _log.warning("gradients are compressed by the torch reference, many times slower than Triton: %s", error)
+        return None
+    return TritonKernels()
+
+
+def _kernels(x: Tensor, codec: Codec) -> CpuKernels | TritonKernels | None:
+    """The kernels for where `x` is and for `codec`, if there are any; bytes that are only copied need none."""
+    if not codec.is_quantised:
+        return None
+    if x.is_cuda:
+        return find_triton()
+    return find_kernels() if x.device.type == "cpu" else None
