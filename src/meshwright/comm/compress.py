@@ -37,7 +37,7 @@ GRADIENTS = {
     "int8": Way(Codec.INT8, rotate=True),
     "int4": Way(Codec.INT4, rotate=True),
     "loco4": Way(Codec.INT4, feedback=True),
-    "int2": Way(Codec.INT2, rotate=True),
+    "int2": Way(Codec.INT2),
     "loco2": Way(Codec.INT2, feedback=True),
 }
 """Ways of gradients by name, besides `exact`, which is FSDP2's own; the last two are to see what feedback does."""

@@ -1,0 +1,54 @@
+"""The page on compression: its example does what it says, shows that very file, and its errors are what codecs lose."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.comm.codecs import decode, encode
+from meshwright.comm.compress import GRADIENTS
+from tests.helpers import clean_environment
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "docs/examples/compressed_fsdp2.py"
+PAGE = ROOT / "docs/compression.md"
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_sends_less(tmp_path):
+    environment = clean_environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line for line in lines if "skips" in line] == ["rank 0 skips step 10", "rank 1 skips step 10"]
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", done.stdout)}
+    assert losses[60] < 0.7 * losses[1], "it learns"
+    (sent,) = [line for line in lines if line.startswith("bytes sent")]
+    assert f"{sent}\n```" in PAGE.read_text("utf-8"), "bytes depend on nothing but sizes"
+
+
+def test_the_page_shows_the_file():
+    [shown] = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert shown == EXAMPLE.read_text("utf-8")
+
+
+def test_the_page_says_what_is_lost():
+    """Every way of the table, its bits, and its errors on fresh numbers."""
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+)[^|]*\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text("utf-8"), re.M)
+    assert [name for name, *_ in rows] == ["exact", *GRADIENTS]
+    n = 1 << 18
+    gaussian = torch.randn(n)
+    heavy = torch.randn(n) / (torch.randn(5, n).square().sum(0) / 5).sqrt()
+    for name, bits, *errors in rows[1:]:
+        way = GRADIENTS[name]
+        assert float(bits) == pytest.approx(way.codec.encoded_bytes(n) * 8 / n, rel=1e-3)
+        for x, expected in zip((gaussian, heavy), map(float, errors), strict=True):
+            payload = encode(x, way.codec, rotate=way.rotate)
+            found = decode(payload, way.codec, num_elements=n, dtype=x.dtype, rotate=way.rotate)
+            assert float((found - x).norm() / x.norm()) == pytest.approx(expected, rel=0.05)
