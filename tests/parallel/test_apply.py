@@ -47,6 +47,18 @@ def test_every_gradient_is_that_of_one_process(gang, corpus, world_size, layout)
             assert (piece.values - piece.of(whole)).abs().max() <= 1e-12 * whole.abs().max(), name
 
 
+def frozen(rank, world_size, words):
+    job, _ = make_job(rank, world_size, words)
+    return [name for name, parameter in job.model.named_parameters() if not parameter.requires_grad]
+
+
+@pytest.mark.parametrize("whole", ["true", "false"])
+def test_what_is_frozen_stays_so_under_tensor_parallel(gang, corpus, whole):
+    words = [*corpus, "mesh.tp=2", f"mesh.sequence_parallel={whole}", "train.freeze=['*norm*','embed.*']"]
+    expected = ["embed.weight", "blocks.0.attention_norm.weight", "blocks.0.ffn_norm.weight", "norm.weight"]
+    assert gang(2).run(frozen, words) == [expected] * 2
+
+
 def structure(rank, world_size, words):
     job, _ = make_job(rank, world_size, words)
     placements = {name: str(p.placements) for name, p in job.model.named_parameters() if isinstance(p, DTensor)}

@@ -14,7 +14,7 @@ from meshwright.train.corpus import open_training_corpus
 from meshwright.train.folder import RunFolder
 from meshwright.train.loop import Trainer
 from meshwright.train.reporter import Reporter
-from tests.train.jobs import load_words, make_job, make_task
+from tests.train.jobs import Pieces, load_words, make_job, make_task, pieces
 from tests.train.runs import assert_bitwise_equal, final_state
 
 LAST, MIDDLE = 4, 2
@@ -98,6 +98,48 @@ def test_a_skipped_step_commits_nothing(gang):
     for rank, (before, after, later) in enumerate(gang(2).run(skipped)):
         name = f"comm.rank{rank}"
         assert torch.equal(before[name], after[name]) and not torch.equal(after[name], later[name])
+
+
+def held(rank: int, world_size: int, words: tuple[str, ...]) -> Pieces:
+    """This rank's parameters after some steps."""
+    job, step = make_job(rank, world_size, words)
+    for number in (1, 2, 3):
+        assert not step(number).skipped
+    return pieces(job)
+
+
+TP = ("mesh.tp=2", "mesh.dp_shard=2")
+LOCO, INT8 = "comm.gradients=loco4", "comm.weights=int8"
+REPLICAS = ("mesh.dp_replicate=2", "mesh.dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TP, LOCO),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                (*TP, LOCO, INT8, "comm.ranks_per_node=2", "mesh.sequence_parallel=false"),
+                ("mesh.tp=2", "mesh.dp_replicate=2", LOCO),
+                (*TP, INT8, "mesh.sequence_parallel=false", "train.precision=bfloat16"),
+                (*REPLICAS, LOCO, INT8, "comm.ranks_per_node=2"),
+                ("mesh.pp=2", "mesh.dp_shard=2", LOCO, "model.tie_embeddings=true", "train.num_microbatches=2"),
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_copies_of_a_parameter_stay_equal(gang, words):
+    """Of replicas, of what tensor parallel leaves whole, of what stages share: rounded by other neighbours on each."""
+    seen: dict[tuple[str, str], torch.Tensor] = {}
+    num_copies = 0
+    for found in gang(4).run(held, (*words, "model.num_layers=2"), timeout_s=120):
+        for name, piece in found.items():
+            first = seen.setdefault((name, str(piece.index)), piece.values)
+            num_copies += first is not piece.values
+            assert torch.equal(first, piece.values), name
+    assert num_copies
 
 
 def test_one_rank_sends_nothing_to_be_compressed():

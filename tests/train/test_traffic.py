@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.data import fsdp_modules
+from meshwright.parallel.tensor import average_copies
 from meshwright.plan.messages import What
 from meshwright.plan.traffic import predict_traffic
 from tests.helpers import quick_and_slow, small_corpus
@@ -178,3 +180,26 @@ def test_compressed_bytes_are_predicted_exactly(gang, corpus, world_size, words)
         traffic = predict_traffic(load_words(words), rank=rank)
         assert (found.inside, found.between) == (traffic.sent().inside_node, traffic.sent().between_nodes)
         assert (found.exact_inside, found.exact_between) == (traffic.exact().inside_node, traffic.exact().between_nodes)
+
+
+def mean_of_copies(rank, world_size, words):
+    """What the mean of copies sends in a step, which every group of two ranks does."""
+    job, step = make_job(rank, world_size, words)
+    step(1)
+    mode = Leaving()
+
+    def counted_mean(model, mesh):
+        with mode:
+            average_copies(model, mesh)
+
+    with mock.patch("meshwright.train.stages.average_copies", counted_mean):
+        step(2)
+    return mode.total
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["train.freeze=['*norm*']"], marks=pytest.mark.slow)])
+def test_the_mean_of_copies_is_predicted_exactly(gang, corpus, more):
+    words = ["mesh.tp=2", "mesh.dp_shard=2", "comm.gradients=int8", *more, *corpus]
+    for rank, found in enumerate(gang(4).run(mean_of_copies, words)):
+        entry = predict_traffic(load_words(words), rank=rank).of(What.TENSOR)
+        assert entry.sent.total() - entry.exact.total() == found and (found > 0) is not bool(more)

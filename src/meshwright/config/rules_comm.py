@@ -17,6 +17,11 @@ def lossy_keys(config: RunConfig) -> list[str]:
     return [key for key, kept in LOSSLESS.items() if getattr(config.comm, key.split(".")[1]) not in kept]
 
 
+def has_drifting_copies(config: RunConfig) -> bool:
+    """Whether parameters that are whole on all ranks of tp get other gradients on each, as neighbours are rounded."""
+    return config.mesh.tp > 1 and config.mesh.axes().data_parallel() > 1 and bool(lossy_keys(config))
+
+
 def comm_breaches(config: RunConfig) -> Iterator[Breach]:
     """The rules of `comm` that `config` breaks."""
     for key in lossy_keys(config) if config.train.precision == "float64" else ():

@@ -9,6 +9,7 @@ those that stay whole, so that one rule counts copies and one mesh carries the o
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -21,6 +22,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshwright.comm.collectives import all_reduce_sum
+from meshwright.mesh.shards import to_local
 from meshwright.nn.block import Block, TransformerBlock
 from meshwright.nn.dit_block import DiTBlock
 
@@ -45,6 +48,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parall
     The logits come out as a DTensor sharded over the vocabulary, which the loss is computed on without gathering.
     Modules that no plan names stay whole.
     """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     stream = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     norm: ParallelStyle = SequenceParallel(sequence_dim=SEQUENCE_DIM) if sequence_parallel else Replicated()
     for block in model.modules():
@@ -67,6 +71,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parall
     for module in model.modules():
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             parallelize_module(module, mesh, Replicated())
+    for name in frozen:  # PyTorch's SequenceParallel makes its parameters anew, and trained (2.13)
+        model.get_parameter(name).requires_grad_(False)
 
 
 def sync_partial_gradients(model: nn.Module) -> None:
@@ -81,6 +87,34 @@ def sync_partial_gradients(model: nn.Module) -> None:
             continue
         if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all copies of a parameter that is whole on each rank of `tp` the mean of their gradients.
+
+    A codec rounds an element by its neighbours, and those are other pieces of matrices on other ranks of tp. Without
+    this the copies get different gradients where gradients or weights were sent in fewer bits, and drift apart.
+
+    Args:
+        model: after the last backward, with gradients reduced.
+        mesh: with the axis `tp`.
+    """
+    copies = [to_local(p.grad) for p in model.parameters() if p.grad is not None and _is_whole(p)]
+    if not copies:
+        return
+    mean = torch.cat([copy.flatten() for copy in copies])
+    all_reduce_sum(mean, group=mesh.get_group("tp")).div_(mesh["tp"].size())
+    for copy, piece in zip(copies, mean.split([copy.numel() for copy in copies]), strict=True):
+        copy.copy_(piece.view_as(copy))
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether all ranks of `tp` have the same of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return "tp" in axes and parameter.placements[axes.index("tp")].is_replicate()
 
 
 def await_embedding(model: nn.Module) -> None:

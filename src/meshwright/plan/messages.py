@@ -13,6 +13,7 @@ from enum import StrEnum
 from math import prod
 
 from meshwright.config.pipeline import layers_per_stage, lowered_table
+from meshwright.config.rules_comm import has_drifting_copies
 from meshwright.config.schema import RunConfig
 from meshwright.models.spec import LlamaSpec
 from meshwright.pipeline.shared import stage_groups
@@ -39,7 +40,7 @@ class What(StrEnum):
     WEIGHTS = "weights"
     """Gathered over dp_shard."""
     TENSOR = "tensor"
-    """What tp exchanges: activations, their gradients, and the loss's sums."""
+    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of what is whole on each rank."""
     STAGES = "stages"
     """Activations and their gradients, from stage to stage."""
     SHARED = "shared parameters"
@@ -179,7 +180,8 @@ def _tensor(place: Place, part: StagePart) -> Iterator[Message]:
             loss_bytes = 2 * LOSS_REDUCTIONS * -(-tokens // len(line)) * place.reduce_bytes()
     piece = -(-_stream_elements(config) // len(line)) * place.compute_bytes()
     total = config.train.num_microbatches * (exchanges * piece + loss_bytes)
-    yield Message(What.TENSOR, place.others(line), total + _norm_bytes(place, part, len(line)), in_ring=True)
+    total += _norm_bytes(place, part, len(line)) + _copies_bytes(place, part, len(line))
+    yield Message(What.TENSOR, place.others(line), total, in_ring=True)
 
 
 def _exchanges_of_a_block(config: RunConfig) -> int:
@@ -202,6 +204,16 @@ def _norm_bytes(place: Place, part: StagePart, tp: int) -> int:
     # A gradient that was added up over micro-batches has the type that it is reduced in.
     size = place.compute_bytes() if config.train.num_microbatches == 1 else place.reduce_bytes()
     return sum(2 * -(-prod(shape.shape) // tp) * size for shape in trained)
+
+
+def _copies_bytes(place: Place, part: StagePart, tp: int) -> int:
+    """The mean of what each rank got for parameters that are whole on all of them, where that is not the same."""
+    if not has_drifting_copies(place.config):
+        return 0
+    dp_shard = place.config.mesh.dp_shard
+    trained = [shape for shape, is_trained in part.parameters(place.config).items() if is_trained]
+    total = sum(shape.on_rank(tp=tp, dp_shard=dp_shard) for shape in trained if shape.tp_dim is None)
+    return 2 * -(-total // tp) * place.reduce_bytes()
 
 
 def _stages(place: Place) -> Iterator[Message]:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from meshwright.comm.collectives import all_gather_object
 from meshwright.comm.p2p import Channel, open_channels
+from meshwright.config.rules_comm import has_drifting_copies
 from meshwright.mesh.axes import Axes
 from meshwright.models.part import ModelPart
 from meshwright.nn.linear import WeightGradients, defer_weight_gradients
 from meshwright.parallel.data import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
 from meshwright.parallel.shared_grads import SharedGradients
-from meshwright.parallel.tensor import sync_partial_gradients
+from meshwright.parallel.tensor import average_copies, sync_partial_gradients
 from meshwright.pipeline.buffers import Buffers, TensorSpec, check_fingerprints
 from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
 from meshwright.pipeline.table import Schedule
@@ -72,6 +73,7 @@ class ModelStage(Stage):
         self._feed = feed
         self._shared = shared
         self._has_backward = True
+        self._drifting = job.mesh if has_drifting_copies(job.config) else None
         splits = job.schedule.splits_backward
         self.weight_gradients: WeightGradients | None = defer_weight_gradients(part) if splits else None
 
@@ -94,6 +96,8 @@ class ModelStage(Stage):
         if not done or not self._has_backward:
             reduce_gradients(self._part)
         sync_partial_gradients(self._part)
+        if self._drifting is not None:
+            average_copies(self._part, self._drifting)
 
     def unshard(self) -> None:
         """Gather all parameters."""
