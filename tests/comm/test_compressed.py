@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from unittest import mock
 
 import pytest
@@ -68,7 +69,7 @@ def gathered(rank, world_size, codec, dtype):
     out = torch.zeros(world_size * n, dtype=dtype)
     own = out[rank * n : (rank + 1) * n]  # as FSDP2 has it: the input lies in the output
     own.copy_(mine)
-    CompressedAllGather(codec)(out, own, dist.group.WORLD)
+    CompressedAllGather("x", codec)(out, own, dist.group.WORLD)
     return mine, out
 
 
@@ -198,9 +199,78 @@ def test_a_state_is_of_exactly_the_module_that_it_names():
     saved = Compression(comms, {}).state_dict()
     fresh = {name: mock.Mock() for name in names}
     Compression(fresh, {}).load_state_dict(saved)
-    (state,) = fresh["layers.1"].load_state_dict.call_args.args
-    assert set(state) == {"error", "layout", "num_steps", "loss_scale"}
-    assert not fresh["layers"].load_state_dict.called and not fresh["layers.1.norm"].load_state_dict.called
+    states = {name: set(comm.load_state_dict.call_args.args[0]) for name, comm in fresh.items()}
+    found = {"error", "layout", "num_steps", "loss_scale"}
+    assert states == {"layers": set(), "layers.1": found, "layers.1.norm": set()}
+
+
+def test_saved_errors_of_modules_that_are_not_there_are_told(caplog):
+    comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in ("", "a", "b")}
+    for comm in comms.values():
+        comm._feedback.error_of(ErrorLayout(2, 8), torch.device("cpu"))
+    saved = Compression(comms, {}).state_dict()
+    Compression(comms, {}).load_state_dict(saved)
+    Compression({}, {}).load_state_dict(saved)
+    assert not caplog.text
+    Compression({"a": comms["a"]}, {}).load_state_dict(saved)
+    assert "error feedback of b, the root is not used" in caplog.text
+
+
+class TwoTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(31, 9).bfloat16().requires_grad_(False), nn.Linear(9, 5)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x.bfloat16()).float())
+
+
+class Odd(nn.Module):
+    """A child that is called root, a sharded module without parameters, and one whose weights have two types."""
+
+    def __init__(self):
+        super().__init__()
+        self.root, self.none, self.two, self.last = nn.Linear(31, 31), nn.ReLU(), TwoTypes(), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.two(self.none(self.root(x))))
+
+
+def odd(rank, world_size):
+    """Names in the state, warnings, and the fall of the loss under a loss scale that changes."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("meshwright").addHandler(handler)
+    torch.manual_seed(0)
+    model = Odd()
+    for module in (model.root, model.none, model.two, model):
+        fully_shard(module)
+    compression = compress(model, gradients="loco4", weights="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses = torch.randn(4, 31, generator=torch.Generator().manual_seed(rank)), []
+    for step in range(12):
+        scale = 2.0 ** (10 + step % 3)
+        compression.follow_loss_scale(scale)
+        loss = (model(x) - 1).square().mean()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+        optimizer.step()
+        optimizer.zero_grad()
+        compression.commit()
+        losses.append(loss.item())
+    logging.getLogger("meshwright").removeHandler(handler)
+    state = compression.state_dict()
+    return {name.rpartition("/")[0] for name in state}, warnings, losses, state["root/loss_scale"].item()
+
+
+def test_odd_modules_and_a_loss_scale(gang):
+    for names, warnings, losses, scale in gang(2).run(odd):
+        assert names == {"", "root", "two"} and scale == 2.0**12
+        assert len(warnings) == 1 and "weights of two are gathered as they are, not as int8" in warnings[0]
+        assert losses[-1] < losses[0] / 3
 
 
 def seen_weights(rank, world_size):

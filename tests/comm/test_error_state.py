@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright.comm.codecs import Codec, decode, encode
-from meshwright.comm.error_state import ErrorLayout, ErrorState
+from meshwright.comm.error_state import ErrorLayout, ErrorState, Feedback
+from meshwright.errors import RunError
 from tests.comm.test_feedback import gradients
 
 LAYOUT = ErrorLayout(num_blocks=2, num_elements=300)
@@ -131,6 +132,42 @@ def test_the_error_follows_the_loss_scale():
     for limit in (2.0**-140, 2.0**120):  # Too small to be kept, and too large.
         scaled.follow_loss_scale(limit)
         assert scaled.flush().isfinite().all()
+
+
+def test_the_loss_scale_stays_within_a_step():
+    state = new_state()
+    state.follow_loss_scale(4.0)
+    state.quantise(steps(1)[0], Codec.INT4)
+    state.follow_loss_scale(4.0)
+    with pytest.raises(RunError, match="from 4 to 8 within a step"):
+        state.follow_loss_scale(8.0)
+    state.commit()
+    state.follow_loss_scale(8.0)
+
+
+def test_a_loss_scale_is_that_of_errors_to_come():
+    """Also of a saved one, whose layout shows at the first use."""
+    g, saved = steps(1)[0], Feedback("layers.0")
+    saved.follow_loss_scale(2.0)
+    saved.quantise(g, Codec.INT4)
+    saved.commit()
+    late = Feedback("layers.0")
+    late.load_state_dict(saved.state_dict())
+    for one in (saved, late):
+        one.follow_loss_scale(16.0)
+    assert torch.equal(late.quantise(g, Codec.INT4), saved.quantise(g, Codec.INT4))
+    late.commit()
+    assert late.state_dict()["loss_scale"] == 16.0
+
+
+def test_a_state_of_nothing_is_nothing():
+    """A state from before the first step takes back what came after it, and is saved as it was."""
+    feedback = Feedback("layers.0")
+    before = feedback.state_dict()
+    expected = feedback.quantise(steps(1)[0], Codec.INT4)
+    feedback.commit()
+    feedback.load_state_dict(before)
+    assert feedback.state_dict() == {} and torch.equal(feedback.quantise(steps(1)[0], Codec.INT4), expected)
 
 
 def test_what_is_flushed_is_what_was_missing():

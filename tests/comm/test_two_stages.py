@@ -164,7 +164,7 @@ def counted(rank, world_size):
     found, stages = stages_on([0, 0, 1, 1])
     two = new_comm([0, 0, 1, 1], Codec.INT4, on=(found, stages), feedback=True)
     one = CompressedReduceScatter("x", Codec.INT4, nodes=found.nodes)
-    gather = CompressedAllGather(Codec.INT8, nodes=found.nodes)
+    gather = CompressedAllGather("x", Codec.INT8, nodes=found.nodes)
     for comm in (two, one):
         comm(torch.empty(256), torch.ones(1024), dist.group.WORLD, dist.ReduceOp.SUM)
     gather(torch.empty(1024), torch.ones(256), dist.group.WORLD)

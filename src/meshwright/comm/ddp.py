@@ -81,6 +81,7 @@ class BucketReduction:
         self._all_reduces: dict[Bucket, CompressedAllReduce] = {}
         self._gone = SentBytes()
         """What buckets that are gone have sent."""
+        self._loss_scale: float | None = None
         self._num_backwards = 0
         self._is_restored = False
         self._errors_matter = False
@@ -126,6 +127,12 @@ class BucketReduction:
         for comm in self._all_reduces.values():
             comm.discard()
 
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """The next gradients are multiplied by `loss_scale`, and so are the errors of the last ones."""
+        self._loss_scale = loss_scale
+        for comm in self._all_reduces.values():
+            comm.follow_loss_scale(loss_scale)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The buckets, and the errors of this rank."""
         state = {}
@@ -137,13 +144,14 @@ class BucketReduction:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a saved state of this rank."""
         self._drop(list(self._all_reduces))
+        self._loss_scale = None
         for number in count():
             own = starting_with(f"{number}.", state)
             if not own:
                 break
             comm = self._new(tuple(own[_BUCKET].tolist()))
             comm.load_state_dict(own)
-        self._is_restored = self._errors_matter = True
+        self._is_restored = self._errors_matter = bool(state)
 
     def _mean(self, bucket: Bucket, gradients: Tensor) -> None:
         comm = self._all_reduces.get(bucket)
@@ -156,8 +164,11 @@ class BucketReduction:
 
     def _new(self, bucket: Bucket) -> CompressedAllReduce:
         way, name = self._way, f"DDP's bucket from parameter {bucket[0]}"
-        self._all_reduces[bucket] = CompressedAllReduce(name, way.codec, rotate=way.rotate, feedback=way.feedback)
-        return self._all_reduces[bucket]
+        comm = CompressedAllReduce(name, way.codec, rotate=way.rotate, feedback=way.feedback)
+        if self._loss_scale is not None:
+            comm.follow_loss_scale(self._loss_scale)
+        self._all_reduces[bucket] = comm
+        return comm
 
     def _drop(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:

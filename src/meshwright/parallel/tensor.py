@@ -105,7 +105,7 @@ def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     mean = torch.cat([copy.flatten() for copy in copies])
     all_reduce_sum(mean, group=mesh.get_group("tp")).div_(mesh["tp"].size())
-    for copy, piece in zip(copies, mean.split([copy.numel() for copy in copies]), strict=True):
+    for copy, piece in zip(copies, torch.split(mean, [copy.numel() for copy in copies]), strict=True):
         copy.copy_(piece.view_as(copy))
 
 
