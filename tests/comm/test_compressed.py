@@ -135,6 +135,68 @@ def test_a_lossy_training_stays_near_and_sends_less(gang, gradients, weights, sh
             assert (a - b).abs().max() < 0.02 if a.numel() else True
 
 
+POLICIES = [
+    pytest.param(MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype), id=str(dtype), marks=pytest.mark.slow)
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_of_halves_are_as_without_it_when_nothing_is_lost(gang, policy):
+    """FSDP2 divides halves before it sums them, with another `op`."""
+    ours, theirs = (gang(3).run(trained, way, "exact", policy) for way in ("exact-via-all-to-all", "exact"))
+    for (parameters, _), (expected, _) in zip(ours, theirs, strict=True):
+        for a, b in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+class Sometimes(nn.Module):
+    """A unit of which each step leaves one of two layers of different sizes unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd = nn.Linear(31, 5), nn.Linear(31, 7)
+
+    def forward(self, x, step):
+        return (self.even if step % 2 == 0 else self.odd)(x)
+
+
+def unused(rank, world_size, includes, names):
+    """By name: the gradients of each step, and warnings."""
+    found = {}
+    for name in names:
+        warnings = []
+        handler = logging.Handler()
+        handler.emit = lambda record, kept=warnings: kept.append(record.getMessage())
+        logging.getLogger("meshwright").addHandler(handler)
+        torch.manual_seed(0)
+        model = fully_shard(Sometimes())
+        model.set_reduce_scatter_unused_params(includes)
+        compression, steps = compress(model, gradients=name), []
+        for step in range(4):
+            x = torch.randn(4, 31, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x, step).square().mean().backward()
+            steps.append([None if p.grad is None else to_local(p.grad).clone() for p in model.parameters()])
+            model.zero_grad()
+            compression.commit()
+        logging.getLogger("meshwright").removeHandler(handler)
+        found[name] = steps, warnings
+    return found
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_parameters_that_a_step_does_not_use(gang, includes):
+    for found in gang(2).run(unused, includes, ["exact", "exact-via-all-to-all", "loco4"]):
+        (plain, _), (exact, _), (loco, warnings) = found.values()
+        for expected, same, near in zip(plain, exact, loco, strict=True):
+            for a, b, c in zip(expected, same, near, strict=True):
+                assert len({one is None for one in (a, b, c)}) == 1 and (a is not None or not includes)
+                if a is not None:
+                    torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-7)
+                    assert (c - a).norm() <= 0.35 * a.norm() + 5e-2  # what was left of a step goes into the next
+        assert len(warnings) == (0 if includes else 3)
+
+
 def mixed(rank, world_size):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return trained(rank, world_size, "loco4", "int8", policy)[0]
