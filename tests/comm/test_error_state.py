@@ -53,6 +53,30 @@ def test_the_error_is_reset_after_every_nth_step_and_only_then():
         assert bool(error_of(state).any()) == (step % 4 != 0), step
 
 
+def test_the_values_of_loco():
+    """A fifth of what the first step loses is kept, and the error is zero after step 1024."""
+    state, (g, *_) = new_state(), steps(1)
+    sent = decode(state.quantise(g, Codec.INT2), Codec.INT2, num_elements=300, dtype=torch.float32)
+    state.commit()
+    kept = decode(error_of(state), Codec.INT8, num_elements=300, dtype=torch.float32)
+    assert (kept - 0.2 * (g - sent)).abs().max() < 0.01
+    state.load_state_dict(state.state_dict() | {"num_steps": torch.tensor(1021)})
+    for step in range(1022, 1026):
+        state.quantise(g, Codec.INT2)
+        state.commit()
+        assert bool(error_of(state).any()) == (step != 1024)
+
+
+def test_a_state_is_loaded_in_the_middle_of_a_step():
+    state, other = new_state(), new_state()
+    saved = state.state_dict()
+    first, second = steps(2)
+    expected = other.quantise(second, Codec.INT4)
+    state.quantise(first, Codec.INT4)
+    state.load_state_dict(saved)
+    assert torch.equal(state.quantise(second, Codec.INT4), expected)
+
+
 def test_micro_batches_of_a_step_hand_their_error_on():
     one_step, three_steps = new_state(), new_state()
     for g in steps(3):
@@ -73,8 +97,9 @@ def test_resume_is_bitwise_equal():
             first.quantise(g, Codec.INT2)
             first.commit()
             saved = first.state_dict()
-    first.quantise(torch.randn(2, 300), Codec.INT2)  # What was saved must not change with the state.
-    first.commit()
+    for _ in range(2):  # What was saved must not change with the state, of which there are two.
+        first.quantise(torch.randn(2, 300), Codec.INT2)
+        first.commit()
     resumed = new_state(reset_steps=5)
     resumed.load_state_dict(saved)
     for g, payload in zip(steps(8)[3:], payloads[3:], strict=True):
