@@ -174,7 +174,7 @@ class CompressedAllGather(_Allocates, CountsBytes):
         # elements, the backward's weights would not be the forward's.
         codec = self._codec if self._takes(input_tensor) and num_ranks == self._most_ranks else None
         payload = input_tensor if codec is None else kernels.encode(input_tensor, codec, rotate=self._rotate)
-        gathered = all_gather_into(payload.clone() if codec is None else payload, group=group)
+        gathered = all_gather_into(payload, group=group)
         self.sent.count_ring(num_bytes(payload) * (num_ranks - 1), self.links(group))
         self.sent.count_exact(num_bytes(input_tensor) * (num_ranks - 1), self.links(group))
         if codec is None:
