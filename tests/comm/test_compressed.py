@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from unittest import mock
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm import Compression, Placement, compress
-from meshwright.comm.codecs import Codec
+from meshwright.comm.codecs import GROUP, Codec
+from meshwright.comm.compress import GRADIENTS, WEIGHTS
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
 from meshwright.comm.error_state import ErrorLayout
 from meshwright.errors import ConfigError, LayoutError
@@ -43,7 +45,7 @@ FACTORS = {"sum": lambda ranks: 1.0, "avg": lambda ranks: 1 / ranks, "premul": l
 @pytest.mark.parametrize(
     ("num_ranks", "dtype"),
     [pytest.param(n, d, marks=() if (n, d) == (2, torch.float32) else pytest.mark.slow)
-     for n in (2, 3, 5, 7) for d in DTYPES],
+     for n in range(2, 8) for d in DTYPES],
 )  # fmt: skip
 def test_an_exact_reduce_scatter_is_the_sum_to_rounding(gang, num_ranks, dtype):
     for found in gang(num_ranks).run(reduce_scattered, (1, 3, 130, 1001), Codec.EXACT, dtype):
@@ -68,7 +70,7 @@ def gathered(rank, world_size, codec, dtype):
     out = torch.zeros(world_size * n, dtype=dtype)
     own = out[rank * n : (rank + 1) * n]  # as FSDP2 has it: the input lies in the output
     own.copy_(mine)
-    CompressedAllGather(codec)(out, own, dist.group.WORLD)
+    CompressedAllGather("x", codec)(out, own, dist.group.WORLD)
     return mine, out
 
 
@@ -133,6 +135,68 @@ def test_a_lossy_training_stays_near_and_sends_less(gang, gradients, weights, sh
             assert (a - b).abs().max() < 0.02 if a.numel() else True
 
 
+POLICIES = [
+    pytest.param(MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype), id=str(dtype), marks=pytest.mark.slow)
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_of_halves_are_as_without_it_when_nothing_is_lost(gang, policy):
+    """FSDP2 divides halves before it sums them, with another `op`."""
+    ours, theirs = (gang(3).run(trained, way, "exact", policy) for way in ("exact-via-all-to-all", "exact"))
+    for (parameters, _), (expected, _) in zip(ours, theirs, strict=True):
+        for a, b in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+class Sometimes(nn.Module):
+    """A unit of which each step leaves one of two layers of different sizes unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd = nn.Linear(31, 5), nn.Linear(31, 7)
+
+    def forward(self, x, step):
+        return (self.even if step % 2 == 0 else self.odd)(x)
+
+
+def unused(rank, world_size, includes, names):
+    """By name: the gradients of each step, and warnings."""
+    found = {}
+    for name in names:
+        warnings = []
+        handler = logging.Handler()
+        handler.emit = lambda record, kept=warnings: kept.append(record.getMessage())
+        logging.getLogger("meshwright").addHandler(handler)
+        torch.manual_seed(0)
+        model = fully_shard(Sometimes())
+        model.set_reduce_scatter_unused_params(includes)
+        compression, steps = compress(model, gradients=name), []
+        for step in range(4):
+            x = torch.randn(4, 31, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x, step).square().mean().backward()
+            steps.append([None if p.grad is None else to_local(p.grad).clone() for p in model.parameters()])
+            model.zero_grad()
+            compression.commit()
+        logging.getLogger("meshwright").removeHandler(handler)
+        found[name] = steps, warnings
+    return found
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_parameters_that_a_step_does_not_use(gang, includes):
+    for found in gang(2).run(unused, includes, ["exact", "exact-via-all-to-all", "loco4"]):
+        (plain, _), (exact, _), (loco, warnings) = found.values()
+        for expected, same, near in zip(plain, exact, loco, strict=True):
+            for a, b, c in zip(expected, same, near, strict=True):
+                assert len({one is None for one in (a, b, c)}) == 1 and (a is not None or not includes)
+                if a is not None:
+                    torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-7)
+                    assert (c - a).norm() <= 0.35 * a.norm() + 5e-2  # what was left of a step goes into the next
+        assert len(warnings) == (0 if includes else 3)
+
+
 def mixed(rank, world_size):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return trained(rank, world_size, "loco4", "int8", policy)[0]
@@ -189,16 +253,51 @@ def test_errors_follow_the_loss_scale(gang):
 
 
 def poisoned(rank, world_size):
-    x = torch.ones(600)
-    if rank == 0:
-        x[400] = torch.inf
-    out = torch.empty(300)
-    CompressedReduceScatter("x", Codec.INT4)(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
-    return bool(out.isfinite().all())
+    """By way, value and type: whether the poisoned element came as one, and whether any did in other groups."""
+    found = {}
+    for name, way in GRADIENTS.items():
+        for value in (torch.inf, -torch.inf, torch.nan):
+            for dtype in DTYPES[1:]:
+                x, out = torch.ones(600, dtype=dtype), torch.empty(300, dtype=dtype)
+                if rank == 0:
+                    x[400] = value  # element 100 of rank 1's piece
+                comm = CompressedReduceScatter("x", way.codec, rotate=way.rotate, feedback=way.feedback)
+                comm(out, x, dist.group.WORLD, dist.ReduceOp.AVG)
+                found[name, str(value), dtype] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
+    for name, codec in WEIGHTS.items():
+        out = torch.ones(600)
+        own = out[300 * rank :][:300]
+        own[100] = torch.nan if rank == 0 else 1.0
+        CompressedAllGather("x", codec, rotate=codec.is_quantised)(out, own, dist.group.WORLD)
+        found[name] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
+    return found
 
 
 def test_what_is_not_finite_arrives_so(gang):
-    assert gang(2).run(poisoned) == [True, False]
+    first, second = gang(2).run(poisoned)
+    weights = first.keys() & WEIGHTS.keys()
+    assert all(found == (key not in weights, True) for key, found in first.items())
+    assert all(found == (False, True) for found in second.values())
+
+
+def alone(rank, world_size):
+    """By codec: what a group of one rank gets, and what it put in."""
+    groups = [dist.new_group([one]) for one in range(world_size)]
+    x = torch.randn(301, generator=torch.Generator().manual_seed(rank))
+    found = {}
+    for codec in Codec:
+        for name, op in OPS.items():
+            out = torch.empty_like(x)
+            CompressedReduceScatter("x", codec)(out, x.clone(), groups[rank], op)
+            found[codec, name] = out, x * FACTORS[name](1)
+    return found
+
+
+def test_a_group_of_one_rank_has_its_own_gradient(gang):
+    limits = {Codec.EXACT: 1e-7, Codec.BF16: 4e-3, Codec.INT8: 1e-2, Codec.INT4: 0.12, Codec.INT2: 0.5}
+    for found in gang(2).run(alone):
+        for (codec, _), (out, expected) in found.items():
+            assert (out - expected).norm() <= limits[codec] * expected.norm()
 
 
 def test_bad_input():
@@ -221,9 +320,78 @@ def test_a_state_is_of_exactly_the_module_that_it_names():
     saved = Compression(comms, {}).state_dict()
     fresh = {name: mock.Mock() for name in names}
     Compression(fresh, {}).load_state_dict(saved)
-    (state,) = fresh["layers.1"].load_state_dict.call_args.args
-    assert set(state) == {"error", "layout", "num_steps", "loss_scale"}
-    assert not fresh["layers"].load_state_dict.called and not fresh["layers.1.norm"].load_state_dict.called
+    states = {name: set(comm.load_state_dict.call_args.args[0]) for name, comm in fresh.items()}
+    found = {"error", "layout", "num_steps", "loss_scale"}
+    assert states == {"layers": set(), "layers.1": found, "layers.1.norm": set()}
+
+
+def test_saved_errors_of_modules_that_are_not_there_are_told(caplog):
+    comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in ("", "a", "b")}
+    for comm in comms.values():
+        comm._feedback.error_of(ErrorLayout(2, 8), torch.device("cpu"))
+    saved = Compression(comms, {}).state_dict()
+    Compression(comms, {}).load_state_dict(saved)
+    Compression({}, {}).load_state_dict(saved)
+    assert not caplog.text
+    Compression({"a": comms["a"]}, {}).load_state_dict(saved)
+    assert "error feedback of b, the root is not used" in caplog.text
+
+
+class TwoTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(31, 9).bfloat16().requires_grad_(False), nn.Linear(9, 5)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x.bfloat16()).float())
+
+
+class Odd(nn.Module):
+    """A child that is called root, a sharded module without parameters, and one whose weights have two types."""
+
+    def __init__(self):
+        super().__init__()
+        self.root, self.none, self.two, self.last = nn.Linear(31, 31), nn.ReLU(), TwoTypes(), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.two(self.none(self.root(x))))
+
+
+def odd(rank, world_size):
+    """Names in the state, warnings, and the fall of the loss under a loss scale that changes."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("meshwright").addHandler(handler)
+    torch.manual_seed(0)
+    model = Odd()
+    for module in (model.root, model.none, model.two, model):
+        fully_shard(module)
+    compression = compress(model, gradients="loco4", weights="int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses = torch.randn(4, 31, generator=torch.Generator().manual_seed(rank)), []
+    for step in range(12):
+        scale = 2.0 ** (10 + step % 3)
+        compression.follow_loss_scale(scale)
+        loss = (model(x) - 1).square().mean()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+        optimizer.step()
+        optimizer.zero_grad()
+        compression.commit()
+        losses.append(loss.item())
+    logging.getLogger("meshwright").removeHandler(handler)
+    state = compression.state_dict()
+    return {name.rpartition("/")[0] for name in state}, warnings, losses, state["root/loss_scale"].item()
+
+
+def test_odd_modules_and_a_loss_scale(gang):
+    for names, warnings, losses, scale in gang(2).run(odd):
+        assert names == {"", "root", "two"} and scale == 2.0**12
+        assert len(warnings) == 1 and "weights of two are gathered as they are, not as int8" in warnings[0]
+        assert losses[-1] < losses[0] / 3
 
 
 def seen_weights(rank, world_size):

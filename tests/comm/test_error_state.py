@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright.comm.codecs import Codec, decode, encode
-from meshwright.comm.error_state import ErrorLayout, ErrorState
+from meshwright.comm.error_state import ErrorLayout, ErrorState, Feedback
+from meshwright.errors import RunError
 from tests.comm.test_feedback import gradients
 
 LAYOUT = ErrorLayout(num_blocks=2, num_elements=300)
@@ -52,6 +53,30 @@ def test_the_error_is_reset_after_every_nth_step_and_only_then():
         assert bool(error_of(state).any()) == (step % 4 != 0), step
 
 
+def test_the_values_of_loco():
+    """A fifth of what the first step loses is kept, and the error is zero after step 1024."""
+    state, (g, *_) = new_state(), steps(1)
+    sent = decode(state.quantise(g, Codec.INT2), Codec.INT2, num_elements=300, dtype=torch.float32)
+    state.commit()
+    kept = decode(error_of(state), Codec.INT8, num_elements=300, dtype=torch.float32)
+    assert (kept - 0.2 * (g - sent)).abs().max() < 0.01
+    state.load_state_dict(state.state_dict() | {"num_steps": torch.tensor(1021)})
+    for step in range(1022, 1026):
+        state.quantise(g, Codec.INT2)
+        state.commit()
+        assert bool(error_of(state).any()) == (step != 1024)
+
+
+def test_a_state_is_loaded_in_the_middle_of_a_step():
+    state, other = new_state(), new_state()
+    saved = state.state_dict()
+    first, second = steps(2)
+    expected = other.quantise(second, Codec.INT4)
+    state.quantise(first, Codec.INT4)
+    state.load_state_dict(saved)
+    assert torch.equal(state.quantise(second, Codec.INT4), expected)
+
+
 def test_micro_batches_of_a_step_hand_their_error_on():
     one_step, three_steps = new_state(), new_state()
     for g in steps(3):
@@ -72,8 +97,9 @@ def test_resume_is_bitwise_equal():
             first.quantise(g, Codec.INT2)
             first.commit()
             saved = first.state_dict()
-    first.quantise(torch.randn(2, 300), Codec.INT2)  # What was saved must not change with the state.
-    first.commit()
+    for _ in range(2):  # What was saved must not change with the state, of which there are two.
+        first.quantise(torch.randn(2, 300), Codec.INT2)
+        first.commit()
     resumed = new_state(reset_steps=5)
     resumed.load_state_dict(saved)
     for g, payload in zip(steps(8)[3:], payloads[3:], strict=True):
@@ -131,6 +157,42 @@ def test_the_error_follows_the_loss_scale():
     for limit in (2.0**-140, 2.0**120):  # Too small to be kept, and too large.
         scaled.follow_loss_scale(limit)
         assert scaled.flush().isfinite().all()
+
+
+def test_the_loss_scale_stays_within_a_step():
+    state = new_state()
+    state.follow_loss_scale(4.0)
+    state.quantise(steps(1)[0], Codec.INT4)
+    state.follow_loss_scale(4.0)
+    with pytest.raises(RunError, match="from 4 to 8 within a step"):
+        state.follow_loss_scale(8.0)
+    state.commit()
+    state.follow_loss_scale(8.0)
+
+
+def test_a_loss_scale_is_that_of_errors_to_come():
+    """Also of a saved one, whose layout shows at the first use."""
+    g, saved = steps(1)[0], Feedback("layers.0")
+    saved.follow_loss_scale(2.0)
+    saved.quantise(g, Codec.INT4)
+    saved.commit()
+    late = Feedback("layers.0")
+    late.load_state_dict(saved.state_dict())
+    for one in (saved, late):
+        one.follow_loss_scale(16.0)
+    assert torch.equal(late.quantise(g, Codec.INT4), saved.quantise(g, Codec.INT4))
+    late.commit()
+    assert late.state_dict()["loss_scale"] == 16.0
+
+
+def test_a_state_of_nothing_is_nothing():
+    """A state from before the first step takes back what came after it, and is saved as it was."""
+    feedback = Feedback("layers.0")
+    before = feedback.state_dict()
+    expected = feedback.quantise(steps(1)[0], Codec.INT4)
+    feedback.commit()
+    feedback.load_state_dict(before)
+    assert feedback.state_dict() == {} and torch.equal(feedback.quantise(steps(1)[0], Codec.INT4), expected)
 
 
 def test_what_is_flushed_is_what_was_missing():

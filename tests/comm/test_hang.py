@@ -246,6 +246,28 @@ def test_a_collective_of_fsdp_is_named_too(gang):
     assert re.search(r"test_hang\.py:\d+ in call\n", error.where), error.where
 
 
+def compressed(rank, world_size):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from meshwright.comm import compress
+
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
+    compress(model, gradients="loco4")
+    loss = model(torch.ones(2, 4)).sum()
+    collectives.barrier()
+    return error_of(lambda: loss.backward()) if rank == 0 else None
+
+
+@pytest.mark.slow
+def test_a_compressed_collective_of_fsdp_is_named_with_its_stack(gang):
+    error, _ = gang(2).run(compressed, timeout_s=60)
+    words = r"rank 0 waited \S+ s in vain in all_to_all, number 1 in the group of ranks 0, 1, of uint8"
+    assert re.match(words, error.what), error.what
+    assert re.search(r"test_hang\.py:\d+ in <lambda>\n", error.where), error.where
+
+
 def test_other_errors_pass():
     with pytest.raises(ValueError, match="timeout"), naming_collectives():
         raise ValueError("timeout")

@@ -147,16 +147,22 @@ def test_a_saved_error_goes_on_bitwise_on_the_same_placement_only(gang):
 
 
 def poisoned(rank, world_size):
-    x = torch.ones(4 * 300)
-    if rank == 0:
-        x[700] = torch.inf  # element 100 of rank 2's piece
-    out = torch.empty(300)
-    new_comm(PLACEMENTS[1], Codec.INT4, feedback=True)(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
-    return int((~out.isfinite()).sum())
+    """By codecs: how many elements came that are not finite."""
+    on, found = stages_on(PLACEMENTS[1]), []
+    for inside in (Codec.EXACT, Codec.BF16, Codec.INT8):
+        for codec, options in ((Codec.INT4, {"feedback": True}), (Codec.INT8, {"rotate": True}), (Codec.EXACT, {})):
+            x, out = torch.ones(4 * 300), torch.empty(300)
+            if rank == 0:
+                x[700] = torch.inf  # element 100 of rank 2's piece
+            comm = new_comm(PLACEMENTS[1], codec, inside=inside, on=on, **options)
+            comm(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
+            found.append(int((~out.isfinite()).sum()))
+    return found
 
 
 def test_what_is_not_finite_arrives_so(gang):
-    assert gang(4).run(poisoned) == [0, 0, GROUP, 0]
+    none, poison = [0] * 9, [GROUP, GROUP, 1, GROUP, GROUP, 1, GROUP, GROUP, GROUP]
+    assert gang(4).run(poisoned) == [none, none, poison, none]
 
 
 def counted(rank, world_size):
@@ -164,7 +170,7 @@ def counted(rank, world_size):
     found, stages = stages_on([0, 0, 1, 1])
     two = new_comm([0, 0, 1, 1], Codec.INT4, on=(found, stages), feedback=True)
     one = CompressedReduceScatter("x", Codec.INT4, nodes=found.nodes)
-    gather = CompressedAllGather(Codec.INT8, nodes=found.nodes)
+    gather = CompressedAllGather("x", Codec.INT8, nodes=found.nodes)
     for comm in (two, one):
         comm(torch.empty(256), torch.ones(1024), dist.group.WORLD, dist.ReduceOp.SUM)
     gather(torch.empty(1024), torch.ones(256), dist.group.WORLD)

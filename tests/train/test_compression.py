@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.config.rules_comm import idle_notes
 from meshwright.train.build import build_job
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.corpus import open_training_corpus
@@ -143,5 +144,24 @@ def test_copies_of_a_parameter_stay_equal(gang, words):
 
 
 def test_one_rank_sends_nothing_to_be_compressed():
-    job, step = make_job(0, 1, ("comm.gradients=loco4", "comm.weights=int8"))
+    job, step = make_job(0, 1, (LOCO, INT8))
     assert step(1).loss > 0 and not job.compression.state()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), ["comm.gradients = loco4 changes nothing", "comm.weights = int8 changes nothing"]),
+        (("mesh.dp_replicate=2",), ["comm.weights = int8 changes nothing"]),
+        (("mesh.dp_shard=2",), []),
+        (("comm.gradients=exact", "comm.weights=exact"), []),
+    ],
+)
+def test_what_has_nothing_to_do_is_told(words, said):
+    found = list(idle_notes(load_words((LOCO, INT8, *words))))
+    assert [note.partition(":")[0] for note in found] == said
+
+
+def test_a_run_of_one_rank_says_that_nothing_is_compressed(tmp_path):
+    notes = whole_run(0, 1, ("train.steps=1", "train.sample_tokens=0", LOCO), tmp_path, None)
+    assert [note for note in notes if "comm.gradients = loco4 changes nothing" in note]

@@ -45,12 +45,15 @@ def sleepy_body(context, argument):
 
 CASES = {
     "sharded": (["mesh.dp_shard=2"], r"(all_gather|reduce_scatter)\w*, number \d+ by PyTorch's count", r"step\.py"),
+    "compressed": (
+        ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"], r"all_gather, number \d+", r"step\.py"
+    ),
     "pipeline": (["mesh.pp=2", "train.num_microbatches=4"], r"(send|receive), number \d+", r"execute\.py"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sharded", "pipeline"])
+@pytest.mark.parametrize("name", list(CASES))
 def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
     layout, collective, file = CASES[name]
     words = [*STEPS, *small_corpus(tmp_path / "corpus"), *layout, f"train.timeout_s={TIMEOUT_S}"]
@@ -60,7 +63,8 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
         launch(sleepy_body, (spec, out), num_ranks=2, threads=1, on_interrupt=lambda: None)
     error = caught.value
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
-    assert re.match(rf"rank 0 waited [\d. s]*in vain in {collective} in the group of ranks 0, 1, of float", error.what)
+    told = rf"rank 0 waited [\d. s]*in vain in {collective} in the group of ranks 0, 1, of (float|uint8)"
+    assert re.match(told, error.what), error.what
     assert re.search(rf"called at\n.*{file}:\d+ in \w+\n", error.where, re.DOTALL)
     assert "rank 1: in no collective that has failed" in error.where
     assert re.search(r"all ranks: rank 0: step 3.*; rank 1: step 3", error.where), error.where

@@ -87,7 +87,7 @@ def all_gathers(num_elements: int, dtype: torch.dtype) -> dict[str, Side]:
     x, out = _random(num_elements // group.size(), dtype), torch.empty(num_elements, dtype=dtype)
     sides = {BUILTIN: Side(lambda: collectives.ALL_GATHER(out, x, group=group), out)}
     for name in WAYS[ALL_GATHER]:
-        comm = CompressedAllGather(WEIGHTS[name], rotate=WEIGHTS[name].is_quantised)
+        comm = CompressedAllGather(name, WEIGHTS[name], rotate=WEIGHTS[name].is_quantised)
         sides[name] = _all_gather(comm, x, torch.empty_like(out))
     return sides
 

@@ -19,6 +19,9 @@ from meshwright.comm.placement import Placement, place
 from meshwright.comm.private import shard_group
 from meshwright.comm.two_stages import TwoStageReduceScatter
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.log import get_logger
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Way:
 
 
 EXACT = "exact"
+ROOT = "the root"
+"""The module whose name is empty, in messages."""
 GRADIENTS = {
     "exact-via-all-to-all": Way(Codec.EXACT),
     "bf16": Way(Codec.BF16),
@@ -86,10 +91,12 @@ class Compression:
             comm.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`, and so are the errors that are added to them.
+        """The losses of the next step are multiplied by `loss_scale`, and so are the errors that go into its gradients.
 
-        For trainings that scale losses: say it before the first backward, and again whenever the scale changes, after
-        `commit` or `discard`.
+        Call it before each step's backward where there is a `GradScaler`, with its `get_scale()`.
+
+        Raises:
+            RunError: it changes before the last step was committed or discarded.
         """
         for comm in self._reductions.values():
             comm.follow_loss_scale(loss_scale)
@@ -110,9 +117,17 @@ class Compression:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a saved state of this rank; a module that it doesn't have starts from zero."""
+        left = set(state)
         for name, comm in self._reductions.items():
-            if own := starting_with(f"{name}/", state):
-                comm.load_state_dict(own)
+            own = starting_with(f"{name}/", state)
+            comm.load_state_dict(own)
+            left -= {f"{name}/{key}" for key in own}
+        if left and self._reductions:
+            names = sorted({key.rpartition("/")[0] or ROOT for key in left})
+            _log.warning(
+                "the saved error feedback of %s is not used: the model sends no gradients under %s",
+                ", ".join(names), "this name" if len(names) == 1 else "these names",
+            )  # fmt: skip
 
 
 def compress(
@@ -132,6 +147,13 @@ def compress(
     inside the nodes as `inside_node` says, then between them as `gradients` says. All ranks of the world call it, as
     process groups are made; ranks that hold different numbers of parts of a model call `place` together before, and
     `compress` for each part with what it gave.
+
+    An element is rounded by its neighbours. So where another axis has copies of a parameter, as tensor parallelism has
+    of norms, each copy gets another gradient: average those after the backward, before clipping. And an error belongs
+    to places in what a module reduces: where a step leaves parameters unused, and the next one others, call FSDP2's
+    `set_reduce_scatter_unused_params(True)`.
+
+    A second call replaces what the first set, but for what is now `exact`: FSDP2 takes no custom collective back.
 
     Args:
         model: with `fully_shard` applied.
@@ -155,7 +177,7 @@ def compress(
     check_name(weights, [EXACT, *WEIGHTS], "weights")
     check_name(inside_node, list(INSIDE_NODE), "gradients inside a node", argument="inside_node")
     _check_once(nodes, placement)
-    modules = {name or "root": module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
         raise LayoutError(
             "the model has no FSDP2 module",
@@ -177,14 +199,16 @@ def compress(
             if replicas is not None:
                 way = GRADIENTS[gradients]
                 all_reduce = CompressedAllReduce(
-                    name, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+                    name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
                 )
-                reductions[f"{name}/replicas"] = all_reduce
+                reductions[f"{name}@replicas"] = all_reduce
                 factor = 1.0 if sums else 1.0 / replicas.size()
                 module.set_all_reduce_hook(AllReduceHook(all_reduce, replicas, factor))
         if weights != EXACT:
             codec = WEIGHTS[weights]
-            all_gathers[name] = CompressedAllGather(codec, rotate=codec.is_quantised, nodes=placement.nodes)
+            all_gathers[name] = CompressedAllGather(
+                name or ROOT, codec, rotate=codec.is_quantised, nodes=placement.nodes
+            )
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
 
@@ -196,9 +220,11 @@ def _reduce_scatter(
     group = shard_group(module)
     stages = None if group is None else placement.stages_of(group)
     if stages is None:
-        return CompressedReduceScatter(name, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes)
+        return CompressedReduceScatter(
+            name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+        )
     return TwoStageReduceScatter(
-        name,
+        name or ROOT,
         way.codec,
         inside=Codec.EXACT if way.codec is Codec.EXACT else inside,
         stages=stages,

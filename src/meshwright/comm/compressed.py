@@ -26,6 +26,9 @@ from meshwright.comm.codecs import Codec
 from meshwright.comm.collectives import all_gather_into
 from meshwright.comm.error_state import Feedback, KeepsErrors
 from meshwright.comm.nodes import Links, links_of
+from meshwright.log import get_logger
+
+_log = get_logger(__name__)
 
 
 @dataclass
@@ -154,10 +157,12 @@ class CompressedReduceScatter(_Allocates, CountsBytes, KeepsErrors):
 class CompressedAllGather(_Allocates, CountsBytes):
     """Weights as every rank decodes them from what each has encoded; all ranks compute with the same ones."""
 
-    def __init__(self, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:
+    def __init__(self, name: str, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:
+        """For one FSDP2 module; arguments as of `CompressedReduceScatter`."""
         super().__init__(nodes)
-        self._codec, self._rotate = codec, rotate
+        self.name, self._codec, self._rotate = name, codec, rotate
         self._most_ranks = 0
+        self._has_warned = False
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
@@ -166,11 +171,10 @@ class CompressedAllGather(_Allocates, CountsBytes):
         num_ranks = group.size()
         self._most_ranks = max(self._most_ranks, num_ranks)
         # What fewer ranks gather is what they kept of weights that were sent: encoded again in other groups of
-        # elements, the backward's weights would not be the forward's. And modules with weights of several types hand
-        # over bytes, which can only be sent as they are.
-        codec = self._codec if input_tensor.is_floating_point() and num_ranks == self._most_ranks else None
+        # elements, the backward's weights would not be the forward's.
+        codec = self._codec if self._takes(input_tensor) and num_ranks == self._most_ranks else None
         payload = input_tensor if codec is None else kernels.encode(input_tensor, codec, rotate=self._rotate)
-        gathered = all_gather_into(payload.clone() if codec is None else payload, group=group)
+        gathered = all_gather_into(payload, group=group)
         self.sent.count_ring(num_bytes(payload) * (num_ranks - 1), self.links(group))
         self.sent.count_exact(num_bytes(input_tensor) * (num_ranks - 1), self.links(group))
         if codec is None:
@@ -179,6 +183,16 @@ class CompressedAllGather(_Allocates, CountsBytes):
             kernels.decode(
                 gathered.view(num_ranks, -1), codec, out=output_tensor.view(num_ranks, -1), rotate=self._rotate
             )
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether `x` can be encoded: modules with weights of several types hand over bytes, which go as they are."""
+        if not x.is_floating_point() and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the weights of %s are gathered as they are, not as %s: they have several types, which one param_dtype "
+                "in FSDP2's MixedPrecisionPolicy would change", self.name, self._codec.value,
+            )  # fmt: skip
+        return x.is_floating_point()
 
 
 def num_bytes(x: Tensor) -> int:

@@ -128,7 +128,7 @@ class BucketReduction:
             comm.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`."""
+        """The next gradients are multiplied by `loss_scale`, and so are the errors of the last ones."""
         self._loss_scale = loss_scale
         for comm in self._all_reduces.values():
             comm.follow_loss_scale(loss_scale)
@@ -144,13 +144,14 @@ class BucketReduction:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a saved state of this rank."""
         self._drop(list(self._all_reduces))
+        self._loss_scale = None
         for number in count():
             own = starting_with(f"{number}.", state)
             if not own:
                 break
             comm = self._new(tuple(own[_BUCKET].tolist()))
             comm.load_state_dict(own)
-        self._is_restored = self._errors_matter = True
+        self._is_restored = self._errors_matter = bool(state)
 
     def _mean(self, bucket: Bucket, gradients: Tensor) -> None:
         comm = self._all_reduces.get(bucket)

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.comm import kernels
 from meshwright.comm.codecs import Codec, decode, join_block, split_block
 from meshwright.comm.feedback import BETA, ERROR_CODEC
+from meshwright.errors import RunError
 from meshwright.log import get_logger
 
 _log = get_logger(__name__)
@@ -108,16 +109,27 @@ class ErrorState:
         self._is_open = False
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`, so the error of the last ones has to be too."""
-        assert not self._is_open, "commit or discard the step first"
-        if loss_scale != self.loss_scale:
-            codes, scales = self._codes_and_scales()
-            # Codes stay, and a scale that a power of two multiplies keeps all of its bits.
-            scaled = scales.float() * (loss_scale / self.loss_scale)
-            kept = scaled.isfinite() & (scaled.abs() >= torch.finfo(torch.float32).tiny)
-            scaled = torch.where(kept, scaled, 0.0).to(torch.bfloat16)
-            self._error = join_block(codes, scaled, ERROR_CODEC.bits)
-            self.loss_scale = loss_scale
+        """The next gradients are multiplied by `loss_scale`, so the error of the last ones has to be too.
+
+        Raises:
+            RunError: it changes in an open step.
+        """
+        if loss_scale == self.loss_scale:
+            return
+        if self._is_open:
+            raise RunError(
+                f"the loss scale changes from {self.loss_scale:g} to {loss_scale:g} within a step",
+                where=f"the error feedback of {self.name}",
+                rule="all gradients of a step have one loss scale",
+                fix="commit() after a step that was taken, discard() after a skipped one, and then follow_loss_scale()",
+            )
+        codes, scales = self._codes_and_scales()
+        # Codes stay, and a scale that a power of two multiplies keeps all of its bits.
+        scaled = scales.float() * (loss_scale / self.loss_scale)
+        kept = scaled.isfinite() & (scaled.abs() >= torch.finfo(torch.float32).tiny)
+        scaled = torch.where(kept, scaled, 0.0).to(torch.bfloat16)
+        self._error = join_block(codes, scaled, ERROR_CODEC.bits)
+        self.loss_scale = loss_scale
 
     def flush(self) -> Tensor:
         """What was never sent, e / (1 − β), as float32 [blocks, elements]; sent with the last gradient it ends the
@@ -164,7 +176,6 @@ class Feedback:
         self._error: ErrorState | None = None
         self._saved: Mapping[str, Tensor] | None = None
         self._loss_scale: float | None = None
-        """What gradients are multiplied by, if it was said."""
 
     def quantise(self, g: Tensor, codec: Codec) -> Tensor:
         """As of `ErrorState`; an error of another layout than before starts from zero, with a warning."""
@@ -192,22 +203,22 @@ class Feedback:
             self._error.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`."""
+        """As of `ErrorState`, also of an error that shows later."""
+        self._loss_scale = loss_scale
         if self._error is not None:
             self._error.follow_loss_scale(loss_scale)
-        self._loss_scale = loss_scale
 
     def state_dict(self) -> dict[str, Tensor]:
         """The committed state; empty before the first use."""
         return dict(self._saved or {}) if self._error is None else self._error.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with a saved error, as soon as the layout is known."""
-        self._saved = state
-        if self._error is not None:
-            self._error.load_state_dict(state)
-            if self._loss_scale is not None:
-                self._error.follow_loss_scale(self._loss_scale)
+        """Go on with a saved error, as soon as the layout is known; from nothing with an empty state."""
+        self._saved, self._loss_scale = dict(state) or None, None
+        if self._saved is None:
+            self._error = None
+        elif self._error is not None:
+            self._error.load_state_dict(self._saved)
 
 
 class KeepsErrors:
@@ -228,7 +239,7 @@ class KeepsErrors:
             error.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`."""
+        """The next gradients are multiplied by `loss_scale`, and so are the errors of the last ones."""
         for error in self._errors.values():
             error.follow_loss_scale(loss_scale)
 
@@ -241,8 +252,7 @@ class KeepsErrors:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with saved errors, as soon as the sizes are known; one that `state` doesn't have starts from zero."""
         for start, error in self._errors.items():
-            if own := starting_with(start, state):
-                error.load_state_dict(own)
+            error.load_state_dict(starting_with(start, state))
 
 
 def starting_with(start: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

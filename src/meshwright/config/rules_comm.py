@@ -22,6 +22,15 @@ def has_drifting_copies(config: RunConfig) -> bool:
     return config.mesh.tp > 1 and config.mesh.axes().data_parallel() > 1 and bool(lossy_keys(config))
 
 
+def idle_notes(config: RunConfig) -> Iterator[str]:
+    """What `comm` asks for of bytes that no rank sends, for people."""
+    comm, mesh = config.comm, config.mesh
+    if comm.gradients != "exact" and mesh.axes().data_parallel() == 1:
+        yield f"comm.gradients = {comm.gradients} changes nothing: with dp_replicate = dp_shard = 1 none are reduced"
+    if comm.weights != "exact" and mesh.dp_shard == 1:
+        yield f"comm.weights = {comm.weights} changes nothing: with dp_shard = 1 none are gathered"
+
+
 def comm_breaches(config: RunConfig) -> Iterator[Breach]:
     """The rules of `comm` that `config` breaks."""
     for key in lossy_keys(config) if config.train.precision == "float64" else ():

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.dump import to_toml
+from meshwright.config.rules_comm import idle_notes
 from meshwright.errors import RunError
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
@@ -82,7 +83,7 @@ class Trainer:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
-        for note in self._folder.notes:
+        for note in (*self._folder.notes, *idle_notes(self._job.config)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, done=done)
 
