@@ -51,6 +51,15 @@ INSIDE_NODE = {codec.value: codec for codec in (Codec.EXACT, Codec.BF16, Codec.I
 WEIGHTS = {"bf16": Codec.BF16, "int8": Codec.INT8}
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks that have the same shards of a model, and other samples."""
+
+    group: ProcessGroup
+    sums: bool = False
+    """Gradients are added up over them, as `set_gradient_divide_factor` makes FSDP2 do; else their mean is taken."""
+
+
 class Reduction(Protocol):
     """What sums gradients over ranks, and may keep errors of it."""
 
@@ -138,8 +147,7 @@ def compress(
     inside_node: str = Codec.INT8.value,
     nodes: Sequence[int] | None = None,
     placement: Placement | None = None,
-    replicas: ProcessGroup | None = None,
-    sums: bool = False,
+    replicas: Replicas | None = None,
 ) -> Compression:
     """Let the FSDP2 modules of `model` send gradients and weights in fewer bits.
 
@@ -163,11 +171,8 @@ def compress(
             in both.
         nodes: the node of each rank of the world, instead of the hosts that they are on.
         placement: what `place` gave, instead of `nodes`; then no other rank needs to call.
-        replicas: ranks with other samples and the same shards, to reduce gradients over too. With a model sharded over
-            the mesh of one replica this is HSDP; under FSDP2's own, with a mesh of two dims, gradients are compressed
-            within a replica only.
-        sums: over `replicas` gradients are added up, as `set_gradient_divide_factor` makes FSDP2 do; by default their
-            mean is taken, as by default in FSDP2.
+        replicas: to reduce gradients over too, of a model that is sharded over the mesh of one replica: this is HSDP.
+            Under FSDP2's own, with a mesh of two dims, gradients are compressed within a replica only.
 
     Raises:
         ConfigError: a name that there is not, or both `nodes` and `placement`.
@@ -177,14 +182,7 @@ def compress(
     check_name(weights, [EXACT, *WEIGHTS], "weights")
     check_name(inside_node, list(INSIDE_NODE), "gradients inside a node", argument="inside_node")
     _check_once(nodes, placement)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not modules:
-        raise LayoutError(
-            "the model has no FSDP2 module",
-            where="meshwright.comm.compress",
-            rule="what is compressed are FSDP2's collectives",
-            fix="torch.distributed.fsdp.fully_shard(model) first",
-        )
+    modules = _fsdp_modules(model)
     if gradients == weights == EXACT:
         return Compression({}, {})
     if placement is None:
@@ -196,14 +194,10 @@ def compress(
             comm = _reduce_scatter(name, module, GRADIENTS[gradients], INSIDE_NODE[inside_node], placement)
             reductions[name] = comm
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
-            if replicas is not None:
-                way = GRADIENTS[gradients]
-                all_reduce = CompressedAllReduce(
-                    name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
-                )
-                reductions[f"{name}@replicas"] = all_reduce
-                factor = 1.0 if sums else 1.0 / replicas.size()
-                module.set_all_reduce_hook(AllReduceHook(all_reduce, replicas, factor))
+        if gradients != EXACT and replicas is not None:
+            hook = _all_reduce(name, replicas, GRADIENTS[gradients], placement)
+            reductions[f"{name}@replicas"] = hook.all_reduce
+            module.set_all_reduce_hook(hook)
         if weights != EXACT:
             codec = WEIGHTS[weights]
             all_gathers[name] = CompressedAllGather(
@@ -211,6 +205,18 @@ def compress(
             )
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
+
+
+def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        raise LayoutError(
+            "the model has no FSDP2 module",
+            where="meshwright.comm.compress",
+            rule="what is compressed are FSDP2's collectives",
+            fix="torch.distributed.fsdp.fully_shard(model) first",
+        )
+    return modules
 
 
 def _reduce_scatter(
@@ -232,6 +238,13 @@ def _reduce_scatter(
         rotate=way.rotate,
         feedback=way.feedback,
     )
+
+
+def _all_reduce(name: str, replicas: Replicas, way: Way, placement: Placement) -> AllReduceHook:
+    comm = CompressedAllReduce(
+        name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+    )
+    return AllReduceHook(comm, replicas.group, 1.0 if replicas.sums else 1.0 / replicas.group.size())
 
 
 def check_name(name: str, known: list[str], what: str, *, argument: str = "") -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.comm.compress import EXACT, GRADIENTS, Compression, compress
+from meshwright.comm.compress import EXACT, GRADIENTS, Compression, Replicas, compress
 from meshwright.comm.compressed import SentBytes
 from meshwright.comm.placement import place
 from meshwright.config.pipeline import layers_per_stage
@@ -55,8 +55,7 @@ class RunCompression:
                 weights=comm.weights,
                 inside_node=comm.inside_node,
                 placement=placement,
-                replicas=mesh.get_group("dp_replicate") if axes.dp_replicate > 1 else None,
-                sums=True,
+                replicas=Replicas(mesh.get_group("dp_replicate"), sums=True) if axes.dp_replicate > 1 else None,
             )
 
     def settle(self, *, taken: bool) -> None:
