@@ -74,6 +74,7 @@ def test_a_resumed_run_is_bitwise_as_if_uninterrupted(gang, whole, tmp_path):
     [
         ("comm.gradients=loco4", "gradients = loco2, and this run has loco4"),
         pytest.param("train.freeze=norm.*", "freeze = [], and this run has ['norm.*']", marks=pytest.mark.slow),
+        pytest.param("comm.ranks_per_node=1", "nodes = [0, 0], and this run has [0, 1]", marks=pytest.mark.slow),
         pytest.param("mesh.dp_shard=4", "mesh = [1, 1, 2, 1, 1], and this run has", marks=pytest.mark.slow),
     ],
 )
@@ -141,6 +142,19 @@ def test_copies_of_a_parameter_stay_equal(gang, words):
             num_copies += first is not piece.values
             assert torch.equal(first, piece.values), name
     assert num_copies
+
+
+def norm(rank: int, world_size: int, words: tuple[str, ...]) -> float:
+    _, step = make_job(rank, world_size, words)
+    return step(1).grad_norm
+
+
+@pytest.mark.parametrize("layout", ["mesh.dp_replicate=2", pytest.param("mesh.dp_shard=2", marks=pytest.mark.slow)])
+def test_gradients_are_summed_and_not_averaged(gang, layout):
+    """Which AdamW would not show."""
+    expected = norm(0, 1, ())
+    for way, limit in (("exact-via-all-to-all", 1e-4), ("loco4", 0.05)):
+        assert gang(2).run(norm, (layout, f"comm.gradients={way}"))[0] == pytest.approx(expected, rel=limit)
 
 
 def test_one_rank_sends_nothing_to_be_compressed():
