@@ -193,24 +193,25 @@ def compress(
     all_gathers = {}
     for name, module in modules.items():
         if gradients != EXACT:
-            comm = _reduce_scatter(name, module, GRADIENTS[gradients], INSIDE_NODE[inside_node], placement)
-            reductions[name] = comm
+            way = GRADIENTS[gradients]
+            comm = reductions[name] = _reduce_scatter(name, module, way, INSIDE_NODE[inside_node], placement)
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
             if replicas is not None:
-                way = GRADIENTS[gradients]
-                all_reduce = CompressedAllReduce(
-                    name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
-                )
-                reductions[f"{name}@replicas"] = all_reduce
+                all_reduce = reductions[f"{name}@replicas"] = _all_reduce(name, way, placement)
                 factor = 1.0 if sums else 1.0 / replicas.size()
                 module.set_all_reduce_hook(AllReduceHook(all_reduce, replicas, factor))
         if weights != EXACT:
-            codec = WEIGHTS[weights]
-            all_gathers[name] = CompressedAllGather(
-                name or ROOT, codec, rotate=codec.is_quantised, nodes=placement.nodes
-            )
+            all_gathers[name] = _all_gather(name, WEIGHTS[weights], placement)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
+
+
+def _all_reduce(name: str, way: Way, placement: Placement) -> CompressedAllReduce:
+    return CompressedAllReduce(name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes)
+
+
+def _all_gather(name: str, codec: Codec, placement: Placement) -> CompressedAllGather:
+    return CompressedAllGather(name or ROOT, codec, rotate=codec.is_quantised, nodes=placement.nodes)
 
 
 def _reduce_scatter(
