@@ -191,18 +191,15 @@ def compress(
     all_gathers = {}
     for name, module in modules.items():
         if gradients != EXACT:
-            comm = _reduce_scatter(name, module, GRADIENTS[gradients], INSIDE_NODE[inside_node], placement)
-            reductions[name] = comm
+            way = GRADIENTS[gradients]
+            comm = reductions[name] = _reduce_scatter(name, module, way, INSIDE_NODE[inside_node], placement)
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
-        if gradients != EXACT and replicas is not None:
-            hook = _all_reduce(name, replicas, GRADIENTS[gradients], placement)
-            reductions[f"{name}@replicas"] = hook.all_reduce
-            module.set_all_reduce_hook(hook)
+            if replicas is not None:
+                hook = _all_reduce(name, replicas, way, placement)
+                reductions[f"{name}@replicas"] = hook.all_reduce
+                module.set_all_reduce_hook(hook)
         if weights != EXACT:
-            codec = WEIGHTS[weights]
-            all_gathers[name] = CompressedAllGather(
-                name or ROOT, codec, rotate=codec.is_quantised, nodes=placement.nodes
-            )
+            all_gathers[name] = _all_gather(name, WEIGHTS[weights], placement)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
 
@@ -217,6 +214,10 @@ def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
             fix="torch.distributed.fsdp.fully_shard(model) first",
         )
     return modules
+
+
+def _all_gather(name: str, codec: Codec, placement: Placement) -> CompressedAllGather:
+    return CompressedAllGather(name or ROOT, codec, rotate=codec.is_quantised, nodes=placement.nodes)
 
 
 def _reduce_scatter(
