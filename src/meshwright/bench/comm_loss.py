@@ -31,7 +31,7 @@ from meshwright.train.runspec import RunSpec
 PRESET = "llama-tiny"
 WORDS = ("mesh.dp_shard=2", "train.steps=200", "train.seq_len=64", "train.lr=1e-3", "train.validation_samples=512",
          "train.sample_tokens=0")  # fmt: skip
-"""At the preset's learning rate, 4e-3, short runs of few tokens that differ in a last bit end 1 or 2 % apart."""
+"""At the preset's learning rate, 4e-3, runs as short as these end up to 2 % above or below each other."""
 LINEAR = ("train.lr=0.1", "train.eps=1.0", "train.weight_decay=0.0", "train.warmup_steps=5", "train.steps=400")
 """What makes AdamW linear in the gradient. [Note: what two bits show]
 
