@@ -69,6 +69,13 @@ def test_a_resumed_run_is_bitwise_as_if_uninterrupted(gang, whole, tmp_path):
     assert not [note for note in notes if "error" in note]
 
 
+def test_a_run_goes_on_without_the_feedback_it_had(gang, whole, tmp_path):
+    """Weights are compressed still; exact gradients have no errors, and nothing to say of them."""
+    notes = resumed(gang, whole, tmp_path, (*WORDS, "comm.gradients=exact"))
+    assert (tmp_path / "checkpoints" / f"{LAST:08d}").is_dir()
+    assert not [note for note in notes if "error feedback" in note]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

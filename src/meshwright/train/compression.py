@@ -81,7 +81,8 @@ class RunCompression:
 
     def restore(self, path: Path, manifest: Manifest) -> str:
         """Go on with the errors of the checkpoint at `path`. In words, why they start from zero, if they do."""
-        if not self._parts or not GRADIENTS[self.identity["gradients"]].feedback:
+        way = GRADIENTS.get(self.identity["gradients"])
+        if not self._parts or way is None or not way.feedback:
             return ""
         saved = manifest.run.get("comm")
         if saved != self.identity:
