@@ -46,7 +46,8 @@ def main() -> None:
             compression.commit()  # 2. the step was taken: its rounding errors go into the next one
         else:
             compression.discard()  # 3. the step is skipped: they are forgotten
-            print(f"rank {rank} skips step {step}")
+            if rank == 0:
+                print(f"step {step} is skipped on all ranks")
         optimizer.zero_grad()
         if step == STEPS // 2:
             compression = restarted(model, compression, rank)

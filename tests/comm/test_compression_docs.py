@@ -25,8 +25,8 @@ def test_the_example_trains_and_sends_less(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert [line for line in lines if "skips" in line] == ["rank 0 skips step 10", "rank 1 skips step 10"]
+    lines = done.stdout.splitlines()
+    assert "step 10 is skipped on all ranks" in lines
     losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", done.stdout)}
     assert losses[60] < 0.7 * losses[1], "it learns"
     (sent,) = [line for line in lines if line.startswith("bytes sent")]

@@ -57,6 +57,7 @@ SMALL_DIT = (
     "model.head_dim=5",
     "model.ffn_dim=23",
     "model.num_classes=13",
+    "model.zero_init=false",  # as in any proof; and what starts at zero may not be frozen
     "train.global_batch=8",
     "train.warmup_steps=1",
     "train.max_grad_norm=0.1",

@@ -68,12 +68,10 @@ OPTIONS = {
     "buffers are poisoned": (*TWO, "pipeline.chunks=2", "pipeline.poison=true"),
 }  # fmt: skip
 VIDEO_OPTIONS = [("dit-digits-video", name) for name in list(OPTIONS)[::3]]
-QUICK_OPTIONS = {("dit-digits", "tp")}
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), quick_and_slow([*(("dit-digits", name) for name in OPTIONS), *VIDEO_OPTIONS], QUICK_OPTIONS)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "name"), [*(("dit-digits", name) for name in OPTIONS), *VIDEO_OPTIONS])
 def test_options_are_proved(gang, model, name):
     assert_proved(gang, small(model, *OPTIONS[name]))
 

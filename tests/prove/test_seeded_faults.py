@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.prove.report import render, to_json
 from meshwright.testing.gang import GangPool
-from tests.helpers import covering_pairs, quick_and_slow
+from tests.helpers import covering_pairs
 from tests.prove.proofs import prove_with, record_on_rank, small_config
 from tests.prove.seeded_faults import FAULTS
 
@@ -25,13 +25,11 @@ LAYOUTS = {
 
 
 MATRIX = list(product(LAYOUTS, (1, 4), ("true", "false")))
-QUICK = {("tp 2 × dp_shard 2", 4, "true")}
-FIRST = {*QUICK, ("dp_replicate 2 × dp_shard 2", 4, "true")}
+FIRST = {("tp 2 × dp_shard 2", 4, "true"), ("dp_replicate 2 × dp_shard 2", 4, "true")}
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_microbatches", "tied"), quick_and_slow(covering_pairs(MATRIX, FIRST), QUICK)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "num_microbatches", "tied"), covering_pairs(MATRIX, FIRST))
 def test_a_right_layout_is_proved(gang: GangPool, layout: str, num_microbatches: int, tied: str) -> None:
     batch = () if "uneven" in layout else (f"train.global_batch={16 if num_microbatches == 4 else 8}",)
     words = (*LAYOUTS[layout], *batch, f"train.num_microbatches={num_microbatches}", f"model.tie_embeddings={tied}")
