@@ -224,7 +224,7 @@ def test_a_second_signal_ends_it_at_once(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.05, 0.5, 1.0, 1.5, 2.5])
+@pytest.mark.parametrize("delay_s", [0.05, 1.0, 2.5])
 def test_control_c_in_start_up_leaves_no_traceback(words, tmp_path, delay_s):
     """The terminal sends it to all processes at once; where these tests run in the background it would be ignored."""
     process = subprocess.Popen(

@@ -170,7 +170,6 @@ def endings(corpus, tmp_path_factory):
 
 FOUR = ["mesh.pp=4", "model.num_layers=4"]
 MOMENTS = {
-    "first rank": ([], Moment(0, "0B1")),
     "killed": ([], Moment(1, "1B3", number=signal.SIGKILL)),
     "sending": ([], Moment(0, "0SEND_F3")),
     "receiving": (["pipeline.schedule=f-then-b"], Moment(0, "0RECV_B2@0")),
@@ -195,7 +194,6 @@ PHASES = {
     "starting": (Moment(1, phase="starting", step=0), "while starting;"),
     "before its first action": (Moment(0, phase="step"), "in step 3;"),
     "validation": (Moment(1, phase="validating", step=4), "while validating (step 4);"),
-    "save": (Moment(1, phase="saving", step=2), "while saving (step 2);"),
     "save, the rank that commits": (Moment(0, phase="saving", step=2), "while saving (step 2);"),
     "text": (Moment(0, phase="generating text", step=8), "while generating text (step 8);"),
 }

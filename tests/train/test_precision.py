@@ -91,8 +91,6 @@ TWICE = "train.global_batch=16"
     [
         (1, []),
         (2, ["mesh.dp_shard=2", TWICE]),
-        (2, ["mesh.tp=2"]),
-        (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
         (4, ["mesh.tp=2", "mesh.dp_shard=2", TWICE]),
     ],
 )
