@@ -108,6 +108,7 @@ def test_saved_activations_are_counted_in_backward_too():
         assert live.now == 400, "the gradient"
 
 
+@pytest.mark.slow
 def test_the_counts_hold_what_is_promised(gang):
     answer = gang(4).run(count_on_rank)[0]
     figures = {figure.name: figure.value for figure in memory_figures(answer, TINY.unit_bytes)}

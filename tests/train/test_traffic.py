@@ -197,7 +197,8 @@ def mean_of_copies(rank, world_size, words):
     return mode.total
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["train.freeze=['*norm*']"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["train.freeze=['*norm*']"]])
 def test_the_mean_of_copies_is_predicted_exactly(gang, corpus, more):
     words = ["mesh.tp=2", "mesh.dp_shard=2", "comm.gradients=int8", *more, *corpus]
     for rank, found in enumerate(gang(4).run(mean_of_copies, words)):
