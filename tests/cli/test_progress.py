@@ -20,12 +20,12 @@ from meshwright.cli.errors import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
 from meshwright.plan.messages import What
-from meshwright.plan.traffic import SentBytes, Traffic, TrafficEntry
+from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
 from meshwright.train.reporter import Facts, LossUnit, Progress, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 
-TRAFFIC = Traffic(0, (TrafficEntry(What.GRADIENTS, SentBytes(100_000, 30_000), SentBytes(400_000, 300_000)),
-                      TrafficEntry(What.STAGES, SentBytes(500_000, 0), SentBytes(500_000, 0))))  # fmt: skip
+TRAFFIC = Traffic(0, (TrafficEntry(What.GRADIENTS, LinkBytes(100_000, 30_000), LinkBytes(400_000, 300_000)),
+                      TrafficEntry(What.STAGES, LinkBytes(500_000, 0), LinkBytes(500_000, 0))))  # fmt: skip
 
 SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_recognised": 0.75}), steps_here=30,
                   traffic=TRAFFIC, counted=None, folder=Path("runs/x-1"),

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.models.build import build_model
 from meshwright.models.dit import INIT_STD, DiT
-from meshwright.models.part import Part
+from meshwright.models.shapes import Part
 from meshwright.nn.linear import defer_weight_gradients, run_products
 from tests.models.dits import PICTURES, VIDEOS, fill, make_batch
 

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.config.load import load
 from meshwright.models.build import build_model
-from meshwright.models.part import Part
+from meshwright.models.shapes import Part
 
 MODELS = {
     "llama": ("llama-tiny", ["model.num_layers=3"]),

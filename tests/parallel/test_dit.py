@@ -14,7 +14,7 @@ from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.models.build import build_model
 from meshwright.models.dit import DiT
-from meshwright.models.part import Part
+from meshwright.models.shapes import Part
 from meshwright.nn.linear import defer_weight_gradients, run_products
 from meshwright.parallel.apply import ParallelOptions, apply_parallel
 from meshwright.parallel.data import reduce_gradients, set_gradient_sync

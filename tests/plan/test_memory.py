@@ -31,7 +31,10 @@ LAYOUTS = [
     (1, DIT),
     pytest.param(4, [*DIT, "mesh.tp=2", "mesh.dp_shard=2", "model.num_classes=12"], marks=pytest.mark.slow),
     (2, [*DIT, "mesh.dp_shard=2", "train.freeze=['label_embed*','*.wq.*']"]),
-]
+    # Frozen by its name in the whole model, which its copy on the last stage does not have.
+    (2, ["mesh.pp=2", "train.num_microbatches=2", "model.num_layers=4", "pipeline.layers_per_stage=[1,3]",
+         "model.tie_embeddings=true", "train.freeze=embed.*"]),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,16 @@ def test_presets_fit_the_devices_they_are_for(name):
     predicted = predict_memory(load(name))
     assert all(value >= 0 for value in vars(predicted).values())
     assert predicted.parameters + predicted.gradients + predicted.optimizer < 80e9
+
+
+def test_weights_that_neighbours_keep_take_their_part():
+    """Of the blocks that are neither in use nor freed, as much as the neighbours are."""
+    words = ["mesh.dp_shard=8", "model.num_layers=6", "train.global_batch=8"]
+    freed, whole, halves, quarters = (
+        predict_memory(load(None, [*words, *more])).gathered
+        for more in ([], ["mesh.reshard_after_forward=false"], ["comm.secondary_shards=2"], ["comm.secondary_shards=4"])
+    )
+    assert whole - freed == 2 * (halves - freed) == 4 * (quarters - freed) > 0
 
 
 def test_larger_runs_take_more():

@@ -15,7 +15,7 @@ from meshwright.comm.compress import GRADIENTS, WEIGHTS
 from meshwright.config.load import load
 from meshwright.plan.encoded import encoded_bytes
 from meshwright.plan.messages import What
-from meshwright.plan.traffic import SentBytes, predict_traffic
+from meshwright.plan.traffic import LinkBytes, predict_traffic
 
 BLOCK = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
 ROOT = 2 * 256 * 128 + 128
@@ -44,13 +44,13 @@ def test_a_sharded_model():
     """A reduce-scatter and an all-gather of everything; blocks are gathered a second time."""
     words = ["mesh.dp_shard=4"]
     reduced = 3 * (NUM_BLOCKS * BLOCK + ROOT)
-    assert sent(What.GRADIENTS, words) == (SentBytes(reduced),) * 2
-    assert sent(What.WEIGHTS, words)[0] == SentBytes(reduced + 3 * NUM_BLOCKS * BLOCK)
-    assert sent(What.WEIGHTS, [*words, "mesh.reshard_after_forward=false"])[0] == SentBytes(reduced)
-    assert sent(What.WEIGHTS, [*words, "train.precision=bfloat16"])[0] == SentBytes(
+    assert sent(What.GRADIENTS, words) == (LinkBytes(reduced),) * 2
+    assert sent(What.WEIGHTS, words)[0] == LinkBytes(reduced + 3 * NUM_BLOCKS * BLOCK)
+    assert sent(What.WEIGHTS, [*words, "mesh.reshard_after_forward=false"])[0] == LinkBytes(reduced)
+    assert sent(What.WEIGHTS, [*words, "train.precision=bfloat16"])[0] == LinkBytes(
         (reduced + 3 * NUM_BLOCKS * BLOCK) // 2
     )
-    assert sent(What.GRADIENTS, [*words, "train.precision=bfloat16"])[0] == SentBytes(reduced)
+    assert sent(What.GRADIENTS, [*words, "train.precision=bfloat16"])[0] == LinkBytes(reduced)
 
 
 @pytest.mark.parametrize("option", [True, False])
@@ -60,7 +60,7 @@ def test_nodes(option):
     piece = NUM_BLOCKS * BLOCK + ROOT  # a quarter, of four bytes an element
     for rank in range(4):
         found = sent(What.GRADIENTS, words, rank=rank, ranks_per_node=2 if option else None)
-        assert found[0] == SentBytes(3 * piece // 2, 3 * piece // 2)  # a ring crosses each node of two ranks once
+        assert found[0] == LinkBytes(3 * piece // 2, 3 * piece // 2)  # a ring crosses each node of two ranks once
 
 
 def test_tensor_parallel_ranks_are_neighbours():
@@ -76,10 +76,10 @@ def test_one_stage_of_compression():
     words = ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"]
     units = [BLOCK // 2] * NUM_BLOCKS + [ROOT // 2]
     gradients = sum(encoded_bytes("int4", n, element_bytes=4) for n in units)
-    assert sent(What.GRADIENTS, words) == (SentBytes(gradients), SentBytes(4 * sum(units)))
-    assert sent(What.GRADIENTS, words, ranks_per_node=1)[0] == SentBytes(0, gradients)
+    assert sent(What.GRADIENTS, words) == (LinkBytes(gradients), LinkBytes(4 * sum(units)))
+    assert sent(What.GRADIENTS, words, ranks_per_node=1)[0] == LinkBytes(0, gradients)
     weights = sum(encoded_bytes("int8", n, element_bytes=4) for n in [*units, *units[:-1]])
-    assert sent(What.WEIGHTS, words)[0] == SentBytes(weights)
+    assert sent(What.WEIGHTS, words)[0] == LinkBytes(weights)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_two_stages_of_compression(words, inside):
     far = sum(encoded_bytes(way, n, element_bytes=4) for n in units)
     for rank in range(8):
         found = sent(What.GRADIENTS, words, rank=rank, ranks_per_node=2)
-        assert found == (SentBytes(near, 3 * far), SentBytes(*[7 * 4 * sum(units) // 2] * 2))
+        assert found == (LinkBytes(near, 3 * far), LinkBytes(*[7 * 4 * sum(units) // 2] * 2))
 
 
 def test_uneven_nodes_take_one_stage():
@@ -110,11 +110,11 @@ def test_replicas():
     """What is sharded inside a node is added up between nodes: an all-reduce, or two passes of encoded pieces."""
     words = ["mesh.dp_shard=2", "mesh.dp_replicate=2"]
     units = [BLOCK // 2] * NUM_BLOCKS + [ROOT // 2]
-    exact = SentBytes(0, 2 * 4 * sum(units) // 2)
+    exact = LinkBytes(0, 2 * 4 * sum(units) // 2)
     assert sent(What.REPLICAS, words, ranks_per_node=2) == (exact, exact)
     encoded = sum(2 * encoded_bytes("int8", n // 2, element_bytes=4) for n in units)
     found = sent(What.REPLICAS, [*words, "comm.gradients=int8"], ranks_per_node=2)
-    assert found == (SentBytes(0, encoded), exact)
+    assert found == (LinkBytes(0, encoded), exact)
 
 
 def test_secondary_shards():
@@ -123,13 +123,13 @@ def test_secondary_shards():
     once = NUM_BLOCKS * BLOCK + ROOT
     for rank in range(4):
         found, _ = sent(What.WEIGHTS, words, rank=rank, ranks_per_node=2)
-        assert found == SentBytes(3 * once // 2 + 2 * NUM_BLOCKS * BLOCK, 3 * once // 2)
+        assert found == LinkBytes(3 * once // 2 + 2 * NUM_BLOCKS * BLOCK, 3 * once // 2)
 
 
 def test_stages_send_the_stream_once_each_way():
     words = ["mesh.pp=2", "train.global_batch=8", "train.seq_len=64", "train.num_microbatches=4"]
     for rank in (0, 1):
-        assert sent(What.STAGES, words, rank=rank, ranks_per_node=1)[0] == SentBytes(0, 8 * 64 * 128 * 4)
+        assert sent(What.STAGES, words, rank=rank, ranks_per_node=1)[0] == LinkBytes(0, 8 * 64 * 128 * 4)
 
 
 def test_the_rank_that_sends_most():

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from meshwright.bench.parts import DeviceChoice, Options, Part, Say
+from meshwright.bench.devices import refuse_cuda
+from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.report import Figure, Report, cpu_name, of_rounds
 from meshwright.config.load import load
-from meshwright.errors import InputError
 from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_corpus
 from meshwright.train.curves import read_curves
@@ -52,13 +52,8 @@ def bench_comm_loss(options: Options, say: Say) -> Report:
     Raises:
         InputError: CUDA was asked for.
     """
-    if options.device is DeviceChoice.CUDA:
-        raise InputError(
-            "bench comm-loss trains on the CPU only",
-            where="command line, --device cuda",
-            rule="it compares losses, which depend on the bits that are sent, not on the device",
-            fix="--device cpu",
-        )
+    because = "it compares losses, which depend on the bits that are sent, not on the device"
+    refuse_cuda(options, Part.COMM_LOSS, because=because)
     seeds = range(options.rounds or NUM_SEEDS)
     four_bits = train_all((EXACT, FOUR_BITS), seeds, WORDS, say)
     two_bits = train_all((EXACT, WITHOUT, WITH), seeds, (*WORDS, *LINEAR), say)

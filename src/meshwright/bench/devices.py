@@ -6,7 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from meshwright.bench.parts import DeviceChoice, Say
+from meshwright.bench.parts import DeviceChoice, Options, Part, Say
 from meshwright.errors import InputError
 from meshwright.train.context import RankContext
 from meshwright.train.launch import launch
@@ -35,6 +35,21 @@ def find_cuda(choice: DeviceChoice, say: Say) -> str | None:
             fix="--device cpu, which states them as unmeasured",
         )
     return name
+
+
+def refuse_cuda(options: Options, part: Part, *, because: str) -> None:
+    """For parts that measure on the CPU only; `because` is the rule.
+
+    Raises:
+        InputError: CUDA was asked for.
+    """
+    if options.device is DeviceChoice.CUDA:
+        raise InputError(
+            f"bench {part} measures on the CPU only",
+            where="command line, --device cuda",
+            rule=because,
+            fix="--device cpu",
+        )
 
 
 def look_body(context: RankContext, result: Path) -> None:

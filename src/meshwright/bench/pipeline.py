@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
-from meshwright.bench.parts import DeviceChoice, Options, Part, Say
+from meshwright.bench.devices import refuse_cuda
+from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.pipeline_cases import (
     BARE,
     BARE_WOVEN,
@@ -28,7 +29,6 @@ from meshwright.bench.pipeline_cases import (
 )
 from meshwright.bench.ranks import Answer, measured, with_rounds
 from meshwright.bench.report import Figure, Report, cpu_name, of_rounds
-from meshwright.errors import InputError
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower, num_slots
 from meshwright.train.context import RankContext
@@ -48,13 +48,8 @@ def bench_pipeline(options: Options, say: Say) -> Report:
     Raises:
         InputError: CUDA was asked for.
     """
-    if options.device is DeviceChoice.CUDA:
-        raise InputError(
-            "bench pipeline measures on the CPU only",
-            where="command line, --device cuda",
-            rule="the engine's own time and bytes do not depend on the device: its kernels are tiny or sleep",
-            fix="--device cpu",
-        )
+    because = "the engine's own time and bytes do not depend on the device: its kernels are tiny or sleep"
+    refuse_cuda(options, Part.PIPELINE, because=because)
     figures: list[Figure] = []
     say("the engine in one process …")
     figures += engine_figures(measured(engine_body, with_rounds(EngineTask, options.rounds), num_ranks=1))

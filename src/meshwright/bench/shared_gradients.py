@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from meshwright.bench.parts import DeviceChoice, Options, Part, Say
+from meshwright.bench.devices import refuse_cuda
+from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.ranks import Answer, measured, with_rounds
 from meshwright.bench.report import Figure, Report, cpu_name
 from meshwright.config.load import load
 from meshwright.config.schema import DiTConfig
-from meshwright.errors import InputError
 from meshwright.models.dit_spec import DiTSpec
 from meshwright.train.context import RankContext
 
@@ -52,13 +52,8 @@ def bench_shared_gradients(options: Options, say: Say) -> Report:
         InputError: CUDA was asked for.
         RunError: the two sides' sums differ.
     """
-    if options.device is DeviceChoice.CUDA:
-        raise InputError(
-            "bench shared-gradients measures on the CPU only",
-            where="command line, --device cuda",
-            rule="it compares collectives of gloo processes; the bytes do not depend on the device",
-            fix="--device cpu",
-        )
+    because = "it compares collectives of gloo processes; the bytes do not depend on the device"
+    refuse_cuda(options, Part.SHARED_GRADIENTS, because=because)
     model = load(PRESET).model
     assert isinstance(model, DiTConfig), "the preset with embedders is a diffusion transformer"
     answers: dict[int, Answer] = {}

@@ -26,7 +26,7 @@ from meshwright.mesh.groups import process_group
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.models.build import build_model
 from meshwright.models.dit_spec import DiTSpec
-from meshwright.models.part import Part
+from meshwright.models.shapes import Part
 from meshwright.nn.init import normal_piece
 from meshwright.parallel.shared_grads import SharedGradients, pipelines_on
 from meshwright.train.build import initialize

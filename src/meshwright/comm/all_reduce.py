@@ -31,13 +31,13 @@ from meshwright.comm import kernels
 from meshwright.comm.all_to_all import all_to_all
 from meshwright.comm.codecs import Codec
 from meshwright.comm.collectives import all_gather_into, world_size
-from meshwright.comm.compressed import CountsBytes, num_bytes
+from meshwright.comm.compressed import CompressedReduction, num_bytes
 from meshwright.comm.error_state import Feedback, KeepsErrors
 from meshwright.errors import InputError
 
 
-class CompressedAllReduce(CountsBytes, KeepsErrors):
-    """The sum over the ranks of what each has encoded, with the same bits on all of them."""
+class CompressedAllReduce(CompressedReduction):
+    """The sum over the ranks of what each has encoded, the same bits on all of them. [Note: the second encoding]"""
 
     def __init__(
         self,
@@ -48,23 +48,11 @@ class CompressedAllReduce(CountsBytes, KeepsErrors):
         feedback: bool = False,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        """For one tensor of gradients, step by step.
-
-        Args:
-            name: the tensor's, for messages.
-            codec: of what is sent; `exact` sends elements as they are. [Note: the second encoding]
-            rotate: spread outliers before quantising.
-            feedback: carry each step's errors into the next one (LoCo).
-            nodes: the node of each rank of the world, for the count of bytes; all are on one if not given.
-        """
-        CountsBytes.__init__(self, nodes)
-        assert not (feedback and (rotate or not codec.is_quantised)), "feedback is for quantised pieces as they are"
-        self._rotate, self._codec = rotate, codec
+        super().__init__(f"the pieces of {name}", codec, rotate=rotate, feedback=feedback, nodes=nodes)
         self._codec_of_sum = codec if feedback or not codec.is_quantised else Codec.INT8
-        self._of_pieces = Feedback(f"the pieces of {name}") if feedback else None
         self._of_sum = Feedback(f"the sum of {name}") if feedback else None
-        errors = {"pieces.": self._of_pieces, "sum.": self._of_sum}
-        KeepsErrors.__init__(self, {start: error for start, error in errors.items() if error is not None})
+        if self._feedback is not None and self._of_sum is not None:
+            KeepsErrors.__init__(self, {"pieces.": self._feedback, "sum.": self._of_sum})
 
     def __call__(self, x: Tensor, *, group: ProcessGroup | None, factor: float = 1.0) -> None:
         """Make `x` `factor` times the sum over `group`, in place; contiguous and of one dim, with equal sizes on all.
@@ -86,7 +74,7 @@ class CompressedAllReduce(CountsBytes, KeepsErrors):
             x.mul_(factor)
             return
         pieces_rn = _pieces(x, num_ranks)
-        payload = self._encoded(pieces_rn, self._codec, self._of_pieces)
+        payload = self._encoded(pieces_rn, self._codec, self._feedback)
         one_each = [1] * num_ranks
         received = all_to_all(payload, send_splits=one_each, recv_splits=one_each, group=group)
         # Exact elements are sent in the type they have; others need not be rounded to it twice.
@@ -100,9 +88,6 @@ class CompressedAllReduce(CountsBytes, KeepsErrors):
         self.sent.count_direct(payload, links)
         self.sent.count_ring(num_bytes(payload_of_sum) * (num_ranks - 1), links)
         self.sent.count_exact(2 * num_bytes(x) * (num_ranks - 1) // num_ranks, links)
-
-    def _encoded(self, rows: Tensor, codec: Codec, feedback: Feedback | None) -> Tensor:
-        return kernels.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
 
     def _decode_into(self, x: Tensor, gathered: Tensor, n: int) -> None:
         """Fill `x` from the encoded sums [r, bytes] of pieces of `n` elements, of which the last may be partial."""

@@ -102,8 +102,8 @@ class _Allocates:
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
-class CompressedReduceScatter(_Allocates, CountsBytes, KeepsErrors):
-    """The sum or mean over the ranks of what each has encoded."""
+class CompressedReduction(CountsBytes, KeepsErrors):
+    """A sum over ranks of pieces that each of them encodes."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class CompressedReduceScatter(_Allocates, CountsBytes, KeepsErrors):
         feedback: bool = False,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        """For one FSDP2 module.
+        """For the gradients of one module or bucket, step by step.
 
         Args:
-            name: the module's, for messages and checkpoints.
+            name: theirs, for messages.
             codec: of the pieces; `exact` sends them as they are.
             rotate: spread outliers before quantising.
             feedback: carry each step's error into the next one (LoCo).
@@ -129,13 +129,21 @@ class CompressedReduceScatter(_Allocates, CountsBytes, KeepsErrors):
         self._feedback = Feedback(name) if feedback else None
         KeepsErrors.__init__(self, {"": self._feedback} if self._feedback else {})
 
+    def _encoded(self, rows: Tensor, codec: Codec, feedback: Feedback | None) -> Tensor:
+        """The blocks of `rows` [blocks, elements], by the feedback that they have."""
+        return kernels.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
+
+
+class CompressedReduceScatter(_Allocates, CompressedReduction):
+    """The sum or mean over the ranks of what each has encoded, for one FSDP2 module."""
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
         """Fill `output_tensor` [n] with this rank's piece of the reduced `input_tensor` [r · n]; both contiguous."""
         num_ranks = group.size()
         pieces_rn = input_tensor.view(num_ranks, -1)
-        payload = self._encoded(pieces_rn)
+        payload = self._encoded(pieces_rn, self._codec, self._feedback)
         self.count_exact(input_tensor, group)
         self.sent.count_direct(payload, self.links(group))
         one_each = [1] * num_ranks
@@ -147,11 +155,6 @@ class CompressedReduceScatter(_Allocates, CountsBytes, KeepsErrors):
         """Count what FSDP2's own reduce-scatter of `x` would have sent."""
         num_ranks = group.size()
         self.sent.count_exact(num_bytes(x) // num_ranks * (num_ranks - 1), self.links(group))
-
-    def _encoded(self, pieces_rn: Tensor) -> Tensor:
-        if self._feedback is None:
-            return kernels.encode(pieces_rn, self._codec, rotate=self._rotate)
-        return self._feedback.quantise(pieces_rn, self._codec)
 
 
 class CompressedAllGather(_Allocates, CountsBytes):

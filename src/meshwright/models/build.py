@@ -7,7 +7,8 @@ import torch
 from meshwright.models.dit import DiT
 from meshwright.models.dit_spec import DiTSpec
 from meshwright.models.llama import Llama
-from meshwright.models.part import ModelPart, Part
+from meshwright.models.part import ModelPart
+from meshwright.models.shapes import Part
 from meshwright.models.spec import ModelSpec
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.models.dit_spec import FREQUENCY_DIM, DiTSpec, init_std
-from meshwright.models.part import ModelPart, Part
+from meshwright.models.part import ModelPart
+from meshwright.models.shapes import Part
 from meshwright.nn.conditioning import MlpEmbedder, sinusoids
 from meshwright.nn.dit_block import DiTBlock, FinalLayer
 from meshwright.nn.linear import Linear

@@ -13,7 +13,8 @@ from dataclasses import asdict
 
 from torch import Tensor, nn
 
-from meshwright.models.part import ModelPart, Part
+from meshwright.models.part import ModelPart
+from meshwright.models.shapes import Part
 from meshwright.models.spec import LlamaSpec
 from meshwright.nn.attention.rope import Stretch, rope_tables
 from meshwright.nn.block import TransformerBlock

@@ -1,33 +1,14 @@
-"""What a pipeline stage holds of a model, and what every model is to those that lay it out, train and save it."""
+"""What every model is to those that lay it out, train and save it: whole, or the part of it on a pipeline stage."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
+from meshwright.models.shapes import Part
 from meshwright.pipeline.shared import SharedParameter
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive layers of a model: what a pipeline stage holds of it."""
-
-    layers: range
-    stage: int = 0
-    num_stages: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Has what comes before the layers, and takes the model's inputs."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Has what comes after the layers, and gives the model's outputs."""
-        return self.stage == self.num_stages - 1
 
 
 class ModelPart(nn.Module, ABC):

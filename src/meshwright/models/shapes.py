@@ -1,10 +1,29 @@
-"""A parameter as a plan knows it."""
+"""A parameter, and the part of a model on a pipeline stage, as plans know them. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive layers of a model: what a pipeline stage holds of it."""
+
+    layers: range
+    stage: int = 0
+    num_stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Has what comes before the layers, and takes the model's inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Has what comes after the layers, and gives the model's outputs."""
+        return self.stage == self.num_stages - 1
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,14 @@ def save_picture(draw: Callable[[], Figure], path: Path) -> None:
             ) from error
 
 
+def plain(axes: Axes) -> None:
+    """A plot's frame and ticks in our style."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=GREY)
+    axes.grid(alpha=0.25)
+
+
 def check_picture(path: Path) -> None:
     """See that a picture can be written there.
 

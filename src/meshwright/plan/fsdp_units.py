@@ -8,37 +8,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from meshwright.config.schema import RunConfig
-from meshwright.models.shapes import ParameterShape
+from meshwright.models.shapes import ParameterShape, Part
 from meshwright.models.spec import LlamaSpec
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """What a stage has of the model."""
-
-    stage: int
-    num_stages: int
-    layers: range
-
-    @property
-    def is_first(self) -> bool:
-        """Takes the model's inputs."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Gives the model's outputs."""
-        return self.stage == self.num_stages - 1
-
-    def parameters(self, config: RunConfig) -> dict[ParameterShape, bool]:
-        """In the module's order, and whether each is trained: whether no glob fits its name in the whole model."""
-        spec = config.model.spec()
-        shared = spec.shared_parameters(self.num_stages)
-        keys = {name: one.key for one in shared for stage, name in one.sites if stage == self.stage}
-        shapes = spec.part_parameters(self.layers, is_first=self.is_first, is_last=self.is_last)
-        names = [keys.get(shape.name, shape.name) for shape in shapes]
-        frozen = [any(fnmatchcase(name, glob) for glob in config.train.freeze) for name in names]
-        return {shape: not is_frozen for shape, is_frozen in zip(shapes, frozen, strict=True)}
+def trained_shapes(config: RunConfig, part: Part) -> dict[ParameterShape, bool]:
+    """A stage's parameters in the module's order, and whether each is trained: no glob fits its name in the whole."""
+    spec = config.model.spec()
+    shared = spec.shared_parameters(part.num_stages)
+    keys = {name: one.key for one in shared for stage, name in one.sites if stage == part.stage}
+    shapes = spec.part_parameters(part.layers, is_first=part.is_first, is_last=part.is_last)
+    names = [keys.get(shape.name, shape.name) for shape in shapes]
+    frozen = [any(fnmatchcase(name, glob) for glob in config.train.freeze) for name in names]
+    return {shape: not is_frozen for shape, is_frozen in zip(shapes, frozen, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -73,9 +55,9 @@ class _Members:
         return parameter.name.startswith(self.prefixes) is not self.is_root
 
 
-def fsdp_units(config: RunConfig, part: StagePart) -> list[Unit]:
+def fsdp_units(config: RunConfig, part: Part) -> list[Unit]:
     """In the order in which their forwards end, so the root's comes last."""
-    frees, names = config.mesh.reshard_after_forward, {shape.name for shape in part.parameters(config)}
+    frees, names = config.mesh.reshard_after_forward, {shape.name for shape in trained_shapes(config, part)}
     ends = _has_units_of_ends(config, part)
     found = [_Members(("embed.",), frees, in_backward=False)] if ends and "embed.weight" in names else []
     found += [_Members((f"blocks.{layer}.",), frees) for layer in part.layers]
@@ -85,7 +67,7 @@ def fsdp_units(config: RunConfig, part: StagePart) -> list[Unit]:
     return list(_units(config, part, [*found, root]))
 
 
-def _has_units_of_ends(config: RunConfig, part: StagePart) -> bool:
+def _has_units_of_ends(config: RunConfig, part: Part) -> bool:
     """Whether a vocabulary's two ends are units of their own, where the stage has them."""
     spec = config.model.spec()
     if not isinstance(spec, LlamaSpec) or (spec.tie_embeddings and part.is_first and part.is_last):
@@ -93,8 +75,8 @@ def _has_units_of_ends(config: RunConfig, part: StagePart) -> bool:
     return spec.vocab_size * spec.dim > (spec.params_per_layer() if part.layers else 0)
 
 
-def _units(config: RunConfig, part: StagePart, found: list[_Members]) -> Iterable[Unit]:
-    axes, parameters = config.mesh.axes(), part.parameters(config)
+def _units(config: RunConfig, part: Part, found: list[_Members]) -> Iterable[Unit]:
+    axes, parameters = config.mesh.axes(), trained_shapes(config, part)
     shapes = list(parameters)
     for members in found:
         own = [shape for shape in shapes if members.has(shape)]

@@ -7,17 +7,17 @@ the two gathered blocks are what FSDP2 holds at once while it prefetches.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 
 from meshwright.config.pipeline import layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
-from meshwright.models.shapes import ParameterShape
+from meshwright.models.shapes import Part
 from meshwright.models.spec import LlamaSpec, ModelSpec
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
 from meshwright.pipeline.stages import layer_ranges
 from meshwright.plan.errors import error_bytes
-from meshwright.plan.messages import BYTES, Place
+from meshwright.plan.fsdp_units import trained_shapes
+from meshwright.plan.messages import BYTES, Place, place_of
 
 OPTIMIZER_MOMENTS = 2
 
@@ -43,15 +43,6 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What a stage has of the model."""
-
-    layers: range
-    is_first: bool
-    is_last: bool
-
-
 def predict_memory(config: RunConfig, *, ranks_per_node: int | None = None) -> MemoryEstimate:
     """Predict the peak of one rank, without the Python process and its libraries.
 
@@ -59,39 +50,33 @@ def predict_memory(config: RunConfig, *, ranks_per_node: int | None = None) -> M
         config: of the run.
         ranks_per_node: as of `traffic.predict_traffic`.
     """
-    num_ranks = config.mesh.axes().num_ranks()
-    per_node = config.comm.ranks_per_node or ranks_per_node or num_ranks
-    schedule = lowered_table(config)
     ranges = layer_ranges(layers_per_stage(config))
-    stages = [_Stage(layers, i == 0, i == len(ranges) - 1) for i, layers in enumerate(ranges)]
-    costs = Costs([_stage_costs(config, stage) for stage in stages])
-    peaks = simulate(schedule, costs).peak_bytes
-    estimates = [
-        _on_rank(
-            Place(config, rank * num_ranks // config.mesh.pp, per_node),
-            [stages[stage] for stage in schedule.stages_of(rank)],
-            peak,
-        )
-        for rank, peak in enumerate(peaks)
-    ]  # fmt: skip
-    return max(estimates, key=MemoryEstimate.total)
+    parts = [Part(layers, stage=stage, num_stages=len(ranges)) for stage, layers in enumerate(ranges)]
+    peaks = simulate(lowered_table(config), Costs([_stage_costs(config, part) for part in parts])).peak_bytes
+    size = config.mesh.axes().num_ranks() // config.mesh.pp
+    places = (place_of(config, position * size, ranks_per_node=ranks_per_node) for position in range(config.mesh.pp))
+    return max((_on_rank(place, peak) for place, peak in zip(places, peaks, strict=True)), key=MemoryEstimate.total)
 
 
-def _on_rank(place: Place, stages: list[_Stage], peak: PeakBytes) -> MemoryEstimate:
-    config = place.config
+def _on_rank(place: Place, peak: PeakBytes) -> MemoryEstimate:
+    config, parts = place.config, place.parts()
     axes = config.mesh.axes()
     compute = BYTES[config.train.precision]
     master = max(4, compute)
-    parameters = [p for stage in stages for p in _parameters(config, stage)]
-    stored = sum(p.on_rank(tp=axes.tp, dp_shard=axes.dp_shard) for p in parameters)
-    trained = sum(p.on_rank(tp=axes.tp, dp_shard=axes.dp_shard) for p in parameters if not _is_frozen(config, p))
-    num_layers = sum(len(stage.layers) for stage in stages)
+    sizes = [
+        (shape.on_rank(tp=axes.tp, dp_shard=axes.dp_shard), is_trained)
+        for part in parts
+        for shape, is_trained in trained_shapes(config, part).items()
+    ]
+    stored, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    num_layers = sum(len(part.layers) for part in parts)
     gathered = 0
     if axes.data_parallel() > 1:
         block, others = _gathered_parts(config)
         gathered = 2 * (min(2, num_layers) * block + others) * compute
-        if not config.mesh.reshard_after_forward:
-            gathered += max(0, num_layers - 2) * block * compute
+        if not config.mesh.reshard_after_forward or config.comm.secondary_shards:
+            # What stays of the others from forward to backward: whole, or among a few ranks.
+            gathered += max(0, num_layers - 2) * block * compute // (config.comm.secondary_shards or 1)
     return MemoryEstimate(
         parameters=stored * master,
         gradients=trained * master,
@@ -103,14 +88,6 @@ def _on_rank(place: Place, stages: list[_Stage], peak: PeakBytes) -> MemoryEstim
     )
 
 
-def _parameters(config: RunConfig, stage: _Stage) -> list[ParameterShape]:
-    return config.model.spec().part_parameters(stage.layers, is_first=stage.is_first, is_last=stage.is_last)
-
-
-def _is_frozen(config: RunConfig, parameter: ParameterShape) -> bool:
-    return any(fnmatchcase(parameter.name, glob) for glob in config.train.freeze)
-
-
 def _gathered_parts(config: RunConfig) -> tuple[int, int]:
     """Elements of a block, and of the larger of what else a stage gathers at once, whole but for tensor parallel."""
     spec, tp = config.model.spec(), config.mesh.tp
@@ -119,7 +96,7 @@ def _gathered_parts(config: RunConfig) -> tuple[int, int]:
     return spec.params_per_layer() // tp, spec.embedder_params()
 
 
-def _stage_costs(config: RunConfig, stage: _Stage) -> StageCosts:
+def _stage_costs(config: RunConfig, part: Part) -> StageCosts:
     """Bytes of one micro-batch on a stage: what its forward leaves for its backward, and the output with its
     gradient."""
     axes, spec, train = config.mesh.axes(), config.model.spec(), config.train
@@ -127,12 +104,12 @@ def _stage_costs(config: RunConfig, stage: _Stage) -> StageCosts:
     tokens = train.global_batch // (axes.data_parallel() * train.num_microbatches) * config.tokens_a_sample()
     stream = 1 / axes.tp if config.mesh.sequence_parallel else 1.0
     block = tokens * _kept_per_token(spec, tp=axes.tp, stream=stream) * compute
-    num_layers = len(stage.layers)
+    num_layers = len(part.layers)
     kept, recompute = (num_layers * block, 0.0)
     if config.recompute.policy == "full":
         kept, recompute = num_layers * tokens * stream * spec.dim * compute, block if num_layers else 0.0
     outputs = spec.vocab_size / axes.tp if isinstance(spec, LlamaSpec) else float(spec.patch_dim())
-    output = 2 * tokens * outputs * max(4, compute) if stage.is_last else 0.0
+    output = 2 * tokens * outputs * max(4, compute) if part.is_last else 0.0
     return StageCosts(
         activation_bytes=int(kept + output),
         recompute_bytes=int(recompute),

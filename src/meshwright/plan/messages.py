@@ -13,19 +13,19 @@ from enum import StrEnum
 from math import prod
 
 from meshwright.config.pipeline import layers_per_stage, lowered_table
-from meshwright.config.rules_comm import has_drifting_copies
+from meshwright.config.rules_comm import LOSSLESS, has_drifting_copies
 from meshwright.config.schema import RunConfig
+from meshwright.models.shapes import Part
 from meshwright.models.spec import LlamaSpec
 from meshwright.pipeline.shared import stage_groups
 from meshwright.pipeline.stages import layer_ranges
 from meshwright.pipeline.table import SENDS
 from meshwright.plan.encoded import encoded_bytes
-from meshwright.plan.fsdp_units import StagePart, Unit, fsdp_units
+from meshwright.plan.fsdp_units import Unit, fsdp_units, trained_shapes
 from meshwright.plan.gathers import count_gathers
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 EXACT = "exact"
-LOSSLESS = ("exact", "exact-via-all-to-all")
 LOSS_REDUCTIONS = 3
 """Of a cross-entropy over a divided vocabulary, a number a token each: the maximum, the sum, and the target's."""
 
@@ -89,11 +89,17 @@ class Place:
         """Of an element of a gradient that is reduced."""
         return max(4, self.compute_bytes())
 
-    def parts(self) -> list[StagePart]:
+    def parts(self) -> list[Part]:
         """The stages on this rank."""
         table, ranges = lowered_table(self.config), layer_ranges(layers_per_stage(self.config))
         stages = table.stages_of(self.config.mesh.axes().coordinate(self.rank)["pp"])
-        return [StagePart(stage, table.num_stages, ranges[stage]) for stage in stages]
+        return [Part(ranges[stage], stage=stage, num_stages=table.num_stages) for stage in stages]
+
+
+def place_of(config: RunConfig, rank: int, *, ranks_per_node: int | None) -> Place:
+    """A rank's place, with as many ranks a node as the configuration says, else as given, else all on one."""
+    per_node = config.comm.ranks_per_node or ranks_per_node or config.mesh.axes().num_ranks()
+    return Place(config, rank, per_node)
 
 
 def messages(place: Place) -> Iterator[Message]:
@@ -111,7 +117,7 @@ def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
     way, size = place.config.comm.gradients, place.reduce_bytes()
     line, replicas = place.line("dp_shard"), place.line("dp_replicate")
     near, far = two_stages(place, line)
-    inside = way if way in LOSSLESS else place.config.comm.inside_node
+    inside = way if way in LOSSLESS["comm.gradients"] else place.config.comm.inside_node
     for elements in (unit.num_trained for unit in units):
         if way == EXACT or not far:
             num_bytes = encoded_bytes(way, elements, element_bytes=size)
@@ -142,7 +148,7 @@ def two_stages(place: Place, line: tuple[int, ...]) -> tuple[tuple[int, ...], tu
     return place.others(tuple(own)), place.others(tuple(node[local] for node in nodes.values()))
 
 
-def _weights(place: Place, part: StagePart, units: list[Unit]) -> Iterator[Message]:
+def _weights(place: Place, part: Part, units: list[Unit]) -> Iterator[Message]:
     comm, line = place.config.comm, place.line("dp_shard")
     row = lowered_table(place.config).actions[place.config.mesh.axes().coordinate(place.rank)["pp"]]
     actions = [one for action in row for one in action.parts() if one.stage == part.stage]
@@ -165,7 +171,7 @@ def _stream_elements(config: RunConfig) -> int:
     return samples * config.tokens_a_sample() * config.model.dim
 
 
-def _tensor(place: Place, part: StagePart) -> Iterator[Message]:
+def _tensor(place: Place, part: Part) -> Iterator[Message]:
     """With and without sequence parallel a product's input is gathered, or the sum of its gradients is, and its output
     is summed: an all-reduce, or an all-gather and a reduce-scatter. As if everything were trained."""
     config, line = place.config, place.line("tp")
@@ -195,23 +201,24 @@ def _exchanges_of_a_block(config: RunConfig) -> int:
     return once + (3 if config.mesh.sequence_parallel else 2)
 
 
-def _norm_bytes(place: Place, part: StagePart, tp: int) -> int:
+def _norm_bytes(place: Place, part: Part, tp: int) -> int:
     """The sum of what each rank's tokens give to parameters that are whole on all of them, once a step."""
     config = place.config
     if not config.mesh.sequence_parallel:
         return 0
-    trained = [shape for shape, is_trained in part.parameters(config).items() if is_trained and shape.tp_dim is None]
+    shapes = trained_shapes(config, part)
+    trained = [shape for shape, is_trained in shapes.items() if is_trained and shape.tp_dim is None]
     # A gradient that was added up over micro-batches has the type that it is reduced in.
     size = place.compute_bytes() if config.train.num_microbatches == 1 else place.reduce_bytes()
     return sum(2 * -(-prod(shape.shape) // tp) * size for shape in trained)
 
 
-def _copies_bytes(place: Place, part: StagePart, tp: int) -> int:
+def _copies_bytes(place: Place, part: Part, tp: int) -> int:
     """The mean of what each rank got for parameters that are whole on all of them, where that is not the same."""
     if not has_drifting_copies(place.config):
         return 0
     dp_shard = place.config.mesh.dp_shard
-    trained = [shape for shape, is_trained in part.parameters(place.config).items() if is_trained]
+    trained = [shape for shape, is_trained in trained_shapes(place.config, part).items() if is_trained]
     total = sum(shape.on_rank(tp=tp, dp_shard=dp_shard) for shape in trained if shape.tp_dim is None)
     return 2 * -(-total // tp) * place.reduce_bytes()
 
@@ -230,7 +237,7 @@ def _shared(place: Place) -> Iterator[Message]:
     """Of the rank of dp_shard that holds most, where they do not hold the same."""
     config, table, line = place.config, lowered_table(place.config), place.line("pp")
     shared = config.model.spec().shared_parameters(table.num_stages)
-    parts, axes = {part.stage: part.parameters(config) for part in place.parts()}, config.mesh.axes()
+    parts, axes = {part.stage: trained_shapes(config, part) for part in place.parts()}, config.mesh.axes()
     for group in stage_groups(shared):
         ranks = tuple(dict.fromkeys(line[table.stage_ranks[stage]] for stage in group))
         if place.rank not in ranks:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.pipeline.draw import GREY, INK, save_picture
+from meshwright.pipeline.draw import GREY, INK, plain, save_picture
 from meshwright.prove.drift import Drift
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _add_copies(axes: Axes, drift: Drift) -> None:
                   textcoords="offset points", ha="right", fontsize=9, color=UNSYNCED)  # fmt: skip
     axes.set_ylabel("copies apart", fontsize=9, color=INK)
     axes.tick_params(labelbottom=False)
-    _plain(axes)
+    plain(axes)
 
 
 def _add_losses(axes: Axes, drift: Drift) -> None:
@@ -81,7 +81,7 @@ def _add_losses(axes: Axes, drift: Drift) -> None:
     axes.set_xlabel("step", fontsize=9, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
-    _plain(axes)
+    plain(axes)
 
 
 def _line(
@@ -95,10 +95,3 @@ def _line(
 ) -> None:
     axes.plot(range(1, len(values) + 1), values, color=color, label=label, linewidth=linewidth, alpha=alpha,
               marker="o" if len(values) == 1 else None)  # fmt: skip
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=GREY)
-    axes.grid(alpha=0.25)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from meshwright.config.schema import RunConfig
 from meshwright.models.build import build_model
-from meshwright.models.part import ModelPart, Part
+from meshwright.models.part import ModelPart
+from meshwright.models.shapes import Part
 from meshwright.prove.samples import DTYPE, Samples
 from meshwright.prove.stages import Stages, stages_of
 

@@ -23,7 +23,8 @@ from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
 from meshwright.models.build import build_model
 from meshwright.models.chunks import Chunks
-from meshwright.models.part import ModelPart, Part
+from meshwright.models.part import ModelPart
+from meshwright.models.shapes import Part
 from meshwright.nn.init import normal_piece
 from meshwright.parallel.apply import ParallelOptions, apply_parallel, needs_mesh
 from meshwright.pipeline.stages import layer_ranges

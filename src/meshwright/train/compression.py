@@ -24,8 +24,7 @@ from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
 from meshwright.models.part import ModelPart
 from meshwright.plan.messages import What
-from meshwright.plan.traffic import SentBytes as LinkBytes
-from meshwright.plan.traffic import Traffic, TrafficEntry
+from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
 
 
 class RunCompression:

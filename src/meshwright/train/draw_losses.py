@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.pipeline.draw import GREY, INK, save_picture
+from meshwright.pipeline.draw import GREY, INK, plain, save_picture
 from meshwright.train.curves import Curve
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ((0.13, 0.13, 0.15), (0.18, 0.40, 0.69), (0.78, 0.36, 0.11), (0.16, 0.53, 0.33), (0.55, 0.30, 0.60))
@@ -63,12 +62,5 @@ def _figure(curves: Sequence[Curve], title: str, window: int) -> Figure:
     figure.text(0.02, 0.975, headline, fontsize=12, fontweight="bold", color=INK, va="top")
     figure.text(0.02, 0.925, others, fontsize=9, color=GREY, va="top")
     for axes in (above, below):
-        _plain(axes)
+        plain(axes)
     return figure
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=GREY)
-    axes.grid(alpha=0.25)
