@@ -1,0 +1,126 @@
+"""What every rank holds of one tensor dim, as intervals of indices: exact for any sizes.
+
+A dim is cut over mesh axes one after another. Each cut follows PyTorch's chunk rule: `n` chunks of `ceil(size / n)`,
+the last ones shorter or empty. A strided cut first divides what a rank has into parts, chunks each part, and the
+rank keeps its chunk of each; from then on what it holds is several intervals, in the order in which they lie in its
+local tensor. All ranks are computed at once, as arrays over their coordinates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One cut of a tensor dim over a mesh axis.
+
+    Attributes:
+        axis: position of the mesh axis.
+        parts: into how many parts, each chunked over the axis, what a rank has is divided first. 1 is PyTorch's
+            `Shard`; more is `_StridedShard` with this `split_factor`.
+    """
+
+    axis: int
+    parts: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Intervals `[starts, stops)` of one dim.
+
+    Attributes:
+        axes: the mesh axes that cut the dim, in the order of the cuts.
+        starts: shape (size of each of `axes` …, intervals); a rank's coordinates on `axes` select its row. Rows with
+            fewer intervals end with empty ones.
+        stops: likewise.
+    """
+
+    axes: tuple[int, ...]
+    starts: Ints
+    stops: Ints
+
+    def lengths(self) -> Ints:
+        """How many indices a rank holds: shape (size of each of `axes` …)."""
+        return np.asarray((self.stops - self.starts).sum(-1))
+
+    def row(self, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The intervals, not empty, of the rank with this coordinate on the whole mesh."""
+        at = tuple(coordinate[axis] for axis in self.axes)
+        pairs = zip(self.starts[at].tolist(), self.stops[at].tolist(), strict=True)
+        return [(start, stop) for start, stop in pairs if start < stop]
+
+
+@lru_cache(maxsize=1024)
+def cut(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int, ...]) -> Intervals:
+    """The intervals of a dim of `size` indices after `splits`, on a mesh of these sizes."""
+    starts, stops = np.zeros(1, np.int64), np.full(1, size, np.int64)
+    for split in splits:
+        starts, stops = _cut_once(starts, stops, num_chunks=axis_sizes[split.axis], num_parts=split.parts)
+    starts.setflags(write=False)
+    stops.setflags(write=False)
+    return Intervals(tuple(split.axis for split in splits), starts, stops)
+
+
+def _cut_once(starts: Ints, stops: Ints, *, num_chunks: int, num_parts: int) -> tuple[Ints, Ints]:
+    """One more axis: arrays of shape (…, K) become (…, num_chunks, K')."""
+    lengths = stops - starts
+    before = np.cumsum(lengths, -1) - lengths  # where each interval begins in the rank's local tensor
+    total = lengths.sum(-1)[..., None, None]
+    part = np.arange(num_parts)
+    part_size = -(-total // num_parts)
+    low = np.minimum(part_size * part, total)  # (…, 1, parts), of the local tensor
+    high = np.minimum(low + part_size, total)
+    chunk_size = -(-(high - low) // num_chunks)
+    chunk = np.arange(num_chunks)[:, None]
+    low, high = np.minimum(low + chunk_size * chunk, high), np.minimum(low + chunk_size * (chunk + 1), high)
+    # Windows of the local tensor (…, chunks, parts, 1) on intervals (…, 1, 1, K).
+    lengths, before, starts = (array[..., None, None, :] for array in (lengths, before, starts))
+    new_starts = starts + np.clip(low[..., None] - before, 0, lengths)
+    new_stops = starts + np.clip(high[..., None] - before, 0, lengths)
+    flat = (*new_starts.shape[:-2], -1)
+    return _tidy(new_starts.reshape(flat), new_stops.reshape(flat))
+
+
+def _tidy(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """Without empty intervals in between, and with neighbours that touch joined, in their order."""
+    if starts.shape[-1] == 1:
+        return starts, stops
+    lead = starts.shape[:-1]
+    starts, stops = starts.reshape(-1, starts.shape[-1]), stops.reshape(-1, stops.shape[-1])
+    order = np.argsort(starts >= stops, axis=-1, kind="stable")
+    starts, stops = np.take_along_axis(starts, order, -1), np.take_along_axis(stops, order, -1)
+    filled = starts < stops
+    first = filled.copy()
+    first[:, 1:] &= starts[:, 1:] != stops[:, :-1]
+    number = np.cumsum(first, -1) - 1
+    width = max(1, int(first.sum(-1).max(initial=0)))
+    joined_starts, joined_stops = np.zeros((2, len(starts), width), np.int64)
+    row, column = np.nonzero(first)
+    joined_starts[row, number[row, column]] = starts[row, column]
+    row, column = np.nonzero(filled)
+    np.maximum.at(joined_stops, (row, number[row, column]), stops[row, column])
+    return joined_starts.reshape(*lead, width), joined_stops.reshape(*lead, width)
+
+
+def overlap(a: Intervals, b: Intervals, at_a: tuple[Ints, ...], at_b: tuple[Ints, ...]) -> Ints:
+    """How many indices the rank at `at_a` of `a` and the rank at `at_b` of `b` both hold, for many pairs at once.
+
+    Args:
+        a, b: of the same dim.
+        at_a: for each axis of the whole mesh, coordinates of the ranks, of any one shape.
+        at_b: likewise, of the other rank of each pair.
+
+    Returns:
+        counts, of the coordinates' shape.
+    """
+    rows_a, rows_b = tuple(at_a[axis] for axis in a.axes), tuple(at_b[axis] for axis in b.axes)
+    starts = np.maximum(a.starts[rows_a][..., :, None], b.starts[rows_b][..., None, :])
+    stops = np.minimum(a.stops[rows_a][..., :, None], b.stops[rows_b][..., None, :])
+    return np.asarray(np.maximum(stops - starts, 0).sum((-2, -1)))
