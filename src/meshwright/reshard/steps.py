@@ -82,7 +82,9 @@ class Step:
         bytes_sent: to other ranks.
         bytes_received: from other ranks.
         time_us: by the cost model.
-        live_bytes: what is held at once while the step runs: its source, what is packed and received, its result.
+        live_bytes: what is held at once while the step runs: the plan's source, which the caller still has, the step's
+            own source where that is another tensor, what is packed and received and not yet unpacked, and its result.
+        rounds: over how many collectives, one after the other, the exchange is spread to hold less at once.
     """
 
     kind: StepKind
@@ -93,6 +95,7 @@ class Step:
     bytes_received: int
     time_us: float
     live_bytes: int
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,6 @@ class ReshardPlan:
             partial also the average over ranks of all the transfers that reducing and copying need.
         peak_bytes: the most that any rank holds at once, source and result included.
         time_us: by the cost model.
-        chunk_dim: the tensor dim along which the tensor goes through the steps in `num_chunks` pieces, one after the
-            other, to stay under a memory cap; the pieces are cut from each rank's part of that dim. None: in one piece.
-        num_chunks: 1, or how many.
     """
 
     src: Layout
@@ -124,8 +124,6 @@ class ReshardPlan:
     lower_bound_bytes: int
     peak_bytes: int
     time_us: float
-    chunk_dim: int | None = None
-    num_chunks: int = 1
 
     def explain(self) -> str:
         """The plan as a table in words: what each step does, what it costs, and how far it is from the bound."""
