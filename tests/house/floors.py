@@ -27,7 +27,7 @@ FLOORS = {
 TORCH_FREE = (
     "__init__.py", "__main__.py", "errors.py", "units.py", "log.py",
     "cluster/spec.py", "cluster/presets.py",
-    "mesh/axes.py", "mesh/layout.py",
+    "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/intervals.py",
     "testing/*",
     "models/spec.py", "models/dit_spec.py", "models/diffusion_spec.py",
     "data/sampler.py", "data/text.py", "data/tokenizer.py",
@@ -38,7 +38,8 @@ TORCH_FREE = (
     "pipeline/verify_memory.py", "pipeline/verify_fault.py", "pipeline/rendezvous.py",
     "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py", "pipeline/draw.py", "pipeline/stages.py",
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
-    "reshard/steps.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py", "reshard/draw.py",
+    "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
+    "reshard/draw.py",
     "checkpoint/manifest.py",
     "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
     "train/reporter.py", "train/lr_schedule.py", "train/curves.py", "train/draw_losses.py",
