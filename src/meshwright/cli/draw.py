@@ -16,8 +16,9 @@ from meshwright.cli.draw_drift import drift
 from meshwright.cli.draw_loss import loss
 from meshwright.cli.style import paint
 from meshwright.errors import InputError, ScheduleError
+from meshwright.picture import check_picture
 from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
-from meshwright.pipeline.draw import check_picture, draw, text_timeline
+from meshwright.pipeline.draw import draw, text_timeline
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
