@@ -6,7 +6,7 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard.steps import LOCAL, ReshardPlan, Step
 from meshwright.units import format_bytes
 
-MAX_LAYOUT = 40
+MAX_LAYOUT = 28
 """Columns of a layout's name, so that a line of the table has 110 at most."""
 
 HEAD = ("step", "kind", "axes", "layout after", "received", "sent", "time", "live")
@@ -14,7 +14,10 @@ LEFT = (False, True, True, True, False, False, False, False)
 
 
 def explain(plan: ReshardPlan) -> str:
-    """The plan as a table, and its cost against the lower bound; one line when nothing has to move."""
+    """The plan as a table, and its cost against the lower bound; one line when nothing has to move.
+
+    Columns: what the rank with the most receives and sends, the time by the cost model, and the most that a rank holds.
+    """
     if not plan.steps:
         return f"{headline(plan)}: every rank has its part already, nothing has to move"
     rows = [HEAD, *(_row(number, step) for number, step in enumerate(plan.steps, start=1))]
@@ -76,9 +79,10 @@ def totals(plan: ReshardPlan) -> list[str]:
 
 
 def _row(number: int, step: Step) -> tuple[str, ...]:
-    kind = f"{step.kind} in {step.rounds} rounds" if step.rounds > 1 else str(step.kind)
+    kind = f"{step.kind} ×{step.rounds}" if step.rounds > 1 else str(step.kind)
     live = format_bytes(step.live_bytes)
     if step.kind in LOCAL:
         return str(number), kind, "", short(step.dst), "–", "–", "–", live
+    axes, time = " ".join(map(str, step.axes)), format_time(step.time_us)
     received, sent = format_bytes(step.bytes_received), format_bytes(step.bytes_sent)
-    return str(number), kind, " ".join(map(str, step.axes)), short(step.dst), received, sent, format_time(step.time_us), live
+    return str(number), kind, axes, short(step.dst), received, sent, time, live

@@ -138,8 +138,8 @@ def live_elements(number: int, step: Step, found: Exchange, plan: ReshardPlan) -
 def lower_bound_bytes(src: Layout, dst: Layout, dtype: str) -> int:
     """What some rank must receive by any method, in bytes; see `ReshardPlan.lower_bound_bytes`.
 
-    A rank lacks all of what is reduced, and nothing in particular of what becomes partial. Bringing c values together and
-    giving the result to r ranks takes c − 1 + r − 1 transfers.
+    A rank lacks all of what is reduced, and nothing in particular of what becomes partial. To bring c values together
+    and give the result to r ranks takes c − 1 + r − 1 transfers.
     """
     changed = [axis for axis in range(len(src.axis_sizes)) if src.partial[axis] is not dst.partial[axis]]
     num_values = math.prod(src.axis_sizes[axis] for axis in changed if src.partial[axis])

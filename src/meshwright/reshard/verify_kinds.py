@@ -155,10 +155,10 @@ def check_kind(number: int, step: Step, found: Exchange) -> None:
         what = f"doesn't give rank {pair[0]} all that rank {pair[1]} has"
         raise fault(number, step, what, rule="a rank ends with all that its group has", fix="an all-to-all")
     if step.kind is K.REDUCE_SCATTER:
-        both = overlaps(step.dst, step.dst, found.ranks)
-        if pair := _first((both > 0) & ~np.eye(both.shape[1], dtype=bool), found):
-            what = f"leaves ranks {pair[0]} and {pair[1]} of a group with the same elements"
-            raise fault(number, step, what, rule="each element ends on one rank of the group", fix="an all-reduce")
+        whole_size = before.sum(1) // found.copies.shape[2]  # the senders of each partial value have all of it
+        if whole_size.any() and (after == whole_size[:, None]).all() and (after == before).all():
+            what = "leaves every rank of a group with all that it had"
+            raise fault(number, step, what, rule="a reduce-scatter scatters something", fix="an all-reduce")
     if step.kind is K.PERMUTE:
         whole = (found.elements == before[:, None, :]) & (found.elements == after[:, :, None])
         if pair := _first((found.elements > 0) & ~whole, found):
