@@ -67,16 +67,20 @@ def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
 
 
 def _set_early(src: Layout, dst: Layout, goal: Layout, order: Sequence[int]) -> list[Layout]:
-    """Where partial values are set before the last slice: the cuts that become partial go, the other axes cut later."""
+    """Where partial values are set before the last slice, or beside axes whose cuts of `src` are gathered."""
     created = frozenset(axis for axis in dst.partial_axes() if axis not in goal.partial_axes())
     if not created:
         return []
     sizes = src.axis_sizes
     parts = created & src.sharded_axes()
     partial = tuple(dst.partial[axis] if axis in parts else old for axis, old in enumerate(src.partial))
-    at_once = Layout(src.shape, sizes, tuple(without(cuts, parts, sizes) for cuts in src.splits), partial)
-    uncut = tuple(() for _ in dst.shape)
-    return [at_once, replace(dst, splits=uncut), *_cut_copies(replace(goal, splits=uncut), src, order)]
+    at_once = Layout(src.shape, sizes, _all_without(src, parts), partial)
+    uncut = replace(goal, splits=tuple(() for _ in goal.shape))
+    forms = [at_once, replace(uncut, partial=dst.partial), *_cut_copies(uncut, src, order)]
+    gathered = src.sharded_axes() - goal.sharded_axes() - created
+    for form in _cut_copies(src, goal, [axis for axis in order if axis in created]):
+        forms.append(Layout(src.shape, sizes, _all_without(form, gathered), goal.partial).canonical())
+    return forms
 
 
 def _order(src: Layout, dst: Layout, topology: Topology) -> list[int]:
@@ -134,6 +138,10 @@ def _mixed(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:
         )
         forms.append(Layout(src.shape, sizes, splits, partial).canonical())
     return forms
+
+
+def _all_without(layout: Layout, axes: frozenset[int]) -> tuple[Splits, ...]:
+    return tuple(without(cuts, axes, layout.axis_sizes) for cuts in layout.splits)
 
 
 def without(splits: Splits, axes: Iterable[int], axis_sizes: tuple[int, ...]) -> Splits:
