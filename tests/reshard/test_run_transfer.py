@@ -14,7 +14,9 @@ from meshwright.comm import collectives
 from meshwright.comm.record import record_of
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
+from meshwright.reshard import private
 from meshwright.reshard.across import redistribute_across
+from meshwright.reshard.redistribute import layout_of, redistribute
 from meshwright.reshard.run_transfer import transfer
 from meshwright.reshard.transfer import plan_transfer
 
@@ -79,28 +81,59 @@ def test_dtensors_and_their_gradients(gang):
         assert not wrong, f"rank {rank}: (arrived, came back) = {wrong}"
 
 
-def partial_sums(rank, world_size):
-    mesh, other = DeviceMesh("cpu", DP_TP), DeviceMesh("cpu", [2, 4, 5])
-    local = (whole_of((6, 4)) * (rank + 1) if rank < 4 else torch.empty(0, dtype=torch.float64)).requires_grad_()
-    shape = {"shape": torch.Size((6, 4)), "stride": (4, 1)}
-    x = DTensor.from_local(local, mesh, [Partial(), Partial()], run_check=False, **shape)
-    y = redistribute_across(x, [S(0)], other)
-    if rank in (2, 4, 5):
-        y.to_local().sum().backward()
-    else:
+def partial_values(rank, world_size):
+    """What arrives of partial values, and the gradients of what each rank put in; by kinds of reduction."""
+    mesh, other = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [2, 4, 5])
+    found = {}
+    for kinds in (("sum", "sum"), ("sum", "max"), ("avg", None)):
+        local = (whole_of((6, 4)) * (rank + 1) if rank < 4 else torch.empty(0, dtype=torch.float64)).requires_grad_()
+        placements = [R if kind is None else Partial(kind) for kind in kinds]
+        shape = {"shape": torch.Size((6, 4)), "stride": (4, 1)}
+        x = DTensor.from_local(local, mesh, placements, run_check=False, **shape)
+        y = redistribute(x, [S(0)], mesh=other)
+        if kinds == ("sum", "sum"):
+            backward_of_sum(y)
+        found[kinds] = (y.to_local().detach(), local.grad)
+    for what in ({"placements": [Partial()]}, {"placements": [R, R]}, {"placements": [R], "memory_cap_bytes": 10**9}):
+        with pytest.raises(LayoutError, match="partial|2 placements|memory_cap_bytes"):
+            redistribute(x.detach(), mesh=other, **what)
+    return found
+
+
+def backward_of_sum(y):
+    if y.device_mesh.get_coordinate() is None:
         y.backward(y.detach())
-    gradient = local.grad if rank < 4 else None
-    with pytest.raises(LayoutError, match="partial"):
-        redistribute_across(x.detach(), [Partial()], other)
-    return y.to_local().detach(), gradient
+    else:
+        y.to_local().sum().backward()
 
 
 def test_partial_values_arrive_reduced(gang):
-    found = gang(8).run(partial_sums)
-    arrived = torch.cat([found[rank][0] for rank in (2, 4, 5)])
-    assert torch.equal(arrived, whole_of((6, 4)) * (1 + 2 + 3 + 4))
-    assert all(torch.equal(found[rank][1], torch.ones(6, 4, dtype=torch.float64)) for rank in range(4))
-    assert all(found[rank][0].numel() == 0 for rank in (0, 1, 3, 6, 7))
+    found = gang(8).run(partial_values)
+    for kinds, factor in {("sum", "sum"): 1 + 2 + 3 + 4, ("sum", "max"): 2 + 4}.items():
+        arrived = torch.cat([found[rank][kinds][0] for rank in (2, 4, 5)])
+        assert torch.equal(arrived, whole_of((6, 4)) * factor), kinds
+        assert all(found[rank][kinds][0].numel() == 0 for rank in (0, 1, 3, 6, 7))
+    ones = torch.ones(6, 4, dtype=torch.float64)
+    assert all(torch.equal(found[rank]["sum", "sum"][1], ones) for rank in range(4))
+
+
+def ordered(rank, world_size):
+    """Cuts in another order than the axes', at both ends; the gradient too."""
+    mesh, other = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [[4, 5], [6, 7]])
+    source = Layout.parse("S0@1 S0@0", (2, 2), (8, 3))
+    whole = whole_of((8, 3))
+    local = whole[source.local_slices(rank)[0][0]] if rank < 4 else whole.new_empty(0)
+    x = private.dtensor_of(local, mesh, source).requires_grad_()
+    y = redistribute_across(x, [S(0), S(0)], other, shard_order={0: [1, 0]})
+    if rank < 4:
+        y.backward(y.detach())
+        return torch.equal(x.grad.to_local(), 3 * local**2) and layout_of(x.grad) == source
+    (y.to_local() ** 3).sum().backward()
+    return torch.equal(y.to_local(), whole[source.local_slices(rank - 4)[0][0]]) and layout_of(y) == source
+
+
+def test_other_orders_of_cuts(gang):
+    assert all(gang(8).run(ordered))
 
 
 TYPES = [

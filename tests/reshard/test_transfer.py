@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout, Reduction
-from meshwright.reshard.transfer import Move, TransferPlan, plan_transfer, without_partial
+from meshwright.reshard.transfer import Move, TransferPlan, plan_transfer, reductions
 from meshwright.reshard.verify_transfer import verify_transfer
 
 Ints = NDArray[np.int64]
@@ -136,13 +136,15 @@ def test_ranks_send_to_their_own_node_first() -> None:
 
 def test_partial_values_become_cuts_first() -> None:
     def reduced(text: str, axis_sizes: tuple[int, ...], shape: tuple[int, ...]) -> str:
-        return str(without_partial(Layout.parse(text, axis_sizes, shape)))
+        return " → ".join(map(str, reductions(Layout.parse(text, axis_sizes, shape))))
 
     assert reduced("P S0", (2, 2), (8, 6)) == "S1 S0"
     assert reduced("S0 P", (2, 2), (20, 6)) == "S0 S0"
-    assert reduced("P S0", (2, 2), (8,)) == "R S0"
-    assert reduced("P P", (2, 2), ()) == "R R"
-    assert reduced("P P", (4, 2), (8, 6)) == "S0 S1"
+    assert reduced("P S0", (2, 2), (8,)) == "S0@1 S0@0"
+    assert reduced("P SS0/2", (2, 2), (8,)) == "R SS0/2"
+    assert reduced("P P(max)", (2, 2), ()) == "P R → R R"
+    assert reduced("P P(max)", (4, 2), (8, 6)) == "P S0 → S1 S0"
+    assert reduced("R S0", (4, 2), (8, 6)) == ""
 
 
 def test_the_same_in_every_process() -> None:

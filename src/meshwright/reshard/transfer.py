@@ -41,8 +41,8 @@ class TransferPlan:
 
     Attributes:
         src: the layout before.
-        start: what the moves take from: `src`, but that partial values have been reduced on the source mesh, by a
-            plan of its own, each element on one rank where a dim allows it.
+        start: what the moves take from: `src`, but that partial values have been reduced, by plans on the source mesh
+            through `reductions(src)`.
         dst: the layout after.
         src_ranks: for each rank of the source mesh, in its order, the rank of the world.
         dst_ranks: likewise of the destination mesh.
@@ -199,23 +199,27 @@ def plan_transfer(
     return _plan(src, dst, tuple(map(int, src_ranks)), tuple(map(int, dst_ranks)), dtype, devices_per_node)
 
 
-def without_partial(layout: Layout) -> Layout:
-    """The layout that a source is reduced to first: each partial axis cuts a dim, by a reduce-scatter, if it can.
+def reductions(layout: Layout) -> list[Layout]:
+    """The layouts through which partial values of a source become whole before they are sent, one axis at a time.
 
-    That is the dim with the most indices a rank among those that no later axis cuts: only there does each rank reduce
-    a part of what it has. Without one, all ranks of the axis get copies.
+    The last partial axis is first, as it is in what the values mean. The axis then cuts what its ranks have once more,
+    so that each reduces a part of it: along the dim with most indices, if any has two.
     """
-    splits = list(layout.splits)
-    for axis in layout.partial_axes():
+    found = []
+    for axis in reversed(layout.partial_axes()):
+        splits, partial = list(layout.splits), list(layout.partial)
         extents = {
-            dim: layout.shape[dim] // math.prod(layout.axis_sizes[split.axis] for split in splits[dim])
-            for dim in range(len(layout.shape))
-            if all(split.axis < axis and split.parts == 1 for split in splits[dim])
+            dim: size // math.prod(layout.axis_sizes[split.axis] for split in splits[dim])
+            for dim, size in enumerate(layout.shape)
+            if all(split.parts == 1 for split in splits[dim])
         }
         dim = max(extents, key=lambda dim: extents[dim], default=None)
         if dim is not None and extents[dim] > 1:
             splits[dim] = (*splits[dim], Split(axis))
-    return replace(layout, splits=tuple(splits), partial=(None,) * len(layout.partial))
+        partial[axis] = None
+        layout = replace(layout, splits=tuple(splits), partial=tuple(partial))
+        found.append(layout)
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -227,7 +231,7 @@ def _plan(
     dtype: str,
     devices_per_node: int | None,
 ) -> TransferPlan:
-    start = without_partial(src)
+    start = [src, *reductions(src)][-1]
     receivers = np.argsort(np.asarray(dst_ranks))  # so that neighbours are served by neighbours
     at_receivers = tuple(places[receivers] for places in dst.coordinates())
     world = np.asarray(dst_ranks)[receivers]
