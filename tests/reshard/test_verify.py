@@ -21,6 +21,7 @@ from tests.reshard.plan_faults import EXCHANGE, FAULTS, GATHER_SLICE_SWAP, MADE,
 RIGHT = [
     GATHER_SLICE_SWAP, EXCHANGE, MIXED, REDUCE, MAKE, ROUNDS,
     plan_of((2, 2), (8, 8), "S0 R"),
+    plan_of((2, 3), (6, 6), "P P", ("all-reduce", "1", "P R")),
     plan_of((4,), (3, 5), "S0", ("all-gather", "0", "R")),
     plan_of((2, 3), (7,), "SS0/2 S0", ("all-to-all", "0 1", "S0@1 S0@0"), dtype="fp32"),
     plan_of((2, 2), (4, 4), "R R", ("partition", "", "P P"), dtype="int8"),
@@ -89,6 +90,13 @@ def test_values_on_paper_catch_what_layouts_hide():
     said = values_after(doubled, lost, unreduced, elsewhere)
     assert "partial value 0 2 times" in said[0] and "partial value 0 0 times" in said[1]
     assert "finds box 0 of rank 0 1 times" in said[2] and "finds box" in said[3]
+
+
+def test_small_plans_are_carried_out_on_paper(monkeypatch):
+    asked = []
+    monkeypatch.setattr("meshwright.reshard.verify.check_values", asked.append)
+    verify(EXCHANGE)
+    assert asked == [EXCHANGE]
 
 
 def random_layout(draw: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], reductions: list[str]) -> Layout:
