@@ -130,7 +130,7 @@ def test_all_shapes_can_be_drawn(plan, tmp_path):
 
 
 def test_a_thousand_ranks_stay_a_small_picture(tmp_path):
-    plan = plan_of((32, 64), (2048, 2048), "S0 S0", ("slice", "", "S0 S0"), bound=0)
+    plan = plan_of((32, 64), (2048, 512), "S0 S0", ("slice", "", "S0 S0"), bound=0)
     picture = svg(plan, tmp_path)
     assert len(picture) < 1_000_000 and "2,048 ranks" in words_of(picture)
 

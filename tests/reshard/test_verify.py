@@ -124,7 +124,7 @@ def random_pair(seed: int, *, num_axes: int = 3) -> tuple[Layout, Layout, str]:
     return src, dst, draw.choice(["bf16", "fp32"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_plans_of_the_planner_are_accepted(seed):
     src, dst, dtype = random_pair(seed)
@@ -133,7 +133,7 @@ def test_plans_of_the_planner_are_accepted(seed):
     verify(ReshardPlan.from_json(planned.to_json()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_plans_under_a_memory_cap_are_accepted(seed):
     src, dst, dtype = random_pair(seed)
