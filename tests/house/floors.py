@@ -39,7 +39,7 @@ TORCH_FREE = (
     "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py", "pipeline/draw.py", "pipeline/stages.py",
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
     "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
-    "reshard/volumes.py", "reshard/staging.py", "reshard/normal_forms.py", "reshard/cache.py", "reshard/planner.py",
+    "reshard/volumes.py", "reshard/moves.py", "reshard/staging.py", "reshard/normal_forms.py", "reshard/cache.py", "reshard/planner.py",
     "reshard/samples.py", "reshard/__init__.py",
     "reshard/draw.py",
     "checkpoint/manifest.py",

@@ -14,8 +14,8 @@ from itertools import combinations, permutations, product
 
 from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout
+from meshwright.reshard.moves import Problem, make_step
 from meshwright.reshard.normal_forms import without
-from meshwright.reshard.search import Problem, make_step
 from meshwright.reshard.volumes import Splits, lower_bound
 
 
