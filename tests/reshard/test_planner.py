@@ -125,23 +125,23 @@ def test_plans_hold_together(pair: tuple[Layout, Layout], dtype: str) -> None:
     check(plan(*pair, dtype=dtype))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(small_pairs(), st.floats(0, 1))
 def test_a_cap_is_kept_or_the_smallest_one_is_named(pair: tuple[Layout, Layout], share: float) -> None:
     free = plan(*pair)
-    ends = max(int((pair[0].local_numels() + pair[1].local_numels()).max()) * 2 if free.steps else 0, 0)
+    ends = int((pair[0].local_numels() + pair[1].local_numels()).max()) * 2 if free.steps else free.peak_bytes
     cap = int(ends + share * (free.peak_bytes - ends))
     try:
         found = plan(*pair, memory_cap_bytes=cap)
     except LayoutError as e:
         least = int(e.fix.split("=")[1].split()[0])
         assert least > cap
-        found = plan(*pair, memory_cap_bytes=least)
-        assert found.peak_bytes == least
+        cap = least
+        found = plan(*pair, memory_cap_bytes=cap)
         with pytest.raises(LayoutError, match="no plan"):
             plan(*pair, memory_cap_bytes=least - 1)
     check(found)
-    assert found.peak_bytes <= max(cap, found.peak_bytes) and (not found.steps or found.time_us >= free.time_us)
+    assert found.peak_bytes <= cap and found.time_us >= free.time_us
 
 
 def test_rounds_only_where_the_cap_demands_them() -> None:
