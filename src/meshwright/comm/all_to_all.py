@@ -16,16 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collectives import world_size
+from meshwright.comm.collectives import SENT_AS_THEY_ARE, world_size
 from meshwright.comm.record import Passage, compare, passing, record_of
 from meshwright.comm.words import type_words
 from meshwright.errors import LayoutError
-
-SENT_AS_THEY_ARE = frozenset({
-    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-})  # fmt: skip
-"""Types that gloo and NCCL both know; others, float8 among them, are sent as their bytes."""
 
 RULE = "send_splits and recv_splits have a number of rows for each rank of the group; send_splits sum to the rows of x"
 RULE_OF_ALL = "what rank a sends to rank b is what rank b receives from rank a"
@@ -90,9 +84,19 @@ def _move(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | Non
     out = x.new_empty((sum(recv), *x.shape[1:]))
     if world_size(group) == 1:
         return out.copy_(x)
-    with passing("all_to_all", x, group, same_shape=False):
-        dist.all_to_all_single(_wire(out), _wire(x), recv, send, group=group)
+    all_to_all_into(out, x, send_splits=send, recv_splits=recv, group=group)
     return out
+
+
+def all_to_all_into(
+    out: Tensor, x: Tensor, *, send_splits: Sequence[int], recv_splits: Sequence[int], group: ProcessGroup | None
+) -> None:
+    """Send rows of `x` and receive into the rows of `out`: `all_to_all` for a caller that has checked everything.
+
+    Both tensors are contiguous, and the group has several ranks. Not differentiable.
+    """
+    with passing("all_to_all", x, group, same_shape=False):
+        dist.all_to_all_single(_wire(out), _wire(x), list(recv_splits), list(send_splits), group=group)
 
 
 def _wire(x: Tensor) -> Tensor:

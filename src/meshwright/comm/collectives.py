@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,6 +21,13 @@ T = TypeVar("T")
 # PyTorch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+SENT_AS_THEY_ARE = frozenset({
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+})  # fmt: skip
+"""Types that gloo and NCCL both know; others, float8 among them, are sent as their bytes."""
 
 
 def is_distributed() -> bool:
@@ -70,6 +78,19 @@ def all_gather_into(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     with passing("all_gather", x, group):
         ALL_GATHER(out, x, group=group)
     return out
+
+
+def all_gather_in_place(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Fill `x` [ranks · n, …], contiguous, with every rank's rows, of which this rank's are there. Any type of elements.
+
+    Not differentiable.
+    """
+    num_ranks = world_size(group)
+    if num_ranks > 1:
+        flat = (x if x.dtype in SENT_AS_THEY_ARE else x.view(torch.uint8)).view(-1)
+        with passing("all_gather", x, group):
+            ALL_GATHER(flat, flat.view(num_ranks, -1)[rank(group)], group=group)
+    return x
 
 
 def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:

@@ -1,0 +1,165 @@
+"""Running a plan: each step's program on this rank's tensor, and nothing that the plan does not say.
+
+An exchange packs, sends and receives rows of one flat tensor, and unpacks; an all-gather receives into one buffer, in
+which its own part lies already. Copies run on as many strided windows as `program` found, which is mostly one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.all_to_all import all_to_all_into
+from meshwright.comm.collectives import all_gather_in_place
+from meshwright.errors import LayoutError
+from meshwright.mesh.layout import Layout, Reduction
+from meshwright.reshard.groups import MeshGroups, Meeting
+from meshwright.reshard.program import Level, Program, Round, compile_step
+from meshwright.reshard.reduce import check_reducible, neutral_element, reduce_onto
+from meshwright.reshard.steps import ReshardPlan, Step, StepKind
+from meshwright.reshard.windows import Copy, Window
+
+
+@torch.no_grad()
+def execute(plan: ReshardPlan, local: Tensor, groups: MeshGroups) -> Tensor:
+    """This rank's part after the plan. All ranks of the mesh call it, with one plan. Not differentiable.
+
+    Args:
+        plan: what to do.
+        local: this rank's part before it; any strides, any type. It stays as it is.
+        groups: where the mesh's ranks meet, by `groups_of` or `prepare`.
+
+    Returns:
+        a new tensor, or `local` if the plan changes nothing on this rank.
+
+    Raises:
+        LayoutError: `local` is not this rank's part, or its type has no such reduction.
+        CollectiveError: another rank did not come.
+    """
+    x = local.detach().resolve_conj().resolve_neg()
+    for step in plan.steps:
+        x = _partition(step, x, groups.rank) if step.kind is StepKind.PARTITION else _run(step, x, groups)
+    return x
+
+
+def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
+    meeting = groups.of(step.axes)
+    program = compile_step(step, groups.rank, meeting.slots, x.stride())
+    _check_shape(x, program.before, step.src, groups.rank)
+    if not program.changes:
+        return x
+    if program.levels:
+        check_reducible(step.src, x.dtype)
+    if len(program.rounds) == 1 and program.rounds[0].gathers and program.rounds[0].receive_at is not None:
+        return _gather(program.rounds[0], x, meeting).view(program.after)
+    result = x.new_empty(program.after)
+    for one in program.rounds:
+        if one.gathers:
+            _settle(one, program, _gather(one, x, meeting), x, result)
+        else:
+            _exchange(one, program, x, meeting, result)
+    return result
+
+
+def _gather(one: Round, x: Tensor, meeting: Meeting) -> Tensor:
+    """Every rank's part, flat, by the group's ranks."""
+    buffer = x.new_empty(sum(one.receive))
+    _copy(one.pack, x, buffer)
+    return all_gather_in_place(buffer, group=meeting.group) if buffer.numel() else buffer
+
+
+def _exchange(one: Round, program: Program, x: Tensor, meeting: Meeting, result: Tensor) -> None:
+    received = result
+    if meeting.group is not None:
+        num_sent, num_received = sum(one.send), sum(one.receive)
+        if one.send_from is None:
+            packed = x.new_empty(num_sent)
+            _copy(one.pack, x, packed)
+        else:
+            packed = _flat(x).narrow(0, one.send_from, num_sent)
+        if one.receive_at is None:
+            received = x.new_empty(num_received)
+        else:
+            received = result.view(-1).narrow(0, one.receive_at, num_received)
+        all_to_all_into(received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group)
+    _settle(one, program, received, x, result)
+
+
+def _settle(one: Round, program: Program, received: Tensor, x: Tensor, result: Tensor) -> None:
+    """What was received, and the rank's own, where they belong."""
+    _copy(one.unpack, received, result)
+    _copy(one.own, x, result)
+    for fold in one.folds:
+        copies = [_window(received if is_received else x, fold.size, at) for is_received, at in fold.copies]
+        reduce_onto(_window(result, fold.size, fold.target), copies, program.levels)
+
+
+def _copy(copies: Sequence[Copy], source: Tensor, target: Tensor) -> None:
+    for copy in copies:
+        _window(target, copy.size, copy.target).copy_(_window(source, copy.size, copy.source))
+
+
+def _window(x: Tensor, size: tuple[int, ...], window: Window) -> Tensor:
+    return x.as_strided(size, window.strides, x.storage_offset() + window.offset)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A tensor without gaps as one dim, whatever strides its dims of one index have."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
+    """Values as partial ones: this rank's share, and the neutral element elsewhere.
+
+    Of an average, a maximum or a minimum of copies each rank keeps its copy, as PyTorch does; of a sum, rank 0 of the axis
+    keeps it, where PyTorch divides, which a sum does not always undo. Of an average of parts, each is multiplied by their
+    number.
+    """
+    program = compile_step(step, rank, (rank,), x.stride())
+    _check_shape(x, program.before, step.src, rank)
+    check_reducible(step.dst, x.dtype)
+    reduction, keeps, factor = _share(step, rank)
+    if keeps and factor == 1 and not program.changes:
+        return x
+    result = x.new_empty(program.after)
+    result.fill_(neutral_element(reduction, x.dtype))
+    if keeps:
+        for one in program.rounds:
+            _copy(one.own, x, result)
+        if factor != 1:  # what is not its share is 0
+            result.mul_(factor)
+    return result
+
+
+def _share(step: Step, rank: int) -> tuple[Reduction, bool, int]:
+    """How the new partial values are reduced, whether this rank keeps its own, and what it multiplies them by."""
+    place, copies = step.src.coordinate(rank), step.src.replicated_axes()
+    kinds = {Reduction.SUM if r is Reduction.AVG else r for r in step.dst.partial if r}
+    if len(kinds) != 1:
+        raise LayoutError(
+            f"values cannot become partial for {' and '.join(sorted(kinds)) or 'no reduction'} at once",
+            where=f"step to {step.dst}",
+            rule="a partition's partial values have one reduction, or sums and averages",
+            fix="one reduction for all axes with partial values",
+        )
+    keeps, factor = True, 1
+    for axis, reduction in enumerate(step.dst.partial):
+        if reduction is None or step.src.partial[axis]:
+            continue
+        if axis not in copies:
+            factor *= step.src.axis_sizes[axis] if reduction is Reduction.AVG else 1
+        elif reduction in (Reduction.SUM, Reduction.PRODUCT):
+            keeps = keeps and place[axis] == 0
+    return kinds.pop(), keeps, factor
+
+
+def _check_shape(x: Tensor, shape: tuple[int, ...], layout: Layout, rank: int) -> None:
+    if x.shape != shape:
+        raise LayoutError(
+            f"rank {rank} has a tensor of {list(x.shape)}",
+            where=f"layout {layout} of a tensor of {list(layout.shape)}",
+            rule=f"its part is {list(shape)}",
+            fix="the local tensor of a DTensor with this layout",
+        )

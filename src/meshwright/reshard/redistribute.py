@@ -1,0 +1,146 @@
+"""DTensors from one layout to another, by a plan: what `DTensor.redistribute` is for PyTorch's planners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from meshwright.errors import LayoutError
+from meshwright.mesh.layout import Layout
+from meshwright.reshard import private
+from meshwright.reshard.execute import execute
+from meshwright.reshard.groups import groups_of
+from meshwright.reshard.planner import plan
+from meshwright.reshard.reduce import is_reducible
+from meshwright.reshard.steps import DTYPE_BYTES
+
+_NAMES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8",
+    torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
+}  # fmt: skip
+_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+"""Names for all other types: a plan depends on an element's bytes alone."""
+
+
+def layout_of(x: DTensor) -> Layout:
+    """How a DTensor lies, exactly.
+
+    Raises:
+        LayoutError: it has a placement that no layout says, as what a sharded embedding leaves.
+    """
+    return private.layout_of_spec(private.spec_of(x))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What plans call a type, or another one of its size."""
+    return _NAMES.get(dtype) or _OF_SIZE[dtype.itemsize]
+
+
+def redistribute(
+    x: DTensor,
+    placements: Sequence[Placement],
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_order: private.ShardOrder | None = None,
+    memory_cap_bytes: int | None = None,
+) -> DTensor:
+    """`x` with other placements, by the cheapest plan that fits. All ranks of the mesh call it.
+
+    Differentiable, any number of times: the gradient comes back to the placements of `x`, where `x` is partial as copies,
+    as with `DTensor.redistribute`.
+
+    Args:
+        x: what to move; it stays as it is.
+        placements: for each mesh axis; partial ones too.
+        mesh: the mesh of the result, if it is another one; see `across.redistribute_across`.
+        shard_order: for tensor dims, the mesh axes that cut them in the order of the cuts; by default the axes' own.
+        memory_cap_bytes: what a rank may hold at once: its part of `x`, what is under way, and its part of the result.
+
+    Raises:
+        LayoutError: the placements do not fit `x` or the mesh, or no plan fits the cap.
+        CollectiveError: another rank did not come.
+    """
+    if mesh is not None and mesh != x.device_mesh:
+        if memory_cap_bytes is not None:
+            raise LayoutError(
+                f"memory_cap_bytes = {memory_cap_bytes} for a transfer to another mesh",
+                where="redistribute, memory_cap_bytes",
+                rule="plans on one mesh keep to a cap",
+                fix="memory_cap_bytes=None",
+            )
+        from meshwright.reshard.across import redistribute_across
+
+        return redistribute_across(x, placements, mesh, shard_order=shard_order)
+    if len(placements) != x.device_mesh.ndim:
+        raise LayoutError(
+            f"{len(placements)} placements for a mesh of {x.device_mesh.ndim} axes",
+            where="redistribute, placements",
+            rule="one placement for each mesh axis",
+            fix=f"{[*placements, *[Replicate()] * x.device_mesh.ndim][: x.device_mesh.ndim]}",
+        )
+    target = private.normal_placements(placements, x.dim())
+    order = private.whole_order(shard_order, target)
+    moved: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Redistribute(torch.autograd.Function):
+    """The gradient of each element goes back to where the element came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: DTensor, placements: tuple[Placement, ...], order: Any, memory_cap_bytes: int | None
+    ) -> DTensor:
+        spec = private.spec_of(x)
+        ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes
+        source = private.layout_of_spec(spec)
+        target = private.layout_of_placements(placements, order, source.shape, source.axis_sizes)
+        local = private.local_of(x)
+        if x.device_mesh.get_coordinate() is not None:
+            local = _move(local, source, target, x.device_mesh, memory_cap_bytes)
+        return private.new_dtensor(local, x.device_mesh, placements, order, like=x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None, None, None]:
+        (gradient,) = gradients
+        placements, order = ctx.before
+        target = tuple(
+            Replicate() if before.is_partial() and now != before else before
+            for before, now in zip(placements, gradient.placements, strict=True)
+        )
+        back: DTensor = _Redistribute.apply(gradient, target, order, ctx.cap)  # type: ignore[no-untyped-call]
+        return back, None, None, None
+
+
+def _move(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: int | None) -> Tensor:
+    if source == target:
+        return local
+    return execute(plan(source, target, dtype=dtype_name(local.dtype), memory_cap_bytes=cap), local, groups_of(mesh))
+
+
+@contextmanager
+def for_dtensor() -> Iterator[None]:
+    """Within the block, DTensor's own redistributions in this thread are planned and run by Meshwright.
+
+    That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it runs
+    within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous redistributions,
+    tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or none.
+    """
+    with private.redistributing_by(_moved):
+        yield
+
+
+def _moved(local: Tensor, current: Any, target: Any) -> Tensor | None:
+    if not (private.has_layout(current.placements) and private.has_layout(target.placements)):
+        return None
+    source, wanted = private.layout_of_spec(current), private.layout_of_spec(target)
+    if not is_reducible(source, local.dtype) or not is_reducible(wanted, local.dtype):
+        return None
+    return _move(private.waited(local), source, wanted, current.mesh, None)

@@ -1,0 +1,114 @@
+"""Reducing partial values on a rank, in their ranks' order, so that every rank that reduces them gets the same bits.
+
+Copies are combined one after another: copy 0 with copy 1, the result with copy 2, and so on. Sums, averages and products
+of numbers with fewer than 32 bits are taken in float32 and rounded once at the end; integers wrap around, as torch's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import LayoutError
+from meshwright.mesh.layout import Layout, Reduction
+from meshwright.reshard.program import Level
+
+BLOCK = 2**16
+"""Elements that are in float32 at a time, where the tensor is not."""
+
+_IN_PLACE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
+    Reduction.SUM: lambda x, y: x.add_(y),
+    Reduction.PRODUCT: lambda x, y: x.mul_(y),
+    Reduction.MAX: lambda x, y: torch.maximum(x, y, out=x),
+    Reduction.MIN: lambda x, y: torch.minimum(x, y, out=x),
+}
+
+
+def reduce_onto(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Level]) -> None:
+    """Overwrite `out` by the reduction of `copies`, tensors of its shape, none of which shares its memory.
+
+    Args:
+        out: where the result goes.
+        copies: in order.
+        levels: outermost first; their numbers of copies multiply to those there are.
+    """
+    wide = _wide(out.dtype)
+    if wide is not out.dtype and out.numel() > BLOCK:
+        dim = out.shape.index(max(out.shape))
+        rows = max(1, BLOCK * out.shape[dim] // out.numel())
+        for block in zip(out.split(rows, dim), *(copy.split(rows, dim) for copy in copies), strict=True):
+            block[0].copy_(_reduced(block[1:], levels, wide))
+    elif wide is not out.dtype or len(levels) > 1:
+        out.copy_(_reduced(copies, levels, wide))
+    else:
+        _fold(out.copy_(copies[0]), copies[1:], levels[0])
+
+
+def _reduced(copies: Sequence[Tensor], levels: Sequence[Level], dtype: torch.dtype) -> Tensor:
+    """The reduction as a new tensor, the innermost level first."""
+    values = list(copies)
+    for level in reversed(levels):
+        groups = [values[at : at + level.num_copies] for at in range(0, len(values), level.num_copies)]
+        values = [_fold(group[0].to(dtype, copy=True), group[1:], level) for group in groups]
+    (value,) = values
+    return value
+
+
+def _fold(first: Tensor, rest: Sequence[Tensor], level: Level) -> Tensor:
+    """All of them combined, in the memory of the first."""
+    combine = _IN_PLACE[level.reduction]
+    for copy in rest:
+        combine(first, copy.to(first.dtype))
+    return first.div_(level.divisor) if level.divisor > 1 else first
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In what numbers of this type are reduced."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def neutral_element(reduction: Reduction, dtype: torch.dtype) -> float:
+    """What changes no value that it is reduced with."""
+    if reduction in (Reduction.SUM, Reduction.AVG):
+        return 0
+    if reduction is Reduction.PRODUCT:
+        return 1
+    is_max = reduction is Reduction.MAX
+    if dtype is torch.bool:
+        return int(not is_max)
+    if dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        least, greatest = (info.min, info.max) if dtype.itemsize == 1 else (-torch.inf, torch.inf)
+    else:
+        least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return least if is_max else greatest
+
+
+def is_reducible(layout: Layout, dtype: torch.dtype) -> bool:
+    """Partial values of this type can be reduced as their layout says."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    refused = set()
+    if is_whole:
+        refused.add(Reduction.AVG)
+    if dtype is torch.bool:
+        refused.add(Reduction.SUM)
+    if dtype.is_complex:
+        refused |= {Reduction.MAX, Reduction.MIN}
+    return refused.isdisjoint(filter(None, layout.partial))
+
+
+def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
+    """See that `is_reducible`.
+
+    Raises:
+        LayoutError: it is not.
+    """
+    if not is_reducible(layout, dtype):
+        raise LayoutError(
+            f"partial values of {dtype} cannot be reduced",
+            where=f"layout {layout}",
+            rule="bool has max, min and product; integers have no average, and complex numbers no order",
+            fix="values of a type that has this reduction, converted before",
+        )
