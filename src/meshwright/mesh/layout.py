@@ -276,9 +276,9 @@ def _cut_digits(digits: list[_Digit], split: Split, axis_size: int) -> list[_Dig
         if outer > 1:
             result.append(_Digit(outer))
         owned = math.gcd(rest, left) if parts == 1 else 1
+        if parts == 1 and owned != left and owned != rest:
+            return None
         if owned > 1:
-            if owned != left and owned != rest:
-                return None
             result.append(_Digit(owned, split.axis))
             left //= owned
         if rest // owned > 1 or not rest:

@@ -83,6 +83,8 @@ def kind_of(src: Layout, dst: Layout, found: Volume) -> StepKind | None:
     if not all(may_precede(axis, r, other, src.partial[other]) for axis, r in changed if r for other in kept):
         return None
     if found.created:
+        if any(not may_precede(a, r, b, other) for a, r in changed if r for b, other in changed):
+            return None
         local = found.keeps and not found.reduced and set(found.axes) <= set(found.created)
         return StepKind.PARTITION if local else None
     if not found.axes:

@@ -45,6 +45,21 @@ def goal_of(src: Layout, dst: Layout) -> Layout:
         kept -= late
 
 
+def stages_of(goal: Layout, dst: Layout) -> list[Layout]:
+    """From the goal to `dst`, with partial values set step by step: the outer ones first, where reductions differ.
+
+    An axis that is set is neutral to its own reduction, which what is further in must not spoil.
+    """
+    stages, partial = [goal], list(goal.partial)
+    last: Reduction | None = None
+    for axis, reduction in enumerate(dst.partial):
+        if reduction and not goal.partial[axis]:
+            if last and not commute(last, reduction):
+                stages.append(replace(dst, partial=tuple(partial)))
+            partial[axis] = last = reduction
+    return stages if stages[-1] == dst else [*stages, dst]
+
+
 def may_precede(axis: int, reduction: Reduction, kept: int, other: Reduction | None) -> bool:
     """Whether values may be reduced, or set, over `axis` while they stay partial over `kept`."""
     return other is None or kept < axis or commute(reduction, other)
@@ -52,12 +67,14 @@ def may_precede(axis: int, reduction: Reduction, kept: int, other: Reduction | N
 
 def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
     """Layouts to pass through, in a fixed order, without repetitions; both ends and the goal included."""
-    goal = goal_of(src, dst)
-    order = _order(src, dst, topology)
-    forms = [src, dst, goal]
+    stages = stages_of(goal_of(src, dst), dst)
+    goal, order = stages[0], _order(src, dst, topology)
+    forms = [src, dst, *stages[:-1]]
     forms += _cut_copies(src, goal, order)
     forms += _cut_copies(goal, src, order)
     forms += _set_early(src, dst, goal, order)
+    for stage in stages[1:-1]:
+        forms += _cut_copies(stage, src, [axis for axis in order if dst.partial[axis]])
     speeds = sorted({topology.bandwidth((axis,)) for axis in range(len(src.axis_sizes))})
     for speed in speeds[:-1]:
         slow = {axis for axis in range(len(src.axis_sizes)) if topology.bandwidth((axis,)) <= speed}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.moves import Problem, least_live, make_step
-from meshwright.reshard.normal_forms import goal_of, normal_forms
+from meshwright.reshard.normal_forms import goal_of, normal_forms, stages_of
 from meshwright.reshard.steps import Step
 from meshwright.reshard.volumes import lower_bound, numels
 
@@ -71,13 +71,12 @@ class _Search:
     def _try_directly(self) -> None:
         """The plan in one step, or by the goal alone, so that there is one at hand."""
         self._price(0, 1)
-        goal = self.forms.index(goal_of(self.problem.src, self.problem.dst))
-        if goal == 1:
-            return
-        if goal:
-            self._price(0, goal)
-        if goal in self.best:
-            self._price(goal, 1)
+        at = 0
+        for stage in stages_of(goal_of(self.problem.src, self.problem.dst), self.problem.dst):
+            to = self.forms.index(stage)
+            if at in self.best and to not in (at, 0):
+                self._price(at, to)
+            at = to
 
     def _open(self, at: int, done: set[int]) -> None:
         """Queue what can follow, by the least that it can cost."""
