@@ -21,6 +21,7 @@ from meshwright.reshard import clear_cache, plan, planner
 from meshwright.reshard.pieces import received, sent, staging_elements
 from meshwright.reshard.samples import sample_layout, sample_pairs
 from meshwright.reshard.steps import LOCAL, ReshardPlan, StepKind, dtype_bytes
+from meshwright.reshard.verify import verify
 
 ROWS = [
     # mesh, shape, from, to, MB that the better of PyTorch 2.13's planners receives, and the bound
@@ -71,6 +72,18 @@ def test_kinds_of_simple_plans(src: str, dst: str, kinds: list[str]) -> None:
     assert [str(step.kind) for step in found.steps] == kinds
 
 
+@pytest.mark.parametrize(("src", "dst"), [("P", "R"), ("R", "P(avg)"), ("P(max)", "P"), ("R", "R")])
+def test_a_scalar_is_a_tensor(src: str, dst: str) -> None:
+    check(plan(*(Layout.parse(text, (3,), ()) for text in (src, dst))))
+
+
+@pytest.mark.parametrize(("src", "dst"), [("R R", "P(max) P"), ("S0 S0", "P(product) P"), ("P S0", "P(max) P(min)")])
+def test_partial_values_of_different_kinds_are_set_from_the_outside_in(src: str, dst: str) -> None:
+    found = plan(*(Layout.parse(text, (2, 3), (12,)) for text in (src, dst)))
+    check(found)
+    assert [step.kind for step in found.steps[-2:]] == [StepKind.PARTITION] * 2
+
+
 def test_small_values_are_reduced_in_one_step_and_large_ones_in_two() -> None:
     ends = [[Layout.parse(text, (8,), shape) for text in ("P", "R")] for shape in ((16,), (8192, 8192))]
     kinds = [[step.kind for step in plan(*pair).steps] for pair in ends]
@@ -117,6 +130,7 @@ def check(found: ReshardPlan) -> None:
     assert found.bytes_received >= found.lower_bound_bytes
     assert found.time_us == pytest.approx(sum(step.time_us for step in found.steps))
     assert ReshardPlan.from_json(found.to_json()) == found
+    verify(found)
 
 
 @settings(max_examples=60)
