@@ -20,7 +20,8 @@ MESHES = [(2,), (2, 3), (4, 2), (1, 2, 3), (2, 2, 2)]
 @st.composite
 def layouts(draw: st.DrawFn, mesh: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Layout:
     mesh = mesh or draw(st.sampled_from(MESHES))
-    shape = draw(st.lists(st.integers(0, 13) | st.sampled_from([24, 36, 60]), max_size=3).map(tuple)) if shape is None else shape
+    sizes = st.integers(0, 13) | st.sampled_from([24, 36, 60])
+    shape = draw(st.lists(sizes, max_size=3).map(tuple)) if shape is None else shape
     splits: list[list[Split]] = [[] for _ in shape]
     partial: list[Reduction | None] = [None] * len(mesh)
     for axis in draw(st.permutations(range(len(mesh)))):

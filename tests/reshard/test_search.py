@@ -12,7 +12,9 @@ from meshwright.cluster.presets import cluster_preset
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
 from meshwright.reshard.moves import Problem
+from meshwright.reshard.normal_forms import normal_forms
 from meshwright.reshard.samples import sample_layout
+from meshwright.reshard.search import search
 from tests.reshard import oracle
 from tests.reshard.test_planner import ROWS
 
@@ -59,6 +61,25 @@ def test_plans_cost_what_brute_force_finds(uniform: bool) -> None:
 def test_thousands_of_plans_cost_what_brute_force_finds(uniform: bool, count: int) -> None:
     tally = compare(random.Random(12), count, uniform=uniform, max_axes=4, max_priced=100)
     assert tally["equal"] >= 0.6 * count
+
+
+def test_the_search_finds_the_cheapest_chain_through_the_forms() -> None:
+    """Every step between any two forms priced, against the few that the search prices."""
+    rng, cluster, chains = random.Random(14), cluster_preset("H100"), 0
+    for _ in range(80):
+        mesh = tuple(rng.choice((2, 3, 4)) for _ in range(rng.choice((2, 3))))
+        shape = tuple(rng.choice((48, 4096, 960)) for _ in range(2))
+        src, dst = (sample_layout(rng, mesh, shape).canonical() for _ in range(2))
+        links = tuple(rng.choice((cluster.inside_node, cluster.between_nodes)) for _ in mesh)
+        problem = Problem(src, dst, 2, Topology(links))
+        forms, steps = normal_forms(src, dst, problem.topology), search(problem)
+        assert steps is not None
+        if src.same_as(dst) or len(forms) > 24:
+            continue
+        found = oracle.through(problem, forms, 10**12, oracle.Rest(problem, estimate=False))
+        assert found is not None and found.time_ns == sum(round(step.time_us * 1e3) for step in steps)
+        chains += len(steps) > 1
+    assert chains > 8
 
 
 @pytest.mark.parametrize(
