@@ -79,7 +79,7 @@ FAULTS = [
     Fault("an exchange that is called permute", step(EXCHANGE, 1, kind=K.PERMUTE), "a part of what rank"),
     Fault("an exchange that is called reduction", step(EXCHANGE, 1, kind=K.ALL_REDUCE), "has nothing to reduce"),
     Fault("an exchange called partition", step(EXCHANGE, 1, kind=K.PARTITION, axes=()), "makes nothing partial"),
-    Fault("a scatter of nothing", step(REDUCE, 2, kind=K.REDUCE_SCATTER), "leaves every rank of a group with all that it had"),
+    Fault("a scatter of nothing", step(REDUCE, 2, kind=K.REDUCE_SCATTER), "every rank of a group with all that it had"),
     Fault("scatters as all-reduce", step(REDUCE, 1, kind=K.ALL_REDUCE), "different parts"),
     Fault("reduces by an exchange", step(REDUCE, 1, kind=K.ALL_TO_ALL), "has axis 1 in its group, which holds partial"),
     Fault("a partition called slice", step(MAKE, 1, kind=K.SLICE), "makes values partial on axis 0"),

@@ -47,6 +47,7 @@ class Part(StrEnum):
     SHARED_GRADIENTS = "shared-gradients"
     COMM = "comm"
     COMM_LOSS = "comm-loss"
+    OPERATORS = "operators"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ PARTS = {
     Part.COMM: Row("compressed collectives against FSDP2's own", "meshwright.bench.comm:bench_comm"),
     Part.COMM_LOSS: Row(
         "what gradients of few bits cost a training in loss", "meshwright.bench.comm_loss:bench_comm_loss"
+    ),
+    Part.OPERATORS: Row(
+        "operators on DTensors, with and without the fallback", "meshwright.bench.operators:bench_operators"
     ),
 }
 
