@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.mesh.intervals import Split, cut, overlap
@@ -37,6 +37,7 @@ def places() -> itertools.product:
     return itertools.product(*(range(size) for size in MESH))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 40), orders())
 def test_every_rank_holds_what_the_chunk_rule_gives_it(size: int, splits: tuple[Split, ...]) -> None:
     found = cut(size, splits, MESH)
@@ -48,6 +49,7 @@ def test_every_rank_holds_what_the_chunk_rule_gives_it(size: int, splits: tuple[
         assert found.lengths()[tuple(place[axis] for axis in found.axes)] == len(held(size, splits, place))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 40), orders())
 def test_cuts_lose_and_repeat_nothing(size: int, splits: tuple[Split, ...]) -> None:
     found = cut(size, splits, MESH)
@@ -57,6 +59,7 @@ def test_cuts_lose_and_repeat_nothing(size: int, splits: tuple[Split, ...]) -> N
     assert sorted(indices) == list(range(size))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 40), orders(), orders())
 def test_overlaps_are_those_of_the_lists(size: int, one: tuple[Split, ...], other: tuple[Split, ...]) -> None:
     ranks = list(places())

@@ -37,6 +37,7 @@ def indices(layout: Layout, rank: int) -> list[list[int]]:
     return [[i for s in slices for i in range(s.start, s.stop)] for slices in layout.local_slices(rank)]
 
 
+@settings(max_examples=40)
 @given(layouts())
 def test_what_is_written_is_read(layout: Layout) -> None:
     assert Layout.parse(str(layout), layout.axis_sizes, layout.shape) == layout
@@ -107,7 +108,7 @@ def test_a_normal_form_is_the_same_distribution(layout: Layout) -> None:
         assert normal.local_slices(rank) == layout.local_slices(rank)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_same_is_what_every_rank_holds(data: st.DataObject) -> None:
     mesh, shape = data.draw(st.sampled_from(MESHES)), (data.draw(st.sampled_from([0, 1, 6, 12, 13, 24])),)
@@ -150,6 +151,7 @@ def test_a_stride_that_is_an_order_is_written_as_one() -> None:
     assert not uneven.same_as(Layout.parse("S0 S0", (2, 4), (33,)))
 
 
+@settings(max_examples=40)
 @given(layouts())
 def test_counts(layout: Layout) -> None:
     held = [indices(layout, rank) for rank in range(layout.num_ranks())]
@@ -158,6 +160,7 @@ def test_counts(layout: Layout) -> None:
     assert layout.local_numels().tolist() == [int(np.prod(shape, dtype=int)) for shape in shapes]
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_what_two_ranks_both_hold(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple))
@@ -172,7 +175,7 @@ def test_what_two_ranks_both_hold(data: st.DataObject) -> None:
     assert held_by_both(a, b, at_a, at_b).tolist() == want
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(layouts())
 def test_dtensor_cuts_the_same_pieces(layout: Layout) -> None:
     """Its cuts in axis order, applied to the indices one after another, and its own shapes and offsets."""

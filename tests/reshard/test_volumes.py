@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.mesh.layout import Layout, Reduction
@@ -39,6 +39,7 @@ def by_rank(table: np.ndarray, layout: Layout) -> list[int]:
     return np.broadcast_to(table, layout.axis_sizes).reshape(-1).tolist()
 
 
+@settings(max_examples=40)
 @given(ends())
 def test_counts_are_those_of_the_pieces(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
@@ -55,6 +56,7 @@ def test_counts_are_those_of_the_pieces(pair: tuple[Layout, Layout]) -> None:
         assert by_rank(found.sent, src)[rank] == sum(p.numel() for p in sent(step, rank) if p.receiver != rank)
 
 
+@settings(max_examples=40)
 @given(ends())
 def test_no_axis_takes_part_without_need(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
@@ -69,6 +71,7 @@ def test_no_axis_takes_part_without_need(pair: tuple[Layout, Layout]) -> None:
         assert whole != [copies * numel for numel in dst.local_numels()]
 
 
+@settings(max_examples=40)
 @given(ends(), st.sampled_from([1, 2, 3, 7]))
 def test_staging_is_that_of_the_pieces(pair: tuple[Layout, Layout], rounds: int) -> None:
     src, dst = pair
@@ -82,6 +85,7 @@ def test_staging_is_that_of_the_pieces(pair: tuple[Layout, Layout], rounds: int)
     assert by_rank(Staging(src, dst, found, kind).in_rounds(rounds), src) == want
 
 
+@settings(max_examples=40)
 @given(ends(), st.integers(0, 60))
 def test_the_fewest_rounds_that_fit(pair: tuple[Layout, Layout], limit: int) -> None:
     src, dst = pair
@@ -95,6 +99,7 @@ def test_the_fewest_rounds_that_fit(pair: tuple[Layout, Layout], limit: int) -> 
     assert fewest == next((rounds for rounds, live in most.items() if live <= limit), None)
 
 
+@settings(max_examples=40)
 @given(ends())
 def test_a_permutation_is_one_piece_to_one_rank(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
