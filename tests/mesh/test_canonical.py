@@ -19,7 +19,7 @@ def cuts(draw):
     return Layout((size,), axis_sizes, (splits,), (None,) * len(axis_sizes))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cuts())
 @example(Layout((24,), (2, 2), ((Split(0, 3), Split(1)),), (None, None)))
 def test_the_normal_form_holds_the_same(layout):

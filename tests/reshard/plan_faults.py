@@ -106,6 +106,7 @@ MADE = [
     ("a slice of what is elsewhere", hand("S0 R", ("slice", "", "S0@1 S0@0")), "and itself has"),
     ("a permute of parts", hand("S0 S0", ("permute", "0 1", "S1 S0")), "a part of what rank"),
     ("a permute to several", hand("S0 S1", ("permute", "0", "R S1")), "or rank 0 has more than that"),
+    ("one part to two ranks", lambda: plan_of((2, 2), (8, 8), "S0 R", ("permute", "0", "R S0")), "to several ranks"),
     ("a gather that leaves out", hand("S0 R", ("all-gather", "0", "R S1")), "doesn't give rank 0 all that rank"),
     ("partial values are forgotten", hand("P S0", ("all-gather", "1", "R R")), "leaves axis 0 without its partial"),
     ("reduced outside the group", hand("P P", ("all-reduce", "1", "R R")), "of axis 0, whose ranks take no part"),

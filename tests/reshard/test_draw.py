@@ -98,6 +98,9 @@ def words_of(picture: str) -> list[str]:
 def test_states_steps_and_bytes_are_in_the_picture(tmp_path):
     picture = svg(PLAN, tmp_path)
     assert re.findall(r'id="(state-\d)"', picture) == ["state-0", "state-1", "state-2"]
+    sheets_of = re.findall(r'id="(?:state-)?(.+)-sheet-(\d)"', picture)
+    behind = [("0", str(depth)) for depth in (3, 2, 1, 0)]
+    assert sheets_of == [("mesh", "0"), *behind, *(("1", depth) for _, depth in behind), ("2", "0")]
     words = words_of(picture)
     for expected in ("P R", "S0 R", "S0 S1", "reduce-scatter", "slice", "nothing is sent", "Σ", "0–7", "0–3", "4–7",
                      "before · 768 B a rank", "after step 1 · 384 B a rank", "after · 96 B a rank", "≤ 384 B a rank",
@@ -127,7 +130,7 @@ def test_all_shapes_can_be_drawn(plan, tmp_path):
 
 
 def test_a_thousand_ranks_stay_a_small_picture(tmp_path):
-    plan = plan_of((32, 64), (2048, 2048), "S0 S0", ("slice", "", "S0 S0"), bound=0)
+    plan = plan_of((32, 64), (2048, 512), "S0 S0", ("slice", "", "S0 S0"), bound=0)
     picture = svg(plan, tmp_path)
     assert len(picture) < 1_000_000 and "2,048 ranks" in words_of(picture)
 

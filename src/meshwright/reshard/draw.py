@@ -113,7 +113,9 @@ def _figure(picture: _Picture) -> Figure:
     figure.text(LEFT / width, 1 - 0.18 / height, title, fontsize=13, fontweight="bold", color=INK, va="top")
     figure.text(LEFT / width, 1 - 0.50 / height, picture.subtitle(), fontsize=9, color=GREY, va="top",
                 linespacing=1.35)  # fmt: skip
-    _add_mesh(axes_at(LEFT, BOTTOM, MESH - 0.55, picture.height), picture)
+    mesh = axes_at(LEFT, BOTTOM, MESH - 0.55, picture.height)
+    mesh.set_gid("mesh")
+    _add_mesh(mesh, picture)
     for number, layout in enumerate(picture.states):
         left = LEFT + MESH + number * (SIDE + GAP)
         state = axes_at(left, BOTTOM, SIDE, picture.height)
@@ -185,8 +187,8 @@ def _add_sheet(
         corners = np.array(boxes) * np.array(size) + np.array(corner)
         line = min(1.0, 7 * np.diff(sheet.columns).min() * size[0], 7 * np.diff(sheet.rows).min() * size[1])
         axes.add_collection(PolyCollection(corners, facecolors=colors[sheet.ranks.ravel()], edgecolors="white",
-                                           linewidths=line, zorder=4 - depth, clip_on=False),
-                            autolim=False)  # fmt: skip
+                                           linewidths=line, zorder=4 - depth, clip_on=False,
+                                           gid=f"{axes.get_gid()}-sheet-{depth}"), autolim=False)  # fmt: skip
     frame = Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=1.4, zorder=4 - depth, clip_on=False)
     axes.add_patch(frame)
 
