@@ -11,7 +11,7 @@ import pytest
 from meshwright.cluster.presets import cluster_preset
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
-from meshwright.reshard.moves import Problem
+from meshwright.reshard.moves import Problem, make_step
 from meshwright.reshard.normal_forms import normal_forms
 from meshwright.reshard.samples import sample_layout
 from meshwright.reshard.search import search
@@ -132,3 +132,23 @@ def test_random_plans_are_never_slower_than_pytorch(mesh: tuple[int, ...]) -> No
     shapes = [tuple(rng.choice((4096, 8192, 960, 12, 33)) for _ in range(rng.choice((2, 3)))) for _ in range(60)]
     pairs = [(sample_layout(rng, mesh, shape), sample_layout(rng, mesh, shape)) for shape in shapes]
     assert against_pytorch(mesh, pairs, bytes_too=False) >= 60
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chain"),
+    [
+        ((2, 8), ["P P", "P S0", "S0@1 S0@0", "R S0", "R R"]),
+        ((2, 8), ["P P", "P SS0/2", "S0 S0", "S0 R"]),
+        ((2, 8, 8), ["P R P", "P S0 P", "P S0 S1", "S0@1 S0@0 S1", "S0 S0 S1", "S0 R S1"]),
+        ((2, 8, 8), ["P P P", "P P S0", "S0@1 S0@2 S0@0", "R R S0", "R R R"]),
+        ((4, 8), ["S0 R", "S0 S1", "R S1", "R R"]),
+    ],
+)
+def test_slow_links_carry_what_fast_ones_made_small(mesh: tuple[int, ...], chain: list[str]) -> None:
+    """As an engineer would stage it by hand: inside the nodes, between them, inside again."""
+    layouts = [Layout.parse(words, mesh, (8192, 8192)) for words in chain]
+    topology = Topology.of(cluster_preset("H100"), mesh)
+    problem = Problem(layouts[0], layouts[-1], 2, topology)
+    by_hand = [make_step(problem, a, b) for a, b in itertools.pairwise(layouts)]
+    assert all(by_hand)
+    assert plan(layouts[0], layouts[-1], topology=topology).time_us <= sum(step.time_us for step in by_hand if step)

@@ -13,7 +13,7 @@ The search prices steps between any two of these; the forms only say which layou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import product
 
@@ -78,8 +78,11 @@ def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
     speeds = sorted({topology.bandwidth((axis,)) for axis in range(len(src.axis_sizes))})
     for speed in speeds[:-1]:
         slow = {axis for axis in range(len(src.axis_sizes)) if topology.bandwidth((axis,)) <= speed}
-        for moved in (slow, set(range(len(src.axis_sizes))) - slow):
-            forms += _mixed(src, goal, frozenset(moved))
+        fast = set(range(len(src.axis_sizes))) - slow
+        for start in _cut_by_speed(src, goal, slow, fast):
+            for end in _cut_by_speed(goal, src, slow, fast):
+                for moved in (slow, fast):
+                    forms += _mixed(start, end, frozenset(moved))
     return list(dict.fromkeys(forms))
 
 
@@ -146,6 +149,20 @@ def _likely_dims(base: Layout, other: Layout, axis: int) -> list[int]:
         return axis not in other.axes_of(dim), left == 0 or left % size > 0, -base.shape[dim], dim
 
     return sorted(range(len(base.shape)), key=key)
+
+
+def _cut_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int]) -> list[Layout]:
+    """`base` itself, and with its copies over slow axes, fast ones, or all, cut where it is likeliest."""
+    forms = [base]
+    for axes in (slow, fast, slow | fast) if base.shape else ():
+        form = base
+        for axis in sorted(axes & set(base.replicated_axes()), key=lambda axis: (axis in slow, axis)):
+            if base.axis_sizes[axis] > 1:
+                dim = _likely_dims(form, other, axis)[0]
+                splits = tuple((*cuts, Split(axis)) if at == dim else cuts for at, cuts in enumerate(form.splits))
+                form = replace(form, splits=splits)
+        forms.append(form)
+    return list(dict.fromkeys(forms))
 
 
 def _mixed(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:
