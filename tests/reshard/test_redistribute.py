@@ -1,4 +1,4 @@
-"""DTensors redistributed by plans: values, gradients and specs are DTensor's; as a context it is PyTorch's in every way."""
+"""DTensors redistributed by plans: values, gradients and specs are as DTensor has them, in the context too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor import _api, _dispatch, _redistribute
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _api,
+    _dispatch,
+    _redistribute,
+    distribute_tensor,
+)
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard

@@ -81,10 +81,7 @@ def all_gather_into(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
 
 
 def all_gather_in_place(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Fill `x` [ranks · n, …], contiguous, with every rank's rows, of which this rank's are there. Any type of elements.
-
-    Not differentiable.
-    """
+    """Fill `x` [ranks · n, …], contiguous, with every rank's rows, of which its own are there. Not differentiable."""
     num_ranks = world_size(group)
     if num_ranks > 1:
         flat = (x if x.dtype in SENT_AS_THEY_ARE else x.view(torch.uint8)).view(-1)

@@ -1,10 +1,10 @@
-"""What DTensor has no public call for: how its tensors lie, tensors with any layout, and a way into its redistributions.
+"""What DTensor has no public call for: how its tensors lie, making one of any layout, a way into its redistributions.
 
 Private PyTorch names are used here and nowhere else in this room: `DTensorSpec`, `TensorMeta` and `ShardOrderEntry` of
 `torch.distributed.tensor._dtensor_spec`, `_StridedShard`, `DTensor._spec` and `_local_tensor`, the constructor of
-`DTensor`, `redistribute_local_tensor` where `_redistribute`, `_dispatch` and `_api` of `torch.distributed.tensor` look it
-up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collectives`, and `_stash_obj_in_tls`, `_is_key_in_tls`
-and `_get_obj_in_tls` of `torch._C`. Checked on 2.13.
+`DTensor`, `redistribute_local_tensor` where `_redistribute`, `_dispatch` and `_api` of `torch.distributed.tensor` look
+it up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collectives`, and `_stash_obj_in_tls`,
+`_is_key_in_tls` and `_get_obj_in_tls` of `torch._C`. Checked on 2.13.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def local_of(x: DTensor) -> Tensor:
 
 def waited(local: Tensor) -> Tensor:
     """A tensor that a collective under way fills, once it is there."""
-    return cast(Tensor, local.wait()) if isinstance(local, AsyncCollectiveTensor) else local
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def whole_order(order: ShardOrder | None, placements: Sequence[Placement]) -> tuple[ShardOrderEntry, ...] | None:

@@ -18,7 +18,6 @@ from meshwright.reshard.execute import execute
 from meshwright.reshard.groups import groups_of
 from meshwright.reshard.planner import plan
 from meshwright.reshard.reduce import is_reducible
-from meshwright.reshard.steps import DTYPE_BYTES
 
 _NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -48,8 +47,8 @@ def redistribute(
 ) -> DTensor:
     """`x` with other placements, by the cheapest plan that fits. All ranks of the mesh call it.
 
-    Differentiable, any number of times: the gradient comes back to the placements of `x`, where `x` is partial as copies,
-    as with `DTensor.redistribute`.
+    Differentiable, any number of times: the gradient comes back to the placements of `x`, as copies where `x` is
+    partial, as with `DTensor.redistribute`.
 
     Args:
         x: what to move; it stays as it is.
@@ -125,9 +124,10 @@ def _move(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: 
 def for_dtensor() -> Iterator[None]:
     """Within the block, DTensor's own redistributions in this thread are planned and run by Meshwright.
 
-    That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it runs
-    within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous redistributions,
-    tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or none.
+    That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it
+    runs within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous
+    redistributions, tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or
+    none.
     """
     with private.redistributing_by(_moved):
         yield

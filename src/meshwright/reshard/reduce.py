@@ -1,7 +1,7 @@
-"""Reducing partial values on a rank, in their ranks' order, so that every rank that reduces them gets the same bits.
+"""Reducing partial values on a rank, in their ranks' order: every rank that reduces them gets the same bits.
 
-Copies are combined one after another: copy 0 with copy 1, the result with copy 2, and so on. Sums, averages and products
-of numbers with fewer than 32 bits are taken in float32 and rounded once at the end; integers wrap around, as torch's do.
+Copies are combined one after another: copy 0 with copy 1, the result with copy 2, and so on. Floats of fewer than 32
+bits are reduced in float32 and rounded once at the end; integers wrap around, as torch's do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reduce_onto(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Level]) 
     if wide is not out.dtype and out.numel() > BLOCK:
         dim = out.shape.index(max(out.shape))
         rows = max(1, BLOCK * out.shape[dim] // out.numel())
-        for block in zip(out.split(rows, dim), *(copy.split(rows, dim) for copy in copies), strict=True):
+        for block in zip(*(torch.split(x, rows, dim) for x in (out, *copies)), strict=True):
             block[0].copy_(_reduced(block[1:], levels, wide))
     elif wide is not out.dtype or len(levels) > 1:
         out.copy_(_reduced(copies, levels, wide))
