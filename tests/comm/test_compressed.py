@@ -16,7 +16,9 @@ from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScat
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.shards import to_local
 
-OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "premul": dist.ReduceOp.PREMUL_SUM(0.3)}
+# FSDP2 makes its product-and-sum by this function in torch 2.11, and by calling the operation in 2.13.
+premul_sum = getattr(dist, "_make_nccl_premul_sum", None) or dist.ReduceOp.PREMUL_SUM
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "premul": premul_sum(0.3)}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 

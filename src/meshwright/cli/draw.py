@@ -14,10 +14,12 @@ import typer
 
 from meshwright.cli.draw_drift import drift
 from meshwright.cli.draw_loss import loss
+from meshwright.cli.draw_reshard import reshard
 from meshwright.cli.style import paint
 from meshwright.errors import InputError, ScheduleError
+from meshwright.picture import check_picture
 from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
-from meshwright.pipeline.draw import check_picture, draw, text_timeline
+from meshwright.pipeline.draw import draw, text_timeline
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
@@ -27,6 +29,7 @@ from meshwright.pipeline.verify import verify
 app = typer.Typer(help="Draw plans: what is done where and when.", no_args_is_help=True)
 app.command("drift")(drift)
 app.command("loss")(loss)
+app.command("reshard")(reshard)
 
 COMMAND_LINE = "command line"
 OFF_TERMINAL_COLUMNS = 100

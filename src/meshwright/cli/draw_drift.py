@@ -27,7 +27,7 @@ def drift(
 ) -> None:
     """Train a layout with and without adding up the gradients of shared parameters, and show the copies drift apart."""
     from meshwright.config.pipeline import lowered_table
-    from meshwright.pipeline.draw import check_picture
+    from meshwright.picture import check_picture
     from meshwright.prove.drift import load_sharing, measure_drift
     from meshwright.train.launch import context_from_environment
 

@@ -17,7 +17,7 @@ def loss(
     window: Annotated[int, typer.Option(min=1, help="Steps that differences are a mean over.")] = 20,
 ) -> None:
     """Compare the losses of runs with those of the first."""
-    from meshwright.pipeline.draw import check_picture
+    from meshwright.picture import check_picture
     from meshwright.train.curves import read_curves
     from meshwright.train.draw_losses import differences, draw_losses
 

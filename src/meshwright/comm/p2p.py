@@ -1,20 +1,25 @@
-"""Point-to-point channels between the ranks of a pipeline.
+"""Point-to-point: channels between the ranks of a pipeline, and exchanges between any ranks of a group.
 
-One communicator per direction, peer pair and kind of traffic, all created at start in one order: traffic on one channel
-always has the order of the table, so no channel can wait for another one, and a send and a receive with the same peer
-need not be batched to pass each other. Both ends count what passes, in `record`.
+Channels: one communicator per direction, peer pair and kind of traffic, all created at start in one order: traffic on
+one channel always has the order of the table, so no channel can wait for another one, and a send and a receive with the
+same peer need not be batched to pass each other. Both ends count what passes, in `record`.
+
+An exchange is for what happens now and then, between ranks that are not known at start: all its messages go at once
+through a group that exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from meshwright.comm.record import Passage
+from meshwright.comm.words import ranks_words
 from meshwright.mesh.groups import new_group
 
 
@@ -67,3 +72,32 @@ def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: floa
         group = new_group([source, target], timeout_s=timeout_s)
         channels.append(None if group is None else Channel(target if rank == source else source, group))
     return channels
+
+
+def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, group: ProcessGroup | None = None) -> None:
+    """Send one message to some ranks and receive one from some, all at once; the others of the group need not call it.
+
+    Each message is posted before any is waited for, so no order of ranks can be a circle of waiting. Two ranks that
+    exchange more than once do so in the same order. With NCCL all ranks of the group must have entered a collective
+    of it before (PyTorch makes its communicator then).
+
+    Args:
+        sends: global rank → a contiguous tensor of any type, not empty.
+        receives: global rank → likewise, to be overwritten by one of as many bytes.
+        group: has all these ranks; the group of all ranks if not given.
+
+    Raises:
+        CollectiveError: another rank did not come or was lost.
+    """
+    operations = [dist.P2POp(dist.isend, _bytes(x), peer, group) for peer, x in sorted(sends.items())]
+    operations += [dist.P2POp(dist.irecv, _bytes(x), peer, group) for peer, x in sorted(receives.items())]
+    if operations:
+        peers = ranks_words(sorted({*sends, *receives}))
+        with Passage(f"exchange with {peers}", None, group, counted=False):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # A single element counts as contiguous whatever its stride, but is seen as bytes only with stride 1.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

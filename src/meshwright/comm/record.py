@@ -66,17 +66,19 @@ def record_of(group: ProcessGroup | None) -> GroupRecord:
 class Passage:
     """One collective: within the block it is under way. Counted when it is made.
 
+    Ranks that need not all enter, as those of an exchange, pass uncounted: their counts must stay equal.
+
     Raises:
         CollectiveError: on leaving, when another rank did not come or was lost.
     """
 
     __slots__ = ("_since", "group", "name", "number", "record", "x")
 
-    def __init__(self, name: str, x: Tensor | None, group: ProcessGroup | None) -> None:
+    def __init__(self, name: str, x: Tensor | None, group: ProcessGroup | None, *, counted: bool = True) -> None:
         self.name, self.x, self.group = name, x, group
         self.record = record = record_of(group)
-        record.count += 1
-        self.number = record.count
+        record.count += counted
+        self.number = record.count if counted else None
 
     def __enter__(self) -> Passage:
         self._since = time.monotonic()
@@ -91,7 +93,8 @@ class Passage:
 
     def words(self) -> str:
         """This collective, for people."""
-        return f"{self.name}, number {self.number} in {self.record.words()}"
+        number = "" if self.number is None else f", number {self.number}"
+        return f"{self.name}{number} in {self.record.words()}"
 
 
 def passing(name: str, x: Tensor | None, group: ProcessGroup | None, *, same_shape: bool = True) -> Passage:

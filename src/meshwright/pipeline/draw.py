@@ -6,13 +6,13 @@ have the same bytes under the same matplotlib, so those in the docs can be check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshwright.errors import InputError
+from meshwright.picture import GREY, IDLE, INK, save_picture
 from meshwright.pipeline.boxes import ROW, Box, boxes, text_timeline
 from meshwright.pipeline.simulate import Simulation
 from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["check_picture", "draw", "draw_comparison", "text_timeline"]
+__all__ = ["draw", "draw_comparison", "text_timeline"]
 
 K = ActionKind
-EXTENSIONS = (".svg", ".png")
 HALF = 0.40
 """Height of each half of a row that compares."""
 
@@ -41,70 +40,9 @@ NAMES = {
     K.BACKWARD_INPUT: "I input gradient",
     K.BACKWARD_WEIGHT: "W weight gradient",
 }
-IDLE, GREY, INK = (0.925, 0.93, 0.94), (0.45, 0.45, 0.47), (0.13, 0.13, 0.15)
-STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "svg.fonttype": "none",
-    "svg.hashsalt": "meshwright",
-}
 LARGEST_FONT, SMALLEST_FONT = 8.5, 4.5
 DIGIT = 0.64
 """Width of a digit over its height, a little more than it is."""
-
-
-def save_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Write the figure that `draw` makes, as .svg or .png, in our style and nobody else's.
-
-    Raises:
-        InputError: a picture can't be written there.
-    """
-    check_picture(path)
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what a person's matplotlibrc says
-        matplotlib.rcParams.update(STYLE)
-        figure = draw()
-        try:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
-        except OSError as error:
-            raise InputError(
-                f"can't write {path}: {error.strerror}",
-                where=str(path),
-                rule="a picture is written to a file that can be written",
-                fix="another name or folder",
-            ) from error
-
-
-def plain(axes: Axes) -> None:
-    """A plot's frame and ticks in our style."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(labelsize=8.5, color=GREY, labelcolor=GREY)
-    axes.grid(alpha=0.25)
-
-
-def check_picture(path: Path) -> None:
-    """See that a picture can be written there.
-
-    Raises:
-        InputError: it is no kind of picture that is known, or its folder isn't there.
-    """
-    if path.suffix.lower() not in EXTENSIONS:
-        raise InputError(
-            f"no picture is called {path.name!r}",
-            where=str(path),
-            rule=f"a picture's name ends with {' or '.join(EXTENSIONS)}",
-            fix=str(path.with_suffix(".svg")) if path.name else "timeline.svg",
-        )
-    if not path.parent.is_dir():
-        raise InputError(
-            f"there is no folder {path.parent}",
-            where=str(path),
-            rule="a picture is written into a folder that exists",
-            fix=f"mkdir -p {path.parent}",
-        )
 
 
 def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Schedule | None = None) -> None:

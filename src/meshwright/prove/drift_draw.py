@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.pipeline.draw import GREY, INK, plain, save_picture
+from meshwright.picture import GREY, INK, plain, save_picture
 from meshwright.prove.drift import Drift
 
 if TYPE_CHECKING:

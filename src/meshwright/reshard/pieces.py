@@ -61,7 +61,7 @@ def received(step: Step, rank: int) -> tuple[Piece, ...]:
     for dim in range(len(src.shape)):
         here = dst.intervals(dim).row(place)
         others = _places(place, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
-        per_dim.append([(other, runs) for other in others if (runs := _runs(src.intervals(dim).row(other), here))])
+        per_dim.append([(other, runs) for other in others if (runs := joint_runs(src.intervals(dim).row(other), here))])
     copies = list(_places(place, reduced, src.axis_sizes))
     for choice in product(*per_dim):
         for copy, other in enumerate(copies):
@@ -80,7 +80,7 @@ def sent(step: Step, rank: int) -> tuple[Piece, ...]:
     for dim in range(len(src.shape)):
         here = src.intervals(dim).row(place)
         others = _places(place, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
-        per_dim.append([(other, runs) for other in others if (runs := _runs(here, dst.intervals(dim).row(other)))])
+        per_dim.append([(other, runs) for other in others if (runs := joint_runs(here, dst.intervals(dim).row(other)))])
     rest = [axis for axis in free if axis not in dst.sharded_axes()]
     copy = _rank(tuple(place[axis] for axis in reduced), tuple(src.axis_sizes[axis] for axis in reduced))
     found = []
@@ -103,7 +103,7 @@ def in_rounds(piece: Piece, rounds: int) -> tuple[Piece | None, ...]:
         return (piece, *(None,) * (rounds - 1))
     dim = shape.index(max(shape))
     size = -(-shape[dim] // rounds)
-    parts = [_window(piece.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
+    parts = [window(piece.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
     return tuple(
         replace(piece, runs=(*piece.runs[:dim], runs, *piece.runs[dim + 1 :])) if runs else None for runs in parts
     )
@@ -155,8 +155,8 @@ def _rank(place: Sequence[int], axis_sizes: Sequence[int]) -> int:
     return rank
 
 
-def _runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[Run, ...]:
-    """Indices in both lists of intervals (each ascending), as runs of the two local tensors."""
+def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[Run, ...]:
+    """Indices in both lists of intervals (each ascending), as runs of the two local tensors, in their order."""
     runs: list[Run] = []
     s = t = at_s = at_t = 0
     while s < len(source) and t < len(target):
@@ -180,7 +180,7 @@ def _append(runs: list[Run], run: Run) -> None:
         runs.append(run)
 
 
-def _window(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
+def window(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
     """The part of `runs` from its `start`-th index to before its `stop`-th."""
     found, at = [], 0
     for run in runs:

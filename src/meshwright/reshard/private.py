@@ -1,15 +1,18 @@
-"""What DTensor has no public call for: how its tensors lie, making one of any layout, a way into its redistributions.
+"""What PyTorch has no public call for: DTensors' layouts, a way into their redistributions, operators that failed.
 
-Private PyTorch names are used here and nowhere else in this room: `DTensorSpec`, `TensorMeta` and `ShardOrderEntry` of
-`torch.distributed.tensor._dtensor_spec`, `_StridedShard`, `DTensor._spec` and `_local_tensor`, the constructor of
-`DTensor`, `redistribute_local_tensor` where `_redistribute`, `_dispatch` and `_api` of `torch.distributed.tensor` look
-it up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collectives`, and `_stash_obj_in_tls`,
-`_is_key_in_tls` and `_get_obj_in_tls` of `torch._C`. Checked on 2.13.
+Private PyTorch names are used here and nowhere else in this room. For layouts and redistributions: `DTensorSpec`,
+`TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
+of `DTensor`, `redistribute_local_tensor` where `_redistribute`, `_dispatch` and `_api` of `torch.distributed.tensor`
+look it up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collectives`, and `_stash_obj_in_tls`,
+`_is_key_in_tls` and `_get_obj_in_tls` of `torch._C`. For operators: `DTensor._op_dispatcher` (its planner's tables, its
+handlers, and the operators it draws random numbers for), `RuntimeSchemaInfo`, `OpOverload`,
+`torch.utils._python_dispatch`, and the name of the function in which DTensor plans an operator. Checked on 2.13.
 """
 
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -17,11 +20,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload as OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.intervals import Split
@@ -41,6 +50,14 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
     """
     order = None if spec.shard_order is None else tuple((dim, tuple(axes)) for dim, axes in spec.shard_order)
     return layout_of_placements(spec.placements, order, tuple(spec.shape), tuple(spec.mesh.shape))
+
+
+def cuts_of(tensor: DTensor) -> Layout:
+    """Which part of the tensor each rank has; partial values count as copies."""
+    placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+    order = tensor._spec.shard_order
+    pairs = None if order is None else tuple((dim, tuple(axes)) for dim, axes in order)
+    return layout_of_placements(placements, pairs, tuple(tensor.shape), tuple(tensor.device_mesh.shape))
 
 
 @lru_cache(maxsize=4096)
@@ -282,3 +299,103 @@ def _is_plain(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> bool:
         and all(type(size) is int for size in current.shape)
         and current.mesh.get_coordinate() is not None
     )
+
+
+PLANNING = "_propagate_op_sharding_dispatch_slow_path"
+"""The function in which DTensor chooses an operator's layouts: before it moves or computes anything."""
+
+Rule = Callable[..., Sequence[tuple[list[Placement | None], list[Placement | None]]]]
+"""From an operator's arguments, tensors as their specs, to (outputs' placements, inputs' placements) on one axis."""
+
+
+def is_cut(placement: Placement) -> bool:
+    """It divides a tensor dim; the dim is `placement.dim`."""
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def masked_partial(shape: Sequence[int], dim: int) -> Placement:
+    """Partial sums of what was looked up along a dim that is cut: each rank has what it holds, and zero elsewhere."""
+    return _MaskPartial(offset_shape=torch.Size(shape), offset_dim=dim)  # type: ignore[no-untyped-call]
+
+
+def own_tensor(tensor: DTensor) -> Tensor:
+    """This rank's tensor itself: writing to it writes to the DTensor."""
+    return tensor._local_tensor
+
+
+def as_dtensor_like(whole: Tensor, local: Tensor, like: DTensor) -> DTensor:
+    """The DTensor of this rank's piece of `whole`, cut as `like`, order of cuts included; never partial."""
+    placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
+    order = None if any(isinstance(p, _StridedShard) for p in placements) else like._spec.shard_order
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(like.device_mesh, placements, meta, shard_order=order)  # type: ignore[arg-type]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def as_copies(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that every rank has whole."""
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    return DTensor(whole, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def turn_in_place(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Run an operator that changes the shape of its first argument in place, a tensor that every rank has whole."""
+    tensor: DTensor = args[0]
+    local = tensor._local_tensor
+    operator(local, *args[1:], **kwargs)
+    tensor._spec = DTensorSpec(
+        tensor.device_mesh, tensor.placements, TensorMeta(local.shape, local.stride(), local.dtype)
+    )
+    return_and_correct_aliasing(operator, args, kwargs, tensor)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def failed_in_planning(error: BaseException) -> bool:
+    """DTensor failed before it moved or computed anything, for reasons that are the same on all ranks."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == PLANNING for frame, _ in frames)
+
+
+def draws_by_itself(operator: OpOverload) -> bool:
+    """DTensor runs it on each rank's piece without seeing to it that ranks draw what one device would."""
+    return operator not in DTensor._op_dispatcher._random_ops
+
+
+def has_handler(operator: OpOverload) -> bool:
+    """DTensor runs it by code of its own, which may call collectives after it computed."""
+    return operator in DTensor._op_dispatcher._custom_op_handlers
+
+
+def active_modes() -> list[TorchDispatchMode]:
+    """This thread's dispatch modes, the innermost last."""
+    return _get_current_dispatch_mode_stack()
+
+
+def register(operator: OpOverload, rule: Rule, *, shape_argument: int | None = None) -> None:
+    """Give DTensor a rule for an operator, in place of what it has.
+
+    Args:
+        operator: of one overload.
+        rule: what each axis may do.
+        shape_argument: place of the argument that is the result's shape, which each rank needs for its piece.
+
+    `register_sharding` lets plans be reused for calls that differ in arguments before the first plain int (a list
+    of paddings, say), so all that is not a tensor is made part of the question here.
+    """
+    register_sharding(operator)(rule)
+    keywords = [argument.name for argument in operator._schema.arguments if argument.kwarg_only]
+    first = next((place for place, one in enumerate(operator._schema.arguments) if not _is_tensor(one)), 100)
+    info = RuntimeSchemaInfo(first, keywords or None, needs_pytree=True)
+    planner = DTensor._op_dispatcher.sharding_propagator
+    planner.op_to_schema_info[operator] = info
+    if shape_argument is not None:
+        planner.op_to_shape_and_stride_idx[operator] = shape_argument
+
+
+def forget_plans() -> None:
+    """Drop the plans of operators that DTensor made on this thread: new rules hold from the next call on."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def _is_tensor(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)

@@ -37,6 +37,11 @@ def layout_of(x: DTensor) -> Layout:
     return private.layout_of_spec(private.spec_of(x))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What plans call a type, or another one of its size."""
+    return _NAMES.get(dtype) or _OF_SIZE[dtype.itemsize]
+
+
 def redistribute(
     x: DTensor,
     placements: Sequence[Placement],
@@ -53,7 +58,7 @@ def redistribute(
     Args:
         x: what to move; it stays as it is.
         placements: for each mesh axis; partial ones too.
-        mesh: the mesh of the result, if it is another one.
+        mesh: the mesh of the result, if it is another one; see `across.redistribute_across`.
         shard_order: for tensor dims, the mesh axes that cut them in the order of the cuts; by default the axes' own.
         memory_cap_bytes: what a rank may hold at once: its part of `x`, what is under way, and its part of the result.
 
@@ -62,7 +67,16 @@ def redistribute(
         CollectiveError: another rank did not come.
     """
     if mesh is not None and mesh != x.device_mesh:
-        return _to_other_mesh(x, mesh)
+        if memory_cap_bytes is not None:
+            raise LayoutError(
+                f"memory_cap_bytes = {memory_cap_bytes} for a transfer to another mesh",
+                where="redistribute, memory_cap_bytes",
+                rule="plans on one mesh keep to a cap",
+                fix="memory_cap_bytes=None",
+            )
+        from meshwright.reshard.across import redistribute_across
+
+        return redistribute_across(x, placements, mesh, shard_order=shard_order)
     if len(placements) != x.device_mesh.ndim:
         raise LayoutError(
             f"{len(placements)} placements for a mesh of {x.device_mesh.ndim} axes",
@@ -74,15 +88,6 @@ def redistribute(
     order = private.whole_order(shard_order, target)
     moved: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
     return moved
-
-
-def _to_other_mesh(x: DTensor, mesh: DeviceMesh) -> DTensor:
-    raise LayoutError(
-        f"the tensor is on ranks {x.device_mesh.mesh.tolist()}, the target on {mesh.mesh.tolist()}",
-        where="redistribute, mesh",
-        rule="a tensor is redistributed on its own mesh",
-        fix="mesh=None",
-    )
 
 
 class _Redistribute(torch.autograd.Function):
@@ -116,8 +121,7 @@ class _Redistribute(torch.autograd.Function):
 def _move(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: int | None) -> Tensor:
     if source == target:
         return local
-    name = _NAMES.get(local.dtype) or _OF_SIZE[local.dtype.itemsize]
-    return execute(plan(source, target, dtype=name, memory_cap_bytes=cap), local, groups_of(mesh))
+    return execute(plan(source, target, dtype=dtype_name(local.dtype), memory_cap_bytes=cap), local, groups_of(mesh))
 
 
 @contextmanager

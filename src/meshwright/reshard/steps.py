@@ -155,12 +155,13 @@ class ReshardPlan:
         try:
             fields = json.loads(text)
             fields["steps"] = tuple(_step(step) for step in fields["steps"])
-            return ReshardPlan(**{**fields, "src": _layout(fields["src"]), "dst": _layout(fields["dst"])})
+            return ReshardPlan(**{**fields, "src": layout_from(fields["src"]), "dst": layout_from(fields["dst"])})
         except (KeyError, TypeError, ValueError) as e:
             raise LayoutError(f"not a plan: {e!r}", rule="from_json reads what to_json wrote", fix="plan anew") from e
 
 
-def _layout(fields: dict[str, Any]) -> Layout:
+def layout_from(fields: dict[str, Any]) -> Layout:
+    """The layout of which `asdict` made these fields, through JSON."""
     return Layout(
         tuple(fields["shape"]),
         tuple(fields["axis_sizes"]),
@@ -170,5 +171,5 @@ def _layout(fields: dict[str, Any]) -> Layout:
 
 
 def _step(fields: dict[str, Any]) -> Step:
-    layouts = {"src": _layout(fields["src"]), "dst": _layout(fields["dst"])}
+    layouts = {"src": layout_from(fields["src"]), "dst": layout_from(fields["dst"])}
     return Step(**{**fields, **layouts, "kind": StepKind(fields["kind"]), "axes": tuple(fields["axes"])})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from meshwright.reshard.pieces import Piece, Run
+from meshwright.reshard.pieces import Piece, Run, window
 
 Strides = tuple[int, ...]
 
@@ -141,7 +141,7 @@ def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Gr
 def flat_parts(piece: Piece, start: int, stop: int) -> list[Piece]:
     """From the packed piece's `start`-th element to before its `stop`-th, as pieces that follow each other."""
     return [
-        replace(piece, runs=tuple(_between(runs, *ends) for runs, ends in zip(piece.runs, box, strict=True)))
+        replace(piece, runs=tuple(window(runs, *ends) for runs, ends in zip(piece.runs, box, strict=True)))
         for box in _boxes(piece.shape(), start, min(stop, piece.numel()))
     ]
 
@@ -165,17 +165,6 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
         *([((first, last), *whole)] if first < last else []),
         *(((last, last + 1), *box) for box in tail),
     ]
-
-
-def _between(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
-    """The part of `runs` from its `start`-th index to before its `stop`-th."""
-    found, at = [], 0
-    for run in runs:
-        low, high = max(start - at, 0), min(stop - at, run.length)
-        if low < high:
-            found.append(Run(run.source + low, run.target + low, high - low))
-        at += run.length
-    return tuple(found)
 
 
 def shifted(window: Window, offset: int) -> Window:

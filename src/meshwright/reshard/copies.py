@@ -1,0 +1,185 @@
+"""Running an operator on whole copies: gather its inputs, compute on every rank, keep each rank's piece.
+
+Every rank computes the same from the same values, so results are laid out by slicing, without a message. What an
+operator writes in place is written to copies first: an operator that fails leaves its inputs as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from meshwright.mesh.layout import Layout
+from meshwright.reshard.private import (
+    OpOverload,
+    as_copies,
+    as_dtensor_like,
+    cuts_of,
+    is_cut,
+    own_tensor,
+    turn_in_place,
+)
+from meshwright.reshard.refusals import mesh_refused, partial_refused, random_refused, shape_refused
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""Tensors an operator was called with, and the whole ones it is run on."""
+
+
+@dataclass
+class Call:
+    """An operator and its arguments."""
+
+    operator: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors, those in lists included."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def dtensors(self) -> list[DTensor]:
+        """Those of its tensors that lie on a mesh."""
+        return [tensor for tensor in self.tensors() if isinstance(tensor, DTensor)]
+
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes to: in place, or as `out`."""
+        found: list[Any] = []
+        for place, argument in enumerate(self.operator._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = self.args[place] if place < len(self.args) else self.kwargs.get(argument.name)
+                found += tree_leaves(value)
+        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+    def mesh(self) -> DeviceMesh:
+        """The mesh of its DTensors.
+
+        Raises:
+            OperatorError: they have several.
+        """
+        meshes = [tensor.device_mesh for tensor in self.dtensors()]
+        if any(mesh != meshes[0] for mesh in meshes):
+            raise mesh_refused(self.operator)
+        return meshes[0]
+
+    def run(self) -> Any:
+        """What it returns."""
+        return self.operator(*self.args, **self.kwargs)
+
+
+def gather_bytes(tensor: DTensor) -> int:
+    """Bytes that a rank receives to have the whole tensor: others' pieces, after partial values were added up."""
+    pieces = parts = 1
+    for axis, placement in enumerate(tensor.placements):
+        size = tensor.device_mesh.size(axis)
+        if is_cut(placement):
+            pieces *= size
+        elif isinstance(placement, Partial):
+            parts *= size
+    whole = tensor.numel() * tensor.element_size()
+    piece = math.ceil(whole / pieces)
+    return whole - piece + math.ceil(2 * piece * (parts - 1) / parts)
+
+
+def run_on_copies(call: Call) -> Any:
+    """What `call` returns, computed from whole inputs and laid out as the input of its shape.
+
+    Raises:
+        OperatorError: it draws random numbers, or would write where it can't.
+    """
+    mesh, written = call.mesh(), {id(tensor) for tensor in call.written()}
+    if any(isinstance(t, DTensor) and any(p.is_partial() for p in t.placements) for t in call.written()):
+        raise partial_refused(call.operator)
+    if torch.Tag.inplace_view in call.operator.tags and call.args[0].placements == (Replicate(),) * mesh.ndim:
+        return turn_in_place(call.operator, call.args, call.kwargs)
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    with torch.no_grad():
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in pairs:
+                pairs[id(leaf)] = leaf, _whole(leaf, is_written=id(leaf) in written)
+        args, kwargs = tree_unflatten([pairs[id(x)][1] if isinstance(x, Tensor) else x for x in leaves], spec)
+        result = _without_drawing(Call(call.operator, args, kwargs))
+        changed = [pair for key, pair in pairs.items() if key in written]
+        _check_fits(call.operator, changed)
+        for tensor, whole in changed:
+            (own_tensor(tensor) if isinstance(tensor, DTensor) else tensor).copy_(_piece_like(whole, tensor))
+        back = {id(whole): tensor for tensor, whole in changed}
+        return tree_map_only(Tensor, lambda x: back[id(x)] if id(x) in back else _laid_out(x, call, mesh), result)
+
+
+def _whole(tensor: Tensor, *, is_written: bool) -> Tensor:
+    """The whole tensor on this rank; a copy of its own if the operator writes to it."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone() if is_written else tensor
+    copies = (Replicate(),) * tensor.device_mesh.ndim
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # gloo moves no numbers of 8 bits but integers
+        bytes_of = as_dtensor_like(tensor, own_tensor(tensor).view(torch.uint8), tensor)
+        whole = own_tensor(bytes_of.redistribute(placements=copies)).view(tensor.dtype)
+    else:
+        whole = own_tensor(tensor.redistribute(placements=copies))
+    whole = whole.contiguous() if tensor.is_contiguous() else whole
+    is_shared = whole.untyped_storage().data_ptr() == own_tensor(tensor).untyped_storage().data_ptr()
+    return whole.clone() if is_written and is_shared else whole
+
+
+def _without_drawing(call: Call) -> Any:
+    """What an operator on plain tensors returns, unless it drew random numbers for it."""
+    if torch.Tag.nondeterministic_seeded not in call.operator.tags:
+        return call.run()
+    if isinstance(call.kwargs.get("generator"), torch.Generator):
+        raise random_refused(call.operator)
+    devices = sorted({tensor.device.index for tensor in call.tensors() if tensor.is_cuda})
+    with torch.random.fork_rng(devices):
+        before = _random_states(devices)
+        result = call.run()
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_states(devices), strict=True)):
+            raise random_refused(call.operator)
+    return result
+
+
+def _random_states(devices: list[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+def _check_fits(operator: OpOverload, changed: Pairs) -> None:
+    for tensor, whole in changed:
+        if tensor.shape != whole.shape:
+            raise shape_refused(operator, tuple(whole.shape), tuple(tensor.shape))
+
+
+def _laid_out(whole: Tensor, call: Call, mesh: DeviceMesh) -> Tensor:
+    """A result as a DTensor; one that is sparse stays as it is, whole on every rank."""
+    if whole.layout is not torch.strided:
+        return whole
+    for like in call.dtensors():
+        if like.shape == whole.shape and any(is_cut(p) for p in like.placements):
+            return as_dtensor_like(whole, _piece_like(whole, like), like)
+    return as_copies(whole, mesh)
+
+
+def _piece_like(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of `whole`, laid out as `like`."""
+    coordinate = like.device_mesh.get_coordinate() if isinstance(like, DTensor) else None
+    if coordinate is None or not isinstance(like, DTensor) or not any(is_cut(p) for p in like.placements):
+        return whole
+    layout = cuts_of(like)
+    piece = whole
+    for dim, slices in enumerate(layout.local_slices(_rank_at(layout, tuple(coordinate)))):
+        if layout.axes_of(dim):
+            parts = [piece.narrow(dim, one.start, one.stop - one.start) for one in slices]
+            piece = torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
+    return piece.clone() if piece._base is not None or piece is whole else piece
+
+
+def _rank_at(layout: Layout, coordinate: tuple[int, ...]) -> int:
+    rank = 0
+    for place, size in zip(coordinate, layout.axis_sizes, strict=True):
+        rank = rank * size + place
+    return rank

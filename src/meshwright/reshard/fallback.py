@@ -1,0 +1,253 @@
+"""Operators without a sharding rule, on whole copies: `with replicate_fallback(): …`.
+
+DTensor refuses an operator that nobody wrote a rule for, and one that is given plain tensors beside DTensors. In
+this context such an operator is computed from its gathered inputs instead (`copies`), with a warning that says what
+that costs. It works below autograd, so the backward of an operator falls back like its forward.
+
+A dispatch mode sees each operator before DTensor does, on this thread only, and changes nothing of DTensor's. What
+DTensor can do by itself it does: an operator is computed from copies only after DTensor failed while it was still
+planning, which it does the same way on all ranks. A failure while computing is one rank's alone and is raised, but
+for one case that can be known beforehand: where some rank's piece is empty (a dim of 3 cut over 4 ranks), many
+operators fail on that rank and leave the others waiting. There the ranks agree first on whether anyone failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright.log import get_logger
+from meshwright.reshard.copies import Call, gather_bytes, run_on_copies
+from meshwright.reshard.functions import FunctionMode
+from meshwright.reshard.private import (
+    OpOverload,
+    TorchDispatchMode,
+    active_modes,
+    as_copies,
+    cuts_of,
+    draws_by_itself,
+    failed_in_planning,
+    has_handler,
+    is_cut,
+    own_tensor,
+)
+from meshwright.reshard.refusals import (
+    OperatorError,
+    is_storage,
+    name_of,
+    plain_refused,
+    random_refused,
+    storage_refused,
+    view_refused,
+)
+from meshwright.reshard.rules import register_rules
+from meshwright.units import format_bytes
+
+_log = get_logger(__name__)
+
+Warn = bool | Literal["error"]
+KEEP_TO_ELEMENTS = ("_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "new_", "detach", "slice", "select")
+"""Names that begin like this are computed element by element, like those that PyTorch tags so: nothing of an empty
+piece can fail."""
+LOOK_AT_ALL = ("_foreach_norm", "_foreach_max")
+"""But for these."""
+BROKEN = {
+    "aten.convolution.default": (1, 2),
+    "aten.convolution_backward.default": (2,),
+    "aten.squeeze_copy.default": (0,),
+    "aten.squeeze_copy.dim": (0,),
+    "aten.squeeze_copy.dims": (0,),
+}
+"""Operators that DTensor 2.13 computes wrongly where these arguments are cut. With a kernel cut by output channels, a
+rank's part of the result is passed off as all of it; a dim of which a rank holds one index is squeezed on that rank."""
+HANDLED = ("aten.as_strided.default",)
+"""Operators that DTensor refuses by code of its own, before it plans."""
+
+
+class Fallbacks:
+    """What was computed from whole copies in one `replicate_fallback`.
+
+    Attributes:
+        counts: how often, by operator.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+
+@contextmanager
+def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
+    """Compute operators without a sharding rule from gathered copies of their inputs, on this thread.
+
+    Results are laid out as the input of their shape is, else as copies. A plain tensor beside DTensors is taken as a
+    copy if every rank has the same values. `register_rules` is called first, and its rules stay.
+
+    Args:
+        warn: True logs a warning at the first time of each operator, with the bytes that a rank receives; False says
+            nothing; "error" raises instead of gathering, and nothing is moved.
+
+    Raises:
+        OperatorError: inside, for what no copies can give: operators on storage, random numbers, ….
+    """
+    register_rules()
+    mode = _Mode(warn)
+    outer = [one for one in active_modes() if isinstance(one, _Mode) and not one.is_suspended]
+    for one in outer:
+        one.is_suspended = True
+    try:
+        with FunctionMode(), mode:
+            yield mode.fallbacks
+    finally:
+        for one in outer:
+            one.is_suspended = False
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of this thread before DTensor does."""
+
+    def __init__(self, warn: Warn) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fallbacks = Fallbacks()
+        self.is_suspended = False
+        """A nested context is in charge."""
+        self._warn = warn
+        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Results of views that share no memory with their base."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        call = Call(func, args, kwargs or {})
+        if self.is_suspended or not any(issubclass(kind, DTensor) for kind in types):
+            return call.run()
+        self._check(call)
+        call = self._with_copies(call)
+        if _is_broken(call):
+            return self._from_copies(call)
+        if _has_empty_pieces(call) and not _keeps_to_elements(func):
+            return self._from_copies(call) if has_handler(func) else self._all_or_none(call)
+        try:
+            return call.run()
+        except Exception as error:
+            if not _may_be_gathered(error) and name_of(func) not in HANDLED:
+                raise
+        return self._from_copies(call)
+
+    def _check(self, call: Call) -> None:
+        """Refuse what would be wrong whoever computes it."""
+        written = call.written()
+        if any(tensor in self._views for tensor in written):
+            raise view_refused(call.operator)
+        if written and torch.Tag.nondeterministic_seeded in call.operator.tags and draws_by_itself(call.operator):
+            raise random_refused(call.operator)
+
+    def _with_copies(self, call: Call) -> Call:
+        """Plain tensors taken as copies; DTensor does so by itself with single numbers."""
+        plain = [t for t in call.tensors() if not isinstance(t, DTensor) and t.numel() != 1]
+        if not plain or self._warn == "error" or any(tensor.layout is not torch.strided for tensor in plain):
+            return call
+        mesh = call.mesh()
+        for tensor in plain:
+            if not _is_same_everywhere(tensor, mesh):
+                raise plain_refused(call.operator, tuple(tensor.shape))
+        chosen = {id(tensor): as_copies(tensor, mesh) for tensor in plain}
+        args, kwargs = tree_map_only(Tensor, lambda t: chosen.get(id(t), t), (call.args, call.kwargs))
+        return Call(call.operator, args, kwargs)
+
+    def _all_or_none(self, call: Call) -> Any:
+        """DTensor's result if no rank failed to compute its part of it."""
+        result, failed = None, None
+        written = [own_tensor(tensor) for tensor in call.written() if isinstance(tensor, DTensor)]
+        before = [tensor.clone() for tensor in written]
+        try:
+            result = call.run()
+        except Exception as error:
+            if _may_be_gathered(error):
+                return self._from_copies(call)
+            failed = error
+        if not _on_any_rank(failed is not None, call.mesh()):
+            return result
+        for tensor, old in zip(written, before, strict=True):
+            tensor.copy_(old)
+        return self._from_copies(call)
+
+    def _from_copies(self, call: Call) -> Any:
+        name = name_of(call.operator)
+        if is_storage(call.operator, call.dtensors()):
+            raise storage_refused(name)
+        self._say(name, call)
+        self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
+        result = run_on_copies(call)
+        if call.operator.is_view:
+            tree_map_only(DTensor, lambda view: self._views.__setitem__(view, True), result)
+        return result
+
+    def _say(self, name: str, call: Call) -> None:
+        inputs = {id(tensor): tensor for tensor in call.dtensors()}.values()
+        cost = format_bytes(sum(gather_bytes(tensor) for tensor in inputs))
+        if self._warn == "error":
+            layouts = ", ".join(f"{tuple(tensor.shape)} {tensor.placements}" for tensor in inputs)
+            raise OperatorError(
+                f"{name} has no sharding rule for {layouts}; gathering its inputs costs each rank {cost} a call",
+                where='replicate_fallback(warn="error")',
+                rule="every operator has a rule for the layouts it is called with",
+                fix="register one with torch.distributed.tensor.experimental.register_sharding, redistribute the "
+                "inputs first, or replicate_fallback(warn=True)",
+            )
+        if self._warn and name not in self.fallbacks.counts and not any(call.mesh().get_coordinate() or [0]):
+            _log.warning("%s has no sharding rule here: its inputs are gathered, %s a rank and call", name, cost)
+
+
+def _may_be_gathered(error: Exception) -> bool:
+    """DTensor could not do it, on any rank, and nothing was moved or written."""
+    return isinstance(error, NotImplementedError) or failed_in_planning(error)
+
+
+def _keeps_to_elements(operator: OpOverload) -> bool:
+    name = operator._schema.name.rpartition("::")[2]
+    if torch.Tag.pointwise in operator.tags:
+        return True
+    return name.startswith(KEEP_TO_ELEMENTS) and not name.startswith(LOOK_AT_ALL)
+
+
+def _is_broken(call: Call) -> bool:
+    places = [place for place in BROKEN.get(name_of(call.operator), ()) if place < len(call.args)]
+    inputs = [call.args[place] for place in places]
+    return any(isinstance(t, DTensor) and any(is_cut(p) for p in t.placements) for t in inputs)
+
+
+def _has_empty_pieces(call: Call) -> bool:
+    """Some rank holds nothing of an input that is not empty."""
+    for tensor in call.dtensors():
+        cut_dims = [p.dim for p in tensor.placements if is_cut(p)]  # type: ignore[attr-defined]
+        is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in cut_dims)
+        if tensor.numel() and is_small and not cuts_of(tensor).local_numels().all():
+            return True
+    return False
+
+
+def _is_same_everywhere(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """All ranks of the mesh have the same bytes, shape and type."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256(repr((tensor.shape, tensor.dtype)).encode() + content).digest()
+    number = int.from_bytes(digest[:7], "little")
+    return _reduced(number, mesh, "min") == _reduced(number, mesh, "max")
+
+
+def _on_any_rank(failed: bool, mesh: DeviceMesh) -> bool:
+    return _reduced(int(failed), mesh, "max") == 1
+
+
+def _reduced(number: int, mesh: DeviceMesh, by: str) -> int:
+    """The least or greatest of all ranks' numbers."""
+    own = torch.tensor([number], device=mesh.device_type)
+    return int(DTensor.from_local(own, mesh, [Partial(by)] * mesh.ndim, run_check=False).full_tensor().item())

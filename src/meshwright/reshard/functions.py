@@ -1,0 +1,33 @@
+"""Functions that read a tensor's memory before any operator is dispatched, for `replicate_fallback`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from meshwright.reshard.refusals import storage_refused
+
+POINTERS = (Tensor.data_ptr,)
+"""A DTensor answers 0."""
+READERS = (torch.tensor_split, Tensor.tensor_split)
+"""They read a tensor of integers on the host."""
+
+
+class FunctionMode(TorchFunctionMode):
+    """Sees every function of this thread before it becomes operators."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in POINTERS and isinstance(args[0], DTensor):
+            raise storage_refused("Tensor.data_ptr")
+        if func in READERS:
+            read = tree_map_only(DTensor, lambda x: x.full_tensor(), (args[1:], kwargs))
+            return func(args[0], *read[0], **read[1])
+        return func(*args, **kwargs)

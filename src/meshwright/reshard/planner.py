@@ -1,0 +1,111 @@
+"""`plan`: the cheapest way from one layout to another that fits in memory, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.errors import LayoutError
+from meshwright.mesh.layout import Layout
+from meshwright.reshard.cache import OnceCache
+from meshwright.reshard.cost import Topology
+from meshwright.reshard.search import Problem, least_live_bytes, search
+from meshwright.reshard.steps import LOCAL, ReshardPlan, Step, dtype_bytes
+from meshwright.reshard.volumes import clear_tables, lower_bound, numels, volume
+
+_PLANS: OnceCache[ReshardPlan] = OnceCache(capacity=4096)
+
+
+def plan(
+    src: Layout,
+    dst: Layout,
+    *,
+    dtype: str = "bf16",
+    topology: Topology | None = None,
+    memory_cap_bytes: int | None = None,
+) -> ReshardPlan:
+    """How to get a tensor from one layout to another, by the steps and costs of [Note: normal forms] and `cost.py`.
+
+    A plan depends on these arguments alone; equal ones get the same object while it is cached. Its steps go between
+    normal forms of layouts (`Layout.canonical`).
+
+    Args:
+        src: the layout before.
+        dst: the layout after, on the same mesh.
+        dtype: name of the number format, one of `DTYPE_BYTES`.
+        topology: the link along each mesh axis; by default the same fast one along all.
+        memory_cap_bytes: what a rank may hold at once: source, what is under way, and result.
+
+    Raises:
+        LayoutError: the layouts are of different tensors or meshes, or nothing fits the cap; the message has the
+            smallest that would do.
+    """
+    key = (src, dst, dtype, topology, memory_cap_bytes)
+    return _PLANS.get(key, lambda: _plan(src, dst, dtype, topology, memory_cap_bytes))
+
+
+def clear_cache() -> None:
+    """Forget all plans, and all that planning keeps to be fast."""
+    _PLANS.clear()
+    clear_tables()
+
+
+def _plan(src: Layout, dst: Layout, dtype: str, topology: Topology | None, cap: int | None) -> ReshardPlan:
+    _check_ends(src, dst)
+    topology = Topology.uniform(len(src.axis_sizes)) if topology is None else topology
+    topology.check(src.axis_sizes)
+    problem = Problem(src.canonical(), dst.canonical(), dtype_bytes(dtype), topology, cap)
+    steps = _steps(problem)
+    sent, received = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for step in steps:
+        if step.kind not in LOCAL:
+            found = volume(step.src, step.dst)
+            sent, received = sent + found.sent, received + found.received
+    alone = int(numels(problem.src).max()) * problem.element_bytes
+    return ReshardPlan(
+        src,
+        dst,
+        dtype,
+        tuple(steps),
+        bytes_sent=int(sent.max()) * problem.element_bytes,
+        bytes_received=int(received.max()) * problem.element_bytes,
+        lower_bound_bytes=lower_bound(problem.src, problem.dst) * problem.element_bytes if steps else 0,
+        peak_bytes=max([alone, *(step.live_bytes for step in steps)]),
+        time_us=round(sum(step.time_us for step in steps), 3),
+    )
+
+
+def _steps(problem: Problem) -> list[Step]:
+    """The cheapest steps that fit; with exchanges in rounds only where nothing fits otherwise."""
+    if problem.src.same_as(problem.dst):
+        return []
+    steps = search(problem)
+    if steps is None:
+        steps = search(replace(problem, in_rounds=True))
+    if steps is None:
+        cap, least = problem.memory_cap_bytes, least_live_bytes(problem)
+        raise LayoutError(
+            f"no plan from {problem.src} to {problem.dst} fits in {cap} bytes",
+            where="memory_cap_bytes",
+            rule="source, result and what is under way are held at once",
+            fix=f"memory_cap_bytes={least} or more",
+        )
+    return steps
+
+
+def _check_ends(src: Layout, dst: Layout) -> None:
+    if src.shape != dst.shape:
+        raise LayoutError(
+            f"the source is of shape {list(src.shape)}, the destination of {list(dst.shape)}",
+            where="dst",
+            rule="a plan moves one tensor",
+            fix=f"shape={src.shape} for both",
+        )
+    if src.axis_sizes != dst.axis_sizes:
+        raise LayoutError(
+            f"the source is on a mesh of {list(src.axis_sizes)}, the destination on one of {list(dst.axis_sizes)}",
+            where="dst",
+            rule="a plan stays on one mesh",
+            fix=f"axis_sizes={src.axis_sizes} for both, or a transfer between meshes",
+        )

@@ -1,0 +1,113 @@
+"""Rules: right values on even, uneven and strided layouts, no message where the work is along a dim that isn't cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.reshard.fallback import replicate_fallback
+from meshwright.reshard.rules import register_rules
+
+F = torch.nn.functional
+
+
+def place(x, mesh, placements):
+    """A DTensor of `x`, which all ranks have; a partial one has a part of each value on each rank."""
+    partial = [p.is_partial() for p in placements]
+    whole = DTensor.from_local(x.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if not any(partial):
+        return whole.redistribute(placements=placements)
+    num = 1
+    for axis, is_partial in enumerate(partial):
+        num *= mesh.size(axis) if is_partial else 1
+    kept = whole.redistribute(placements=[Replicate() if p else q for p, q in zip(partial, placements, strict=True)])
+    return DTensor.from_local(kept.to_local() / num, mesh, placements, run_check=False)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def indices(high, *shape):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(7))
+
+
+def distinct(size, *shape):
+    """Indices along dim 1 that differ within a row, as scatter needs for one answer."""
+    rows = [torch.randperm(size, generator=torch.Generator().manual_seed(row))[: shape[1]] for row in range(shape[0])]
+    return torch.stack(rows)
+
+
+OPERATORS = {
+    "sort": (lambda x: torch.sort(x, dim=1), lambda n: [numbers(n, 6)]),
+    "argsort": (lambda x: torch.argsort(x, dim=-1, stable=True), lambda n: [numbers(n, 6)]),
+    "gather": (lambda x, i: torch.gather(x, 1, i), lambda n: [numbers(n, 6), indices(6, n, 4)]),
+    "scatter": (lambda x, i, s: torch.scatter(x, 1, i, s), lambda n: [numbers(n, 6), distinct(6, n, 4), numbers(n, 4)]),
+    "scatter value": (lambda x, i: torch.scatter(x, 1, i, 2.0), lambda n: [numbers(n, 6), indices(6, n, 4)]),
+    "scatter multiply": (
+        lambda x, i, s: torch.ops.aten.scatter.reduce(x, 1, i, s, reduce="multiply"),
+        lambda n: [numbers(n, 6), distinct(6, n, 4), numbers(n, 4)],
+    ),
+    "scatter_add": (lambda x, i, s: torch.scatter_add(x, -1, i, s),
+                    lambda n: [numbers(n, 6), indices(6, n, 9), numbers(n, 9, seed=1)]),
+    "scatter_add_": (lambda x, i, s: x.clone().scatter_add_(1, i, s),
+                     lambda n: [numbers(n, 6), indices(6, n, 9), numbers(n, 9, seed=1)]),
+    **{
+        f"scatter_reduce {kind}": (
+            lambda x, i, s, kind=kind: torch.scatter_reduce(x, 1, i, s, kind, include_self=kind != "amax"),
+            lambda n: [numbers(n, 6), indices(6, n, 9), numbers(n, 9, seed=1)],
+        )
+        for kind in ("sum", "prod", "mean", "amin", "amax")
+    },
+    "index_put": (lambda x, i, s: torch.ops.aten.index_put(x, (None, i), s), lambda n: [numbers(n, 6), torch.tensor([4, 1]),
+                                                                               numbers(n, 2)]),
+    "softmax": (lambda x: torch.softmax(x, 1), lambda n: [numbers(n, 6)]),
+    "softmax backward": (lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float32),
+                         lambda n: [numbers(n, 6), numbers(n, 6, seed=1).softmax(1)]),
+    "slice": (lambda x: x[:, 1:5:2], lambda n: [numbers(n, 6)]),
+    "einsum": (lambda x, w: torch.einsum("nik,k->ni", x, w), lambda n: [numbers(n, 3, 6), numbers(6)]),
+    "pad": (lambda x: F.pad(x, (1, 2)), lambda n: [numbers(n, 6)]),
+    "pad reflect": (lambda x: F.pad(x, (1, 2), mode="reflect"), lambda n: [numbers(n, 6)]),
+    "pad replicate": (lambda x: F.pad(x, (1, 2, 0, 3), mode="replicate"), lambda n: [numbers(n, 5, 6)]),
+    "pad circular": (lambda x: F.pad(x, (1, 2), mode="circular"), lambda n: [numbers(n, 5, 6)]),
+    "unfold": (lambda x: x.unfold(1, 3, 2), lambda n: [numbers(n, 6)]),
+    "im2col": (lambda x: F.unfold(x, (2, 3), padding=1), lambda n: [numbers(n, 2, 5, 6)]),
+    "col2im": (lambda x: F.fold(x, (4, 5), (2, 2)), lambda n: [numbers(n, 8, 12)]),
+}  # fmt: skip
+"""Works along dims after the first, whose size is `n`; the first dim of inputs of that size is cut."""
+
+LAYOUTS = {
+    "even": (8, (4,), [Shard(0)]),
+    "uneven": (7, (4,), [Shard(0)]),
+    "strided": (8, (2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    "uneven on two axes": (9, (2, 2), [Shard(0), Shard(0)]),
+    "one axis of two": (6, (2, 2), [Replicate(), Shard(0)]),
+}
+
+
+def along_other_dims(rank, world_size):
+    """By layout and operator: the largest difference from plain tensors, messages, fallbacks."""
+    found = {}
+    for layout, (n, mesh_shape, placements) in LAYOUTS.items():
+        mesh = init_device_mesh("cpu", mesh_shape)
+        copies = [Replicate()] * mesh.ndim
+        for name, (operator, inputs) in OPERATORS.items():
+            plain = inputs(n)
+            placed = [place(x, mesh, placements if x.shape[0] == n else copies) for x in plain]
+            with CommDebugMode() as messages, replicate_fallback(warn=False) as fallbacks:
+                got = operator(*placed)
+            expected = operator(*plain)
+            pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, expected)), strict=True)
+            is_right = all(torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in pairs)
+            found[layout, name] = is_right, messages.get_total_counts(), dict(fallbacks.counts)
+    return found
+
+
+def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang):
+    for found in gang(4).run(along_other_dims, timeout_s=60.0):
+        assert len(found) == len(LAYOUTS) * len(OPERATORS)
+        assert {key: outcome for key, outcome in found.items() if outcome != (True, 0, {})} == {}
