@@ -40,7 +40,7 @@ TORCH_FREE = (
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
     "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
     "reshard/volumes.py", "reshard/staging.py", "reshard/normal_forms.py", "reshard/cache.py", "reshard/planner.py",
-    "reshard/samples.py", "reshard/__init__.py",
+    "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
     "reshard/draw.py",
     "checkpoint/manifest.py",
     "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
