@@ -49,13 +49,15 @@ TORCH_FREE = (
     "bench/parts.py", "bench/report.py", "bench/alternate.py", "bench/cases.py", "bench/train.py",
     "bench/pipeline.py", "bench/pipeline_cases.py", "bench/ranks.py", "bench/shared_gradients.py",
     "bench/comm.py", "bench/comm_loss.py", "bench/comm_cases.py", "bench/devices.py",
+    "bench/reshard.py", "bench/reshard_cases.py",
     "cli/*",
 )  # fmt: skip
 """Files that import no torch, by patterns inside the package."""
 
 LATE_TORCH_ALLOWED = (
     "__main__.py", "cli/*", "train/launch.py", "bench/devices.py", "bench/train.py", "bench/pipeline.py",
-    "bench/shared_gradients.py", "bench/comm.py", "bench/comm_loss.py", "prove/drift.py", "testing/*",
+    "bench/shared_gradients.py", "bench/comm.py", "bench/comm_loss.py", "bench/reshard.py", "prove/drift.py",
+    "testing/*",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""
 
