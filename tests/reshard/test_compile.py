@@ -39,14 +39,18 @@ def run(step, slots, tensors):
         rounds = [p.rounds[at] for p in programs]
         buffers = []
         for rank, one in enumerate(rounds):
-            packed = np.full(sum(one.receive) if one.gathers else sum(one.send), -1)
+            packed = np.full(one.num_received if one.gathers else one.num_sent, -1)
             copied(one.pack, flat[rank], packed)
-            if one.send_from is not None:
-                packed = flat[rank][one.send_from : one.send_from + sum(one.send)]
+            if one.send_from is not None and one.gathers:
+                place = slots[rank].index(rank) * one.receive[0]
+                packed[place : place + one.num_sent] = flat[rank]
+            elif one.send_from is not None:
+                packed = flat[rank][one.send_from : one.send_from + one.num_sent]
             buffers.append(packed)
-            held = 0 if one.send_from is not None or (one.gathers and one.receive_at is not None) else packed.size
-            held += 0 if one.gathers or one.receive_at is not None else sum(one.receive)
+            held = (packed.size if one.send_from is None else 0) + (one.num_received if one.receive_at is None else 0)
+            held = (0 if one.receive_at is not None else packed.size) if one.gathers else held
             staged[rank] = max(staged[rank], held)
+            assert programs[rank].staging_elements >= held or len(slots[rank]) == 1
         for rank, one in enumerate(rounds):
             got = moved(rank, one, rounds, buffers, slots)
             if one.receive_at is not None:

@@ -104,17 +104,20 @@ class _Compiler:
             filled[piece.sender] = within[-1] + piece.numel()
         length = max(filled.values(), default=0)
         at = [self.slot_of[piece.sender] * length + offset for piece, offset in zip(incoming, within, strict=True)]
-        receive = (length,) * len(self.slots)
         own = [place for place, piece in enumerate(incoming) if piece.sender == self.rank]
-        pack = self._packs([incoming[place] for place in own], [at[place] for place in own])
-        if self.reduces:
-            return Round(
-                (length,), receive, length, sum(receive), gathers=True, pack=pack, folds=self._folds(incoming, at)
-            )
-        if self.rounds == 1 and self._lies(incoming, at, length):
-            return Round((length,), receive, length, sum(receive), gathers=True, receive_at=0, pack=pack)
+        is_whole = self.is_dense and length == math.prod(self.before)
+        lies = self.rounds == 1 and not self.reduces and self._lies(incoming, at, length)
         return Round(
-            (length,), receive, length, sum(receive), gathers=True, pack=pack, unpack=self._unpacks(incoming, at)
+            (length,),
+            (length,) * len(self.slots),
+            length,
+            length * len(self.slots),
+            gathers=True,
+            send_from=0 if is_whole else None,
+            receive_at=0 if lies else None,
+            pack=() if is_whole else self._packs([incoming[place] for place in own], [at[place] for place in own]),
+            unpack=() if lies or self.reduces else self._unpacks(incoming, at),
+            folds=self._folds(incoming, at) if self.reduces else (),
         )
 
     def _lies(self, incoming: Sequence[Piece], at: Sequence[int], length: int) -> bool:

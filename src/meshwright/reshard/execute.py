@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.all_to_all import all_to_all_into
-from meshwright.comm.collectives import all_gather_in_place
+from meshwright.comm.collectives import all_gather_onto
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout, Reduction
 from meshwright.reshard.compile import compile_step
@@ -65,7 +65,9 @@ def _gather(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Te
     """Every rank's part, flat, by the group's ranks."""
     received = (staging if one.receive_at is None else result.view(-1)).narrow(0, 0, one.num_received)
     _copy(one.pack, x, received)
-    return all_gather_in_place(received, group=meeting.group) if one.num_received else received
+    if one.num_received:
+        all_gather_onto(received, None if one.send_from is None else x, group=meeting.group)
+    return received
 
 
 def _exchange(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Round:
         receive: likewise; of an all-gather, for each rank of the group.
         num_sent: in all.
         num_received: likewise.
-        gathers: it is an all-gather, whose parts lie in the buffer by the group's ranks, this rank's before it starts.
+        gathers: it is an all-gather, whose parts lie in the buffer by the group's ranks; its own is packed there.
         send_from: where in the rank's own tensor what is sent begins, if nothing is packed.
         receive_at: where in the result what is received begins, if nothing is unpacked.
         pack: own tensor → send buffer (of an all-gather: the only buffer).
