@@ -285,3 +285,22 @@ def agreed_to_stop(lane, stop):
 @pytest.mark.parametrize("seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_threads_plan_execute_and_forget_at_once(gang, seconds):
     assert all(min(counts) >= 1 for counts in gang(4).run(threads, seconds, timeout_s=seconds + 30))
+
+
+def folds_in_order(rank, world_size, dtype):
+    """Each result beside the fold of all ranks' values from rank 0 up, in float32 at least."""
+    groups = groups_of(init_device_mesh("cpu", (4,)))
+    values = [torch.randn(70, 1000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(4)]
+    wide = [x.to(torch.promote_types(dtype, torch.float32)) for x in values]
+    whole = (((wide[0] + wide[1]) + wide[2]) + wide[3]).to(dtype)
+    found = []
+    for target, kind in (("R", StepKind.ALL_REDUCE), ("S0", StepKind.REDUCE_SCATTER), ("S1", StepKind.REDUCE_SCATTER)):
+        src, dst = (Layout.parse(text, (4,), (70, 1000)) for text in ("P", target))
+        y = execute(plan_of(Step(kind, (0,), src, dst, 0, 0, 0.0, 0)), values[rank], groups)
+        found.append(torch.equal(y, part(whole, dst, rank)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partial_values_are_reduced_from_the_first_rank_up(gang, dtype):
+    assert gang(4).run(folds_in_order, dtype) == [[True] * 3] * 4
