@@ -50,6 +50,7 @@ def _counted(step: Step, first: Layout | None, size: int, totals: list[list[int]
 
 def bound_of(src: Layout, dst: Layout) -> int:
     """Elements that some rank must receive by any method, from the sets of elements that the ranks have."""
+    assert prod(src.shape) * src.num_ranks() <= 10**6, "give the bound"
     has, due = _elements(src), _elements(dst)
     changed = [axis for axis, (a, b) in enumerate(zip(src.partial, dst.partial, strict=True)) if a is not b]
     values = prod(src.axis_sizes[axis] for axis in changed if src.partial[axis])

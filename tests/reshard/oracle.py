@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 
 from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout
+from meshwright.reshard.moves import Problem, make_step
 from meshwright.reshard.normal_forms import without
-from meshwright.reshard.search import Problem, make_step
 from meshwright.reshard.volumes import Splits, lower_bound
 
 
@@ -32,10 +33,16 @@ def cheapest(problem: Problem, below_ns: int, *, strided: bool, max_priced: int,
 
     `estimate`: leave out what cannot lead to less because of what is still to be received.
     """
-    rest = _Rest(problem, estimate)
+    rest = Rest(problem, estimate)
     if rest.ns(problem.src) >= below_ns:
         return Found(below_ns)
-    layouts = all_layouts(problem, strided=strided)
+    return through(problem, all_layouts(problem, strided=strided), below_ns, rest, max_priced)
+
+
+def through(
+    problem: Problem, layouts: Sequence[Layout], below_ns: int, rest: Rest, max_priced: int = sys.maxsize
+) -> Found | None:
+    """The least time of a chain through these layouts, as `cheapest`."""
     best, chains, done, num_priced = {problem.src: 0}, {problem.src: (problem.src,)}, set(), 0
     queue = [(0, 0, problem.src)]
     while queue:
@@ -86,7 +93,7 @@ def _orders(cuts: Sequence[int], axes: Sequence[int], sizes: tuple[int, ...], *,
     return list(orders)
 
 
-class _Rest:
+class Rest:
     """The least time from a layout to the problem's end."""
 
     def __init__(self, problem: Problem, estimate: bool) -> None:

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout, Reduction
-from meshwright.reshard.search import Problem, make_step
+from meshwright.reshard.moves import Problem, make_step
 from meshwright.reshard.steps import Step
 
 

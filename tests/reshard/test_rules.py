@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.reshard.fallback import replicate_fallback
-from meshwright.reshard.rules import register_rules
+from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional
-
-
-def place(x, mesh, placements):
-    """A DTensor of `x`, which all ranks have; a partial one has a part of each value on each rank."""
-    partial = [p.is_partial() for p in placements]
-    whole = DTensor.from_local(x.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if not any(partial):
-        return whole.redistribute(placements=placements)
-    num = 1
-    for axis, is_partial in enumerate(partial):
-        num *= mesh.size(axis) if is_partial else 1
-    kept = whole.redistribute(placements=[Replicate() if p else q for p, q in zip(partial, placements, strict=True)])
-    return DTensor.from_local(kept.to_local() / num, mesh, placements, run_check=False)
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def indices(high, *shape):
@@ -63,8 +45,8 @@ OPERATORS = {
         )
         for kind in ("sum", "prod", "mean", "amin", "amax")
     },
-    "index_put": (lambda x, i, s: torch.ops.aten.index_put(x, (None, i), s), lambda n: [numbers(n, 6), torch.tensor([4, 1]),
-                                                                               numbers(n, 2)]),
+    "index_put": (lambda x, i, s: torch.ops.aten.index_put(x, (None, i), s),
+                  lambda n: [numbers(n, 6), torch.tensor([4, 1]), numbers(n, 2)]),
     "softmax": (lambda x: torch.softmax(x, 1), lambda n: [numbers(n, 6)]),
     "softmax backward": (lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float32),
                          lambda n: [numbers(n, 6), numbers(n, 6, seed=1).softmax(1)]),
@@ -73,7 +55,6 @@ OPERATORS = {
     "pad": (lambda x: F.pad(x, (1, 2)), lambda n: [numbers(n, 6)]),
     "pad reflect": (lambda x: F.pad(x, (1, 2), mode="reflect"), lambda n: [numbers(n, 6)]),
     "pad replicate": (lambda x: F.pad(x, (1, 2, 0, 3), mode="replicate"), lambda n: [numbers(n, 5, 6)]),
-    "pad circular": (lambda x: F.pad(x, (1, 2), mode="circular"), lambda n: [numbers(n, 5, 6)]),
     "unfold": (lambda x: x.unfold(1, 3, 2), lambda n: [numbers(n, 6)]),
     "im2col": (lambda x: F.unfold(x, (2, 3), padding=1), lambda n: [numbers(n, 2, 5, 6)]),
     "col2im": (lambda x: F.fold(x, (4, 5), (2, 2)), lambda n: [numbers(n, 8, 12)]),

@@ -132,6 +132,18 @@ def ordered(rank, world_size):
     return torch.equal(y.to_local(), whole[source.local_slices(rank - 4)[0][0]]) and layout_of(y) == source
 
 
+def gradient_of_other_placements(rank, world_size):
+    source, target = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [3, 4])
+    x = made(source, [S(0)], whole_of((6, 4))).requires_grad_()
+    y = redistribute_across(x, [S(1)], target)
+    y.backward(made(target, [R], whole_of((6, 4))))
+    return x.grad.placements == (S(0),) and torch.equal(x.grad.to_local(), x.to_local())
+
+
+def test_a_gradient_of_other_placements(gang):
+    assert all(gang(8).run(gradient_of_other_placements)[:3])
+
+
 def test_other_orders_of_cuts(gang):
     assert all(gang(8).run(ordered))
 

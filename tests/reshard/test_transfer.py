@@ -120,18 +120,12 @@ def test_trainer_to_inference(first: int) -> None:
     assert plan.bytes_received == plan.lower_bound_bytes == 2 * lacked
 
 
-def on_two_nodes(devices_per_node: int | None) -> int:
-    """Bytes that cross between nodes of four, from copies on each node to shards on each."""
-    src, dst = Layout.parse("R S0", (2, 2), (40, 60)), Layout.parse("S1", (4,), (40, 60))
-    plan = plan_transfer(
-        src, dst, src_ranks=[4, 5, 0, 1], dst_ranks=[2, 6, 3, 7], devices_per_node=devices_per_node
-    )
+@pytest.mark.parametrize(("devices_per_node", "crossing"), [(None, 30), (2, 20)])
+def test_ranks_send_to_their_own_node_first(devices_per_node: int | None, crossing: int) -> None:
+    src, dst = Layout.parse("R", (2,), (40,)), Layout.parse("S0", (4,), (40,))
+    plan = plan_transfer(src, dst, src_ranks=[0, 2], dst_ranks=[1, 3, 4, 5], devices_per_node=devices_per_node)
     verify_transfer(plan)
-    return sum(move.stop - move.start for move in plan.moves if move.sender // 4 != move.receiver // 4)
-
-
-def test_ranks_send_to_their_own_node_first() -> None:
-    assert on_two_nodes(4) == 0
+    assert sum(m.stop - m.start for m in plan.moves if m.sender // 2 != m.receiver // 2) == crossing
 
 
 def test_partial_values_become_cuts_first() -> None:

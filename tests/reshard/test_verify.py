@@ -21,6 +21,7 @@ from tests.reshard.plan_faults import EXCHANGE, FAULTS, GATHER_SLICE_SWAP, MADE,
 RIGHT = [
     GATHER_SLICE_SWAP, EXCHANGE, MIXED, REDUCE, MAKE, ROUNDS,
     plan_of((2, 2), (8, 8), "S0 R"),
+    plan_of((2, 3), (6, 6), "P P", ("all-reduce", "1", "P R")),
     plan_of((4,), (3, 5), "S0", ("all-gather", "0", "R")),
     plan_of((2, 3), (7,), "SS0/2 S0", ("all-to-all", "0 1", "S0@1 S0@0"), dtype="fp32"),
     plan_of((2, 2), (4, 4), "R R", ("partition", "", "P P"), dtype="int8"),
@@ -91,11 +92,18 @@ def test_values_on_paper_catch_what_layouts_hide():
     assert "finds box 0 of rank 0 1 times" in said[2] and "finds box" in said[3]
 
 
-def random_layout(draw: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
+def test_small_plans_are_carried_out_on_paper(monkeypatch):
+    asked = []
+    monkeypatch.setattr("meshwright.reshard.verify.check_values", asked.append)
+    verify(EXCHANGE)
+    assert asked == [EXCHANGE]
+
+
+def random_layout(draw: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], reductions: list[str]) -> Layout:
     words = []
     for _ in mesh:
         dim, kind = draw.randrange(len(shape)), draw.random()
-        words.append("R" if kind < 0.3 else f"P({draw.choice(['sum', 'avg', 'max'])})" if kind < 0.45 else f"S{dim}")
+        words.append("R" if kind < 0.3 else f"P({draw.choice(reductions)})" if kind < 0.45 else f"S{dim}")
         if kind > 0.92:
             words[-1] = f"SS{dim}/{draw.choice([2, 3])}"
     order = {}
@@ -110,10 +118,13 @@ def random_pair(seed: int, *, num_axes: int = 3) -> tuple[Layout, Layout, str]:
     draw = random.Random(seed)
     mesh = tuple(draw.choice([1, 2, 2, 3, 4]) for _ in range(draw.randint(1, num_axes)))
     shape = tuple(draw.choice([0, 1, 2, 5, 8, 12, 24]) for _ in range(draw.randint(1, 3)))
-    return random_layout(draw, mesh, shape), random_layout(draw, mesh, shape), draw.choice(["bf16", "fp32"])
+    src = random_layout(draw, mesh, shape, ["sum", "sum", "avg", "max"])
+    # What becomes partial does so for one reduction: a maximum around sums has no neutral element in all formats.
+    dst = random_layout(draw, mesh, shape, [draw.choice(["sum", "avg", "max", "product"])])
+    return src, dst, draw.choice(["bf16", "fp32"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_plans_of_the_planner_are_accepted(seed):
     src, dst, dtype = random_pair(seed)
@@ -122,7 +133,7 @@ def test_plans_of_the_planner_are_accepted(seed):
     verify(ReshardPlan.from_json(planned.to_json()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_plans_under_a_memory_cap_are_accepted(seed):
     src, dst, dtype = random_pair(seed)
@@ -137,7 +148,7 @@ def test_plans_under_a_memory_cap_are_accepted(seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(st.integers(0, 2**32))
 def test_many_plans_of_the_planner_are_accepted(seed):
     src, dst, dtype = random_pair(seed, num_axes=4)

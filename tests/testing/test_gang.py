@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy
@@ -81,6 +82,13 @@ def pass_on(rank, world_size):
     if rank == 1:
         dist.recv(value, 0)
     return value.item()
+
+
+def open_files_once_closed(rank, world_size):
+    for thread in threading.enumerate():
+        if thread.name == "close-groups":
+            thread.join(10)
+    return len(os.listdir("/proc/self/fd"))
 
 
 def large_tensor(rank, world_size):
@@ -214,6 +222,13 @@ def test_a_worker_that_died_between_bodies_is_replaced(gang):
 def test_a_body_does_not_meet_what_the_last_one_left(gang):
     gang(2).run(leave_a_message)
     assert gang(2).run(pass_on) == [0.0, 0.0]
+
+
+def test_groups_that_bodies_leave_are_closed(gang):
+    before = gang(2).run(open_files_once_closed)
+    gang(2).run(leave_a_message)
+    gang(2).run(total)
+    assert gang(2).run(open_files_once_closed) == before
 
 
 def test_a_body_that_cannot_travel_is_refused(gang):

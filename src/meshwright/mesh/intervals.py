@@ -123,4 +123,5 @@ def overlap(a: Intervals, b: Intervals, at_a: tuple[Ints, ...], at_b: tuple[Ints
     rows_a, rows_b = tuple(at_a[axis] for axis in a.axes), tuple(at_b[axis] for axis in b.axes)
     starts = np.maximum(a.starts[rows_a][..., :, None], b.starts[rows_b][..., None, :])
     stops = np.minimum(a.stops[rows_a][..., :, None], b.stops[rows_b][..., None, :])
-    return np.asarray(np.maximum(stops - starts, 0).sum((-2, -1)))
+    counts = np.maximum(stops - starts, 0).sum((-2, -1))
+    return np.broadcast_to(counts, np.broadcast_shapes(*(array.shape for array in (*at_a, *at_b))))

@@ -177,7 +177,8 @@ class Layout:
     def canonical(self) -> Layout:
         """The same distribution in its normal form: no axes of one rank, strided cuts as orders where they are.
 
-        Layouts that divide every dim evenly and are the same have equal normal forms; `same_as` compares any.
+        Layouts that are the same have equal normal forms where dims divide evenly and each axis holds one digit of an
+        index (in a mixed radix); `same_as` compares any.
         """
         real = tuple(size > 1 for size in self.axis_sizes)
         partial = tuple(r if real[axis] else None for axis, r in enumerate(self.partial))
@@ -275,9 +276,9 @@ def _cut_digits(digits: list[_Digit], split: Split, axis_size: int) -> list[_Dig
         if outer > 1:
             result.append(_Digit(outer))
         owned = math.gcd(rest, left) if parts == 1 else 1
+        if parts == 1 and owned != left and owned != rest:
+            return None
         if owned > 1:
-            if owned != left and owned != rest:
-                return None
             result.append(_Digit(owned, split.axis))
             left //= owned
         if rest // owned > 1 or not rest:

@@ -6,6 +6,7 @@ the same matplotlib, so those in the docs can be checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,7 +113,9 @@ def _figure(picture: _Picture) -> Figure:
     figure.text(LEFT / width, 1 - 0.18 / height, title, fontsize=13, fontweight="bold", color=INK, va="top")
     figure.text(LEFT / width, 1 - 0.50 / height, picture.subtitle(), fontsize=9, color=GREY, va="top",
                 linespacing=1.35)  # fmt: skip
-    _add_mesh(axes_at(LEFT, BOTTOM, MESH - 0.55, picture.height), picture)
+    mesh = axes_at(LEFT, BOTTOM, MESH - 0.55, picture.height)
+    mesh.set_gid("mesh")
+    _add_mesh(mesh, picture)
     for number, layout in enumerate(picture.states):
         left = LEFT + MESH + number * (SIDE + GAP)
         state = axes_at(left, BOTTOM, SIDE, picture.height)
@@ -128,9 +131,11 @@ def _figure(picture: _Picture) -> Figure:
 
 
 def _add_mesh(axes: Axes, picture: _Picture) -> None:
-    """Every rank in its colour, the first axis downwards, the others to the right."""
+    """Every rank in its colour, the first axes downwards, the others to the right, as square as it gets."""
     sizes = picture.plan.src.axis_sizes
-    down = sizes[0] if len(sizes) > 1 else 1
+    first = min(range(len(sizes)), key=lambda axis: abs(math.log(math.prod(sizes[:axis]) / math.prod(sizes[axis:]))))
+    first = max(first, int(len(sizes) > 1))
+    down = math.prod(sizes[:first])
     ranks = np.arange(picture.plan.src.num_ranks()).reshape(down, -1)
     side = min(1.2 / ranks.shape[1], 1.2 / down, 0.3)
     wide, high = side * ranks.shape[1], side * down
@@ -138,8 +143,9 @@ def _add_mesh(axes: Axes, picture: _Picture) -> None:
     sheet = Sheet(np.linspace(0, 1, down + 1), np.linspace(0, 1, ranks.shape[1] + 1), ranks)
     _add_sheet(axes, sheet, picture.colors, (0, 0), (wide, high))
     _add_numbers(axes, sheet, [sheet], picture.colors, (0, 0), (wide, high))
-    names = f"axis 0 ↓  {_axes_in_words(range(1, len(sizes)))} →" if len(sizes) > 1 else "axis 0 →"
-    axes.text(0, -0.05, names, fontsize=7.5, color=GREY, va="bottom")
+    names = [f"{_axes_in_words(range(first))} ↓"] if first else []
+    names.append(f"{_axes_in_words(range(first, len(sizes)))} →")
+    axes.text(0, -0.05, "  ".join(names), fontsize=7.5, color=GREY, va="bottom")
     axes.text(0, high + 0.08, f"{picture.plan.src.num_ranks():,} ranks", fontsize=8.5, color=INK, va="top")
 
 
@@ -181,8 +187,8 @@ def _add_sheet(
         corners = np.array(boxes) * np.array(size) + np.array(corner)
         line = min(1.0, 7 * np.diff(sheet.columns).min() * size[0], 7 * np.diff(sheet.rows).min() * size[1])
         axes.add_collection(PolyCollection(corners, facecolors=colors[sheet.ranks.ravel()], edgecolors="white",
-                                           linewidths=line, zorder=4 - depth, clip_on=False),
-                            autolim=False)  # fmt: skip
+                                           linewidths=line, zorder=4 - depth, clip_on=False,
+                                           gid=f"{axes.get_gid()}-sheet-{depth}"), autolim=False)  # fmt: skip
     frame = Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=1.4, zorder=4 - depth, clip_on=False)
     axes.add_patch(frame)
 

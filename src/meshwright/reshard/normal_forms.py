@@ -13,7 +13,7 @@ The search prices steps between any two of these; the forms only say which layou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import product
 
@@ -45,6 +45,21 @@ def goal_of(src: Layout, dst: Layout) -> Layout:
         kept -= late
 
 
+def stages_of(goal: Layout, dst: Layout) -> list[Layout]:
+    """From the goal to `dst`, with partial values set step by step: the outer ones first, where reductions differ.
+
+    An axis that is set is neutral to its own reduction, which what is further in must not spoil.
+    """
+    stages, partial = [goal], list(goal.partial)
+    last: Reduction | None = None
+    for axis, reduction in enumerate(dst.partial):
+        if reduction and not goal.partial[axis]:
+            if last and not commute(last, reduction):
+                stages.append(replace(dst, partial=tuple(partial)))
+            partial[axis] = last = reduction
+    return stages if stages[-1] == dst else [*stages, dst]
+
+
 def may_precede(axis: int, reduction: Reduction, kept: int, other: Reduction | None) -> bool:
     """Whether values may be reduced, or set, over `axis` while they stay partial over `kept`."""
     return other is None or kept < axis or commute(reduction, other)
@@ -52,35 +67,47 @@ def may_precede(axis: int, reduction: Reduction, kept: int, other: Reduction | N
 
 def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
     """Layouts to pass through, in a fixed order, without repetitions; both ends and the goal included."""
-    goal = goal_of(src, dst)
-    order = _order(src, dst, topology)
-    forms = [src, dst, goal]
+    stages = stages_of(goal_of(src, dst), dst)
+    goal, order = stages[0], _order(src, dst, topology)
+    forms = [src, dst, *stages[:-1]]
     forms += _cut_copies(src, goal, order)
     forms += _cut_copies(goal, src, order)
     forms += _set_early(src, dst, goal, order)
+    for stage in stages[1:-1]:
+        forms += _cut_copies(stage, src, [axis for axis in order if dst.partial[axis]])
     speeds = sorted({topology.bandwidth((axis,)) for axis in range(len(src.axis_sizes))})
     for speed in speeds[:-1]:
         slow = {axis for axis in range(len(src.axis_sizes)) if topology.bandwidth((axis,)) <= speed}
-        for moved in (slow, set(range(len(src.axis_sizes))) - slow):
-            forms += _mixed(src, goal, frozenset(moved))
+        fast = set(range(len(src.axis_sizes))) - slow
+        for start in _cut_by_speed(src, goal, slow, fast):
+            for end in _cut_by_speed(goal, src, slow, fast):
+                for moved in (slow, fast):
+                    forms += _mixed(start, end, frozenset(moved))
     return list(dict.fromkeys(forms))
 
 
 def _set_early(src: Layout, dst: Layout, goal: Layout, order: Sequence[int]) -> list[Layout]:
-    """Where partial values are set before the last slice, or beside axes whose cuts of `src` are gathered."""
-    created = frozenset(axis for axis in dst.partial_axes() if axis not in goal.partial_axes())
+    """Where partial values are set before the last slice, or beside cuts that are as in `src` until they are set."""
+    created = [axis for axis in dst.partial_axes() if axis not in goal.partial_axes()]
     if not created:
         return []
-    sizes = src.axis_sizes
-    parts = created & src.sharded_axes()
-    partial = tuple(dst.partial[axis] if axis in parts else old for axis, old in enumerate(src.partial))
-    at_once = Layout(src.shape, sizes, _all_without(src, parts), partial)
+    parts = [axis for axis in created if axis in src.sharded_axes()]
+    forms = [_set_at_once(src, dst, frozenset(parts[: count + 1])) for count in range(len(parts))]
     uncut = replace(goal, splits=tuple(() for _ in goal.shape))
-    forms = [at_once, replace(uncut, partial=dst.partial), *_cut_copies(uncut, src, order)]
-    gathered = src.sharded_axes() - goal.sharded_axes() - created
+    forms += [replace(uncut, partial=dst.partial), *_cut_copies(uncut, src, order)]
+    others = frozenset(range(len(src.axis_sizes))) - set(created)
+    stay = zip(goal.splits, _all_without(src, others), strict=True)
+    forms.append(replace(goal, splits=tuple((*new, *old) for new, old in stay)).canonical())
+    gathered = src.sharded_axes() - goal.sharded_axes() - set(created)
     for form in _cut_copies(src, goal, [axis for axis in order if axis in created]):
-        forms.append(Layout(src.shape, sizes, _all_without(form, gathered), goal.partial).canonical())
+        forms.append(Layout(src.shape, src.axis_sizes, _all_without(form, gathered), goal.partial).canonical())
     return forms
+
+
+def _set_at_once(src: Layout, dst: Layout, axes: frozenset[int]) -> Layout:
+    """`src` with these axes' cuts made partial values."""
+    partial = tuple(dst.partial[axis] if axis in axes else old for axis, old in enumerate(src.partial))
+    return Layout(src.shape, src.axis_sizes, _all_without(src, axes), partial)
 
 
 def _order(src: Layout, dst: Layout, topology: Topology) -> list[int]:
@@ -122,6 +149,20 @@ def _likely_dims(base: Layout, other: Layout, axis: int) -> list[int]:
         return axis not in other.axes_of(dim), left == 0 or left % size > 0, -base.shape[dim], dim
 
     return sorted(range(len(base.shape)), key=key)
+
+
+def _cut_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int]) -> list[Layout]:
+    """`base` itself, and with its copies over slow axes, fast ones, or all, cut where it is likeliest."""
+    forms = [base]
+    for axes in (slow, fast, slow | fast) if base.shape else ():
+        form = base
+        for axis in sorted(axes & set(base.replicated_axes()), key=lambda axis: (axis in slow, axis)):
+            if base.axis_sizes[axis] > 1:
+                dim = _likely_dims(form, other, axis)[0]
+                splits = tuple((*cuts, Split(axis)) if at == dim else cuts for at, cuts in enumerate(form.splits))
+                form = replace(form, splits=splits)
+        forms.append(form)
+    return list(dict.fromkeys(forms))
 
 
 def _mixed(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:

@@ -10,7 +10,8 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.cache import OnceCache
 from meshwright.reshard.cost import Topology
-from meshwright.reshard.search import Problem, least_live_bytes, search
+from meshwright.reshard.moves import Problem
+from meshwright.reshard.search import least_live_bytes, search
 from meshwright.reshard.steps import LOCAL, ReshardPlan, Step, dtype_bytes
 from meshwright.reshard.volumes import clear_tables, lower_bound, numels, volume
 
@@ -81,16 +82,18 @@ def _steps(problem: Problem) -> list[Step]:
     if problem.src.same_as(problem.dst):
         return []
     steps = search(problem)
-    if steps is None:
-        steps = search(replace(problem, in_rounds=True))
-    if steps is None:
-        cap, least = problem.memory_cap_bytes, least_live_bytes(problem)
+    if steps is not None:
+        return steps
+    cap, least = problem.memory_cap_bytes, least_live_bytes(problem)
+    if cap is not None and cap < least:
         raise LayoutError(
             f"no plan from {problem.src} to {problem.dst} fits in {cap} bytes",
             where="memory_cap_bytes",
             rule="source, result and what is under way are held at once",
             fix=f"memory_cap_bytes={least} or more",
         )
+    steps = search(replace(problem, in_rounds=True))
+    assert steps is not None, "the smallest cap is that of a plan"
     return steps
 
 

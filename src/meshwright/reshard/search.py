@@ -9,79 +9,19 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.cost import Topology
-from meshwright.reshard.normal_forms import goal_of, may_precede, normal_forms
-from meshwright.reshard.staging import MAX_ROUNDS, fewest_rounds, staging
-from meshwright.reshard.steps import LOCAL, Step, StepKind
-from meshwright.reshard.volumes import Volume, is_permutation, lower_bound, numels, volume
+from meshwright.reshard.moves import Problem, least_live, make_step
+from meshwright.reshard.normal_forms import goal_of, normal_forms, stages_of
+from meshwright.reshard.steps import Step
+from meshwright.reshard.volumes import lower_bound, numels
 
 MAX_PRICED = 600
 """How many steps are priced before the best plan found so far is taken."""
 
 Cost = tuple[int, int, int, int]
 """Nanoseconds, bytes received, bytes sent, steps."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is asked, with both ends in their normal form."""
-
-    src: Layout
-    dst: Layout
-    element_bytes: int
-    topology: Topology
-    memory_cap_bytes: int | None = None
-    in_rounds: bool = False
-
-
-def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
-    """The one step from `src` to `dst`, or None where there is none, or none within the memory cap.
-
-    It takes as many rounds as the cap demands, where the problem allows more than one.
-    """
-    found = volume(src, dst)
-    kind = _kind(src, dst, found)
-    if kind is None:
-        return None
-    size, cap = problem.element_bytes, problem.memory_cap_bytes
-    limit = sys.maxsize if cap is None else cap // size
-    held = numels(problem.src) + found.after + (0 if src == problem.src else found.before)
-    if kind in LOCAL:
-        live = int(held.max())
-        return Step(kind, (), src, dst, 0, 0, 0.0, live * size) if live <= limit else None
-    live, rounds = int((held + staging(src, dst, found, kind)).max()), 1
-    if live > limit:
-        fewest = fewest_rounds(src, dst, found, kind, held, limit) if problem.in_rounds else None
-        if fewest is None:
-            return None
-        rounds = fewest
-        live = int((held + staging(src, dst, found, kind, rounds)).max())
-    sent, received = int(found.sent.max()) * size, int(found.received.max()) * size
-    time_us = math.ceil(problem.topology.time_us(found.axes, max(sent, received), rounds) * 1e3) / 1e3
-    return Step(kind, found.axes, src, dst, sent, received, time_us, live * size, rounds)
-
-
-def _kind(src: Layout, dst: Layout, found: Volume) -> StepKind | None:
-    changed = [(axis, src.partial[axis]) for axis in found.reduced]
-    changed += [(axis, dst.partial[axis]) for axis in found.created]
-    kept = [axis for axis in src.partial_axes() if src.partial[axis] == dst.partial[axis]]
-    if not all(may_precede(axis, r, other, src.partial[other]) for axis, r in changed if r for other in kept):
-        return None
-    if found.created:
-        local = found.keeps and not found.reduced and set(found.axes) <= set(found.created)
-        return StepKind.PARTITION if local else None
-    if not found.axes:
-        return StepKind.SLICE
-    grows = found.keeps and not set(found.axes) & dst.sharded_axes()
-    if found.reduced:
-        same = grows and found.axes == found.reduced
-        return StepKind.ALL_REDUCE if same and bool((found.before == found.after).all()) else StepKind.REDUCE_SCATTER
-    if grows:
-        return StepKind.ALL_GATHER
-    return StepKind.PERMUTE if is_permutation(src, dst, found.axes) else StepKind.ALL_TO_ALL
 
 
 @dataclass
@@ -110,7 +50,7 @@ class _Search:
             return self._chain()
         done = set()
         heapq.heappush(self.queue, ((self._rest_ns(0), 0, 0, 0), 2, 0, 0))
-        while self.queue and self.num_priced < MAX_PRICED:
+        while self.queue and (self.num_priced < MAX_PRICED or self.problem.in_rounds and 1 not in self.best):
             cost, stage, at, to = heapq.heappop(self.queue)
             if 1 in self.best and cost[0] > self.best[1][0]:
                 break
@@ -131,24 +71,27 @@ class _Search:
     def _try_directly(self) -> None:
         """The plan in one step, or by the goal alone, so that there is one at hand."""
         self._price(0, 1)
-        goal = self.forms.index(goal_of(self.problem.src, self.problem.dst))
-        if goal == 1:
-            return
-        if goal:
-            self._price(0, goal)
-        if goal in self.best:
-            self._price(goal, 1)
+        at = 0
+        for stage in stages_of(goal_of(self.problem.src, self.problem.dst), self.problem.dst):
+            to = self.forms.index(stage)
+            if at in self.best and to not in (at, 0):
+                self._price(at, to)
+            at = to
 
     def _open(self, at: int, done: set[int]) -> None:
         """Queue what can follow, by the least that it can cost."""
         time_ns, received, sent, steps = self.best[at]
         for to in range(1, len(self.forms)):
-            if to == at or to in done:
+            if to == at or to in done or not self._fits(at, to):
                 continue
             bound = time_ns + self._edge_ns(at, to)
             if 1 in self.best and bound > self.best[1][0]:
                 continue
             heapq.heappush(self.queue, ((bound, received, sent, steps + 1), 0, at, to))
+
+    def _fits(self, at: int, to: int) -> bool:
+        limit = self.problem.limit()
+        return limit == sys.maxsize or int(self.problem.held(self.forms[at], self.forms[to]).max()) <= limit
 
     def _price(self, at: int, to: int) -> None:
         self.num_priced += 1
@@ -203,34 +146,22 @@ def search(problem: Problem) -> list[Step] | None:
 
 def least_live_bytes(problem: Problem) -> int:
     """The smallest memory cap for which there is a plan: the least that any chain's largest step can hold."""
-    problem = replace(problem, memory_cap_bytes=None)
     forms = normal_forms(problem.src, problem.dst, problem.topology)
-    source = int(numels(problem.src).max()) * problem.element_bytes
     best, queue, done = {0: 0}, [(0, 0)], set()
+    goal = forms.index(goal_of(problem.src, problem.dst))
     while queue:
         live, at = heapq.heappop(queue)
         if at == 1:
-            return live
+            return live * problem.element_bytes
         if at in done:
             continue
         done.add(at)
-        for to in range(1, len(forms)):
-            if to in done or max(live, source) >= min(best.get(to, sys.maxsize), best.get(1, sys.maxsize)):
+        for to in sorted(range(1, len(forms)), key=lambda to: (to != 1, to != goal)):
+            known = min(best.get(to, sys.maxsize), best.get(1, sys.maxsize))
+            if to in done or max(live, int(problem.held(forms[at], forms[to]).max())) >= known:
                 continue
-            least = _least_live(problem, forms[at], forms[to])
-            if least is not None and max(live, least) < best.get(to, sys.maxsize):
+            least = least_live(problem, forms[at], forms[to])
+            if least is not None and max(live, least) < known:
                 best[to] = max(live, least)
                 heapq.heappush(queue, (best[to], to))
     raise AssertionError("the goal can always be reached")
-
-
-def _least_live(problem: Problem, src: Layout, dst: Layout) -> int | None:
-    """What the step holds in as many rounds as there may be."""
-    found = volume(src, dst)
-    kind = _kind(src, dst, found)
-    if kind is None:
-        return None
-    held = numels(problem.src) + found.after + (0 if src == problem.src else found.before)
-    if kind not in LOCAL:
-        held = held + staging(src, dst, found, kind, MAX_ROUNDS)
-    return int(held.max()) * problem.element_bytes

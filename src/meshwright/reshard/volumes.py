@@ -97,7 +97,7 @@ def shift(size: int, before: Splits, after: Splits, axis_sizes: tuple[int, ...])
         if axis in gets:
             same = places == gets[axis]
             stays &= same
-        if len(points) and (axis not in gets or not same.all()):
+        if len(points) and axis_sizes[axis] > 1 and (axis not in gets or not same.all()):
             needed.append(axis)
     own = _table({axis: places[stays] for axis, places in (gets | had).items()}, stretches[stays], axis_sizes)
     return Shift(stretches, had, gets, axis_sizes, frozenset(needed), own)

@@ -16,6 +16,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from typing import Any
 from meshwright.errors import RunError
 from meshwright.log import get_logger
 from meshwright.testing import worker
-from meshwright.testing.worker import Body, Call, Pipe, Raised, Regroup, Reply, Request, Returned
+from meshwright.testing.worker import Body, Call, Meeting, Pipe, Raised, Regroup, Reply, Request, Returned
 
 PRELOAD = (
     "torch",
@@ -92,7 +93,7 @@ class Gang:
         self.world_size = world_size
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix=f"gang{world_size}-"))
-        self._num_stores = 0
+        self._num_groups = 0
 
     def __enter__(self) -> Gang:
         return self
@@ -157,21 +158,26 @@ class Gang:
     def _start(self) -> None:
         context = _fork_context()
         self._directory.mkdir(exist_ok=True)
-        for rank in range(self.world_size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=worker.main,
-                args=(rank, self.world_size, there, self._directory),
-                name=f"gang{self.world_size}-rank{rank}",
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self._workers.append(_Worker(process, here))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            for rank in range(self.world_size):
+                self._start_worker(context, rank, Meeting(port, listener if rank == 0 else None))
+
+    def _start_worker(self, context: ForkServerContext, rank: int, meeting: Meeting) -> None:
+        here, there = context.Pipe()
+        process = context.Process(
+            target=worker.main,
+            args=(rank, self.world_size, there, self._directory, meeting),
+            name=f"gang{self.world_size}-rank{rank}",
+            daemon=True,
+        )
+        process.start()
+        there.close()
+        self._workers.append(_Worker(process, here))
 
     def _regroup(self) -> Regroup:
-        self._num_stores += 1
-        return Regroup(str(self._directory / f"store-{self._num_stores}"))
+        self._num_groups += 1
+        return Regroup(f"group-{self._num_groups}")
 
     def _ask(self, request: Request, timeout_s: float) -> _Replies:
         self._send(request)

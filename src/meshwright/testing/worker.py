@@ -2,6 +2,9 @@
 
 Runs in a process forked from a server that has already imported torch, so starting costs milliseconds. The
 parent's side is `gang`.
+
+A private PyTorch name is used here and nowhere else in this room: `distributed_c10d._world`, for the groups that
+there are. Checked on 2.13.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 Body = Callable[..., Any]
 
@@ -35,9 +41,17 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Regroup:
-    """Ask a worker for a fresh process group, met through the file `store`."""
+    """Ask a worker for a fresh process group, which its ranks meet in under `name`, a new one each time."""
 
-    store: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks meet: a port of this machine, and for rank 0 the socket that listens there, on loopback only."""
+
+    port: int
+    listener: socket.socket | None
 
 
 @dataclass(frozen=True)
@@ -87,23 +101,24 @@ def stack_file(directory: Path, rank: int) -> Path:
     return directory / f"stacks-{rank}.txt"
 
 
-def main(rank: int, world_size: int, pipe: Pipe, directory: Path) -> None:
+def main(rank: int, world_size: int, pipe: Pipe, directory: Path, meeting: Meeting) -> None:
     """Serve requests until the parent closes the pipe."""
     _settle(rank, directory)
+    store = _meet(meeting)
     environment = dict(os.environ)
     while True:
         try:
             request: Request = receive(pipe)
         except (EOFError, ConnectionResetError):
             return
-        send(pipe, _answer(request, rank, world_size, environment))
+        send(pipe, _answer(request, rank, world_size, store, environment))
 
 
-def _answer(request: Request, rank: int, world_size: int, environment: dict[str, str]) -> Reply:
+def _answer(request: Request, rank: int, world_size: int, store: Store, environment: dict[str, str]) -> Reply:
     # Returns only bytes and text, so that nothing of a body outlives it but what it keeps on purpose.
     try:
         if isinstance(request, Regroup):
-            _regroup(rank, world_size, request.store)
+            _regroup(rank, world_size, request.name, store)
             return Returned()
         _reseed(environment)
         fn, args, kwargs = pickle.loads(request.payload)
@@ -136,20 +151,52 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _regroup(rank: int, world_size: int, store: str) -> None:
+def _meet(meeting: Meeting) -> Store:
+    """The store by which the ranks find each other: that of rank 0, which all others ask.
+
+    Not a file's: that one looks every 10 ms whether the others have come, again for each group. PyTorch's own would
+    listen on every interface; the socket it is given does not.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = None if meeting.listener is None else meeting.listener.detach()
+    return TCPStore(
+        "127.0.0.1",
+        meeting.port,
+        is_master=listener is not None,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _regroup(rank: int, world_size: int, name: str, store: Store) -> None:
     """Replace the process group and every group made from it.
 
     A body may leave groups, or messages nobody has received; a fresh group means the next body meets neither.
     """
     import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _leave_groups()
     gc.collect()
-    # By a file: PyTorch's TCPStore listens on every interface.
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        "gloo", store=PrefixStore(name, store), rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
+
+
+def _leave_groups() -> None:
+    """Forget all groups, and close them beside what comes next.
+
+    gloo waits up to 10 ms for each connection that it closes, which for the groups of a mesh is longer than most
+    bodies take.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    groups = list(_world.pg_map)
+    dist.destroy_process_group()
+    threading.Thread(target=groups.clear, daemon=True, name="close-groups").start()
 
 
 def _reseed(environment: dict[str, str]) -> None:

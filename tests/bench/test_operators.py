@@ -1,0 +1,61 @@
+"""`bench operators`: with the fallback, no operator is wrong or not implemented; what is refused is known by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.bench.operators import (
+    Case,
+    Outcome,
+    Placed,
+    Side,
+    begin_line,
+    end_line,
+    operator_figures,
+    read_cases,
+)
+
+REFUSED = {
+    "cauchy", "exponential", "geometric", "log_normal", "nn.functional.rrelu", "normal",  # drawn rank by rank
+    "resize_", "resize_as_",
+}  # fmt: skip
+"""Not functions of their values."""
+
+
+def swept(rank, world_size):
+    from meshwright.bench.operators_sweep import sweep_with_fallback
+
+    return list(sweep_with_fallback(init_device_mesh("cpu", (world_size,))))
+
+
+@pytest.mark.slow
+def test_every_operator_is_right_or_refused(gang):
+    pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest: pip install expecttest")
+    for cases in gang(4).run(swept, timeout_s=240.0):
+        bad = {Outcome.WRONG, Outcome.NOT_IMPLEMENTED, Outcome.OTHER_ERROR}
+        assert [case for case in cases if case.outcome in bad] == []
+        for placed in Placed:
+            assert {c.operator for c in cases if c.placed is placed and c.outcome is Outcome.REFUSED} == REFUSED
+            counts = Counter(case.outcome for case in cases if case.placed is placed)
+            assert counts[Outcome.RIGHT] > 640 and counts[Outcome.UNDEFINED] < 20 and counts[Outcome.LEFT_OUT] < 40
+
+
+def test_a_case_that_killed_its_ranks_is_an_error_by_name(tmp_path):
+    lines = tmp_path / "lines"
+    begin_line(lines, "add", Placed.SHARD)
+    end_line(lines, Outcome.RIGHT, "")
+    begin_line(lines, "squeeze_copy", Placed.SHARD)
+    assert [case.operator for case in read_cases(lines)] == ["add"]
+    end_line(lines, Outcome.OTHER_ERROR, "a rank died:\tof\nthis")
+    assert read_cases(lines)[1] == Case("squeeze_copy", Placed.SHARD, Outcome.OTHER_ERROR, "a rank died:\tof\nthis")
+
+
+def test_figures_count_outcomes_and_promise_them_of_the_fallback_only():
+    cases = [Case("a", Placed.SHARD, Outcome.WRONG), Case("b", Placed.SHARD, Outcome.RIGHT)]
+    for side, is_met in ((Side.DTENSOR, None), (Side.FALLBACK, False)):
+        figures = {figure.name: figure for figure in operator_figures(side, cases)}
+        assert figures[f"{side}.shard0.right"].value == 1 and figures[f"{side}.shard0.wrong"].is_met is is_met
+        assert figures[f"{side}.replicate.right"].value == 0
