@@ -47,11 +47,8 @@ class Part(StrEnum):
     SHARED_GRADIENTS = "shared-gradients"
     COMM = "comm"
     COMM_LOSS = "comm-loss"
-<<<<<<< HEAD
     RESHARD = "reshard"
-=======
     OPERATORS = "operators"
->>>>>>> d6d954519f8b14b1be17c80428211c3924e34f1b
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,10 @@ PARTS = {
     Part.COMM_LOSS: Row(
         "what gradients of few bits cost a training in loss", "meshwright.bench.comm_loss:bench_comm_loss"
     ),
-<<<<<<< HEAD
     Part.RESHARD: Row("redistribution by plans against DTensor's", "meshwright.bench.reshard:bench_reshard"),
-=======
     Part.OPERATORS: Row(
         "operators on DTensors, with and without the fallback", "meshwright.bench.operators:bench_operators"
     ),
->>>>>>> d6d954519f8b14b1be17c80428211c3924e34f1b
 }
 
 

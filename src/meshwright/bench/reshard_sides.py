@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 
 import torch
@@ -28,6 +29,7 @@ CPU = torch.device("cpu")
 
 def measure_moves(context: RankContext, task: MoveTask) -> None:
     """Time all pairs; rank 0 writes the seconds of each round, by pair and side, as JSON."""
+    _quiet()
     with process_group(
         rank=context.rank, num_ranks=context.num_ranks, device=CPU, timeout_s=60, store_path=context.store_path
     ):
@@ -74,6 +76,7 @@ def _random(layout: Layout, mesh: DeviceMesh) -> DTensor:
 
 def measure_bytes(task: BytesTask) -> None:
     """Write what a rank receives by PyTorch's planners, by row and planner; null where there is no plan."""
+    _quiet()
     answer: dict[str, dict[str, int | None]] = {}
     for row in task.rows:
         with fake_process_group(math.prod(row.axis_sizes)):
@@ -90,3 +93,8 @@ def received(row: Row, mesh: DeviceMesh, dijkstra: bool) -> int | None:
     with counted:
         moved = torch_redistributes(dtensor_of(local, mesh, before), after, dijkstra=dijkstra)
     return counted.total if moved else None
+
+
+def _quiet() -> None:
+    """PyTorch warns of each pair for which its plan is slow; that is what is measured here."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
