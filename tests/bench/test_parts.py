@@ -36,7 +36,7 @@ def test_an_unknown_part_names_one_and_all(name):
 
 def test_the_launcher_side_imports_no_torch():
     rooms = ("cli.bench", "bench.report", "bench.alternate", "bench.train", "bench.pipeline", "bench.shared_gradients",
-             "bench.comm")  # fmt: skip
+             "bench.comm", "bench.reshard")  # fmt: skip
     modules = ", ".join(f"meshwright.{room}" for room in rooms)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -41,7 +41,7 @@ TORCH_FREE = (
     "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
     "reshard/volumes.py", "reshard/moves.py", "reshard/staging.py", "reshard/normal_forms.py",
     "reshard/cache.py", "reshard/planner.py",
-    "reshard/samples.py", "reshard/__init__.py",
+    "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
     "reshard/draw.py", "reshard/boxes.py", "reshard/explain.py", "reshard/verify_counts.py",
     "reshard/verify_fault.py", "reshard/verify_kinds.py", "reshard/verify_values.py",
     "checkpoint/manifest.py",
@@ -51,14 +51,15 @@ TORCH_FREE = (
     "bench/parts.py", "bench/report.py", "bench/alternate.py", "bench/cases.py", "bench/train.py",
     "bench/pipeline.py", "bench/pipeline_cases.py", "bench/ranks.py", "bench/shared_gradients.py",
     "bench/comm.py", "bench/comm_loss.py", "bench/comm_cases.py", "bench/devices.py",
-    "bench/operators.py",
+    "bench/operators.py", "bench/reshard.py", "bench/reshard_cases.py",
     "cli/*",
 )  # fmt: skip
 """Files that import no torch, by patterns inside the package."""
 
 LATE_TORCH_ALLOWED = (
     "__main__.py", "cli/*", "train/launch.py", "bench/devices.py", "bench/train.py", "bench/pipeline.py",
-    "bench/shared_gradients.py", "bench/comm.py", "bench/comm_loss.py", "bench/operators.py", "prove/drift.py",
+    "bench/shared_gradients.py", "bench/comm.py", "bench/comm_loss.py", "bench/operators.py", "bench/reshard.py",
+    "prove/drift.py",
     "testing/*",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""

@@ -1,4 +1,4 @@
-"""Tensors that lie as a layout says, computed on each rank from the whole: what redistributed ones are compared with."""
+"""Tensors that lie as a layout says, computed on each rank from the whole: what moved ones are compared with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import reduce
 
 import torch
 
-from meshwright.mesh.layout import Layout, Reduction
+from meshwright.mesh.layout import Reduction
 from meshwright.reshard.steps import ReshardPlan, Step, StepKind
 
 COMBINE = {
@@ -47,10 +47,11 @@ def before(layout, rank, dtype=torch.float32, seed=0):
 
 def value(layout, dtype=torch.float32, seed=0):
     """The whole tensor that all ranks' parts stand for: the last partial axis is reduced first."""
+    wide = torch.float32 if dtype.itemsize == 1 and dtype.is_floating_point else dtype
 
     def reduced(axis, place):
         if axis == len(layout.axis_sizes):
-            return copy_of(layout, place, dtype, seed)
+            return copy_of(layout, place, wide, seed)
         reduction, size = layout.partial[axis], layout.axis_sizes[axis]
         if reduction is None:
             return reduced(axis + 1, (*place, 0))
@@ -60,8 +61,10 @@ def value(layout, dtype=torch.float32, seed=0):
     return reduced(0, ()).to(dtype)
 
 
-def fold(parts, layout, axes=None):
+def fold(parts, layout, axes):
     """The value of one region from the copies of it that the ranks hold, given by rank."""
+    if parts[0].dtype.itemsize == 1 and parts[0].dtype.is_floating_point:
+        parts = [one.float() for one in parts]
 
     def reduced(axis, place):
         if axis == len(layout.axis_sizes):
@@ -96,7 +99,3 @@ def plan_of(*steps):
     """A plan of these steps, without prices."""
     return ReshardPlan(steps[0].src, steps[-1].dst, "fp32", steps, 0, 0, 0, 0, 0.0)
 
-
-def layouts(words, axis_sizes, shape):
-    """Layouts by all combinations of these words for the axes, or as written where a word has several."""
-    return [Layout.parse(text, axis_sizes, shape) for text in words]

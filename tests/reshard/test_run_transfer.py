@@ -16,7 +16,8 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
 from meshwright.reshard.across import redistribute_across
-from meshwright.reshard.redistribute import layout_of, redistribute
+from meshwright.reshard.dtensor import redistribute
+from meshwright.reshard.placements import dtensor_of, layout_of
 from meshwright.reshard.run_transfer import transfer
 from meshwright.reshard.transfer import plan_transfer
 
@@ -122,10 +123,10 @@ def ordered(rank, world_size):
     source = Layout.parse("S0@1 S0@0", (2, 2), (8, 3))
     whole = whole_of((8, 3))
     local = whole[source.local_slices(rank)[0][0]] if rank < 4 else whole.new_empty(0)
-    x = private.dtensor_of(local, mesh, source).requires_grad_()
+    x = dtensor_of(local, mesh, source).requires_grad_()
     y = redistribute_across(x, [S(0), S(0)], other, shard_order={0: [1, 0]})
     # PyTorch forgets the order in to_local's backward and where gradients are accumulated, so neither is used.
-    (gradient,) = torch.autograd.grad(y, x, private.dtensor_of(3 * private.local_of(y.detach()) ** 2, other, source))
+    (gradient,) = torch.autograd.grad(y, x, dtensor_of(3 * private.local_of(y.detach()) ** 2, other, source))
     if rank < 4:
         return torch.equal(gradient.to_local(), 3 * local**2) and layout_of(gradient) == source
     return torch.equal(y.to_local(), whole[source.local_slices(rank - 4)[0][0]]) and layout_of(y) == source

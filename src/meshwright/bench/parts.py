@@ -47,6 +47,7 @@ class Part(StrEnum):
     SHARED_GRADIENTS = "shared-gradients"
     COMM = "comm"
     COMM_LOSS = "comm-loss"
+    RESHARD = "reshard"
     OPERATORS = "operators"
 
 
@@ -70,6 +71,7 @@ PARTS = {
     Part.COMM_LOSS: Row(
         "what gradients of few bits cost a training in loss", "meshwright.bench.comm_loss:bench_comm_loss"
     ),
+    Part.RESHARD: Row("redistribution by plans against DTensor's", "meshwright.bench.reshard:bench_reshard"),
     Part.OPERATORS: Row(
         "operators on DTensors, with and without the fallback", "meshwright.bench.operators:bench_operators"
     ),

@@ -80,17 +80,25 @@ def all_gather_into(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     return out
 
 
-def all_gather_in_place(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Fill `x` [ranks · n, …], contiguous, with every rank's rows, of which this rank's are there. Any type of elements.
+def all_gather_onto(out: Tensor, x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor:
+    """Fill `out` [ranks · n, …] with every rank's rows, one after the other by rank. Any type; not differentiable.
 
-    Not differentiable.
+    Args:
+        out: contiguous.
+        x: this rank's rows, contiguous; None if they are at their place in `out` already.
+        group: several ranks.
     """
-    num_ranks = world_size(group)
-    if num_ranks > 1:
-        flat = (x if x.dtype in SENT_AS_THEY_ARE else x.view(torch.uint8)).view(-1)
-        with passing("all_gather", x, group):
-            ALL_GATHER(flat, flat.view(num_ranks, -1)[rank(group)], group=group)
-    return x
+    flat = _known(out)
+    own = flat.view(world_size(group), -1)[rank(group)] if x is None else _known(x)
+    with passing("all_gather", out, group):
+        ALL_GATHER(flat, own, group=group)
+    return out
+
+
+def _known(x: Tensor) -> Tensor:
+    """The elements of a contiguous tensor, or, where backends do not know their type, their bytes."""
+    flat = x.as_strided((x.numel(),), (1,))
+    return flat if x.dtype in SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
 def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:

@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor, Placement
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
-from meshwright.reshard.redistribute import dtype_name, layout_of, redistribute
+from meshwright.reshard.dtensor import dtype_name, redistribute
+from meshwright.reshard.placements import (
+    ShardOrder,
+    dtensor_of,
+    layout_of,
+    layout_of_placements,
+    normal_placements,
+    placements_of,
+    whole_order,
+)
 from meshwright.reshard.run_transfer import transfer
 from meshwright.reshard.transfer import TransferPlan, plan_transfer, reductions
 
@@ -23,7 +32,7 @@ def redistribute_across(
     placements: Sequence[Placement],
     mesh: DeviceMesh,
     *,
-    shard_order: private.ShardOrder | None = None,
+    shard_order: ShardOrder | None = None,
     devices_per_node: int | None = None,
     group: ProcessGroup | None = None,
 ) -> DTensor:
@@ -63,11 +72,11 @@ def redistribute_across(
             rule="one placement for each mesh axis",
             fix="a placement for each axis of the destination mesh",
         )
-    target = private.normal_placements(placements, x.dim())
-    order = private.whole_order(shard_order, target)
+    target = normal_placements(placements, x.dim())
+    order = whole_order(shard_order, target)
     plan = plan_transfer(
         layout_of(x),
-        private.layout_of_placements(target, order, tuple(x.shape), tuple(mesh.shape)),
+        layout_of_placements(target, order, tuple(x.shape), tuple(mesh.shape)),
         src_ranks=_ranks(x.device_mesh),
         dst_ranks=_ranks(mesh),
         dtype=dtype_name(x.dtype),
@@ -87,7 +96,7 @@ class _Across(torch.autograd.Function):
         ctx.arrives_in = plan.dst
         ctx.way_back = (plan.reverse(), x.device_mesh, group)
         local = transfer(private.local_of(x), plan, group=group)
-        return private.dtensor_of(local, mesh, plan.dst)
+        return dtensor_of(local, mesh, plan.dst)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None, None, None]:
@@ -100,7 +109,7 @@ def _in_layout(x: DTensor, layout: Layout) -> DTensor:
     """`x` in this layout, on its mesh."""
     if layout_of(x) == layout:
         return x
-    placements, order = private.placements_of(layout)
+    placements, order = placements_of(layout)
     return redistribute(x, placements, shard_order=order)
 
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from meshwright.mesh.layout import Layout
+from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
     OpOverload,
     as_copies,
     as_dtensor_like,
-    cuts_of,
     is_cut,
     own_tensor,
     turn_in_place,

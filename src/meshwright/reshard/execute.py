@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.all_to_all import all_to_all_into
-from meshwright.comm.collectives import all_gather_in_place
+from meshwright.comm.collectives import all_gather_onto
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout, Reduction
-from meshwright.reshard.groups import MeshGroups, Meeting
-from meshwright.reshard.program import Level, Program, Round, compile_step
+from meshwright.reshard.compile import compile_step
+from meshwright.reshard.groups import Meeting, MeshGroups
+from meshwright.reshard.program import Program, Round
 from meshwright.reshard.reduce import check_reducible, neutral_element, reduce_onto
 from meshwright.reshard.steps import ReshardPlan, Step, StepKind
 from meshwright.reshard.windows import Copy, Window
@@ -52,39 +53,38 @@ def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
         return x
     if program.levels:
         check_reducible(step.src, x.dtype)
-    if len(program.rounds) == 1 and program.rounds[0].gathers and program.rounds[0].receive_at is not None:
-        return _gather(program.rounds[0], x, meeting).view(program.after)
-    result = x.new_empty(program.after)
+    result, staging = x.new_empty(program.after), x.new_empty(program.staging_elements)
     for one in program.rounds:
-        if one.gathers:
-            _settle(one, program, _gather(one, x, meeting), x, result)
-        else:
-            _exchange(one, program, x, meeting, result)
+        meet = _gather if one.gathers else _exchange
+        received = meet(one, x, meeting, result, staging)
+        _settle(one, program, received, x, result)
     return result
 
 
-def _gather(one: Round, x: Tensor, meeting: Meeting) -> Tensor:
+def _gather(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:
     """Every rank's part, flat, by the group's ranks."""
-    buffer = x.new_empty(sum(one.receive))
-    _copy(one.pack, x, buffer)
-    return all_gather_in_place(buffer, group=meeting.group) if buffer.numel() else buffer
+    received = (staging if one.receive_at is None else result.view(-1)).narrow(0, 0, one.num_received)
+    _copy(one.pack, x, received)
+    if one.num_received:
+        all_gather_onto(received, None if one.send_from is None else x, group=meeting.group)
+    return received
 
 
-def _exchange(one: Round, program: Program, x: Tensor, meeting: Meeting, result: Tensor) -> None:
-    received = result
-    if meeting.group is not None:
-        num_sent, num_received = sum(one.send), sum(one.receive)
-        if one.send_from is None:
-            packed = x.new_empty(num_sent)
-            _copy(one.pack, x, packed)
-        else:
-            packed = _flat(x).narrow(0, one.send_from, num_sent)
-        if one.receive_at is None:
-            received = x.new_empty(num_received)
-        else:
-            received = result.view(-1).narrow(0, one.receive_at, num_received)
-        all_to_all_into(received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group)
-    _settle(one, program, received, x, result)
+def _exchange(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:
+    """What others have for this rank, flat, by the group's ranks."""
+    if meeting.group is None:
+        return staging
+    if one.send_from is None:
+        packed, at = staging.narrow(0, 0, one.num_sent), one.num_sent
+        _copy(one.pack, x, packed)
+    else:
+        packed, at = _flat(x).narrow(0, one.send_from, one.num_sent), 0
+    if one.receive_at is None:
+        received = staging.narrow(0, at, one.num_received)
+    else:
+        received = result.view(-1).narrow(0, one.receive_at, one.num_received)
+    all_to_all_into(received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group)
+    return received
 
 
 def _settle(one: Round, program: Program, received: Tensor, x: Tensor, result: Tensor) -> None:
@@ -113,9 +113,9 @@ def _flat(x: Tensor) -> Tensor:
 def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
     """Values as partial ones: this rank's share, and the neutral element elsewhere.
 
-    Of an average, a maximum or a minimum of copies each rank keeps its copy, as PyTorch does; of a sum, rank 0 of the axis
-    keeps it, where PyTorch divides, which a sum does not always undo. Of an average of parts, each is multiplied by their
-    number.
+    Of an average, a maximum or a minimum of copies each rank keeps its copy, as PyTorch does; of a sum, rank 0 of the
+    axis keeps it, where PyTorch divides, which a sum does not always undo. Of an average of parts, each is multiplied
+    by their number.
     """
     program = compile_step(step, rank, (rank,), x.stride())
     _check_shape(x, program.before, step.src, rank)

@@ -28,12 +28,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.log import get_logger
 from meshwright.reshard.copies import Call, gather_bytes, run_on_copies
 from meshwright.reshard.functions import FunctionMode
+from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
     OpOverload,
     TorchDispatchMode,
     active_modes,
     as_copies,
-    cuts_of,
     draws_by_itself,
     failed_in_planning,
     has_handler,

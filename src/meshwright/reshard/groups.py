@@ -2,10 +2,11 @@
 
 A step over one axis meets in that axis's own group. One over several axes meets in a group that `prepare` made, or,
 where the mesh has all ranks of the run, in the group of all ranks, which send nothing to those outside. Nothing is
-created on the way: communicators made lazily, in the order in which ranks reach them, deadlock.
+created on the way: communicators made lazily, in the order in which ranks reach them, deadlock. Where there is no
+group, that is an error; messages between pairs of ranks would do with gloo, but with NCCL they make communicators too.
 
-[Note: one order] Collectives of a group must be entered in one order by all its ranks. Threads that redistribute at the
-same time therefore need groups of their own: `prepare(mesh, own=True)`, called in the same order on all ranks, for each.
+[Note: one order] Collectives of a group must be entered in one order by all its ranks. Threads that redistribute at
+the same time therefore need groups of their own: `prepare(mesh, own=True)` for each, in one order on all ranks.
 
 [Note: no hold on a mesh] Nothing here keeps a mesh alive. What `prepare` made is kept for the run by the mesh's value,
 so that which group is used follows from calls that all ranks made, and not from when a rank collects its garbage.

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -23,8 +23,10 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _api, _dispatch, _redistribute
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _api, _dispatch, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
@@ -32,101 +34,8 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
 
-from meshwright.errors import LayoutError
-from meshwright.mesh.intervals import Split
-from meshwright.mesh.layout import Layout, Reduction
-
-ShardOrder = Mapping[int, Sequence[int]] | Iterable[tuple[int, Sequence[int]]]
-"""For tensor dims, the mesh axes that cut them in the order of the cuts."""
-
-_REDUCTIONS = frozenset(Reduction)
-
-
-def layout_of_spec(spec: DTensorSpec) -> Layout:
-    """How a DTensor with this spec lies.
-
-    Raises:
-        LayoutError: it has a placement that no layout says.
-    """
-    order = None if spec.shard_order is None else tuple((dim, tuple(axes)) for dim, axes in spec.shard_order)
-    return layout_of_placements(spec.placements, order, tuple(spec.shape), tuple(spec.mesh.shape))
-
-
-def cuts_of(tensor: DTensor) -> Layout:
-    """Which part of the tensor each rank has; partial values count as copies."""
-    placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
-    order = tensor._spec.shard_order
-    pairs = None if order is None else tuple((dim, tuple(axes)) for dim, axes in order)
-    return layout_of_placements(placements, pairs, tuple(tensor.shape), tuple(tensor.device_mesh.shape))
-
-
-@lru_cache(maxsize=4096)
-def layout_of_placements(
-    placements: tuple[Placement, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...] | None,
-    shape: tuple[int, ...],
-    axis_sizes: tuple[int, ...],
-) -> Layout:
-    """The layout of these placements, cut by cut from the first axis to the last, or in the order given.
-
-    Raises:
-        LayoutError: a placement that no layout says, or that does not fit the tensor.
-    """
-    splits: dict[int, Split] = {}
-    partial: list[Reduction | None] = [None] * len(placements)
-    dims: list[list[int]] = [[] for _ in shape]
-    for axis, placement in enumerate(placements):
-        if type(placement) in (Shard, _StridedShard):
-            dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim  # type: ignore[attr-defined]
-            if not 0 <= dim < len(shape):
-                raise _refused(placement, axis, f"the tensor has {len(shape)} dims", "a dim of the tensor")
-            parts = placement.split_factor if isinstance(placement, _StridedShard) else 1
-            splits[axis] = Split(axis, int(parts))
-            dims[dim].append(axis)
-        elif type(placement) is Partial and placement.reduce_op in _REDUCTIONS:
-            partial[axis] = Reduction(placement.reduce_op)
-        elif type(placement) is not Replicate:
-            rule = "Replicate, Shard and _StridedShard, and Partial of sum, avg, max, min and product have a layout"
-            raise _refused(placement, axis, rule, "PyTorch's DTensor.redistribute to one of these first")
-    for dim, axes in order or ():
-        cutting = dims[dim] if 0 <= dim < len(dims) else []
-        if sorted(axes) != cutting:
-            raise LayoutError(
-                f"shard_order cuts dim {dim} over axes {list(axes)}, the placements over axes {cutting}",
-                where="shard_order",
-                rule="the order names each axis that cuts the dim once",
-                fix=f"shard_order={{{dim}: {cutting}}}" if cutting else "no order for a dim that is not cut",
-            )
-        dims[dim] = list(axes)
-    return Layout(shape, axis_sizes, tuple(tuple(splits[axis] for axis in axes) for axes in dims), tuple(partial))
-
-
-def has_layout(placements: Sequence[Placement]) -> bool:
-    """Each of these placements is one that a layout says."""
-    return all(
-        type(placement) in (Shard, _StridedShard, Replicate)
-        or (type(placement) is Partial and placement.reduce_op in _REDUCTIONS)
-        for placement in placements
-    )
-
-
-def _refused(placement: Placement, axis: int, rule: str, fix: str) -> LayoutError:
-    return LayoutError(f"{placement!r} on mesh axis {axis} has no layout", where="placements", rule=rule, fix=fix)
-
-
-def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], tuple[ShardOrderEntry, ...] | None]:
-    """A layout as DTensor's placements and, where cuts are not in the order of the axes, its shard order."""
-    placements: list[Placement] = [Partial(str(r)) if r else Replicate() for r in layout.partial]
-    order, is_default = [], True
-    for dim, splits in enumerate(layout.splits):
-        for split in splits:
-            strided = split.parts > 1
-            placements[split.axis] = _StridedShard(dim, split_factor=split.parts) if strided else Shard(dim)
-        axes = layout.axes_of(dim)
-        is_default = is_default and axes == tuple(sorted(axes))
-        if axes:
-            order.append(ShardOrderEntry(dim, axes))
-    return tuple(placements), None if is_default else tuple(order)
+StridedShard = _StridedShard
+"""A strided cut; for those that build layouts."""
 
 
 def new_dtensor(
@@ -138,17 +47,11 @@ def new_dtensor(
     like: DTensor,
 ) -> DTensor:
     """A DTensor of `local` with this layout, else like another one of the same values."""
-    return _dtensor(local, mesh, placements, order, spec_of(like).tensor_meta, requires_grad=like.requires_grad)
+    meta = spec_of(like).tensor_meta
+    return make_dtensor(local, mesh, placements, order, meta, requires_grad=like.requires_grad)
 
 
-def dtensor_of(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """A DTensor whose parts are `local`, of a contiguous tensor that lies as `layout` says."""
-    stride = torch.empty(layout.shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(layout.shape), stride, local.dtype)
-    return _dtensor(local, mesh, *placements_of(layout), meta, requires_grad=local.requires_grad)
-
-
-def _dtensor(
+def make_dtensor(
     local: Tensor,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -157,6 +60,7 @@ def _dtensor(
     *,
     requires_grad: bool,
 ) -> DTensor:
+    """A DTensor from all that PyTorch wants to know of it."""
     strided = any(isinstance(placement, _StridedShard) for placement in placements)
     spec = DTensorSpec(
         mesh,
@@ -180,43 +84,7 @@ def local_of(x: DTensor) -> Tensor:
 
 def waited(local: Tensor) -> Tensor:
     """A tensor that a collective under way fills, once it is there."""
-    return cast(Tensor, local.wait()) if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def whole_order(order: ShardOrder | None, placements: Sequence[Placement]) -> tuple[ShardOrderEntry, ...] | None:
-    """A shard order as DTensor wants it: an entry for every dim that is cut, ascending. None if it is the default.
-
-    Raises:
-        LayoutError: it names a dim twice.
-    """
-    if order is None:
-        return None
-    pairs = [(dim, tuple(axes)) for dim, axes in (order.items() if isinstance(order, Mapping) else order)]
-    given = dict(pairs)
-    if len(given) != len(pairs):
-        raise LayoutError(
-            f"shard_order {pairs} names a dim twice", where="shard_order", rule="one entry a dim", fix="one entry a dim"
-        )
-    axes_of: dict[int, tuple[int, ...]] = {}
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | _StridedShard):
-            axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
-    if all(axes == axes_of.get(dim, ()) for dim, axes in given.items()):
-        return None
-    return tuple(ShardOrderEntry(dim, tuple(given.get(dim, axes_of.get(dim, ())))) for dim in sorted(axes_of | given))
-
-
-def normal_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
-    """Placements with dims counted from 0."""
-
-    def normal(placement: Placement) -> Placement:
-        if isinstance(placement, _StridedShard) and placement.dim < 0:
-            return _StridedShard(placement.dim + num_dims, split_factor=placement.split_factor)
-        if isinstance(placement, Shard) and placement.dim < 0:
-            return Shard(placement.dim + num_dims)
-        return placement
-
-    return tuple(normal(placement) for placement in placements)
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 Hook = Callable[[Tensor, DTensorSpec, DTensorSpec], Tensor | None]

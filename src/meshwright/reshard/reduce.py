@@ -1,7 +1,7 @@
-"""Reducing partial values on a rank, in their ranks' order, so that every rank that reduces them gets the same bits.
+"""Reducing partial values on a rank, in their ranks' order: every rank that reduces them gets the same bits.
 
-Copies are combined one after another: copy 0 with copy 1, the result with copy 2, and so on. Sums, averages and products
-of numbers with fewer than 32 bits are taken in float32 and rounded once at the end; integers wrap around, as torch's do.
+Copies are combined one after another: copy 0 with copy 1, the result with copy 2, and so on. Floats of fewer than 32
+bits are reduced in float32 and rounded once at the end; integers wrap around, as torch's do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshwright.reshard.program import Level
 BLOCK = 2**16
 """Elements that are in float32 at a time, where the tensor is not."""
 
-_IN_PLACE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
-    Reduction.SUM: lambda x, y: x.add_(y),
-    Reduction.PRODUCT: lambda x, y: x.mul_(y),
-    Reduction.MAX: lambda x, y: torch.maximum(x, y, out=x),
-    Reduction.MIN: lambda x, y: torch.minimum(x, y, out=x),
+_COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MAX: torch.maximum,
+    Reduction.MIN: torch.minimum,
 }
 
 
@@ -38,12 +38,12 @@ def reduce_onto(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Level]) 
     if wide is not out.dtype and out.numel() > BLOCK:
         dim = out.shape.index(max(out.shape))
         rows = max(1, BLOCK * out.shape[dim] // out.numel())
-        for block in zip(out.split(rows, dim), *(copy.split(rows, dim) for copy in copies), strict=True):
+        for block in zip(*(torch.split(x, rows, dim) for x in (out, *copies)), strict=True):
             block[0].copy_(_reduced(block[1:], levels, wide))
     elif wide is not out.dtype or len(levels) > 1:
         out.copy_(_reduced(copies, levels, wide))
     else:
-        _fold(out.copy_(copies[0]), copies[1:], levels[0])
+        _fold(copies, levels[0], out)
 
 
 def _reduced(copies: Sequence[Tensor], levels: Sequence[Level], dtype: torch.dtype) -> Tensor:
@@ -51,17 +51,21 @@ def _reduced(copies: Sequence[Tensor], levels: Sequence[Level], dtype: torch.dty
     values = list(copies)
     for level in reversed(levels):
         groups = [values[at : at + level.num_copies] for at in range(0, len(values), level.num_copies)]
-        values = [_fold(group[0].to(dtype, copy=True), group[1:], level) for group in groups]
+        values = [_fold(group, level, torch.empty_like(group[0], dtype=dtype)) for group in groups]
     (value,) = values
     return value
 
 
-def _fold(first: Tensor, rest: Sequence[Tensor], level: Level) -> Tensor:
-    """All of them combined, in the memory of the first."""
-    combine = _IN_PLACE[level.reduction]
-    for copy in rest:
-        combine(first, copy.to(first.dtype))
-    return first.div_(level.divisor) if level.divisor > 1 else first
+def _fold(copies: Sequence[Tensor], level: Level, out: Tensor) -> Tensor:
+    """All of them combined, onto `out`, in numbers of its type."""
+    combine = _COMBINE[level.reduction]
+    if len(copies) == 1:
+        out.copy_(copies[0])
+    else:
+        combine(copies[0].to(out.dtype), copies[1].to(out.dtype), out=out)
+    for copy in copies[2:]:
+        combine(out, copy.to(out.dtype), out=out)
+    return out.div_(level.divisor) if level.divisor > 1 else out
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

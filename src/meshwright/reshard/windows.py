@@ -6,11 +6,12 @@ are one window with one more dim; so are windows of several ranks at one distanc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from meshwright.reshard.pieces import Piece, Run
+from meshwright.reshard.pieces import Piece, Run, window
 
 Strides = tuple[int, ...]
 
@@ -135,6 +136,35 @@ def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Gr
         and (not by_target or run.target == first.target + count * target_step)
     )
     return _Group(first, group.at, count + 1, source_step, target_step) if fits else None
+
+
+def flat_parts(piece: Piece, start: int, stop: int) -> list[Piece]:
+    """From the packed piece's `start`-th element to before its `stop`-th, as pieces that follow each other."""
+    return [
+        replace(piece, runs=tuple(window(runs, *ends) for runs, ends in zip(piece.runs, box, strict=True)))
+        for box in _boxes(piece.shape(), start, min(stop, piece.numel()))
+    ]
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+    """Elements from one to before another of a tensor without gaps, as rectangles in their order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # within one row
+        row = ((last, last + 1),)
+        return [(*row, *box) for box in _boxes(shape[1:], start - last * inner, stop - last * inner)]
+    whole = tuple((0, size) for size in shape[1:])
+    head = _boxes(shape[1:], start - (first - 1) * inner, inner) if start < first * inner else []
+    tail = _boxes(shape[1:], 0, stop - last * inner)
+    return [
+        *(((first - 1, first), *box) for box in head),
+        *([((first, last), *whole)] if first < last else []),
+        *(((last, last + 1), *box) for box in tail),
+    ]
 
 
 def shifted(window: Window, offset: int) -> Window:

@@ -16,9 +16,17 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
 from meshwright.reshard.execute import execute
 from meshwright.reshard.groups import groups_of
+from meshwright.reshard.placements import (
+    ShardOrder,
+    has_layout,
+    layout_of_placements,
+    layout_of_spec,
+    normal_placements,
+    whole_order,
+)
 from meshwright.reshard.planner import plan
 from meshwright.reshard.reduce import is_reducible
-from meshwright.reshard.steps import DTYPE_BYTES
+from meshwright.reshard.rules import register_rules
 
 _NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -27,15 +35,6 @@ _NAMES = {
 }  # fmt: skip
 _OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """Names for all other types: a plan depends on an element's bytes alone."""
-
-
-def layout_of(x: DTensor) -> Layout:
-    """How a DTensor lies, exactly.
-
-    Raises:
-        LayoutError: it has a placement that no layout says, as what a sharded embedding leaves.
-    """
-    return private.layout_of_spec(private.spec_of(x))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -48,13 +47,13 @@ def redistribute(
     placements: Sequence[Placement],
     *,
     mesh: DeviceMesh | None = None,
-    shard_order: private.ShardOrder | None = None,
+    shard_order: ShardOrder | None = None,
     memory_cap_bytes: int | None = None,
 ) -> DTensor:
     """`x` with other placements, by the cheapest plan that fits. All ranks of the mesh call it.
 
-    Differentiable, any number of times: the gradient comes back to the placements of `x`, where `x` is partial as copies,
-    as with `DTensor.redistribute`.
+    Differentiable, any number of times: the gradient comes back to the placements of `x`, as copies where `x` is
+    partial, as with `DTensor.redistribute`.
 
     Args:
         x: what to move; it stays as it is.
@@ -85,8 +84,8 @@ def redistribute(
             rule="one placement for each mesh axis",
             fix=f"{[*placements, *[Replicate()] * x.device_mesh.ndim][: x.device_mesh.ndim]}",
         )
-    target = private.normal_placements(placements, x.dim())
-    order = private.whole_order(shard_order, target)
+    target = normal_placements(placements, x.dim())
+    order = whole_order(shard_order, target)
     moved: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
     return moved
 
@@ -100,8 +99,8 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         spec = private.spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes
-        source = private.layout_of_spec(spec)
-        target = private.layout_of_placements(placements, order, source.shape, source.axis_sizes)
+        source = layout_of_spec(spec)
+        target = layout_of_placements(placements, order, source.shape, source.axis_sizes)
         local = private.local_of(x)
         if x.device_mesh.get_coordinate() is not None:
             local = _move(local, source, target, x.device_mesh, memory_cap_bytes)
@@ -129,18 +128,20 @@ def _move(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: 
 def for_dtensor() -> Iterator[None]:
     """Within the block, DTensor's own redistributions in this thread are planned and run by Meshwright.
 
-    That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it runs
-    within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous redistributions,
-    tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or none.
+    That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it
+    runs within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous
+    redistributions, tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or
+    none. Operators get the rules of `rules`, which stay when the block ends.
     """
+    register_rules()
     with private.redistributing_by(_moved):
         yield
 
 
 def _moved(local: Tensor, current: Any, target: Any) -> Tensor | None:
-    if not (private.has_layout(current.placements) and private.has_layout(target.placements)):
+    if not (has_layout(current.placements) and has_layout(target.placements)):
         return None
-    source, wanted = private.layout_of_spec(current), private.layout_of_spec(target)
+    source, wanted = layout_of_spec(current), layout_of_spec(target)
     if not is_reducible(source, local.dtype) or not is_reducible(wanted, local.dtype):
         return None
     return _move(private.waited(local), source, wanted, current.mesh, None)

@@ -1,0 +1,64 @@
+"""The redistribution benchmark measures both sides on the same tensors, and says which pair is slowest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.bench import reshard
+from meshwright.bench.ranks import measured
+from meshwright.bench.reshard import bytes_body, bytes_figures, move_figures, planning_figures
+from meshwright.bench.reshard_cases import DIJKSTRA, GREEDY, OURS, PAIRS, ROWS, TORCH, BytesTask, MoveTask
+from meshwright.bench.reshard_sides import time_pair
+
+FEW = (("S0 S1", "S1 S0"), ("P R", "R R"), ("R R", "S0 R"))
+
+
+def timed(rank, world_size):
+    task = MoveTask(Path("nowhere"), (2, 2), 8, rounds=2, steps=1)
+    mesh = init_device_mesh("cpu", task.axis_sizes)
+    return {" → ".join(pair): time_pair(mesh, *pair, task).seconds for pair in FEW}
+
+
+def test_both_sides_are_timed_on_pairs(gang):
+    for answer in gang(4).run(timed):
+        assert all(set(sides) == {OURS, TORCH} and len(sides[OURS]) == 2 for sides in answer.values())
+
+
+def test_the_slowest_pair_is_named():
+    answer = {
+        "S0 S1 → S1 S0": {OURS: [1.0, 1.0], TORCH: [3.0, 3.0]},
+        "R R → S0 R": {OURS: [1.0, 1.0], TORCH: [0.5, 0.5]},
+        "S0 R → R R": {OURS: [1.0, 1.0], TORCH: [1.0, 1.0]},
+    }
+    figures, slowest = move_figures("4", answer)
+    found = {figure.name: figure for figure in figures}
+    assert slowest == "R R → S0 R"
+    assert found["4.slowest_speedup"].value == 0.5
+    assert found["4.slowest_speedup"].is_met is False
+    assert found["4.median_speedup"].value == 1
+    assert found["4.S0_S1.S1_S0.speedup"].is_met
+
+
+def test_pairs_are_those_that_both_sides_can_do():
+    assert len(set(PAIRS)) == len(PAIRS) == 16 * 9 - 9
+    assert ("S0 S1", "S1 S0") in PAIRS
+
+
+def test_planning_is_timed_cold_and_cached(monkeypatch):
+    monkeypatch.setattr(reshard, "NUM_SAMPLES", 3)
+    assert [figure.name for figure in planning_figures(2)] == ["planning.2_axes.cold", "planning.2_axes.cached"]
+
+
+@pytest.mark.slow
+def test_bytes_of_pytorchs_planners_are_those_of_their_collectives():
+    answer = measured(bytes_body, BytesTask, num_ranks=1)
+    found = {figure.name: figure.value for figure in bytes_figures(answer)}
+    local = 8192 * 8192 * 2 // 32
+    assert answer["4x8.S0_S1.S1_S0"][GREEDY] == 13 * local
+    assert found["bytes.4x8.R_S0.S0_R.greedy"] == 7 * 2 * 8192 * 8192 // 8
+    assert answer["4x8.S0@1_S0@0.S0_S0"][GREEDY] is None
+    assert all(answer[row.name()][DIJKSTRA] for row in ROWS)
+    assert all(found[f"bytes.{row.name()}.ours"] >= found[f"bytes.{row.name()}.lower_bound"] > 0 for row in ROWS)
