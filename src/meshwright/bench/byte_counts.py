@@ -3,10 +3,6 @@
 What is alive was allocated while the count ran and still exists. An allocator's own peak would do on CUDA; on CPU there
 is none. So every storage that an operation gives back, and that none of its inputs has, is weighed when it appears and
 taken off when it is freed. Room that an operation uses inside and returns is not seen.
-
-Private PyTorch names: `torch.utils._python_dispatch.TorchDispatchMode`, `torch.utils._pytree.tree_leaves`; for what
-PyTorch's planners do, `_redistribute.redistribute_local_tensor` and `clear_redistribute_planner_cache`,
-`placement_types.shard_dim_alltoall`, `FakeStore`, and `_resolve_process_group` of c10d. Checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,13 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute, placement_types
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor, placement_types
 
+from meshwright.bench.private import FakeStore, TorchDispatchMode, redistribution, resolve_process_group, tree_leaves
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.placements import placements_of
 from meshwright.reshard.private import DTensorSpec, local_of, spec_of
@@ -127,7 +120,7 @@ class ReceivedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and weigh what it brings."""
         name = func.overloadpacket.__name__ if func.namespace == "_c10d_functional" else ""
         if name in _SHARES:
-            num_ranks = dist.get_world_size(_resolve_process_group(args[-1]))
+            num_ranks = dist.get_world_size(resolve_process_group(args[-1]))
             self.total += int(_SHARES[name](num_ranks) * args[0].nbytes)
         return func(*args, **(kwargs or {}))
 
@@ -169,15 +162,15 @@ def fake_process_group(num_ranks: int) -> Iterator[None]:
 
 def torch_redistributes(x: DTensor, layout: Layout, *, dijkstra: bool) -> bool:
     """Redistribute by one of PyTorch's planners, with no memory of what it planned before; False if it can't."""
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+    redistribution.clear_redistribute_planner_cache()
+    redistribution._gen_transform_infos.cache_clear()
     current = spec_of(x)
     placements, order = placements_of(layout)
     target = DTensorSpec(x.device_mesh, placements, current.tensor_meta, shard_order=order)  # type: ignore[arg-type]
     is_default = all(DTensorSpec.is_default_device_order(spec.shard_order) for spec in (current, target))
     if not is_default and not dijkstra:
         return False  # the greedy planner only has the axes' own order
-    _redistribute.redistribute_local_tensor(local_of(x), current, target, use_graph_based_transform=dijkstra)
+    redistribution.redistribute_local_tensor(local_of(x), current, target, use_graph_based_transform=dijkstra)
     return True
 
 

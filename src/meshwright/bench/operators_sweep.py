@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.bench.operators import Case, Outcome, Placed, Side, SweepTask, begin_line, end_line
+from meshwright.bench.private import TorchDispatchMode, operator_samples, tree_leaves, tree_map_only
 from meshwright.errors import InputError
 from meshwright.mesh.groups import process_group
 from meshwright.reshard.fallback import replicate_fallback
@@ -114,7 +113,7 @@ def operators() -> list[Any]:
         InputError: they can't be imported.
     """
     try:
-        from torch.testing._internal.common_methods_invocations import op_db
+        return operator_samples()
     except ModuleNotFoundError as error:
         raise InputError(
             f"PyTorch's samples of its operators need {error.name}, which is not installed",
@@ -122,7 +121,6 @@ def operators() -> list[Any]:
             rule="bench operators runs PyTorch's own samples",
             fix=f"pip install {error.name}",
         ) from error
-    return list(op_db)
 
 
 def name_of(entry: Any) -> str:

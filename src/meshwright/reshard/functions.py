@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from meshwright.reshard.einsum import einsum_on_pieces
+from meshwright.reshard.private import tree_map_only
 from meshwright.reshard.refusals import storage_refused
 
 POINTERS = (Tensor.data_ptr,)

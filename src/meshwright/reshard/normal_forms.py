@@ -168,9 +168,7 @@ def _cut_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int]) -
 def _mixed(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:
     """`src` with the `moved` axes as in the goal: cut last, or first; and without those that end as copies."""
     stays = frozenset(range(len(src.axis_sizes))) - moved
-    partial = tuple(
-        (goal if axis in moved else src).partial[axis] for axis in range(len(src.axis_sizes))
-    )
+    partial = tuple((goal if axis in moved else src).partial[axis] for axis in range(len(src.axis_sizes)))
     sizes, forms = src.axis_sizes, []
     for first, last, later in ((src, goal, moved), (goal, src, stays)):
         splits = tuple(

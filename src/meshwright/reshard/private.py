@@ -6,7 +6,8 @@ of `DTensor`, `redistribute_local_tensor` where `_redistribute`, `_dispatch` and
 look it up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collectives`, and `_stash_obj_in_tls`,
 `_is_key_in_tls` and `_get_obj_in_tls` of `torch._C`. For operators: `DTensor._op_dispatcher` (its planner's tables, its
 handlers, and the operators it draws random numbers for), `RuntimeSchemaInfo`, `OpOverload`,
-`torch.utils._python_dispatch`, and the name of the function in which DTensor plans an operator. Checked on 2.13.
+`torch.utils._python_dispatch` and `_pytree`, and the name of the function in which DTensor plans an operator.
+Checked on 2.13.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 StridedShard = _StridedShard
 """A strided cut; for those that build layouts."""

@@ -1,0 +1,38 @@
+"""What benchmarks use beyond public names: modes that see operators, PyTorch's planners, its operators' samples.
+
+Private PyTorch names are used here and nowhere else in this room: `torch.utils._python_dispatch.TorchDispatchMode`,
+`torch.utils._pytree`; for what PyTorch's planners do `_redistribute.redistribute_local_tensor` and
+`clear_redistribute_planner_cache`, `placement_types.shard_dim_alltoall`, `FakeStore`, and `_resolve_process_group` of
+c10d; `torch.testing._internal` for `op_db`. Checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.tensor import _redistribute as redistribution
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "FakeStore",
+    "TorchDispatchMode",
+    "operator_samples",
+    "redistribution",
+    "resolve_process_group",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+
+def operator_samples() -> list[Any]:
+    """PyTorch's database of its operators, with samples of each.
+
+    Raises:
+        ImportError: `expecttest`, which it imports, is not installed.
+    """
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
