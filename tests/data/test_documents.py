@@ -56,7 +56,9 @@ def test_a_split_covers_every_document_once(names, num_bytes):
 def test_adding_a_document_moves_no_other(base):
     names = [f"file{number}.txt" for number in range(base, base + 200)]
     parts = {piece.document.name: part for part, pieces in enumerate(split(documents(names))) for piece in pieces}
-    fewer = {piece.document.name: part for part, pieces in enumerate(split(documents(names[:-1]))) for piece in pieces}
+    fewer = {
+        piece.document.name: part for part, pieces in enumerate(split(documents(names[:-1]))) for piece in pieces
+    }
     assert fewer.items() <= parts.items()
 
 

@@ -64,7 +64,9 @@ def test_imports_that_go_down_are_allowed(tmp_path):
 def test_every_pair_of_rooms_is_judged(tmp_path):
     """An import of every room by every room: allowed exactly when its floor is lower."""
     rooms = [room for room, floor in FLOORS.items() if 0 < floor < 10]
-    files = {f"{room}/all.py": "".join(f"import meshwright.{other}.all\n" for other in rooms) for room in rooms}
+    files = {
+        f"{room}/all.py": "".join(f"import meshwright.{other}.all\n" for other in rooms) for room in rooms
+    }
     forbidden = [(a, b) for a in rooms for b in rooms if a != b and FLOORS[b] >= FLOORS[a]]
     assert len(floor_breaches(plant(tmp_path, files))) == len(forbidden) > 100
 

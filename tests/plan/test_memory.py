@@ -155,3 +155,4 @@ def test_predicting_needs_no_torch_and_no_time():
         "predict_memory(load('llama3-405b')); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+

@@ -326,10 +326,8 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         "blocks.1.attention.wq.weight",
     ),
     "shared gradients are not added up": Fault(
-        sync_shared(0),
-        (*PIPE, TIED),
-        ("the sum over pp is missing", "shared parameter are due, summed, on stages 0 and 1"),
-        "embed.weight",
+        sync_shared(0), (*PIPE, TIED),
+        ("the sum over pp is missing", "shared parameter are due, summed, on stages 0 and 1"), "embed.weight"
     ),
     "shared gradients are not added up, far apart": Fault(
         sync_shared(0), (*LONG, TIED), ("the sum over pp is missing", "ranks 0 and 3"), "embed.weight"

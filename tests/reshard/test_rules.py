@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -92,3 +92,98 @@ def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang):
     for found in gang(4).run(along_other_dims, timeout_s=60.0):
         assert len(found) == len(LAYOUTS) * len(OPERATORS)
         assert {key: outcome for key, outcome in found.items() if outcome != (True, 0, {})} == {}
+
+
+ALONG_THE_CUT_DIM = {
+    "sort": (lambda x: torch.sort(x, dim=0), lambda: [numbers(8, 6)]),
+    "gather": (lambda x, i: torch.gather(x, 0, i), lambda: [numbers(8, 6), indices(8, 4, 6)]),
+    "gather fewer rows": (lambda x, i: torch.gather(x, 1, i), lambda: [numbers(8, 6), indices(6, 4, 3)]),
+    "gather one row": (lambda x, i: torch.gather(x, 0, i), lambda: [numbers(8, 6), indices(8, 1, 6)]),
+    "scatter": (lambda x, i: torch.scatter(x, 0, i, 2.0), lambda: [numbers(8, 6), indices(8, 4, 6)]),
+    "scatter_add": (lambda x, i, s: torch.scatter_add(x, 0, i, s),
+                    lambda: [numbers(8, 6), indices(8, 9, 6), numbers(9, 6, seed=1)]),
+    "scatter_add more rows": (lambda x, i, s: torch.scatter_add(x, 1, i, s),
+                              lambda: [numbers(8, 6), indices(6, 8, 9), numbers(10, 9, seed=1)]),
+    "scatter_add fewer rows": (lambda x, i, s: torch.scatter_add(x, 0, i, s),
+                               lambda: [numbers(8, 6), indices(8, 4, 6), numbers(9, 6, seed=1)]),
+    "scatter_reduce": (lambda x, i, s: torch.scatter_reduce(x, 0, i, s, "amax"),
+                       lambda: [numbers(8, 6), indices(8, 9, 6), numbers(9, 6, seed=1)]),
+    "pad": (lambda x: F.pad(x.T, (2, 1), mode="reflect"), lambda: [numbers(8, 6)]),
+    "pad otherwise": (lambda x: F.pad(x.T, (0, 3), mode="reflect"), lambda: [numbers(8, 6)]),
+    "unfold": (lambda x: x.unfold(0, 3, 2), lambda: [numbers(8, 6)]),
+    "masked_scatter": (lambda x, m, s: torch.masked_scatter(x, m > 0, s),
+                       lambda: [numbers(8, 6), numbers(8, 6, seed=2), numbers(8, 6, seed=1)]),
+}  # fmt: skip
+CUT = {"chunks": ((4,), [Shard(0)]), "strided": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+       "other dim": ((4,), [Shard(1)]), "partial": ((2, 2), [Partial(), Shard(0)])}  # fmt: skip
+
+
+def along_the_cut_dim(rank, world_size):
+    """By layout and operator: whether the values are right, and fallbacks."""
+    found = {}
+    for layout, (mesh_shape, placements) in CUT.items():
+        mesh = init_device_mesh("cpu", mesh_shape)
+        whole = [Replicate() if p.is_partial() else p for p in placements]
+        for name, (operator, inputs) in ALONG_THE_CUT_DIM.items():
+            plain = inputs()
+            placed = [place(x, mesh, placements if x.is_floating_point() else whole) for x in plain]
+            with replicate_fallback(warn=False) as fallbacks:
+                got = operator(*placed)
+            pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, operator(*plain))), strict=True)
+            is_right = all(torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in pairs)
+            found[layout, name] = is_right, dict(fallbacks.counts)
+    return found
+
+
+def test_work_along_the_dim_that_is_cut_is_right_without_the_fallback(gang):
+    for found in gang(4).run(along_the_cut_dim, timeout_s=60.0):
+        assert {key: outcome for key, outcome in found.items() if outcome != (True, {})} == {}
+
+
+def what_moves(rank, world_size):
+    """Collectives of a sum of rows that each rank has some of, until the sum is whole; a padding's gradient."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    into, index, rows = numbers(5, 6), indices(5, 9, 6), numbers(9, 6, seed=1)
+    placed = [place(into, mesh, [Replicate()]), place(index, mesh, [Shard(0)]), place(rows, mesh, [Shard(0)])]
+    with CommDebugMode() as messages, replicate_fallback(warn="error"):
+        total = torch.scatter_add(placed[0], 0, *placed[1:])
+    is_right = torch.allclose(total.full_tensor(), torch.scatter_add(into, 0, index, rows), atol=1e-5)
+    return is_right, messages.get_total_counts(), total.placements[0].is_partial()
+
+
+def test_a_sum_of_rows_stays_partial(gang):
+    assert gang(4).run(what_moves) == [(True, 0, True)] * 4
+
+
+GRADIENTS = {
+    "sort": lambda x, w: torch.sort(x, dim=1).values * w,
+    "gather": lambda x, w: torch.gather(x * w, 1, w.argsort(1)),
+    "scatter_reduce": lambda x, w: torch.scatter_reduce(x, 1, w.argsort(1), w, "sum"),
+    "pad": lambda x, w: F.pad(x * w, (1, 2), mode="replicate").square(),
+    "unfold": lambda x, w: (x * w).unfold(1, 3, 1).square(),
+    "masked_scatter": lambda x, w: torch.masked_scatter(x, w > 0, w).square(),
+    "einsum": lambda x, w: torch.einsum("ab,cb->ac", x, w).square(),
+    "einsum over what is cut": lambda x, w: torch.einsum("ab,ac->bc", x, w).square(),
+}
+
+
+def gradients(rank, world_size):
+    """By operator and cut: whether gradients are those of plain tensors."""
+    found, mesh = {}, init_device_mesh("cpu", (world_size,))
+    for name, operator in GRADIENTS.items():
+        for cuts in ([Shard(0), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(0)]):
+            plain = [numbers(7, 6).requires_grad_(), numbers(7, 6, seed=1).requires_grad_()]
+            placed = [place(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(plain, cuts, strict=True)]
+            operator(*plain).sum().backward()
+            with replicate_fallback(warn=False) as fallbacks:
+                operator(*placed).sum().backward()
+            pairs = list(zip(placed, plain, strict=True))
+            close = all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-5) for a, b in pairs)
+            found[name, *map(str, cuts)] = close, dict(fallbacks.counts)
+    return found
+
+
+def test_gradients_are_those_of_plain_tensors(gang):
+    for found in gang(4).run(gradients, timeout_s=60.0):
+        assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
+        assert {key: outcome for key, outcome in found.items() if outcome[1]} == {}

@@ -46,9 +46,7 @@ def sleepy_body(context, argument):
 CASES = {
     "sharded": (["mesh.dp_shard=2"], r"(all_gather|reduce_scatter)\w*, number \d+ by PyTorch's count", r"step\.py"),
     "compressed": (
-        ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"],
-        r"all_gather, number \d+",
-        r"step\.py",
+        ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"], r"all_gather, number \d+", r"step\.py"
     ),
     "pipeline": (["mesh.pp=2", "train.num_microbatches=4"], r"(send|receive), number \d+", r"execute\.py"),
 }

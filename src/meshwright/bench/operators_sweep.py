@@ -75,7 +75,7 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
     warnings.simplefilter("ignore")
     said = dist.FileStore(f"{context.store_path}-said", context.num_ranks)  # type: ignore[attr-defined]
     group, num_groups = ExitStack(), 0
-    mesh = None
+    mesh = sample = None
     for number, (entry, placed) in enumerate((entry, placed) for entry in operators() for placed in Placed):
         if number < task.num_done:
             continue
@@ -87,7 +87,8 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
             mesh = init_device_mesh("cpu", (context.num_ranks,))
         if context.rank == 0:
             begin_line(task.lines, name_of(entry), placed)
-        own = run_case(entry, placed, task.side, mesh)
+        sample = sample if placed is not Placed.SHARD and sample is not None else find_sample(entry)
+        own = run_case(sample, placed, task.side, mesh)
         said.set(f"{number}/{context.rank}", "\t".join(own))
         outcome, note = agreed([_split(said.get(f"{number}/{rank}")) for rank in range(context.num_ranks)])
         if context.rank == 0:
@@ -101,8 +102,9 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
 def sweep_with_fallback(mesh: DeviceMesh) -> Iterator[Case]:
     """What came of every operator on this rank, in a group that stays whole."""
     for entry in operators():
+        sample = find_sample(entry)
         for placed in Placed:
-            yield Case(name_of(entry), placed, *run_case(entry, placed, Side.FALLBACK, mesh))
+            yield Case(name_of(entry), placed, *run_case(sample, placed, Side.FALLBACK, mesh))
 
 
 def operators() -> list[Any]:
@@ -128,9 +130,8 @@ def name_of(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
 
 
-def run_case(entry: Any, placed: Placed, side: Side, mesh: DeviceMesh) -> Said:
-    """Run one operator; what came of it on this rank."""
-    sample = _sample(entry)
+def run_case(sample: Sample | str, placed: Placed, side: Side, mesh: DeviceMesh) -> Said:
+    """Run one operator, unless it has no sample; what came of it on this rank."""
     if isinstance(sample, str):
         return Outcome.LEFT_OUT, sample
     try:
@@ -164,17 +165,18 @@ def _split(text: bytes) -> Said:
     return Outcome(outcome), note
 
 
-def _sample(entry: Any) -> Sample | str:
+def find_sample(entry: Any) -> Sample | str:
     """The operator with its first sample, or why it is left out."""
     try:
         torch.manual_seed(0)
-        first = next(iter(entry.sample_inputs("cpu", torch.float32, requires_grad=False)))
+        # Not `sample_inputs`: it looks for the test that calls it through the whole stack, 100 ms each.
+        first = next(iter(entry.sample_inputs_func(entry, "cpu", torch.float32, False)))
         inputs = (first.input, first.args, first.kwargs)
         if any(x.layout is not torch.strided for x in tree_leaves(inputs) if isinstance(x, Tensor)):
             return "sparse inputs"
         torch.manual_seed(1)
         copied, args, kwargs = tree_map_only(Tensor, Tensor.clone, inputs)
-        with Draws() as draws:
+        with Draws() as draws:  # type: ignore[no-untyped-call]
             expected = entry(copied, *args, **kwargs)
     except Exception as error:
         return f"plain tensors: {type(error).__name__}: {error}"

@@ -242,7 +242,9 @@ def _reduce_scatter(
 
 
 def _all_reduce(name: str, replicas: Replicas, way: Way, placement: Placement) -> AllReduceHook:
-    comm = CompressedAllReduce(name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes)
+    comm = CompressedAllReduce(
+        name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+    )
     return AllReduceHook(comm, replicas.group, 1.0 if replicas.sums else 1.0 / replicas.group.size())
 
 

@@ -42,7 +42,9 @@ def is_there(source: str) -> bool:
     return glob.has_magic(source) or os.path.exists(os.path.expanduser(source))
 
 
-def read_images(source: str, *, size: int, num_channels: int) -> tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]:
+def read_images(
+    source: str, *, size: int, num_channels: int
+) -> tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]:
     """Images of a glob (`**` and `~` are expanded), sorted by name, cropped to their central square and resized.
 
     Args:

@@ -67,7 +67,9 @@ def write_animation(path: Path, pictures: Bytes, *, columns: int, fps: int, scal
     ends_ms = [round(100 * frame / fps) * 10 for frame in range(num_frames + 1)]
     durations_ms = [end - start for start, end in zip(ends_ms, ends_ms[1:], strict=False)]
     with _replacing(path) as temporary:
-        images[0].save(temporary, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0)
+        images[0].save(
+            temporary, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0
+        )
 
 
 def _tiled(images_nchw: Bytes, *, columns: int, scale: int | None) -> Bytes:

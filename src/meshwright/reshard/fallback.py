@@ -187,7 +187,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._say(name, call)
         self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
         result = run_on_copies(call)
-        if call.operator.is_view:
+        if call.operator.is_view and any(is_cut(p) or p.is_partial() for t in call.dtensors() for p in t.placements):
             tree_map_only(DTensor, lambda view: self._views.__setitem__(view, True), result)
         return result
 

@@ -1,4 +1,7 @@
-"""Functions that read a tensor's memory before any operator is dispatched, for `replicate_fallback`."""
+"""Functions that no operator's rule can help, for `replicate_fallback`: they are seen before they become operators.
+
+Some read memory before any operator is dispatched, and einsum becomes products of flattened dims.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from meshwright.reshard.einsum import einsum_on_pieces
 from meshwright.reshard.refusals import storage_refused
 
 POINTERS = (Tensor.data_ptr,)
@@ -27,6 +31,9 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in POINTERS and isinstance(args[0], DTensor):
             raise storage_refused("Tensor.data_ptr")
+        if func is torch.einsum and any(issubclass(kind, DTensor) for kind in types):
+            result = einsum_on_pieces(*args, **kwargs)
+            return func(*args, **kwargs) if result is None else result
         if func in READERS:
             read = tree_map_only(DTensor, lambda x: x.full_tensor(), (args[1:], kwargs))
             return func(args[0], *read[0], **read[1])

@@ -181,6 +181,25 @@ def is_cut(placement: Placement) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 
 
+def cut_dim(placement: Placement) -> int | None:
+    """The tensor dim that it divides."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def moved_to(placement: Placement, dim: int) -> Placement:
+    """The same way of cutting, for another tensor dim."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def cut_in_order(tensor: DTensor) -> bool:
+    """Its placements say all: where several axes cut one dim, they do so from the first to the last."""
+    strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+    default = DTensorSpec.compute_default_shard_order(tensor.placements)
+    return strided or tensor._spec.shard_order == default
+
+
 def masked_partial(shape: Sequence[int], dim: int) -> Placement:
     """Partial sums of what was looked up along a dim that is cut: each rank has what it holds, and zero elsewhere."""
     return _MaskPartial(offset_shape=torch.Size(shape), offset_dim=dim)  # type: ignore[no-untyped-call]

@@ -71,7 +71,8 @@ def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_
 def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[Way]:
     """Like `scatter_rule`; and sums may stay partial, each rank with its part of what is added."""
     ways = scatter_rule(x, dim, index, src)
-    ways.append(([Partial()], [Partial(), Replicate(), Partial()]))
+    if partials(x) or partials(src):
+        ways.append(([Partial()], [Partial(), Replicate(), Partial()]))
     if index.ndim and x.ndim and index.shape[dim] == src.shape[dim]:
         ways += [([Partial()], [Partial(), p, p]) for p in cuts(dim % x.ndim, index, src)]
     return ways
