@@ -3,9 +3,6 @@
 What is alive was allocated while the count ran and still exists. An allocator's own peak would do on CUDA; on CPU there
 is none. So every storage that an operation gives back, and that none of its inputs has, is weighed when it appears and
 taken off when it is freed. Room that an operation uses inside and returns is not seen.
-
-Private PyTorch names: `torch.utils._python_dispatch.TorchDispatchMode` and `torch.utils._pytree.tree_leaves`, checked
-on torch 2.13.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from meshwright.bench.private import TorchDispatchMode, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,10 +63,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts the bytes of the tensors that are handed to collectives of c10d.
-
-    Private PyTorch names, as in `byte_counts`, checked on torch 2.13.
-    """
+    """While entered, counts the bytes of the tensors that are handed to collectives of c10d."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.private import (
@@ -24,6 +23,10 @@ from meshwright.reshard.private import (
     is_cut,
     layout_of,
     own_tensor,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
     turn_in_place,
 )
 from meshwright.reshard.refusals import mesh_refused, partial_refused, random_refused, shape_refused

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.log import get_logger
@@ -39,6 +38,7 @@ from meshwright.reshard.private import (
     is_cut,
     layout_of,
     own_tensor,
+    tree_map_only,
 )
 from meshwright.reshard.refusals import (
     OperatorError,

@@ -3,8 +3,8 @@
 Private PyTorch names are used here and nowhere else in this room. For operators: `DTensor._spec`,
 `DTensor._local_tensor` and `DTensor._op_dispatcher` (its planner's tables, its handlers, and the operators it draws
 random numbers for), `DTensorSpec`, `TensorMeta`, `RuntimeSchemaInfo`, `_StridedShard`, `_MaskPartial`, `OpOverload`,
-`torch.utils._python_dispatch`, and the name of the function in which DTensor plans an operator. Written for 2.11 to
-2.13; checked on 2.13.
+dispatch modes and trees of `torch.utils`, and the name of the function in which DTensor plans an operator. Written
+for 2.11 to 2.13; checked on 2.13.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
 
 from meshwright.mesh.layout import Layout
+
+tree_flatten, tree_leaves, tree_map_only = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map_only
+tree_unflatten = _pytree.tree_unflatten
 
 PLANNING = "_propagate_op_sharding_dispatch_slow_path"
 """The function in which DTensor chooses an operator's layouts: before it moves or computes anything."""
