@@ -16,7 +16,8 @@ def place(x, mesh, placements):
     for axis, is_partial in enumerate(partial):
         num *= mesh.size(axis) if is_partial else 1
     kept = whole.redistribute(placements=[Replicate() if p else q for p, q in zip(partial, placements, strict=True)])
-    return DTensor.from_local(kept.to_local() / num, mesh, placements, run_check=False)
+    own = kept.to_local() / num
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def numbers(*shape, seed=0):

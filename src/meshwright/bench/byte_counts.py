@@ -70,10 +70,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts the bytes of the tensors that are handed to collectives of c10d.
-
-    Private PyTorch names, as in `byte_counts`, checked on torch 2.13.
-    """
+    """While entered, counts the bytes of the tensors that are handed to collectives of c10d."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

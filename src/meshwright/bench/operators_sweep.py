@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.bench.operators import Case, Outcome, Placed, Side, SweepTask, begin_line, end_line
-from meshwright.bench.private import TorchDispatchMode, operator_samples, tree_leaves, tree_map_only
-from meshwright.errors import InputError
+from meshwright.bench.private import TorchDispatchMode, operators, tree_leaves, tree_map_only
 from meshwright.mesh.groups import process_group
 from meshwright.reshard.fallback import replicate_fallback
 from meshwright.reshard.refusals import OperatorError
@@ -104,23 +103,6 @@ def sweep_with_fallback(mesh: DeviceMesh) -> Iterator[Case]:
         sample = find_sample(entry)
         for placed in Placed:
             yield Case(name_of(entry), placed, *run_case(sample, placed, Side.FALLBACK, mesh))
-
-
-def operators() -> list[Any]:
-    """PyTorch's descriptions of its operators.
-
-    Raises:
-        InputError: they can't be imported.
-    """
-    try:
-        return operator_samples()
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"PyTorch's samples of its operators need {error.name}, which is not installed",
-            where="torch.testing._internal",
-            rule="bench operators runs PyTorch's own samples",
-            fix=f"pip install {error.name}",
-        ) from error
 
 
 def name_of(entry: Any) -> str:

@@ -16,10 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshwright.errors import InputError
+
 __all__ = [
     "FakeStore",
     "TorchDispatchMode",
-    "operator_samples",
+    "operators",
     "redistribution",
     "resolve_process_group",
     "tree_leaves",
@@ -27,12 +29,19 @@ __all__ = [
 ]
 
 
-def operator_samples() -> list[Any]:
-    """PyTorch's database of its operators, with samples of each.
+def operators() -> list[Any]:
+    """PyTorch's descriptions of its operators, with samples.
 
     Raises:
-        ImportError: `expecttest`, which it imports, is not installed.
+        InputError: they can't be imported.
     """
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"PyTorch's samples of its operators need {error.name}, which is not installed",
+            where="torch.testing._internal",
+            rule="bench operators runs PyTorch's own samples",
+            fix=f"pip install {error.name}",
+        ) from error
     return list(op_db)

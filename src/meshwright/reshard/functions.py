@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.reshard.einsum import einsum_on_pieces
-from meshwright.reshard.private import tree_map_only
+from meshwright.reshard.private import tree_leaves, tree_map_only
 from meshwright.reshard.refusals import storage_refused
 
 POINTERS = (Tensor.data_ptr,)
@@ -31,7 +31,7 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in POINTERS and isinstance(args[0], DTensor):
             raise storage_refused("Tensor.data_ptr")
-        if func is torch.einsum and any(issubclass(kind, DTensor) for kind in types):
+        if func is torch.einsum and any(isinstance(x, DTensor) for x in tree_leaves(args)):
             result = einsum_on_pieces(*args, **kwargs)
             return func(*args, **kwargs) if result is None else result
         if func in READERS:
