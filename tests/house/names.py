@@ -47,7 +47,7 @@ def private_breaches(tree: Tree) -> list[str]:
         uses = [(line, name) for line, name in _torch_names(module) if _is_private(name)]
         uses += [
             (node.lineno, f".{node.attr}")
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES
         ]
         breaches += [
@@ -69,7 +69,7 @@ def _torch_names(module: Module) -> Iterator[tuple[int, str]]:
     for one in module.imports:
         if _of_torch(one.target):
             yield one.line, one.target
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
             name = module.full_name(node)
             if name is not None and _of_torch(name):

@@ -36,6 +36,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree, as `ast.walk` finds it."""
+        return list(ast.walk(self.tree))
+
     @property
     def in_package(self) -> bool:
         return self.path.startswith(PACKAGE_DIR)
@@ -73,7 +78,7 @@ class Module:
     def aliases(self) -> dict[str, str]:
         """What each imported local name stands for: `dist` → `torch.distributed`. One scope for the file."""
         names: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     root = alias.name.split(".")[0]

@@ -40,7 +40,7 @@ def _lengths(module: Module) -> Found:
     num_lines = module.text.count("\n")
     if num_lines > MAX_FILE_LINES and module.path not in LONG_FILES:
         yield num_lines, f"is {num_lines} lines long, more than {MAX_FILE_LINES}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
@@ -48,13 +48,13 @@ def _lengths(module: Module) -> Found:
 
 
 def _globals(module: Module) -> Found:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             yield node.lineno, f"has `global {', '.join(node.names)}`: pass state as arguments"
 
 
 def _prints(module: Module) -> Found:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if is_builtin_call(node, "print") and module.room not in PRINTING_ROOMS:
             yield getattr(node, "lineno", 0), "calls print: use logging outside cli"
 
@@ -66,6 +66,8 @@ def _docstring(module: Module) -> Found:
 
 
 def _open_ends(module: Module) -> Found:
+    if not OPEN_END.search(module.text):
+        return
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         comment = token.type == tokenize.COMMENT
         if comment and OPEN_END.search(token.string) and not REFERENCE.search(token.string):

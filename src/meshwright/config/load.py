@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -65,7 +66,8 @@ def known_keys() -> list[str]:
     return list(_fields())
 
 
-def _fields(kind: str | None = None) -> dict[str, Any]:
+@cache
+def _fields(kind: str | None = None) -> Mapping[str, Any]:
     """Every dotted key's field; where kinds of models have keys of one name, that of `kind`, or the first's."""
     found: dict[str, Any] = {}
     for key, field, is_section in _walk(RunConfig, "", kind):
@@ -74,7 +76,8 @@ def _fields(kind: str | None = None) -> dict[str, Any]:
     return found
 
 
-def _sections() -> dict[str, Any]:
+@cache
+def _sections() -> Mapping[str, Any]:
     """The field of every section, by its dotted name."""
     return {key: field for key, field, is_section in _walk(RunConfig, "", None) if is_section}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 
 from meshwright.errors import LayoutError
 
@@ -33,6 +34,7 @@ class Axes:
                 )
 
     @staticmethod
+    @cache
     def names() -> tuple[str, ...]:
         """The axes' names, outermost first."""
         return tuple(field.name for field in fields(Axes))

@@ -3,7 +3,7 @@
 Runs in a process forked from a server that has already imported torch, so starting costs milliseconds. The
 parent's side is `gang`.
 
-A private PyTorch name is used here and nowhere else in this room: `distributed_c10d._world`, for the groups that
+Private PyTorch names are used here and nowhere else in this room: `distributed_c10d._world`, for the groups that
 there are. Checked on 2.13.
 """
 
@@ -140,8 +140,7 @@ def _settle(rank: int, directory: Path) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
-    gc.collect()
-    gc.freeze()  # what torch brought is never garbage, so later collections need not walk it
+    gc.freeze()  # what torch brought is never garbage: not walked again, and its memory stays the server's
 
 
 def _die_with_parent() -> None:
