@@ -109,7 +109,7 @@ ALONG_THE_CUT_DIM = {
     "scatter_reduce": (lambda x, i, s: torch.scatter_reduce(x, 0, i, s, "amax"),
                        lambda: [numbers(8, 6), indices(8, 9, 6), numbers(9, 6, seed=1)]),
     "pad": (lambda x: F.pad(x.T, (2, 1), mode="reflect"), lambda: [numbers(8, 8)]),
-    "pad otherwise": (lambda x: F.pad(x.T, (0, 3), mode="reflect"), lambda: [numbers(8, 8)]),
+    "pad otherwise": (lambda x: F.pad(x.T, (0, 2), mode="reflect"), lambda: [numbers(8, 8)]),
     "unfold": (lambda x: x.unfold(0, 3, 2), lambda: [numbers(8, 6)]),
     "masked_scatter": (lambda x, m, s: torch.masked_scatter(x, m > 0, s),
                        lambda: [numbers(8, 6), numbers(8, 6, seed=2), numbers(8, 6, seed=1)]),

@@ -6,12 +6,14 @@ failed on some ranks only, the others may still wait in one, until its time is o
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,7 +51,7 @@ class Sample:
 
     def run(self, inputs: Any) -> Any:
         """What it returns for other inputs, with the same seed."""
-        torch.manual_seed(1)
+        _seed(1)
         first, args, kwargs = inputs
         return self.operator(first, *args, **kwargs)
 
@@ -148,19 +150,26 @@ def _split(text: bytes) -> Said:
 def find_sample(entry: Any) -> Sample | str:
     """The operator with its first sample, or why it is left out."""
     try:
-        torch.manual_seed(0)
+        _seed(0)
         # Not `sample_inputs`: it looks for the test that calls it through the whole stack, 100 ms each.
         first = next(iter(entry.sample_inputs_func(entry, "cpu", torch.float32, False)))
         inputs = (first.input, first.args, first.kwargs)
         if any(x.layout is not torch.strided for x in tree_leaves(inputs) if isinstance(x, Tensor)):
             return "sparse inputs"
-        torch.manual_seed(1)
+        _seed(1)
         copied, args, kwargs = tree_map_only(Tensor, Tensor.clone, inputs)
         with Draws() as draws:  # type: ignore[no-untyped-call]
             expected = entry(copied, *args, **kwargs)
     except Exception as error:
         return f"plain tensors: {type(error).__name__}: {error}"
     return Sample(name_of(entry), entry, inputs, expected, not draws.seen and entry.name not in UNSET)
+
+
+def _seed(seed: int) -> None:
+    """Samples are drawn by all three generators, and all ranks need the same."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _placed(x: Tensor, placed: Placed, mesh: DeviceMesh) -> DTensor:
