@@ -1,16 +1,30 @@
-"""From one layout of a tensor to another: plans of collectives, priced, verified, drawn and run."""
+"""From one layout of a tensor to another: plans of collectives, priced, verified, drawn and run.
+
+Plans and layouts do without torch. What runs them is imported when it is asked for.
+"""
 
 from importlib import import_module
 from typing import Any
 
+from meshwright.mesh.layout import Layout
 from meshwright.reshard.cost import Topology
 from meshwright.reshard.planner import clear_cache, plan
+from meshwright.reshard.steps import ReshardPlan
+from meshwright.reshard.transfer import TransferPlan, plan_transfer
+from meshwright.reshard.verify import verify
 
-__all__ = ["Topology", "clear_cache", "plan"]
+_WITH_TORCH = {
+    "for_dtensor": "dtensor",
+    "groups_of": "groups",
+    "layout_of": "placements",
+    "prepare": "groups",
+    "redistribute": "dtensor",
+    "register_rules": "rules",
+    "replicate_fallback": "fallback",
+}
+"""Public names of files that import torch, and the files."""
 
-_WITH_TORCH = {"for_dtensor": "dtensor", "groups_of": "groups", "layout_of": "placements", "prepare": "groups",
-               "redistribute": "dtensor"}  # fmt: skip
-"""Names that are imported when they are asked for, since plans do without torch; and where they are."""
+__all__ = ["Layout", "ReshardPlan", "Topology", "TransferPlan", "clear_cache", "plan", "plan_transfer", "verify"]
 
 
 def __getattr__(name: str) -> Any:
