@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
-from meshwright.testing.gang import PRELOAD, GangPool
+from meshwright.testing.gang import PRELOAD, GangPool, start_server
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
 hypothesis.settings.register_profile(
@@ -20,17 +21,40 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("meshwright")
 
 
+PRELOADED = (
+    *PRELOAD,
+    "meshwright.train.run", "matplotlib.pyplot",
+    # What each worker would import by itself: FSDP2 and optimizers the first, tests the others.
+    "torch._dynamo", "sklearn.datasets", "hypothesis",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def gang() -> Iterator[GangPool]:
-    """`gang(world_size)`: worker processes for tests that move data; shared by the whole run.
+    """`gang(world_size)`: worker processes for tests that move data; shared by the whole run."""
+    pool = GangPool()
+    yield pool
+    pool.close()
+
+
+def pytest_collection() -> None:
+    """Importing makes no garbage worth looking for."""
+    gc.disable()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Start the server of gangs with the first test that wants one: it imports while others are collected.
 
     The runs that tests launch are forked from the same server, and need not import what it has.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.testing.gang.PRELOAD", (*PRELOAD, "meshwright.train.run", "matplotlib.pyplot"))
-        pool = GangPool()
-        yield pool
-        pool.close()
+    if "gang" in getattr(item, "fixturenames", ()) and not item.config.getoption("collectonly"):
+        start_server(PRELOADED)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is never garbage: not walked again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

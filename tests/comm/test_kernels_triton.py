@@ -6,8 +6,10 @@ import importlib.util
 import itertools
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,11 +49,12 @@ def interpreter() -> Iterator[Gang]:
 
 def interpreted(rank, world_size, check, *args):
     """`check(kernels, *args)`, with kernels that a CPU interprets."""
-    if "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
+    if "meshwright.comm.triton_programs" not in sys.modules:
         import meshwright.comm.compress  # noqa: F401
 
-        assert "triton" not in sys.modules, "only tensors of a GPU need Triton"
+        assert "meshwright.comm.triton_programs" not in sys.modules, "only tensors of a GPU need Triton"
+        forget_triton()
+        os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
     from meshwright.comm.kernels_triton import TritonKernels
@@ -61,6 +64,20 @@ def interpreted(rank, world_size, check, *args):
     interpreter.InterpreterBuilder.create_fma = fused_as_on_a_gpu
     torch.set_num_threads(1)
     return check(TritonKernels(), *args)
+
+
+def forget_triton():
+    """PyTorch's compiler may have imported it, to compile: imported again it interprets."""
+    for name in list(sys.modules):
+        if re.match(r"triton(?!\._C\b)\b", name):  # a library that is loaded stays
+            del sys.modules[name]
+
+
+def test_one_file_imports_triton():
+    """That which is imported when the first tensor of a GPU comes."""
+    uses = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
+    files = Path(kernels.__file__).parents[1].rglob("*.py")
+    assert [file.name for file in files if uses.search(file.read_text("utf-8"))] == ["triton_programs.py"]
 
 
 def bfloat16_as_a_gpu_has_it(x, source, target, rounding):

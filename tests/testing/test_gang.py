@@ -149,7 +149,8 @@ def test_one_thread_and_loopback_only(gang):
         assert all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1, little endian
 
 
-def test_an_exception_names_the_rank_and_brings_its_traceback(gang):
+def test_an_exception_names_the_rank_and_brings_its_traceback(gang, monkeypatch):
+    monkeypatch.setattr("meshwright.testing.gang.GRACE_S", 0.5)  # rank 0 waits for ever
     with pytest.raises(GangError, match=r"rank 1 raised ValueError: no luck") as caught:
         gang(2).run(raise_on, 1)
     assert "in raise_on" in str(caught.value)
@@ -255,7 +256,8 @@ def test_the_gang_module_imports_no_torch():
 def test_workers_die_with_their_parent(tmp_path):
     code = (
         "import os, signal\n"
-        "from meshwright.testing.gang import Gang\n"
+        "from meshwright.testing.gang import Gang, start_server\n"
+        "start_server(['torch.distributed'])\n"
         "gang = Gang(2)\n"
         "assert gang.run(max) == [2, 2]\n"
         "print(*gang.pids(), flush=True)\n"

@@ -20,6 +20,7 @@ import socket
 import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -156,7 +157,8 @@ class Gang:
             raise error
 
     def _start(self) -> None:
-        context = _fork_context()
+        start_server()
+        context = get_context("forkserver")
         self._directory.mkdir(exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -284,10 +286,12 @@ class GangPool:
         self._gangs.clear()
 
 
-def _fork_context() -> ForkServerContext:
-    """The fork server with torch imported, started with one OpenMP thread: its children inherit both."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+def start_server(preload: Sequence[str] = PRELOAD) -> None:
+    """Start the process that workers are forked from, if none runs; it imports `preload` beside what comes next.
+
+    With one OpenMP thread: its children inherit that as they do the imports.
+    """
+    get_context("forkserver").set_forkserver_preload(list(preload))
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -297,7 +301,6 @@ def _fork_context() -> ForkServerContext:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
-    return context
 
 
 def _pickle_call(fn: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
