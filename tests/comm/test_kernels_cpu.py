@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 import torch
@@ -79,13 +81,21 @@ def test_between_nodes_goes_the_sum_of_what_came_inside(inner):
     assert torch.equal(kept, expected[1])
 
 
+EVERY_HALF = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+
+@cache
+def reference_of_halves(dtype, codec):
+    """Computed once, for the kernels of every instruction set."""
+    return codecs.encode(EVERY_HALF.view(dtype).view(-1, 1), codec)
+
+
 @pytest.mark.parametrize("codec", QUANTISED)
 def test_every_half_is_converted_as_torch_does(compiled, codec):
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    every = EVERY_HALF
     for dtype in (torch.float16, torch.bfloat16):
-        x = every.view(dtype).view(-1, 1)
-        payloads = codecs.encode(x, codec)
-        assert torch.equal(compiled.encode(x, codec), payloads)
+        payloads = reference_of_halves(dtype, codec)
+        assert torch.equal(compiled.encode(every.view(dtype).view(-1, 1), codec), payloads)
     ones = codecs.encode(torch.ones(1), codec)[: 16 * codec.bits].expand(len(every), -1)
     # A block of one group with any scale whatever: what is decoded passes every value on to the rounding of halves.
     blocks = torch.cat([ones, every.view(-1, 1).view(torch.uint8)], -1)
@@ -96,17 +106,23 @@ def test_every_half_is_converted_as_torch_does(compiled, codec):
         assert same(found, codecs.decode(some, codec, num_elements=1, dtype=dtype))
 
 
-def test_rounding_to_halves_is_that_of_torch(compiled):
-    """Values that a product with any multiplier takes between two halves, subnormal ones and the largest among them."""
+@cache
+def reference_of_products():
+    """A block, and what it is in halves times multipliers that take it between two, subnormal and the largest too."""
     block = codecs.encode(torch.full((1,), -128.0), Codec.INT8)
     generator = torch.Generator().manual_seed(5)
     multipliers = torch.exp2(torch.empty(2000).uniform_(-40, 12, generator=generator)).tolist()
     exact = [65504, 65519.99, 65520, 65536, 2**-14, 2**-24, 2**-25, 3 * 2**-26, 3 * 2**-25, 1 + 2**-11, 1 + 3 * 2**-11]
-    for dtype in (torch.float16, torch.bfloat16):
-        for multiplier in [*multipliers, *(value / 128 for value in exact)]:
-            found = compiled.decode(block, Codec.INT8, out=torch.empty(1, dtype=dtype), multiplier=multiplier)
-            expected = codecs.decode(block, Codec.INT8, num_elements=1, dtype=dtype, multiplier=multiplier)
-            assert torch.equal(found, expected), multiplier
+    cases = itertools.product((torch.float16, torch.bfloat16), [*multipliers, *(value / 128 for value in exact)])
+    size = {"num_elements": 1}
+    return block, {(d, m): codecs.decode(block, Codec.INT8, dtype=d, multiplier=m, **size) for d, m in cases}
+
+
+def test_rounding_to_halves_is_that_of_torch(compiled):
+    block, products = reference_of_products()
+    for (dtype, multiplier), expected in products.items():
+        found = compiled.decode(block, Codec.INT8, out=torch.empty(1, dtype=dtype), multiplier=multiplier)
+        assert torch.equal(found, expected), multiplier
 
 
 def test_nothing_is_nothing(compiled):
