@@ -14,8 +14,11 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.testing.gang import GangError, GangPool
+from meshwright.testing.worker import MANY_THREADS
 
 
 def add(rank, world_size, left, right=0):
@@ -223,6 +226,23 @@ def test_a_worker_that_died_between_bodies_is_replaced(gang):
 def test_a_body_does_not_meet_what_the_last_one_left(gang):
     gang(2).run(leave_a_message)
     assert gang(2).run(pass_on) == [0.0, 0.0]
+
+
+def plan_on_a_mesh_of_its_own(rank, world_size, number):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(f"axis{number}",))
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    return (x + x).full_tensor().sum().item()
+
+
+def threads_once_closed(rank, world_size):
+    open_files_once_closed(rank, world_size)
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_groups_that_dtensor_keeps_are_closed_when_there_are_many(gang):
+    """Three threads a group: as many bodies as this would leave 120."""
+    assert all(gang(2).run(plan_on_a_mesh_of_its_own, number) == [8.0, 8.0] for number in range(40))
+    assert all(threads <= MANY_THREADS + 20 for threads in gang(2).run(threads_once_closed))
 
 
 def test_groups_that_bodies_leave_are_closed(gang):

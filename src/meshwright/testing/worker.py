@@ -4,7 +4,8 @@ Runs in a process forked from a server that has already imported torch, so start
 parent's side is `gang`.
 
 Private PyTorch names are used here and nowhere else in this room: `distributed_c10d._world`, for the groups that
-there are. Checked on 2.13.
+there are; of `torch.distributed.tensor` `_redistribute`, `MeshTopoInfo` and `_clear_sharding_prop_cache`, for what
+DTensor keeps. Checked on 2.13, and read in 2.11.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ STACK_SIGNAL = signal.SIGUSR1
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Longer than any body's limit: the gang's own limit ends a hang, with stacks, before gloo's does without."""
+
+MANY_THREADS = 80
+"""From here on a worker's threads are those of groups that are kept by mistake."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,8 @@ def _regroup(rank: int, world_size: int, name: str, store: Store) -> None:
 
     if dist.is_initialized():
         _leave_groups()
+    if _num_threads() > MANY_THREADS:
+        _forget_meshes()
     gc.collect()
     dist.init_process_group(
         "gloo", store=PrefixStore(name, store), rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
@@ -196,6 +202,27 @@ def _leave_groups() -> None:
     groups = list(_world.pg_map)
     dist.destroy_process_group()
     threading.Thread(target=groups.clear, daemon=True, name="close-groups").start()
+
+
+def _num_threads() -> int:
+    """Of this process, those of PyTorch included; 0 where the system doesn't say."""
+    tasks = Path("/proc/self/task")
+    return sum(1 for _ in tasks.iterdir()) if tasks.exists() else 0
+
+
+def _forget_meshes() -> None:
+    """Drop the plans that DTensor keeps for ever, and with them meshes of earlier bodies and these meshes' groups.
+
+    Each group of gloo has threads that wake every few milliseconds: hundreds of them take a good part of a core.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _reseed(environment: dict[str, str]) -> None:
