@@ -52,7 +52,8 @@ def measure(rank, world_size, damage=""):
         CompressedReduceScatter.__call__, CompressedAllGather.__call__ = rights
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes_are_those_of_codes_and_scales(gang, num_ranks):
     answer = gang(num_ranks).run(measure)[0]
     others = N * (num_ranks - 1) // num_ranks
