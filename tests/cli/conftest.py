@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from meshwright.cli.main import main
-from tests.helpers import clean_environment, small_corpus
+from tests.helpers import clean_environment, shown_error, small_corpus
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,30 @@ def here(monkeypatch, capsys, tmp_path):
                 code = ended.code or 0
         output = capsys.readouterr()
         return Outcome(code, output.out, output.err)
+
+    return run
+
+
+@pytest.fixture
+def draws(here, request):
+    """Runs `meshwright draw WHAT …`, with WHAT the test module's, which must succeed."""
+
+    def run(*words, **environment):
+        done = here("draw", request.module.WHAT, *words, **environment)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def fails(here, request):
+    """Runs `meshwright draw WHAT …`, which must fail with bad input, and gives the parts of the error."""
+
+    def run(*words):
+        done = here("draw", request.module.WHAT, *words)
+        assert done.returncode == 2 and done.stdout == "", done
+        return shown_error(done.stderr)
 
     return run

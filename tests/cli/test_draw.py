@@ -15,32 +15,8 @@ from tests.helpers import meshwright, shown_error
 ROOT = Path(__file__).parents[2]
 GALLERY = ROOT / "docs/schedules"
 KINDS = [kind.value for kind in ScheduleKind]
+WHAT = "pipeline"
 SIZE = ("--stages", 4, "--microbatches", 8)
-
-
-@pytest.fixture
-def draws(here):
-    """Runs the command, which must succeed."""
-
-    def run(*words, **environment):
-        done = here("draw", "pipeline", *words, **environment)
-        assert done.returncode == 0, done.stderr
-        assert "\x1b" not in done.stdout + done.stderr
-        return done
-
-    return run
-
-
-@pytest.fixture
-def fails(here):
-    """Runs the command, which must fail with bad input, and gives the parts of the error."""
-
-    def run(*words):
-        done = here("draw", "pipeline", *words)
-        assert done.returncode == 2 and done.stdout == "", done
-        return shown_error(done.stderr)
-
-    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,69 +13,51 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
 from meshwright.reshard.steps import ReshardPlan
 from meshwright.reshard.verify import verify
-from tests.helpers import meshwright, shown_error
+from tests.helpers import meshwright
 
 ROOT = Path(__file__).parents[2]
+WHAT = "reshard"
 SIZE = ("--mesh", "4,8", "--shape", "8192,8192")
 PAGE, README = (ROOT / "docs/reshard.md").read_text("utf-8"), (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.fixture
-def draws(here):
-    """Runs the command, which must succeed."""
-
-    def run(*words):
-        done = here("draw", "reshard", *words)
-        assert done.returncode == 0, done.stderr
-        assert "\x1b" not in done.stdout + done.stderr
-        return done.stdout
-
-    return run
-
-
-@pytest.fixture
-def fails(here):
-    """Runs the command, which must fail with bad input, and gives the parts of the error."""
-
-    def run(*words):
-        done = here("draw", "reshard", *words)
-        assert done.returncode == 2 and done.stdout == "", done
-        return shown_error(done.stderr)
-
-    return run
+def prints(draws):
+    """What the command prints."""
+    return lambda *words: draws(*words).stdout
 
 
 def planned(src: str, dst: str, mesh=(4, 8), shape=(8192, 8192), **options) -> ReshardPlan:
     return plan(Layout.parse(src, mesh, shape), Layout.parse(dst, mesh, shape), **options)
 
 
-def test_it_prints_what_the_plan_explains(draws):
-    assert draws(*SIZE, "S0 S1", "S1 S0") == planned("S0 S1", "S1 S0").explain() + "\n"
-    assert draws(*SIZE, "S0 R", "S0 R", "--dtype", "fp32").endswith("nothing has to move\n")
+def test_it_prints_what_the_plan_explains(prints):
+    assert prints(*SIZE, "S0 S1", "S1 S0") == planned("S0 S1", "S1 S0").explain() + "\n"
+    assert prints(*SIZE, "S0 R", "S0 R", "--dtype", "fp32").endswith("nothing has to move\n")
 
 
-def test_json_is_the_plan_alone(draws):
-    text = draws(*SIZE, "S0@1 S0@0", "S0 S0", "--dtype", "fp32", "--json", "-o", "a.svg")
+def test_json_is_the_plan_alone(prints):
+    text = prints(*SIZE, "S0@1 S0@0", "S0 S0", "--dtype", "fp32", "--json", "-o", "a.svg")
     read = ReshardPlan.from_json(text)
     assert read == planned("S0@1 S0@0", "S0 S0", dtype="fp32")
     verify(read)
 
 
-def test_topology_and_memory_cap_reach_the_planner(draws):
+def test_topology_and_memory_cap_reach_the_planner(prints):
     from meshwright.cluster.presets import cluster_preset
 
     links = Topology.of(cluster_preset("A100-80"), (4, 8))
     words = (*SIZE, "P S0", "S1 R", "--json", "--topology", "a100-80")
-    assert ReshardPlan.from_json(draws(*words)) == planned("P S0", "S1 R", topology=links)
+    assert ReshardPlan.from_json(prints(*words)) == planned("P S0", "S1 R", topology=links)
     cap = planned("S0 S1", "S1 S0").peak_bytes - 1
     for words in (str(cap), f"{cap / 2**20:.9f}MiB", f"{cap / 1e6:.6f} MB"):
-        read = ReshardPlan.from_json(draws(*SIZE, "S0 S1", "S1 S0", "--json", "--memory-cap", words))
+        read = ReshardPlan.from_json(prints(*SIZE, "S0 S1", "S1 S0", "--json", "--memory-cap", words))
         assert read == planned("S0 S1", "S1 S0", memory_cap_bytes=cap), words
 
 
-def test_pictures_are_written(draws, tmp_path):
+def test_pictures_are_written(prints, tmp_path):
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
-        out = draws("--mesh", "2x2", "--shape", "8x8", "S0 S1", "S1 S0", "-o", name)
+        out = prints("--mesh", "2x2", "--shape", "8x8", "S0 S1", "S1 S0", "-o", name)
         assert out.endswith(f"\npicture   {name}\n")
         assert (tmp_path / name).read_bytes().startswith(start)
 
@@ -105,35 +87,35 @@ WORDS = ("--mesh", "4,8", "--shape", "16,16")
         (("--mesh", "4,8", "--shape", "16,-1", "S0 R", "R S0"), "--shape '16,-1'", {"16,-1": "8192,8192"}),
     ],
 )
-def test_bad_input_has_a_fix_that_works(fails, draws, words, error, fix):
+def test_bad_input_has_a_fix_that_works(fails, prints, words, error, fix):
     parts = fails(*words)
     assert error in parts["error"]
     for wrong, right in fix.items():
         assert {right, *right.split()} & {*parts["fix"].split(), parts["fix"]}
-        draws(*(right if word == wrong else word for word in words))
+        prints(*(right if word == wrong else word for word in words))
 
 
-def test_a_cap_that_nothing_fits_names_the_smallest_that_something_does(fails, draws):
+def test_a_cap_that_nothing_fits_names_the_smallest_that_something_does(fails, prints):
     words = (*SIZE, "S0 S1", "S1 S0", "--memory-cap")
     parts = fails(*words, "1MB")
     least = re.search(r"--memory-cap (\d+)", parts["fix"])
     assert parts["where"] == "command line, --memory-cap" and least
-    draws(*words, least[1])
+    prints(*words, least[1])
     fails(*words, int(least[1]) - 1)
 
 
-def test_the_docs_show_what_the_command_prints(draws):
+def test_the_docs_show_what_the_command_prints(prints):
     blocks = re.findall(r"```\n\$ meshwright draw reshard (.*?)```", PAGE + README, re.DOTALL)
     assert len(blocks) == 4
     for block in blocks:
         command, _, shown = block.partition("\n")
-        assert draws(*shlex.split(command.partition(" -o")[0])) == shown, command
+        assert prints(*shlex.split(command.partition(" -o")[0])) == shown, command
 
 
-def test_the_docs_picture_is_what_the_command_draws(draws, tmp_path):
+def test_the_docs_picture_is_what_the_command_prints(prints, tmp_path):
     command = re.search(r"meshwright draw reshard (.*-o) docs/reshard\.svg", PAGE)
     assert command, "the page has the command that draws its picture"
-    draws(*shlex.split(command[1]), "a.svg")
+    prints(*shlex.split(command[1]), "a.svg")
     shown, drawn = (ROOT / "docs/reshard.svg").read_text("utf-8"), (tmp_path / "a.svg").read_text("utf-8")
     if f"Matplotlib v{matplotlib.__version__}," in shown:
         assert drawn == shown, command[0]

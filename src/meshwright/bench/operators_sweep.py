@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright.bench.operators import Case, Outcome, Placed, Side, SweepTask, begin_line, end_line
+from meshwright.bench.operators import Outcome, Placed, Side, SweepTask, begin_line, end_line
 from meshwright.bench.private import TorchDispatchMode, operators, tree_leaves, tree_map_only
 from meshwright.mesh.groups import process_group
 from meshwright.reshard.fallback import replicate_fallback
@@ -97,14 +97,6 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
             group.close()
             mesh = None
     group.close()
-
-
-def sweep_with_fallback(mesh: DeviceMesh) -> Iterator[Case]:
-    """What came of every operator on this rank, in a group that stays whole."""
-    for entry in operators():
-        sample = find_sample(entry)
-        for placed in Placed:
-            yield Case(name_of(entry), placed, *run_case(sample, placed, Side.FALLBACK, mesh))
 
 
 def name_of(entry: Any) -> str:

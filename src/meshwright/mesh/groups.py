@@ -81,6 +81,11 @@ def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup 
     return group if isinstance(group, ProcessGroup) else None
 
 
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """For each rank of a mesh, in its order, the rank in the run."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
     """The part of `mesh` spanned by the named axes, in the mesh's order."""
     names = tuple(axes)

@@ -121,6 +121,13 @@ class Layout:
             )
         return tuple(int(place) for place in np.unravel_index(rank, self.axis_sizes)) if self.axis_sizes else ()
 
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """The rank at a place on each axis: the inverse of `coordinate`."""
+        rank = 0
+        for place, size in zip(coordinate, self.axis_sizes, strict=True):
+            rank = rank * size + place
+        return rank
+
     def coordinates(self) -> tuple[Ints, ...]:
         """For each axis the coordinates of all ranks, in the ranks' order."""
         return tuple(np.unravel_index(np.arange(self.num_ranks()), self.axis_sizes)) if self.axis_sizes else ()

@@ -12,6 +12,7 @@ from meshwright.reshard.planner import clear_cache, plan
 from meshwright.reshard.steps import ReshardPlan
 from meshwright.reshard.transfer import TransferPlan, plan_transfer
 from meshwright.reshard.verify import verify
+from meshwright.reshard.verify_transfer import verify_transfer
 
 _WITH_TORCH = {
     "for_dtensor": "dtensor",
@@ -19,12 +20,23 @@ _WITH_TORCH = {
     "layout_of": "placements",
     "prepare": "groups",
     "redistribute": "dtensor",
+    "redistribute_across": "across",
     "register_rules": "rules",
     "replicate_fallback": "fallback",
 }
 """Public names of files that import torch, and the files."""
 
-__all__ = ["Layout", "ReshardPlan", "Topology", "TransferPlan", "clear_cache", "plan", "plan_transfer", "verify"]
+__all__ = [
+    "Layout",
+    "ReshardPlan",
+    "Topology",
+    "TransferPlan",
+    "clear_cache",
+    "plan",
+    "plan_transfer",
+    "verify",
+    "verify_transfer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright.errors import LayoutError
+from meshwright.mesh.groups import ranks_of
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
 from meshwright.reshard.dtensor import dtype_name, redistribute
@@ -77,8 +78,8 @@ def redistribute_across(
     plan = plan_transfer(
         layout_of(x),
         layout_of_placements(target, order, tuple(x.shape), tuple(mesh.shape)),
-        src_ranks=_ranks(x.device_mesh),
-        dst_ranks=_ranks(mesh),
+        src_ranks=ranks_of(x.device_mesh),
+        dst_ranks=ranks_of(mesh),
         dtype=dtype_name(x.dtype),
         devices_per_node=devices_per_node,
     )
@@ -111,7 +112,3 @@ def _in_layout(x: DTensor, layout: Layout) -> DTensor:
         return x
     placements, order = placements_of(layout)
     return redistribute(x, placements, shard_order=order)
-
-
-def _ranks(mesh: DeviceMesh) -> list[int]:
-    return [int(rank) for rank in mesh.mesh.flatten().tolist()]

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshwright.mesh.layout import Layout
 from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
     OpOverload,
@@ -174,15 +173,9 @@ def _piece_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     layout = cuts_of(like)
     piece = whole
-    for dim, slices in enumerate(layout.local_slices(_rank_at(layout, tuple(coordinate)))):
+    for dim, slices in enumerate(layout.local_slices(layout.rank(coordinate))):
         if layout.axes_of(dim):
             parts = [piece.narrow(dim, one.start, one.stop - one.start) for one in slices]
             piece = torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
     return piece.clone() if piece._base is not None or piece is whole else piece
 
-
-def _rank_at(layout: Layout, coordinate: tuple[int, ...]) -> int:
-    rank = 0
-    for place, size in zip(coordinate, layout.axis_sizes, strict=True):
-        rank = rank * size + place
-    return rank

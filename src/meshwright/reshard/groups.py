@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm.collectives import all_gather_object, is_distributed
 from meshwright.errors import LayoutError
-from meshwright.mesh.groups import new_group
+from meshwright.mesh.groups import new_group, ranks_of
 from meshwright.reshard.program import OUTSIDE
 
 Axes = tuple[int, ...]
@@ -169,7 +169,7 @@ def _neighbours(axis_sizes: tuple[int, ...], rank: int, axes: Iterable[int]) -> 
 
 def _value(mesh: DeviceMesh) -> tuple[tuple[int, ...], Ranks]:
     """Sizes of a mesh, and its ranks."""
-    return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
+    return tuple(mesh.shape), ranks_of(mesh)
 
 
 def _world() -> ProcessGroup:

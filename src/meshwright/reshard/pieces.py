@@ -66,7 +66,7 @@ def received(step: Step, rank: int) -> tuple[Piece, ...]:
     for choice in product(*per_dim):
         for copy, other in enumerate(copies):
             sender = _merge(other, src, [c[0] for c in choice])
-            found.append(Piece(_rank(sender, src.axis_sizes), rank, copy, tuple(c[1] for c in choice)))
+            found.append(Piece(src.rank(sender), rank, copy, tuple(c[1] for c in choice)))
     return tuple(sorted(found, key=lambda piece: (piece.sender, piece.copy)))
 
 
@@ -82,12 +82,12 @@ def sent(step: Step, rank: int) -> tuple[Piece, ...]:
         others = _places(place, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
         per_dim.append([(other, runs) for other in others if (runs := joint_runs(here, dst.intervals(dim).row(other)))])
     rest = [axis for axis in free if axis not in dst.sharded_axes()]
-    copy = _rank(tuple(place[axis] for axis in reduced), tuple(src.axis_sizes[axis] for axis in reduced))
+    copy = list(_places(place, reduced, src.axis_sizes)).index(place)
     found = []
     for choice in product(*per_dim):
         for other in _places(place, rest, src.axis_sizes):
             receiver = _merge(other, dst, [c[0] for c in choice])
-            found.append(Piece(rank, _rank(receiver, src.axis_sizes), copy, tuple(c[1] for c in choice)))
+            found.append(Piece(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
     return tuple(sorted(found, key=lambda piece: piece.receiver))
 
 
@@ -146,13 +146,6 @@ def _merge(base: Place, layout: Layout, places: Sequence[Place]) -> Place:
         for axis in layout.axes_of(dim):
             merged[axis] = place[axis]
     return tuple(merged)
-
-
-def _rank(place: Sequence[int], axis_sizes: Sequence[int]) -> int:
-    rank = 0
-    for at, size in zip(place, axis_sizes, strict=True):
-        rank = rank * size + at
-    return rank
 
 
 def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[Run, ...]:

@@ -12,7 +12,7 @@ from meshwright.reshard.cache import OnceCache
 from meshwright.reshard.cost import Topology
 from meshwright.reshard.moves import Problem
 from meshwright.reshard.search import least_live_bytes, search
-from meshwright.reshard.steps import LOCAL, ReshardPlan, Step, dtype_bytes
+from meshwright.reshard.steps import LOCAL, ReshardPlan, Step, check_one_tensor, dtype_bytes
 from meshwright.reshard.volumes import clear_tables, lower_bound, numels, volume
 
 _PLANS: OnceCache[ReshardPlan] = OnceCache(capacity=4096)
@@ -98,13 +98,7 @@ def _steps(problem: Problem) -> list[Step]:
 
 
 def _check_ends(src: Layout, dst: Layout) -> None:
-    if src.shape != dst.shape:
-        raise LayoutError(
-            f"the source is of shape {list(src.shape)}, the destination of {list(dst.shape)}",
-            where="dst",
-            rule="a plan moves one tensor",
-            fix=f"shape={src.shape} for both",
-        )
+    check_one_tensor(src, dst)
     if src.axis_sizes != dst.axis_sizes:
         raise LayoutError(
             f"the source is on a mesh of {list(src.axis_sizes)}, the destination on one of {list(dst.axis_sizes)}",

@@ -39,11 +39,14 @@ def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
     return name in STORAGE
 
 
+def _refused(what: str, *, rule: str, fix: str) -> MeshwrightError:
+    return OperatorError(what, where="replicate_fallback", rule=rule, fix=fix)
+
+
 def storage_refused(name: str) -> MeshwrightError:
     """What is said of an operator on storage."""
-    return OperatorError(
+    return _refused(
         f"{name} is not a function of its inputs' values: it looks at their memory",
-        where="replicate_fallback",
         rule="an operator without a sharding rule is computed from the gathered values",
         fix="call it on x.to_local(), for this rank's piece, or on x.full_tensor()",
     )
@@ -51,9 +54,8 @@ def storage_refused(name: str) -> MeshwrightError:
 
 def random_refused(operator: OpOverload) -> MeshwrightError:
     """What is said of an operator that draws random numbers."""
-    return OperatorError(
+    return _refused(
         f"{name_of(operator)} is not a function of its inputs' values: it draws random numbers",
-        where="replicate_fallback",
         rule="ranks draw by themselves, so their copies or pieces would not be of one tensor",
         fix="draw with torch.distributed.tensor.rand or randn, or draw one plain tensor and use distribute_tensor",
     )
@@ -61,9 +63,8 @@ def random_refused(operator: OpOverload) -> MeshwrightError:
 
 def shape_refused(operator: OpOverload, found: tuple[int, ...], given: tuple[int, ...]) -> MeshwrightError:
     """What is said of a result that does not fit what it is written to."""
-    return OperatorError(
+    return _refused(
         f"{name_of(operator)} writes a result of shape {found} to a DTensor of shape {given}",
-        where="replicate_fallback",
         rule="a DTensor keeps its shape",
         fix="use the operator that returns a new tensor",
     )
@@ -71,9 +72,8 @@ def shape_refused(operator: OpOverload, found: tuple[int, ...], given: tuple[int
 
 def partial_refused(operator: OpOverload) -> MeshwrightError:
     """What is said of writing to partial values."""
-    return OperatorError(
+    return _refused(
         f"{name_of(operator)} writes to a DTensor of partial values",
-        where="replicate_fallback",
         rule="a result is written where whole values are held",
         fix="x.redistribute(placements=…) without Partial first",
     )
@@ -81,9 +81,8 @@ def partial_refused(operator: OpOverload) -> MeshwrightError:
 
 def view_refused(operator: OpOverload) -> MeshwrightError:
     """What is said of writing to a view that shares no memory with its base."""
-    return OperatorError(
+    return _refused(
         f"{name_of(operator)} writes to a view that was gathered, and its base would not change",
-        where="replicate_fallback",
         rule="a view without a sharding rule is a copy of values: read only",
         fix="write to the base, or use the operator that returns a new tensor",
     )
@@ -91,9 +90,8 @@ def view_refused(operator: OpOverload) -> MeshwrightError:
 
 def mesh_refused(operator: OpOverload) -> MeshwrightError:
     """What is said of inputs on several meshes."""
-    return OperatorError(
+    return _refused(
         f"{name_of(operator)} has DTensors of several meshes",
-        where="replicate_fallback",
         rule="an operator's inputs lie on one mesh",
         fix="bring them to one mesh first",
     )
@@ -101,9 +99,8 @@ def mesh_refused(operator: OpOverload) -> MeshwrightError:
 
 def plain_refused(operator: OpOverload, shape: tuple[int, ...]) -> MeshwrightError:
     """What is said of a plain tensor that is not the same on all ranks."""
-    return OperatorError(
+    return _refused(
         f"{name_of(operator)} has DTensors and a plain tensor of shape {shape} whose values differ between ranks",
-        where="replicate_fallback",
         rule="a plain tensor is taken as a copy only where every rank has the same values",
         fix="DTensor.from_local(x, mesh, placements), which says what the pieces are",
     )

@@ -16,13 +16,16 @@ What a rank has itself is not sent.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout, Reduction
+
+T = TypeVar("T")
 
 
 class StepKind(StrEnum):
@@ -152,12 +155,39 @@ class ReshardPlan:
         Raises:
             LayoutError: it is not one.
         """
-        try:
-            fields = json.loads(text)
-            fields["steps"] = tuple(_step(step) for step in fields["steps"])
-            return ReshardPlan(**{**fields, "src": layout_from(fields["src"]), "dst": layout_from(fields["dst"])})
-        except (KeyError, TypeError, ValueError) as e:
-            raise LayoutError(f"not a plan: {e!r}", rule="from_json reads what to_json wrote", fix="plan anew") from e
+
+        def make(fields: dict[str, Any]) -> ReshardPlan:
+            layouts = {name: layout_from(fields[name]) for name in ("src", "dst")}
+            return ReshardPlan(**{**fields, **layouts, "steps": tuple(_step(step) for step in fields["steps"])})
+
+        return read_plan(text, make)
+
+
+def check_one_tensor(src: Layout, dst: Layout) -> None:
+    """Both are layouts of one tensor.
+
+    Raises:
+        LayoutError: their shapes differ.
+    """
+    if src.shape != dst.shape:
+        raise LayoutError(
+            f"the source is of shape {list(src.shape)}, the destination of {list(dst.shape)}",
+            where="dst",
+            rule="a plan moves one tensor",
+            fix=f"shape={src.shape} for both",
+        )
+
+
+def read_plan(text: str, make: Callable[[dict[str, Any]], T]) -> T:
+    """What `make` makes of the fields that a plan's `to_json` wrote.
+
+    Raises:
+        LayoutError: they are not those of a plan.
+    """
+    try:
+        return make(json.loads(text))
+    except (KeyError, TypeError, ValueError) as e:
+        raise LayoutError(f"not a plan: {e!r}", rule="from_json reads what to_json wrote", fix="plan anew") from e
 
 
 def layout_from(fields: dict[str, Any]) -> Layout:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.intervals import Ints, Split
 from meshwright.mesh.layout import Layout, held_by_both
 from meshwright.reshard.pieces import Run, joint_runs
-from meshwright.reshard.steps import dtype_bytes, layout_from
+from meshwright.reshard.steps import check_one_tensor, dtype_bytes, layout_from, read_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,14 @@ class TransferPlan:
         Raises:
             LayoutError: it is not one.
         """
-        try:
-            fields = json.loads(text)
-            fields |= {name: layout_from(fields[name]) for name in ("src", "start", "dst")}
-            fields |= {name: tuple(fields[name]) for name in ("src_ranks", "dst_ranks")}
-            return TransferPlan(**{**fields, "moves": tuple(Move(*move) for move in fields["moves"])})
-        except (KeyError, TypeError, ValueError) as e:
-            raise LayoutError(f"not a plan: {e!r}", rule="from_json reads what to_json wrote", fix="plan anew") from e
+
+        def make(fields: dict[str, Any]) -> TransferPlan:
+            layouts = {name: layout_from(fields[name]) for name in ("src", "start", "dst")}
+            ranks = {name: tuple(fields[name]) for name in ("src_ranks", "dst_ranks")}
+            moves = tuple(Move(*move) for move in fields["moves"])
+            return TransferPlan(**{**fields, **layouts, **ranks, "moves": moves})
+
+        return read_plan(text, make)
 
     @cached_property
     def _by_sender(self) -> dict[int, list[Move]]:
@@ -176,13 +178,7 @@ def plan_transfer(
         LayoutError: the layouts are of different tensors, a list of ranks does not fit its mesh, or `dst` is partial.
     """
     dtype_bytes(dtype)
-    if src.shape != dst.shape:
-        raise LayoutError(
-            f"a tensor of shape {src.shape} cannot become one of shape {dst.shape}",
-            where="plan_transfer",
-            rule="src and dst are layouts of one tensor",
-            fix=f"a dst of shape {src.shape}",
-        )
+    check_one_tensor(src, dst)
     for name, layout, ranks in (("src", src, src_ranks), ("dst", dst, dst_ranks)):
         _check_ranks(name, layout, ranks)
     if dst.partial_axes():
