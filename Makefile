@@ -1,9 +1,12 @@
 # Every target makes what it needs: a .venv with the pinned dependencies and Meshwright in it, once.
-# PYTHON=… names the Python to make it with; DEMO_ARGS='train.steps=30' adds words to the demo's command.
+# PYTHON=… names the Python to make it with; DEMO_ARGS='train.steps=30' adds words to the demo's command;
+# TESTERS=4 runs the tests of four files at once, each with processes of its own.
 
 VENV := .venv
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
+TESTERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
 .PHONY: help demo test test-slow lint setup clean redo-setup
@@ -22,11 +25,11 @@ demo: $(READY)
 
 test: $(READY)
 	@echo "test: all tests but the slow ones (up to 4 minutes on 2 cores) …"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q
+	@$(PYTEST)
 
 test-slow: $(READY)
 	@echo "test-slow: end-to-end tests (some minutes on 2 cores) …"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow
+	@$(PYTEST) -m slow
 
 lint: $(READY)
 	@echo "lint: ruff, then mypy on src (a minute the first time) …"
