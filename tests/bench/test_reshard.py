@@ -17,9 +17,9 @@ FEW = (("S0 S1", "S1 S0"), ("P R", "R R"), ("R R", "S0 R"))
 
 
 def timed(rank, world_size):
-    task = MoveTask(Path("nowhere"), (2, 2), 8, rounds=2, steps=1)
+    task = MoveTask(Path("nowhere"), (2, 2), 8, rounds=2, block_s=1e-3)
     mesh = init_device_mesh("cpu", task.axis_sizes)
-    return {" → ".join(pair): time_pair(mesh, *pair, task).seconds for pair in FEW}
+    return {" → ".join(pair): time_pair(mesh, *pair, task, task.rounds).seconds for pair in FEW}
 
 
 def test_both_sides_are_timed_on_pairs(gang):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import meshwright.comm
 from meshwright.comm import all_to_all, collectives
+from meshwright.comm.all_to_all import all_to_all_into
 from meshwright.errors import LayoutError, MeshwrightError
 
 # plan[a][b]: rows from rank a to rank b
@@ -194,6 +195,30 @@ def test_it_is_differentiable_twice(gang, name):
 
 
 # Being called wrongly
+
+
+PERMUTATIONS = ([1, 0, 3, 2], [2, 3, 1, 0], [0, 2, 1, 3], [0, 1, 2, 3], [None, 2, 0, None])
+"""Whom each rank sends to."""
+
+
+def permuted(rank, world_size, targets, dtype):
+    """What arrives by messages, and what the collective brings."""
+    rows = [5 if target is not None else 0 for target in targets]
+    send = [rows[rank] * (other == targets[rank]) for other in range(world_size)]
+    recv = [rows[other] * (targets[other] == rank) for other in range(world_size)]
+    x = (torch.arange(rows[rank] * 3).view(-1, 3) + 100 * rank).to(dtype)
+    found = [x.new_full((sum(recv), 3), 1) for _ in range(2)]
+    for out, permutes in zip(found, (True, False), strict=True):
+        all_to_all_into(out, x, send_splits=send, recv_splits=recv, group=None, permutes=permutes)
+    return torch.equal(*(out.view(torch.uint8) for out in found)), found[0].float().sum().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
+def test_a_permutation_by_messages_is_that_of_the_collective(gang, dtype):
+    for targets in PERMUTATIONS:
+        for rank, (same, total) in enumerate(gang(4).run(permuted, targets, dtype)):
+            sent = [(torch.arange(15) + 100 * a).to(dtype).float().sum().item() for a in range(4) if targets[a] == rank]
+            assert same and total == sum(sent)
 
 
 def test_arguments_cannot_be_swapped():

@@ -69,6 +69,37 @@ def test_gathering_and_scattering(gang, world_size):
             assert untouched and empty == [(0, 3), (0, 3)]
 
 
+PART_BYTES = (8, 24, collectives.MUCH_BYTES - 8, collectives.MUCH_BYTES)
+"""Of a rank's part of an all-gather: on both sides of where messages take over."""
+
+
+def gathered_onto(rank, world_size, dtype):
+    """By size of a part, for parts apart and in place: all elements as integers, and what else was in the group."""
+    found = []
+    for num_bytes in PART_BYTES:
+        parts = [torch.arange(num_bytes).add(37 * r).remainder(121).to(torch.uint8) for r in range(world_size)]
+        own, whole = parts[rank].view(dtype), torch.cat(parts)
+        outside = dist.irecv(other := torch.zeros(3), (rank - 1) % world_size)
+        sent = dist.isend(torch.full((3,), float(rank)), (rank + 1) % world_size)
+        apart = collectives.all_gather_onto(torch.empty_like(whole).view(dtype), own)
+        in_place = torch.zeros_like(whole)
+        in_place.view(world_size, -1)[rank] = parts[rank]
+        collectives.all_gather_onto(in_place.view(dtype))
+        outside.wait()
+        sent.wait()
+        assert other.tolist() == [(rank - 1) % world_size] * 3, "messages under way are nobody else's"
+        found.append((torch.equal(apart.view(torch.uint8), whole), torch.equal(in_place, whole)))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [
+    (2, torch.float32), (3, torch.float64), (4, torch.float8_e4m3fn), (5, torch.int64), (5, torch.complex64),
+])  # fmt: skip
+def test_gathering_onto_a_buffer(gang, world_size, dtype):
+    for found in gang(world_size).run(gathered_onto, dtype):
+        assert found == [(True, True)] * len(PART_BYTES)
+
+
 def test_alone():
     assert not collectives.is_distributed()
     x = torch.ones(2)

@@ -41,6 +41,7 @@ from meshwright.train.context import RankContext
 NOTES = (
     "times: gloo processes of one thread each, a float32 tensor of size × size; all pairs of R, S0, S1, P on two axes",
     "speed-up: DTensor.redistribute's time over ours, median of the rounds; plans of both are cached",
+    "the slowest pairs are measured anew, for longer: the least of so many medians would be chance's",
     "bytes: received by a rank, bfloat16; PyTorch's are those of the collectives that its plan calls",
     "planning: random pairs on meshes of up to 1,024 ranks; cached: asked for again, by fresh objects",
 )

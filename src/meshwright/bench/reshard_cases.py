@@ -68,7 +68,10 @@ class MoveTask:
     size: int
     pairs: tuple[tuple[str, str], ...] = PAIRS
     rounds: int = 5
-    steps: int = 3
+    block_s: float = 0.03
+    """Seconds of a block of steps: what ends it, ranks that wait for each other, is then little beside it."""
+    num_suspects: int = 8
+    """The slowest of so many pairs is mostly the one that chance hit: that many are measured anew, for longer."""
 
 
 @dataclass(frozen=True)

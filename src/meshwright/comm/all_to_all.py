@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collectives import SENT_AS_THEY_ARE, world_size
+from meshwright.comm.collectives import SENT_AS_THEY_ARE, rank, world_size
+from meshwright.comm.p2p import move_at_once
 from meshwright.comm.record import Passage, compare, passing, record_of
 from meshwright.comm.words import type_words
 from meshwright.errors import LayoutError
@@ -89,14 +90,39 @@ def _move(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | Non
 
 
 def all_to_all_into(
-    out: Tensor, x: Tensor, *, send_splits: Sequence[int], recv_splits: Sequence[int], group: ProcessGroup | None
+    out: Tensor,
+    x: Tensor,
+    *,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: ProcessGroup | None,
+    permutes: bool = False,
 ) -> None:
     """Send rows of `x` and receive into the rows of `out`: `all_to_all` for a caller that has checked everything.
 
     Both tensors are contiguous, and the group has several ranks. Not differentiable.
+
+    Args:
+        permutes: each rank of the group sends to one rank at most, and receives from one at most. All ranks say so,
+            or none does: gloo would send empty messages to all others.
     """
+    out, x = _wire(out), _wire(x)
     with passing("all_to_all", x, group, same_shape=False):
-        dist.all_to_all_single(_wire(out), _wire(x), list(recv_splits), list(send_splits), group=group)
+        if permutes and x.device.type == "cpu":
+            _permute(out, x, send_splits, recv_splits, group)
+        else:
+            dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
+
+
+def _permute(
+    out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], group: ProcessGroup | None
+) -> None:
+    targets = [other for other, rows in enumerate(send) if rows]
+    sources = [other for other, rows in enumerate(recv) if rows]
+    if targets == sources == [rank(group)]:
+        out.copy_(x)
+    else:
+        move_at_once(((other, x) for other in targets), ((other, out) for other in sources), group=group)
 
 
 def _wire(x: Tensor) -> Tensor:

@@ -232,6 +232,7 @@ class _Way:
             tuple(receive),
             sum(send),
             sum(receive),
+            permutes=compiler.step.kind is StepKind.PERMUTE,
             send_from=self.send_from,
             receive_at=self.receive_at,
             pack=compiler._packs(self.out, out_at) if packs else (),

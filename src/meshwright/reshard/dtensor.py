@@ -86,8 +86,19 @@ def redistribute(
         )
     target = normal_placements(placements, x.dim())
     order = whole_order(shard_order, target)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _redistributed(x, target, order, memory_cap_bytes)
     moved: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
     return moved
+
+
+def _redistributed(x: DTensor, placements: tuple[Placement, ...], order: Any, cap: int | None) -> DTensor:
+    """Without a step of autograd."""
+    source, mesh, local = layout_of_spec(private.spec_of(x)), x.device_mesh, private.local_of(x)
+    target = layout_of_placements(placements, order, source.shape, source.axis_sizes)
+    if mesh.get_coordinate() is not None:
+        local = _move(local, source, target, mesh, cap)
+    return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -99,12 +110,7 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         spec = private.spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes
-        source = layout_of_spec(spec)
-        target = layout_of_placements(placements, order, source.shape, source.axis_sizes)
-        local = private.local_of(x)
-        if x.device_mesh.get_coordinate() is not None:
-            local = _move(local, source, target, x.device_mesh, memory_cap_bytes)
-        return private.new_dtensor(local, x.device_mesh, placements, order, like=x)
+        return _redistributed(x, placements, order, memory_cap_bytes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None, None, None]:

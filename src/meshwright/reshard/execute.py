@@ -83,7 +83,9 @@ def _exchange(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: 
         received = staging.narrow(0, at, one.num_received)
     else:
         received = result.view(-1).narrow(0, one.receive_at, one.num_received)
-    all_to_all_into(received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group)
+    all_to_all_into(
+        received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group, permutes=one.permutes
+    )
     return received
 
 

@@ -51,9 +51,8 @@ def new_dtensor(
     *,
     like: DTensor,
 ) -> DTensor:
-    """A DTensor of `local` with this layout, else like another one of the same values."""
-    meta = spec_of(like).tensor_meta
-    return make_dtensor(local, mesh, placements, order, meta, requires_grad=like.requires_grad)
+    """A DTensor of `local` with this layout, else like another one of the same values; a leaf without a gradient."""
+    return make_dtensor(local, mesh, placements, order, spec_of(like).tensor_meta, requires_grad=False)
 
 
 def make_dtensor(

@@ -36,6 +36,7 @@ class Round:
         num_sent: in all.
         num_received: likewise.
         gathers: it is an all-gather, whose parts lie in the buffer by the group's ranks; its own is packed there.
+        permutes: no rank of the group has anything for, or from, more than one.
         send_from: where in the rank's own tensor what is sent begins, if nothing is packed.
         receive_at: where in the result what is received begins, if nothing is unpacked.
         pack: own tensor → send buffer (of an all-gather: the only buffer).
@@ -49,6 +50,7 @@ class Round:
     num_sent: int
     num_received: int
     gathers: bool = False
+    permutes: bool = False
     send_from: int | None = None
     receive_at: int | None = None
     pack: tuple[Copy, ...] = ()
