@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright.reshard.dtensor import for_dtensor, redistribute
 from meshwright.reshard.fallback import replicate_fallback
+from meshwright.reshard.placements import layout_of
 from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers, place
 
@@ -44,12 +46,15 @@ OPTIMIZERS = {
     "means": MeansOfRowsAndColumns,
 }
 LAYOUTS = {
-    "strided": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
-    "strided, the other dim": ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
-    "cut twice": ((2, 2), [Shard(0), Shard(0)]),
-    "two dims": ((2, 2), [Shard(1), Shard(0)]),
-    "one axis": ((2, 2), [Replicate(), Shard(0)]),
+    "strided": ([_StridedShard(0, split_factor=2), Shard(0)], None),
+    "strided, the other dim": ([_StridedShard(1, split_factor=2), Shard(1)], None),
+    "cut twice": ([Shard(0), Shard(0)], None),
+    "cut twice, the second axis first": ([Shard(0), Shard(0)], {0: (1, 0)}),
+    "columns cut twice, the second axis first": ([Shard(1), Shard(1)], {1: (1, 0)}),
+    "two dims": ([Shard(1), Shard(0)], None),
+    "one axis": ([Replicate(), Shard(0)], None),
 }
+CONTEXTS = {"for_dtensor": lambda: for_dtensor(), "replicate_fallback": lambda: replicate_fallback(warn="error")}
 
 
 def loss(params):
@@ -57,29 +62,39 @@ def loss(params):
     return (matrix.square().sum() + (matrix.sum(1) * bias).sum()) / 10
 
 
-def trained(rank, world_size, name):
-    """By layout: whether parameters and states are those of plain tensors, and what fell back."""
-    found = {}
-    for layout, (mesh_shape, placements) in LAYOUTS.items():
-        mesh = init_device_mesh("cpu", mesh_shape)
-        plain = [numbers(8, 12).requires_grad_(), numbers(8, seed=1).requires_grad_()]
+def trained(rank, world_size, name, context):
+    """By layout: whether parameters and states are those of plain tensors, and where they lay."""
+    found, mesh = {}, init_device_mesh("cpu", (2, 2))
+    for layout, (placements, order) in LAYOUTS.items():
+        plain = [numbers(9, 12).requires_grad_(), numbers(9, seed=1).requires_grad_()]
         of_bias = [p if getattr(p, "dim", 0) == 0 else Replicate() for p in placements]
+        orders = (order, order if order and 0 in order else None)
         placed = [
-            place(x.detach(), mesh, p).requires_grad_() for x, p in zip(plain, (placements, of_bias), strict=True)
+            redistribute(place(x.detach(), mesh, p), p, shard_order=o).requires_grad_()
+            for x, p, o in zip(plain, (placements, of_bias), orders, strict=True)
         ]
-        with replicate_fallback(warn=False) as fallbacks:
+        before = [layout_of(x) for x in placed]
+        with CONTEXTS[context]():
             for params in (plain, placed):
                 optimizer = OPTIMIZERS[name](params)
                 for _ in range(3):
                     loss(params).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-        same = [torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in zip(placed, plain, strict=True)]
-        found[layout] = same, [list(x.placements) for x in placed] == [placements, of_bias], dict(fallbacks.counts)
+            same = [torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in zip(placed, plain, strict=True)]
+            lies = [
+                layout_of(s) == own
+                for x, own in zip(placed, before, strict=True)
+                for s in optimizer.state[x].values() if isinstance(s, DTensor) and s.shape == x.shape
+            ]  # fmt: skip
+        found[layout] = same, [layout_of(x) for x in placed] == before and all(lies)
     return found
 
 
-@pytest.mark.parametrize("name", quick_and_slow(((name,) for name in OPTIMIZERS), {("adamw",), ("sgd",), ("means",)}))
-def test_steps_are_those_on_plain_tensors(gang, name):
-    for found in gang(4).run(trained, name):
-        assert found == dict.fromkeys(LAYOUTS, ([True, True], True, {}))
+@pytest.mark.parametrize(("name", "context"), quick_and_slow(
+    ((name, context) for name in OPTIMIZERS for context in CONTEXTS),
+    {("adamw", "for_dtensor"), ("sgd", "replicate_fallback"), ("means", "for_dtensor")},
+))  # fmt: skip
+def test_steps_are_those_on_plain_tensors(gang, name, context):
+    for found in gang(4).run(trained, name, context):
+        assert found == dict.fromkeys(LAYOUTS, ([True, True], True))

@@ -14,7 +14,8 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.groups import ranks_of
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
-from meshwright.reshard.dtensor import dtype_name, redistribute
+from meshwright.reshard.dtensor import redistribute
+from meshwright.reshard.moving import dtype_name
 from meshwright.reshard.placements import (
     ShardOrder,
     dtensor_of,

@@ -12,34 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
-from meshwright.reshard.execute import execute
-from meshwright.reshard.groups import groups_of
+from meshwright.reshard.moving import moved, redistributed
+from meshwright.reshard.orders import OrderMode
 from meshwright.reshard.placements import (
     ShardOrder,
     has_layout,
-    layout_of_placements,
     layout_of_spec,
     normal_placements,
     whole_order,
 )
-from meshwright.reshard.planner import plan
 from meshwright.reshard.reduce import is_reducible
 from meshwright.reshard.rules import register_rules
-
-_NAMES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8",
-    torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
-}  # fmt: skip
-_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""Names for all other types: a plan depends on an element's bytes alone."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """What plans call a type, or another one of its size."""
-    return _NAMES.get(dtype) or _OF_SIZE[dtype.itemsize]
 
 
 def redistribute(
@@ -87,18 +71,9 @@ def redistribute(
     target = normal_placements(placements, x.dim())
     order = whole_order(shard_order, target)
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _redistributed(x, target, order, memory_cap_bytes)
-    moved: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
-    return moved
-
-
-def _redistributed(x: DTensor, placements: tuple[Placement, ...], order: Any, cap: int | None) -> DTensor:
-    """Without a step of autograd."""
-    source, mesh, local = layout_of_spec(private.spec_of(x)), x.device_mesh, private.local_of(x)
-    target = layout_of_placements(placements, order, source.shape, source.axis_sizes)
-    if mesh.get_coordinate() is not None:
-        local = _move(local, source, target, mesh, cap)
-    return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
+        return redistributed(x, target, order, memory_cap_bytes)
+    result: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Redistribute(torch.autograd.Function):
@@ -110,7 +85,7 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         spec = private.spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes
-        return _redistributed(x, placements, order, memory_cap_bytes)
+        return redistributed(x, placements, order, memory_cap_bytes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None, None, None]:
@@ -124,12 +99,6 @@ class _Redistribute(torch.autograd.Function):
         return back, None, None, None
 
 
-def _move(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: int | None) -> Tensor:
-    if source == target:
-        return local
-    return execute(plan(source, target, dtype=dtype_name(local.dtype), memory_cap_bytes=cap), local, groups_of(mesh))
-
-
 @contextmanager
 def for_dtensor() -> Iterator[None]:
     """Within the block, DTensor's own redistributions in this thread are planned and run by Meshwright.
@@ -137,10 +106,10 @@ def for_dtensor() -> Iterator[None]:
     That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it
     runs within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous
     redistributions, tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or
-    none. Operators get the rules of `rules`, which stay when the block ends.
+    none. Operators get the rules of `rules`, which stay when the block ends, and keep to orders of cuts (`orders`).
     """
     register_rules()
-    with private.redistributing_by(_moved):
+    with private.redistributing_by(_moved), OrderMode():
         yield
 
 
@@ -150,4 +119,4 @@ def _moved(local: Tensor, current: Any, target: Any) -> Tensor | None:
     source, wanted = layout_of_spec(current), layout_of_spec(target)
     if not is_reducible(source, local.dtype) or not is_reducible(wanted, local.dtype):
         return None
-    return _move(private.waited(local), source, wanted, current.mesh, None)
+    return moved(private.waited(local), source, wanted, current.mesh)

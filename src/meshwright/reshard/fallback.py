@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.log import get_logger
 from meshwright.reshard.copies import Call, gather_bytes, run_on_copies
 from meshwright.reshard.functions import FunctionMode
+from meshwright.reshard.orders import OrderMode, works_by_element
 from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
     OpOverload,
@@ -55,11 +56,8 @@ from meshwright.units import format_bytes
 _log = get_logger(__name__)
 
 Warn = bool | Literal["error"]
-KEEP_TO_ELEMENTS = ("_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "new_", "detach", "slice", "select")
-"""Names that begin like this are computed element by element, like those that PyTorch tags so: nothing of an empty
-piece can fail."""
-LOOK_AT_ALL = ("_foreach_norm", "_foreach_max")
-"""But for these."""
+KEEP_PIECES = ("new_", "slice", "select")
+"""Names that begin like this, and what works element by element: nothing of an empty piece can fail."""
 BROKEN = {
     "aten.convolution.default": (1, 2),
     "aten.convolution_backward.default": (2,),
@@ -104,7 +102,7 @@ def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
     for one in outer:
         one.is_suspended = True
     try:
-        with FunctionMode(), mode:
+        with FunctionMode(), mode, OrderMode():
             yield mode.fallbacks
     finally:
         for one in outer:
@@ -214,9 +212,7 @@ def _may_be_gathered(error: Exception) -> bool:
 
 def _keeps_to_elements(operator: OpOverload) -> bool:
     name = operator._schema.name.rpartition("::")[2]
-    if torch.Tag.pointwise in operator.tags:
-        return True
-    return name.startswith(KEEP_TO_ELEMENTS) and not name.startswith(LOOK_AT_ALL)
+    return works_by_element(operator) or torch.Tag.pointwise in operator.tags or name.startswith(KEEP_PIECES)
 
 
 def _is_broken(call: Call) -> bool:

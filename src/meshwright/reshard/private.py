@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
@@ -199,9 +199,26 @@ def moved_to(placement: Placement, dim: int) -> Placement:
 
 def cut_in_order(tensor: DTensor) -> bool:
     """Its placements say all: where several axes cut one dim, they do so from the first to the last."""
-    strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
-    default = DTensorSpec.compute_default_shard_order(tensor.placements)
-    return strided or tensor._spec.shard_order == default
+    default = _default_order(tensor._spec.placements)
+    return default is None or tensor._spec.shard_order == default
+
+
+@lru_cache(maxsize=4096)
+def _default_order(placements: tuple[Placement, ...]) -> tuple[ShardOrderEntry, ...] | None:
+    """What no order means for these; None where strided cuts say it all."""
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    return None if strided else DTensorSpec.compute_default_shard_order(placements)
+
+
+def same_layout(a: DTensor, b: DTensor) -> bool:
+    """On one mesh, with the same placements and order of cuts."""
+    one, other = a._spec, b._spec
+    return one.mesh == other.mesh and one.placements == other.placements and one.shard_order == other.shard_order
+
+
+def correct_aliasing(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Tell autograd which results share memory with which arguments, as the operator's schema says."""
+    return return_and_correct_aliasing(operator, args, kwargs, result)  # type: ignore[no-untyped-call]
 
 
 def masked_partial(shape: Sequence[int], dim: int) -> Placement:

@@ -20,6 +20,8 @@ STORAGE = frozenset({
 })  # fmt: skip
 STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 """Operators that ask for memory: its addresses, its strides, or whatever lies in it."""
+ORDERED = "for_dtensor, replicate_fallback"
+"""Where orders of cuts are kept to."""
 
 
 class OperatorError(InputError):
@@ -39,8 +41,8 @@ def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
     return name in STORAGE
 
 
-def _refused(what: str, *, rule: str, fix: str) -> MeshwrightError:
-    return OperatorError(what, where="replicate_fallback", rule=rule, fix=fix)
+def _refused(what: str, *, rule: str, fix: str, where: str = "replicate_fallback") -> MeshwrightError:
+    return OperatorError(what, where=where, rule=rule, fix=fix)
 
 
 def storage_refused(name: str) -> MeshwrightError:
@@ -84,6 +86,27 @@ def view_refused(operator: OpOverload) -> MeshwrightError:
     return _refused(
         f"{name_of(operator)} writes to a view that was gathered, and its base would not change",
         rule="a view without a sharding rule is a copy of values: read only",
+        fix="write to the base, or use the operator that returns a new tensor",
+    )
+
+
+def turned_refused(operator: OpOverload) -> MeshwrightError:
+    """What is said of changing the shape, in place, of a tensor whose cuts have an order of their own."""
+    return _refused(
+        f"{name_of(operator)} turns a DTensor in place whose shard_order is not that of the mesh's axes",
+        where=ORDERED,
+        rule="such a tensor keeps its shape: the order is of its dims",
+        fix="use the operator that returns a new tensor",
+    )
+
+
+def ordered_view_refused(operator: OpOverload) -> MeshwrightError:
+    """What is said of writing to a view of a tensor whose cuts have an order of their own."""
+    return _refused(
+        f"{name_of(operator)} writes to a view of a DTensor whose shard_order is not that of the mesh's axes, and its "
+        "base would not change",
+        where=ORDERED,
+        rule="such a view is a copy in the axes' order: read only",
         fix="write to the base, or use the operator that returns a new tensor",
     )
 
