@@ -32,9 +32,9 @@ def everything():
 
 
 def makes_mixed(src, dst):
-    """It would make partial values beside others of another reduction, which a partition does not."""
-    kinds = {"sum" if r == "avg" else r for r in dst.partial if r}
-    return len(kinds) > 1 and any(r and src.partial[axis] != r for axis, r in enumerate(dst.partial))
+    """It would make partial values of several reductions in one step, which a partition does not."""
+    kinds = {"sum" if r == "avg" else r for axis, r in enumerate(dst.partial) if r and src.partial[axis] != r}
+    return len(kinds) > 1
 
 
 def moved(rank, world_size, axis_sizes, shape, pairs, planned, dtype=torch.float32):
@@ -44,7 +44,7 @@ def moved(rank, world_size, axis_sizes, shape, pairs, planned, dtype=torch.float
     count = 0
     for source, target in pairs:
         src, dst = Layout.parse(source, axis_sizes, shape), Layout.parse(target, axis_sizes, shape)
-        if makes_mixed(src, dst):
+        if not planned and makes_mixed(src, dst):
             continue
         x = before(src, rank, dtype)
         kept = x.clone()

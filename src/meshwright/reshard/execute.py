@@ -14,11 +14,12 @@ from torch import Tensor
 from meshwright.comm.all_to_all import all_to_all_into
 from meshwright.comm.collectives import all_gather_onto
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout, Reduction
+from meshwright.mesh.layout import Layout
 from meshwright.reshard.compile import compile_step
 from meshwright.reshard.groups import Meeting, MeshGroups
 from meshwright.reshard.program import Program, Round
 from meshwright.reshard.reduce import check_reducible, neutral_element, reduce_onto
+from meshwright.reshard.shares import share_of
 from meshwright.reshard.steps import ReshardPlan, Step, StepKind
 from meshwright.reshard.windows import Copy, Window
 
@@ -113,48 +114,25 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
-    """Values as partial ones: this rank's share, and the neutral element elsewhere.
+    """Values as partial ones: this rank's share, and elsewhere what is neutral.
 
     Of an average, a maximum or a minimum of copies each rank keeps its copy, as PyTorch does; of a sum, rank 0 of the
-    axis keeps it, where PyTorch divides, which a sum does not always undo. Of an average of parts, each is multiplied
-    by their number.
+    axis keeps it, where PyTorch divides, which a sum does not always undo. `shares` has the rest.
     """
     program = compile_step(step, rank, (rank,), x.stride())
     _check_shape(x, program.before, step.src, rank)
     check_reducible(step.dst, x.dtype)
-    reduction, keeps, factor = _share(step, rank)
-    if keeps and factor == 1 and not program.changes:
+    share = share_of(step, rank)
+    if share.keeps and share.factor == 1 and not program.changes:
         return x
     result = x.new_empty(program.after)
-    result.fill_(neutral_element(reduction, x.dtype))
-    if keeps:
+    result.fill_(neutral_element(share.neutral_to, x.dtype))
+    if share.keeps:
         for one in program.rounds:
             _copy(one.own, x, result)
-        if factor != 1:  # what is not its share is 0
-            result.mul_(factor)
+        if share.factor != 1:  # what is not its share is 0
+            result.mul_(share.factor)
     return result
-
-
-def _share(step: Step, rank: int) -> tuple[Reduction, bool, int]:
-    """How the new partial values are reduced, whether this rank keeps its own, and what it multiplies them by."""
-    place, copies = step.src.coordinate(rank), step.src.replicated_axes()
-    kinds = {Reduction.SUM if r is Reduction.AVG else r for r in step.dst.partial if r}
-    if len(kinds) != 1:
-        raise LayoutError(
-            f"values cannot become partial for {' and '.join(sorted(kinds)) or 'no reduction'} at once",
-            where=f"step to {step.dst}",
-            rule="a partition's partial values have one reduction, or sums and averages",
-            fix="one reduction for all axes with partial values",
-        )
-    keeps, factor = True, 1
-    for axis, reduction in enumerate(step.dst.partial):
-        if reduction is None or step.src.partial[axis]:
-            continue
-        if axis not in copies:
-            factor *= step.src.axis_sizes[axis] if reduction is Reduction.AVG else 1
-        elif reduction in (Reduction.SUM, Reduction.PRODUCT):
-            keeps = keeps and place[axis] == 0
-    return kinds.pop(), keeps, factor
 
 
 def _check_shape(x: Tensor, shape: tuple[int, ...], layout: Layout, rank: int) -> None:
