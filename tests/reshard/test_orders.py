@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,6 +13,7 @@ from meshwright.reshard.dtensor import for_dtensor, redistribute
 from meshwright.reshard.fallback import replicate_fallback
 from meshwright.reshard.placements import layout_of
 from meshwright.reshard.refusals import OperatorError
+from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers
 
 CONTEXTS = {"for_dtensor": for_dtensor, "replicate_fallback": lambda: replicate_fallback(warn=False)}
@@ -87,8 +90,10 @@ def all_found(rank, world_size, name, where):
     return found_by(CONTEXTS[name], init_device_mesh("cpu", mesh_shape), placements, order)
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
-@pytest.mark.parametrize("where", ORDERS)
+@pytest.mark.parametrize(("name", "where"), quick_and_slow(
+    product(CONTEXTS, ORDERS),
+    {("for_dtensor", "both axes cut rows"), ("replicate_fallback", "rows by two axes of three")},
+))  # fmt: skip
 def test_operators_keep_to_the_order(gang, name, where):
     for found in gang(4).run(all_found, name, where):
         assert found == dict.fromkeys(found, (True, True))
@@ -151,3 +156,15 @@ def test_memory_is_shared_where_pytorch_shares_it_or_refused(gang):
             "write to the base, or use the operator that returns a new tensor",
             "use the operator that returns a new tensor",
         ]
+
+
+def test_functions_are_compiled_within_the_context():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with for_dtensor():
+        found = torch.compile(lambda x: x.sin() + 1, backend=backend)(numbers(3))
+    assert torch.equal(found, numbers(3).sin() + 1) and len(graphs) == 1

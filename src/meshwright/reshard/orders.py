@@ -63,6 +63,11 @@ class OrderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Views of copies in the default order, which share no memory with their base."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Functions are compiled within it as without it; what they compute is not seen."""
+        return True
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
