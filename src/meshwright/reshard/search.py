@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.mesh.layout import Layout
@@ -17,7 +18,7 @@ from meshwright.reshard.normal_forms import goal_of, normal_forms, stages_of
 from meshwright.reshard.steps import Step
 from meshwright.reshard.volumes import lower_bound, numels
 
-MAX_PRICED = 600
+MAX_PRICED = 1400
 """How many steps are priced before the best plan found so far is taken."""
 
 Cost = tuple[int, int, int, int]
@@ -37,10 +38,11 @@ class _Search:
     num_priced: int = 0
 
     def __post_init__(self) -> None:
-        links = range(len(self.problem.src.axis_sizes))
-        self.latency_us = min(self.problem.topology.latency_us((axis,)) for axis in links)
-        self.bandwidth = max(self.problem.topology.bandwidth((axis,)) for axis in links)
+        topology, axes = self.problem.topology, range(len(self.problem.src.axis_sizes))
+        self.latencies = [topology.latency_us((axis,)) for axis in axes]
+        self.bandwidths = [topology.bandwidth((axis,)) for axis in axes]
         self.sizes = [int(numels(form).max()) for form in self.forms]
+        self.dims = [_cut_dims(form) for form in self.forms]
 
     def run(self) -> list[Step] | None:
         """The steps, or None where no chain fits."""
@@ -112,13 +114,18 @@ class _Search:
         heapq.heappush(self.queue, ((cost[0] + self._rest_ns(to), *cost[1:]), 2, at, to))
 
     def _edge_ns(self, at: int, to: int) -> int:
-        """The least time of a step, by the sizes of what ranks hold."""
-        src, dst, copies = self.forms[at], self.forms[to], 1
-        for size, a, b in zip(src.axis_sizes, src.partial, dst.partial, strict=True):
+        """The least time of a step, by the sizes of what ranks hold, and axes whose ranks must take part."""
+        src, dst, copies, axes = self.forms[at], self.forms[to], 1, []
+        ends = zip(src.axis_sizes, src.partial, dst.partial, self.dims[at], self.dims[to], strict=True)
+        for axis, (size, a, b, dim, new_dim) in enumerate(ends):
             if b and a != b:
                 return 0
-            copies *= size if a and not b else 1
-        return self._ns(copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]))
+            if a and not b:
+                copies *= size
+                axes.append(axis)
+            elif dim is not None and dim != new_dim:
+                axes.append(axis)
+        return self._ns(copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
 
     def _rest_ns(self, at: int) -> int:
         """The least time from a form to `dst`."""
@@ -126,10 +133,13 @@ class _Search:
             self.rest[at] = self._ns(lower_bound(self.forms[at], self.problem.dst))
         return self.rest[at]
 
-    def _ns(self, elements: int) -> int:
+    def _ns(self, elements: int, axes: Sequence[int] = ()) -> int:
+        """The least time in which a rank receives so many, over these axes or, where there are none, over any."""
         if elements <= 0:
             return 0
-        return math.ceil((self.latency_us + elements * self.problem.element_bytes / self.bandwidth * 1e6) * 1e3)
+        latency = max([self.latencies[axis] for axis in axes], default=min(self.latencies))
+        bandwidth = min([self.bandwidths[axis] for axis in axes], default=max(self.bandwidths))
+        return math.ceil((latency + elements * self.problem.element_bytes / bandwidth * 1e6) * 1e3)
 
     def _chain(self) -> list[Step]:
         steps, at = [], 1
@@ -137,6 +147,15 @@ class _Search:
             at, step = self.reached_by[at]
             steps.append(step)
         return steps[::-1]
+
+
+def _cut_dims(form: Layout) -> list[int | None]:
+    """For each axis of several ranks the tensor dim that it cuts, if it does: ranks there lack something without it."""
+    dims: list[int | None] = [None] * len(form.axis_sizes)
+    for dim, splits in enumerate(form.splits):
+        for split in splits:
+            dims[split.axis] = dim if form.axis_sizes[split.axis] > 1 else None
+    return dims
 
 
 def search(problem: Problem) -> list[Step] | None:

@@ -192,10 +192,15 @@ def is_permutation(src: Layout, dst: Layout, axes: tuple[int, ...]) -> bool:
 
 
 def numels(layout: Layout) -> Ints:
-    """Elements of each rank's tensor, over the mesh."""
-    sizes = layout.axis_sizes
-    per_dim = zip(layout.shape, layout.splits, strict=True)
-    return _product([lengths(size, splits, sizes) for size, splits in per_dim], sizes)
+    """Elements of each rank's tensor, over the mesh; not to be written to."""
+    return _numels(layout.shape, layout.splits, layout.axis_sizes)
+
+
+@lru_cache(maxsize=1024)
+def _numels(shape: tuple[int, ...], splits: tuple[Splits, ...], axis_sizes: tuple[int, ...]) -> Ints:
+    found = _product([lengths(size, cuts, axis_sizes) for size, cuts in zip(shape, splits, strict=True)], axis_sizes)
+    found.flags.writeable = False
+    return found
 
 
 def lower_bound(src: Layout, dst: Layout) -> int:
@@ -223,7 +228,7 @@ def lower_bound(src: Layout, dst: Layout) -> int:
 
 def clear_tables() -> None:
     """Forget all tables."""
-    for table in (shift, lengths, _owners, cut):
+    for table in (shift, lengths, _numels, _owners, cut):
         table.cache_clear()
 
 
