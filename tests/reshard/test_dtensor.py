@@ -226,8 +226,8 @@ def contexts(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         from meshwright.reshard import dtensor as module
 
-        count = module._move
-        patch.setattr(module, "_move", lambda *args: calls.append(args) or count(*args))
+        count = module.moved
+        patch.setattr(module, "moved", lambda *args: calls.append(args) or count(*args))
         with for_dtensor():
             assert all(m.redistribute_local_tensor is not theirs for m in (_redistribute, _dispatch, _api))
             ours = run()
