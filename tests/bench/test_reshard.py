@@ -8,10 +8,11 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.bench import reshard
+from meshwright.bench.alternate import Alternation
 from meshwright.bench.ranks import measured
 from meshwright.bench.reshard import bytes_body, bytes_figures, move_figures, planning_figures
 from meshwright.bench.reshard_cases import DIJKSTRA, GREEDY, OURS, PAIRS, ROWS, TORCH, BytesTask, MoveTask
-from meshwright.bench.reshard_sides import time_pair
+from meshwright.bench.reshard_sides import slowest, time_pair
 
 FEW = (("S0 S1", "S1 S0"), ("P R", "R R"), ("R R", "S0 R"))
 
@@ -40,6 +41,12 @@ def test_the_slowest_pair_is_named():
     assert found["4.slowest_speedup"].is_met is False
     assert found["4.median_speedup"].value == 1
     assert found["4.S0_S1.S1_S0.speedup"].is_met
+
+
+def test_the_slowest_pairs_are_those_to_measure_anew():
+    ours = {("a", "b"): 1.0, ("c", "d"): 4.0, ("e", "f"): 2.0}
+    timed = {pair: Alternation({OURS: (seconds,), TORCH: (2.0,)}) for pair, seconds in ours.items()}
+    assert slowest(timed, 2) == [("c", "d"), ("e", "f")]
 
 
 def test_pairs_are_those_that_both_sides_can_do():

@@ -112,7 +112,7 @@ def test_the_docs_show_what_the_command_prints(prints):
         assert prints(*shlex.split(command.partition(" -o")[0])) == shown, command
 
 
-def test_the_docs_picture_is_what_the_command_prints(prints, tmp_path):
+def test_the_docs_picture_is_what_the_command_draws(prints, tmp_path):
     command = re.search(r"meshwright draw reshard (.*-o) docs/reshard\.svg", PAGE)
     assert command, "the page has the command that draws its picture"
     prints(*shlex.split(command[1]), "a.svg")

@@ -40,14 +40,14 @@ def measure_moves(context: RankContext, task: MoveTask) -> None:
     ):
         mesh = init_device_mesh("cpu", task.axis_sizes)
         timed = {pair: time_pair(mesh, *pair, task, task.rounds) for pair in task.pairs}
-        for pair in broadcast_object(_slowest(timed, task.num_suspects)):
+        for pair in broadcast_object(slowest(timed, task.num_suspects)):
             timed[pair] = time_pair(mesh, *pair, task, TIMES_LONGER * task.rounds)
         answer = {" → ".join(pair): one.seconds for pair, one in timed.items()}
     if context.rank == 0:
         task.result.write_text(json.dumps(answer), "utf-8")
 
 
-def _slowest(timed: Mapping[Pair, Alternation], num_pairs: int) -> list[Pair]:
+def slowest(timed: Mapping[Pair, Alternation], num_pairs: int) -> list[Pair]:
     """Those where ours does worst beside PyTorch."""
     return sorted(timed, key=lambda pair: timed[pair].speedup(OURS, over=TORCH))[:num_pairs]
 

@@ -43,7 +43,7 @@ def share_of(step: Step, rank: int) -> Share:
     made = {axis: r for axis, r in enumerate(step.dst.partial) if r and not held[axis]}
     kinds = {Reduction.SUM if r is Reduction.AVG else r for r in made.values()}
     parts = [axis for axis in made if axis not in copies]
-    between = {r for r in held[min(made) : max(made)] if r} - {Reduction.AVG, Reduction.MAX, Reduction.MIN} - kinds
+    between = {r for r in held[min(made) : max(made)] if r} - {*_ALL_KEEP} - kinds
     if len(kinds) != 1 or (parts and between):
         raise LayoutError(
             f"values cannot become partial for {' and '.join(sorted({*made.values(), *between}))} at once",
