@@ -27,7 +27,7 @@ from tests.comm.agree import (
     same,
 )
 from tests.comm.data import assorted
-from tests.helpers import covering_pairs
+from tests.helpers import covering_pairs, quick_and_slow
 
 LENGTHS = (1, 127, 128, 129, 1000, 4227)
 CASES = covering_pairs(itertools.product(LENGTHS, QUANTISED, QUANTISED_DTYPES, (False, True)))
@@ -115,12 +115,12 @@ def check_requantising(kernels, length, inner, codec, rotate, device="cpu"):
     assert_requantising_agrees(kernels, x, inner, error, codec, rotate=rotate, device=device)
 
 
-@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), CASES)
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[::2]))
 def test_interpreted_codecs_agree_with_the_reference(interpreter, length, codec, dtype, rotate):
     interpreter.run(interpreted, check_codecs, length, codec, dtype, rotate)
 
 
-@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), CASES)
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[1::2]))
 def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, codec, dtype, rotate):
     interpreter.run(interpreted, check_feedback, length, codec, dtype, rotate)
 

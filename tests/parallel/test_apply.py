@@ -18,11 +18,11 @@ LAYOUTS = [
     (2, ["mesh.tp=2"]),
     (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
     (2, ["mesh.tp=2", TIED]),
-    (2, ["mesh.dp_shard=2", "train.num_microbatches=2"]),
+    pytest.param(2, ["mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     (2, ["mesh.dp_shard=2", "train.num_microbatches=2", TIED]),
     (4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]),
     (4, ["mesh.tp=2", "mesh.dp_replicate=2", TIED]),
-    (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"]),
+    pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
 ]
 
 

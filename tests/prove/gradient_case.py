@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare import compare
 from tests.prove.synthetic import SHAPES, hold, make_layout, make_reference
@@ -15,7 +17,7 @@ FSDP_TP = Axes(dp_shard=2, tp=2)
 ODD = Axes(dp_shard=3, tp=2)
 ALL = Axes(dp_replicate=2, dp_shard=2, tp=2)
 LAYOUTS = [HSDP, FSDP, FSDP_TP, ODD, ALL]
-MICRO = [1, 2, 4]
+MICRO = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 class Case:

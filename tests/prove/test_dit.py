@@ -76,6 +76,7 @@ def test_options_are_proved(gang, model, name):
     assert_proved(gang, small(model, *OPTIONS[name]))
 
 
+@pytest.mark.slow
 def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang):
     """Nothing there reads the condition, so its part of the sum is nothing; the sum is on every copy."""
     result = assert_proved(gang, small("dit-digits", *OPTIONS["no layer first"]))

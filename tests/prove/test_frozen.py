@@ -75,6 +75,7 @@ def test_what_is_left_is_proved(gang, layout, what):
     assert_proved_and_kept(gang, small_dit_config(*LAYOUTS[layout], f"train.freeze={list(GLOBS[what])}"))
 
 
+@pytest.mark.slow
 def test_a_first_stage_that_trains_only_what_it_does_not_read(gang):
     """It has no layer, so nothing there takes the condition: its embedders are trained by the other stages alone."""
     layout = ("mesh.pp=2", "mesh.dp_shard=2", "pipeline.layers_per_stage=[0,4]", "pipeline.allow_empty_stages=true")

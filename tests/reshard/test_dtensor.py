@@ -98,7 +98,7 @@ def replicas(rank, world_size, dtype):
     return {key: (layout_of(y), y.to_local().contiguous().view(torch.uint8)) for key, y in found.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_replicas_have_the_same_bits(gang, dtype):
     results = gang(4).run(replicas, dtype)
     for key, (layout, _) in results[0].items():

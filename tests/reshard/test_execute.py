@@ -140,6 +140,7 @@ def shapes(rank, world_size):
         execute(plan(src, dst), torch.zeros(4, 6), groups)
 
 
+@pytest.mark.slow
 def test_scalars_empty_tensors_and_any_strides(gang):
     gang(4).run(shapes)
 

@@ -92,7 +92,7 @@ def all_found(rank, world_size, name, where):
 
 @pytest.mark.parametrize(("name", "where"), quick_and_slow(
     product(CONTEXTS, ORDERS),
-    {("for_dtensor", "both axes cut rows"), ("replicate_fallback", "rows by two axes of three")},
+    {("for_dtensor", "both axes cut rows")},
 ))  # fmt: skip
 def test_operators_keep_to_the_order(gang, name, where):
     for found in gang(4).run(all_found, name, where):

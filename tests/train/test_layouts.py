@@ -126,7 +126,7 @@ def gradient_norm(rank, world_size, words):
         (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", TIED]),
         (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
         pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2", TIED], marks=pytest.mark.slow),
-        (4, ["mesh.tp=2", "mesh.dp_replicate=2"]),
+        pytest.param(4, ["mesh.tp=2", "mesh.dp_replicate=2"], marks=pytest.mark.slow),
     ],
 )
 def test_the_gradient_norm_counts_every_parameter_once(gang, corpus, world_size, layout):

@@ -55,7 +55,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(gang, corpus, world_siz
     "layout",
     [
         pytest.param([], marks=pytest.mark.slow),
-        ["mesh.dp_shard=2"],
+        pytest.param(["mesh.dp_shard=2"], marks=pytest.mark.slow),
         pytest.param(["mesh.tp=2"], marks=pytest.mark.slow),
         pytest.param(["mesh.dp_replicate=2"], marks=pytest.mark.slow),
     ],
