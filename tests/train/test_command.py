@@ -236,7 +236,8 @@ def test_control_c_in_start_up_leaves_no_traceback(words, tmp_path, delay_s):
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = ends_in_time(process, timeout_s=60)
     assert process.returncode != 0
-    assert "Traceback" not in stderr or delay_s <= 0.3, stderr  # Python itself, before our first line, prints one
+    # Before our first line Python itself prints one. Amid our imports: tests/cli/test_interrupt.py.
+    assert "Traceback" not in stderr or "meshwright" not in stderr, stderr
 
 
 @pytest.mark.slow

@@ -43,16 +43,10 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: 0 fine, 1 a run or proof failed, 2 bad input."""
+    """Run the verb that was asked for; exits with 1 where a run or proof failed, with 2 on bad input."""
     tolerate(sys.stdout, sys.stderr)
     try:
         app()
     except MeshwrightError as error:
         show_error(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()
