@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from itertools import product
@@ -27,8 +28,9 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard import private
+from meshwright.reshard import dtensor, fallback, private
 from meshwright.reshard.dtensor import for_dtensor, redistribute
+from meshwright.reshard.fallback import replicate_fallback
 from meshwright.reshard.placements import dtensor_of, layout_of, layout_of_spec, placements_of
 from tests.reshard.moves import before, part, value
 
@@ -204,8 +206,12 @@ def test_meshes_are_not_kept(gang):
     assert all(gang(4).run(forgotten))
 
 
-def contexts(rank, world_size):
-    """DTensor's own redistributions under the context: same values and specs as without."""
+CONTEXTS = {"for_dtensor": (dtensor, for_dtensor), "replicate_fallback": (fallback, replicate_fallback)}
+
+
+def contexts(rank, world_size, name):
+    """DTensor's own redistributions under a context: same values and specs as without."""
+    module, context = CONTEXTS[name]
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
     a, b = torch.randn(6, 8), torch.randn(8, 5)
@@ -224,11 +230,9 @@ def contexts(rank, world_size):
     original = private.redistributing_by
 
     with pytest.MonkeyPatch.context() as patch:
-        from meshwright.reshard import dtensor as module
-
-        count = module.moved
-        patch.setattr(module, "moved", lambda *args: calls.append(args) or count(*args))
-        with for_dtensor():
+        count = module.moved_by_plan
+        patch.setattr(module, "moved_by_plan", lambda *args: calls.append(args) or count(*args))
+        with context():
             assert all(m.redistribute_local_tensor is not theirs for m in (_redistribute, _dispatch, _api))
             ours = run()
     assert private.redistributing_by is original
@@ -239,8 +243,9 @@ def contexts(rank, world_size):
     return len(calls)
 
 
-def test_operators_and_backward_run_by_plans_in_the_context(gang):
-    assert gang(4).run(contexts)[0] > 6
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_operators_and_backward_run_by_plans_in_a_context(gang, name):
+    assert gang(4).run(contexts, name)[0] > 6
 
 
 def nested(rank, world_size):
@@ -255,6 +260,16 @@ def nested(rank, world_size):
         thread.join()
     hooks += [private._hook() is None, _redistribute.redistribute_local_tensor is theirs]
     return hooks
+
+
+def test_a_hook_is_kept_while_it_is_needed_and_no_longer():
+    """PyTorch 2.11 takes no reference and drops one: after some rounds the function's memory would be freed."""
+    hook = lambda local, current, target: None  # noqa: E731
+    before = sys.getrefcount(hook)
+    for _ in range(3):
+        with private.redistributing_by(hook):
+            assert private._hook() is hook and sys.getrefcount(hook) > before
+        assert sys.getrefcount(hook) == before
 
 
 def test_contexts_nest_end_with_errors_and_stay_in_their_thread(gang):

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 
 from meshwright.reshard.fallback import replicate_fallback
 from tests.reshard.placing import numbers, place
@@ -91,7 +92,9 @@ def along_other_dims(rank, world_size):
 def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang):
     for found in gang(4).run(along_other_dims, timeout_s=60.0):
         assert len(found) == len(LAYOUTS) * len(OPERATORS)
-        assert {key: outcome for key, outcome in found.items() if outcome != (True, 0, {})} == {}
+        without_rule = {"index_put"} if TorchVersion(torch.__version__) < "2.13" else set()
+        assert {key[1] for key, outcome in found.items() if outcome != (True, 0, {})} == without_rule
+        assert all(outcome[0] for outcome in found.values())
 
 
 ALONG_THE_CUT_DIM = {

@@ -20,6 +20,7 @@ from meshwright.reshard.private import (
     OpOverload,
     as_copies,
     as_dtensor_like,
+    gathered,
     is_cut,
     own_tensor,
     tree_flatten,
@@ -120,12 +121,11 @@ def _whole(tensor: Tensor, *, is_written: bool) -> Tensor:
     """The whole tensor on this rank; a copy of its own if the operator writes to it."""
     if not isinstance(tensor, DTensor):
         return tensor.clone() if is_written else tensor
-    copies = (Replicate(),) * tensor.device_mesh.ndim
     if tensor.is_floating_point() and tensor.element_size() == 1:  # gloo moves no numbers of 8 bits but integers
         bytes_of = as_dtensor_like(tensor, own_tensor(tensor).view(torch.uint8), tensor)
-        whole = own_tensor(bytes_of.redistribute(placements=copies)).view(tensor.dtype)
+        whole = gathered(bytes_of).view(tensor.dtype)
     else:
-        whole = own_tensor(tensor.redistribute(placements=copies))
+        whole = gathered(tensor)
     whole = whole.contiguous() if tensor.is_contiguous() else whole
     is_shared = whole.untyped_storage().data_ptr() == own_tensor(tensor).untyped_storage().data_ptr()
     return whole.clone() if is_written and is_shared else whole

@@ -7,22 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.errors import LayoutError
 from meshwright.reshard import private
-from meshwright.reshard.moving import moved, redistributed
+from meshwright.reshard.moving import moved_by_plan, redistributed
 from meshwright.reshard.orders import OrderMode
-from meshwright.reshard.placements import (
-    ShardOrder,
-    has_layout,
-    layout_of_spec,
-    normal_placements,
-    whole_order,
-)
-from meshwright.reshard.reduce import is_reducible
+from meshwright.reshard.placements import ShardOrder, normal_placements, whole_order
 from meshwright.reshard.rules import register_rules
 
 
@@ -109,14 +101,5 @@ def for_dtensor() -> Iterator[None]:
     none. Operators get the rules of `rules`, which stay when the block ends, and keep to orders of cuts (`orders`).
     """
     register_rules()
-    with private.redistributing_by(_moved), OrderMode():
+    with private.redistributing_by(moved_by_plan), OrderMode():
         yield
-
-
-def _moved(local: Tensor, current: Any, target: Any) -> Tensor | None:
-    if not (has_layout(current.placements) and has_layout(target.placements)):
-        return None
-    source, wanted = layout_of_spec(current), layout_of_spec(target)
-    if not is_reducible(source, local.dtype) or not is_reducible(wanted, local.dtype):
-        return None
-    return moved(private.waited(local), source, wanted, current.mesh)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from meshwright.reshard.private import cut_dim, cut_in_order, moved_to
+from meshwright.reshard.private import cut_dim, cut_in_order, local_of, moved_to
 
 Terms = tuple[list[str], str]
 """The letters of each operand, and of the result."""
@@ -31,7 +32,7 @@ def einsum_on_pieces(equation: Any, *operands: Any) -> DTensor | None:
         return None
     wanted, gradients, of_result = plan
     pieces = [
-        x.redistribute(placements=placements).to_local(grad_placements=grads)
+        _Piece.apply(x.redistribute(placements=placements), grads)  # type: ignore[no-untyped-call]
         for x, placements, grads in zip(operands, wanted, gradients, strict=True)
     ]
     sizes = {letter: size for term, x in zip(terms[0], operands, strict=True) for letter, size in zip(term, x.shape)}  # noqa: B905
@@ -39,6 +40,27 @@ def einsum_on_pieces(equation: Any, *operands: Any) -> DTensor | None:
     stride = torch.empty(shape, device="meta").stride()
     result = torch.einsum(equation, *pieces).contiguous()
     return DTensor.from_local(result, operands[0].device_mesh, of_result, run_check=False, shape=shape, stride=stride)
+
+
+class _Piece(torch.autograd.Function):
+    """`DTensor.to_local`, with a gradient of the same strides on all ranks.
+
+    PyTorch's (2.11) derives them from the piece, and says something else where that has one row: autograd then copies
+    the gradient on that rank alone, which may take a message.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, gradient: list[Placement]) -> Tensor:
+        ctx.mesh, ctx.gradient, ctx.shape, ctx.stride = x.device_mesh, gradient, x.shape, x.stride()
+        local = local_of(x)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[DTensor, None]:
+        (piece,) = gradients
+        return DTensor.from_local(
+            piece, ctx.mesh, ctx.gradient, run_check=False, shape=ctx.shape, stride=ctx.stride
+        ), None
 
 
 def _terms(equation: Any, operands: Sequence[Any]) -> Terms | None:

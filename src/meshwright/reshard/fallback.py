@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.log import get_logger
 from meshwright.reshard.copies import Call, gather_bytes, run_on_copies
 from meshwright.reshard.functions import FunctionMode
+from meshwright.reshard.moving import moved_by_plan
 from meshwright.reshard.orders import OrderMode, works_by_element
 from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
@@ -39,6 +40,7 @@ from meshwright.reshard.private import (
     has_handler,
     is_cut,
     own_tensor,
+    redistributing_by,
     tree_map_only,
 )
 from meshwright.reshard.refusals import (
@@ -87,7 +89,7 @@ def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
     """Compute operators without a sharding rule from gathered copies of their inputs, on this thread.
 
     Results are laid out as the input of their shape is, else as copies. A plain tensor beside DTensors is taken as a
-    copy if every rank has the same values. `register_rules` is called first, and its rules stay.
+    copy if every rank has the same values. All else is as within `for_dtensor`: rules, plans, orders of cuts.
 
     Args:
         warn: True logs a warning at the first time of each operator, with the bytes that a rank receives; False says
@@ -102,7 +104,7 @@ def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
     for one in outer:
         one.is_suspended = True
     try:
-        with FunctionMode(), mode, OrderMode():
+        with redistributing_by(moved_by_plan), FunctionMode(), mode, OrderMode():
             yield mode.fallbacks
     finally:
         for one in outer:

@@ -13,8 +13,9 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard import private
 from meshwright.reshard.execute import execute
 from meshwright.reshard.groups import groups_of
-from meshwright.reshard.placements import layout_of_placements, layout_of_spec
+from meshwright.reshard.placements import has_layout, layout_of_placements, layout_of_spec
 from meshwright.reshard.planner import plan
+from meshwright.reshard.reduce import is_reducible
 
 _NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -42,6 +43,16 @@ def redistributed(
     if mesh.get_coordinate() is not None:
         local = moved(local, source, target, mesh, cap)
     return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
+
+
+def moved_by_plan(local: Tensor, current: Any, target: Any) -> Tensor | None:
+    """What DTensor's own redistribution between two specs gives, by a plan; None if that is left to PyTorch."""
+    if not (has_layout(current.placements) and has_layout(target.placements)):
+        return None
+    source, wanted = layout_of_spec(current), layout_of_spec(target)
+    if not is_reducible(source, local.dtype) or not is_reducible(wanted, local.dtype):
+        return None
+    return moved(private.waited(local), source, wanted, current.mesh)
 
 
 def moved(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: int | None = None) -> Tensor:

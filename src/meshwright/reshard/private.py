@@ -7,11 +7,13 @@ look it up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collec
 `_is_key_in_tls` and `_get_obj_in_tls` of `torch._C`. For operators: `DTensor._op_dispatcher` (its planner's tables, its
 handlers, and the operators it draws random numbers for), `RuntimeSchemaInfo`, `OpOverload`,
 `torch.utils._python_dispatch` and `_pytree`, and the name of the function in which DTensor plans an operator.
-Checked on 2.13.
+Checked on 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -148,16 +150,38 @@ def _hook() -> Hook | None:
     return c._get_obj_in_tls(_KEY) if c._is_key_in_tls(_KEY) else None
 
 
+def _stash(hook: Hook | None) -> None:
+    """Hand `hook` to this thread and to the backwards that it calls.
+
+    PyTorch drops a reference when another one takes its place, on another thread too, but 2.11 takes none: without one
+    of ours the memory would be freed while it is in use.
+    """
+    if not _takes_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(hook))
+    cast(Any, torch._C)._stash_obj_in_tls(_KEY, hook)
+
+
+@cache
+def _takes_reference() -> bool:
+    probe = object()
+    before = sys.getrefcount(probe)
+    cast(Any, torch._C)._stash_obj_in_tls(f"{_KEY}.probe", probe)
+    taken = sys.getrefcount(probe) > before
+    if not taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return taken
+
+
 @contextmanager
 def redistributing_by(hook: Hook) -> Iterator[None]:
     """Within the block, DTensor's redistributions in this thread ask `hook` first."""
     before = _hook()
     _patch().hold()
     try:
-        cast(Any, torch._C)._stash_obj_in_tls(_KEY, hook)
+        _stash(hook)
         yield
     finally:
-        cast(Any, torch._C)._stash_obj_in_tls(_KEY, before)
+        _stash(before)
         _patch().release()
 
 
@@ -229,6 +253,13 @@ def masked_partial(shape: Sequence[int], dim: int) -> Placement:
 def own_tensor(tensor: DTensor) -> Tensor:
     """This rank's tensor itself: writing to it writes to the DTensor."""
     return tensor._local_tensor
+
+
+def gathered(tensor: DTensor) -> Tensor:
+    """The whole tensor on this rank, without a step of autograd."""
+    spec = tensor._spec
+    whole = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    return waited(_redistribute.redistribute_local_tensor(waited(tensor._local_tensor), spec, whole))
 
 
 def as_dtensor_like(whole: Tensor, local: Tensor, like: DTensor) -> DTensor:

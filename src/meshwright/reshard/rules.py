@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.torch_version import TorchVersion
 
 from meshwright.reshard.private import Rule, forget_plans, masked_partial, register
+from meshwright.reshard.rules_older import OLDER_RULES
 from meshwright.reshard.rules_windows import SHAPE_ARGUMENTS, WINDOW_RULES
 from meshwright.reshard.ways import Spec, Way, copies, cuts, partials
 
@@ -122,6 +124,7 @@ RULES: dict[Any, Rule] = {
 @cache
 def register_rules() -> None:
     """Give DTensor these rules, once a process; call it on all ranks, before what they are for."""
-    for operator, rule in RULES.items():
+    older = OLDER_RULES if TorchVersion(torch.__version__) < "2.13" else {}
+    for operator, rule in (RULES | older).items():
         register(operator, rule, shape_argument=SHAPE_ARGUMENTS.get(operator))
     forget_plans()

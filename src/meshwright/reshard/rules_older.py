@@ -1,0 +1,54 @@
+"""Rules of operators that DTensor 2.11 gets wrong and 2.13 right; registered before 2.13 only.
+
+DTensor 2.11 averages pieces of different sizes as if they had the same where a cut is strided, and pads with
+constants as if every mesh had one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial
+
+from meshwright.reshard.private import Rule, moved_to
+from meshwright.reshard.rules_windows import unpadded
+from meshwright.reshard.ways import Spec, Way, copies, cuts, partials
+
+aten = torch.ops.aten
+
+
+def mean_rule(
+    x: Spec, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> list[Way]:
+    """Along dims that are cut, the average of averages, if all pieces have one size on any axes of the mesh."""
+    given = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
+    reduced = {d % x.ndim for d in given} if x.ndim else set()
+    ways = [copies(1, 1), *summed(x)]
+    for d in range(x.ndim):
+        if d not in reduced:
+            place = d if keepdim else d - sum(one < d for one in reduced)
+            ways += [([moved_to(p, place)], [p]) for p in cuts(d, x)]
+        else:
+            pieces = [p for p in cuts(d, x) if x.shape[d] % (x.mesh.size() * getattr(p, "split_factor", 1)) == 0]
+            ways += [([Partial("avg")], [p]) for p in pieces]
+    return ways
+
+
+def constant_pad_rule(x: Spec, padding: list[int], value: float = 0) -> list[Way]:
+    """Along dims that nothing is added to; zeros may be added to parts of a sum."""
+    ways = [copies(1, 1)] + [([p], [p]) for d in unpadded(x, padding) for p in cuts(d, x)]
+    return ways + (summed(x) if value == 0 else [])
+
+
+def summed(x: Spec) -> list[Way]:
+    """Parts of a sum or of an average, of what is linear."""
+    return [([p], [p]) for p in partials(x) if p in (Partial("sum"), Partial("avg"))]
+
+
+OLDER_RULES: dict[Any, Rule] = {
+    aten.mean.default: mean_rule,
+    aten.mean.dim: mean_rule,
+    aten.constant_pad_nd.default: constant_pad_rule,
+}
