@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard import dtensor, fallback, private
+from meshwright.reshard import moving, private
 from meshwright.reshard.dtensor import for_dtensor, redistribute
 from meshwright.reshard.fallback import replicate_fallback
 from meshwright.reshard.placements import dtensor_of, layout_of, layout_of_spec, placements_of
@@ -206,12 +206,12 @@ def test_meshes_are_not_kept(gang):
     assert all(gang(4).run(forgotten))
 
 
-CONTEXTS = {"for_dtensor": (dtensor, for_dtensor), "replicate_fallback": (fallback, replicate_fallback)}
+CONTEXTS = {"for_dtensor": for_dtensor, "replicate_fallback": replicate_fallback}
 
 
 def contexts(rank, world_size, name):
     """DTensor's own redistributions under a context: same values and specs as without."""
-    module, context = CONTEXTS[name]
+    context = CONTEXTS[name]
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
     a, b = torch.randn(6, 8), torch.randn(8, 5)
@@ -230,8 +230,8 @@ def contexts(rank, world_size, name):
     original = private.redistributing_by
 
     with pytest.MonkeyPatch.context() as patch:
-        count = module.moved_by_plan
-        patch.setattr(module, "moved_by_plan", lambda *args: calls.append(args) or count(*args))
+        count = moving.moved_by_plan
+        patch.setattr(moving, "moved_by_plan", lambda *args: calls.append(args) or count(*args))
         with context():
             assert all(m.redistribute_local_tensor is not theirs for m in (_redistribute, _dispatch, _api))
             ours = run()

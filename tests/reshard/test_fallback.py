@@ -149,7 +149,7 @@ def refused(rank, world_size):
         "normal": lambda: torch.normal(d, d.abs()),
         "poisson": lambda: torch.poisson(d.abs()),
         "own plain tensor": lambda: d + torch.full((8, 6), float(rank)),
-        "write to a gathered view": lambda: d.as_strided((2, 2), (1, 1)).zero_(),
+        "turn a gathered view": lambda: d.as_strided((2, 2), (1, 1)).t_(),
         "out of another shape": lambda: torch.ops.aten.renorm.out(
             d, 2, 0, 1.0, out=place(numbers(3, 3), mesh, [Shard(0)])
         ),
@@ -169,7 +169,7 @@ REFUSALS = {
     "resize_": "looks at their memory", "set_": "looks at their memory", "data_ptr": "looks at their memory",
     "strides of a transposed": "looks at their memory", "cauchy_": "draws random numbers",
     "normal": "draws random numbers", "poisson": "draws random numbers", "own plain tensor": "differ between ranks",
-    "write to a gathered view": "its base would not change",
+    "turn a gathered view": "turns a view in place",
     "out of another shape": "of shape (3, 3)", "two meshes": "several meshes",
 }  # fmt: skip
 

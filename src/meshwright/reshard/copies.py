@@ -7,6 +7,7 @@ operator writes in place is written to copies first: an operator that fails leav
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,12 +91,17 @@ def gather_bytes(tensor: DTensor) -> int:
     return whole - piece + math.ceil(2 * piece * (parts - 1) / parts)
 
 
-def run_on_copies(call: Call) -> Any:
+def run_on_copies(call: Call, given: Mapping[int, Tensor] | None = None) -> Any:
     """What `call` returns, computed from whole inputs and laid out as the input of its shape.
+
+    Args:
+        call: an operator and its arguments.
+        given: whole tensors by the `id` of arguments, to be used for these; what is written there stays there.
 
     Raises:
         OperatorError: it draws random numbers, or would write where it can't.
     """
+    given = given or {}
     mesh, written = call.mesh(), {id(tensor) for tensor in call.written()}
     if any(isinstance(t, DTensor) and any(p.is_partial() for p in t.placements) for t in call.written()):
         raise partial_refused(call.operator)
@@ -106,12 +112,15 @@ def run_on_copies(call: Call) -> Any:
     with torch.no_grad():
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in pairs:
-                pairs[id(leaf)] = leaf, _whole(leaf, is_written=id(leaf) in written)
+                whole = given[id(leaf)] if id(leaf) in given else _whole(leaf, is_written=id(leaf) in written)
+                pairs[id(leaf)] = leaf, whole
         args, kwargs = tree_unflatten([pairs[id(x)][1] if isinstance(x, Tensor) else x for x in leaves], spec)
         result = _without_drawing(Call(call.operator, args, kwargs))
         changed = [pair for key, pair in pairs.items() if key in written]
         _check_fits(call.operator, changed)
         for tensor, whole in changed:
+            if id(tensor) in given:
+                continue
             (own_tensor(tensor) if isinstance(tensor, DTensor) else tensor).copy_(_piece_like(whole, tensor))
         back = {id(whole): tensor for tensor, whole in changed}
         return tree_map_only(Tensor, lambda x: back[id(x)] if id(x) in back else _laid_out(x, call, mesh), result)

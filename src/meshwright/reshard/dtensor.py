@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.errors import LayoutError
 from meshwright.reshard import private
-from meshwright.reshard.moving import moved_by_plan, redistributed
+from meshwright.reshard.moving import Mover, redistributed
 from meshwright.reshard.orders import OrderMode
 from meshwright.reshard.placements import ShardOrder, normal_placements, whole_order
 from meshwright.reshard.rules import register_rules
+from meshwright.reshard.views import views_kept
 
 
 def redistribute(
@@ -101,5 +102,6 @@ def for_dtensor() -> Iterator[None]:
     none. Operators get the rules of `rules`, which stay when the block ends, and keep to orders of cuts (`orders`).
     """
     register_rules()
-    with private.redistributing_by(moved_by_plan), OrderMode():
+    mover = Mover()
+    with private.redistributing_by(mover), OrderMode(mover), views_kept(mover):
         yield

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.distributed.tensor import DTensor
 
 from meshwright.log import get_logger
+from meshwright.reshard.agree import on_any_rank, reduced
 from meshwright.reshard.copies import Call, gather_bytes, run_on_copies
 from meshwright.reshard.functions import FunctionMode
-from meshwright.reshard.moving import moved_by_plan
+from meshwright.reshard.moving import Mover
 from meshwright.reshard.orders import OrderMode, works_by_element
 from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
@@ -50,9 +50,9 @@ from meshwright.reshard.refusals import (
     plain_refused,
     random_refused,
     storage_refused,
-    view_refused,
 )
 from meshwright.reshard.rules import register_rules
+from meshwright.reshard.views import views_kept
 from meshwright.units import format_bytes
 
 _log = get_logger(__name__)
@@ -99,12 +99,12 @@ def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
         OperatorError: inside, for what no copies can give: operators on storage, random numbers, ….
     """
     register_rules()
-    mode = _Mode(warn)
+    mode, mover = _Mode(warn), Mover()
     outer = [one for one in active_modes() if isinstance(one, _Mode) and not one.is_suspended]
     for one in outer:
         one.is_suspended = True
     try:
-        with redistributing_by(moved_by_plan), FunctionMode(), mode, OrderMode():
+        with redistributing_by(mover), FunctionMode(), mode, OrderMode(mover), views_kept(mover, mode.count):
             yield mode.fallbacks
     finally:
         for one in outer:
@@ -120,8 +120,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_suspended = False
         """A nested context is in charge."""
         self._warn = warn
-        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Results of views that share no memory with their base."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,8 +143,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check(self, call: Call) -> None:
         """Refuse what would be wrong whoever computes it."""
         written = call.written()
-        if any(tensor in self._views for tensor in written):
-            raise view_refused(call.operator)
         if written and torch.Tag.nondeterministic_seeded in call.operator.tags and draws_by_itself(call.operator):
             raise random_refused(call.operator)
 
@@ -174,7 +170,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _may_be_gathered(error):
                 return self._from_copies(call)
             failed = error
-        if not _on_any_rank(failed is not None, call.mesh()):
+        if not on_any_rank(failed is not None, call.mesh()):
             return result
         for tensor, old in zip(written, before, strict=True):
             tensor.copy_(old)
@@ -184,12 +180,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name_of(call.operator)
         if is_storage(call.operator, call.dtensors()):
             raise storage_refused(name)
+        self.count(call)
+        return run_on_copies(call)
+
+    def count(self, call: Call) -> None:
+        """Say and note that it is computed from whole tensors."""
+        name = name_of(call.operator)
         self._say(name, call)
         self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
-        result = run_on_copies(call)
-        if call.operator.is_view and any(is_cut(p) or p.is_partial() for t in call.dtensors() for p in t.placements):
-            tree_map_only(DTensor, lambda view: self._views.__setitem__(view, True), result)
-        return result
 
     def _say(self, name: str, call: Call) -> None:
         inputs = {id(tensor): tensor for tensor in call.dtensors()}.values()
@@ -238,14 +236,4 @@ def _is_same_everywhere(tensor: Tensor, mesh: DeviceMesh) -> bool:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256(repr((tensor.shape, tensor.dtype)).encode() + content).digest()
     number = int.from_bytes(digest[:7], "little")
-    return _reduced(number, mesh, "min") == _reduced(number, mesh, "max")
-
-
-def _on_any_rank(failed: bool, mesh: DeviceMesh) -> bool:
-    return _reduced(int(failed), mesh, "max") == 1
-
-
-def _reduced(number: int, mesh: DeviceMesh, by: str) -> int:
-    """The least or greatest of all ranks' numbers."""
-    own = torch.tensor([number], device=mesh.device_type)
-    return int(DTensor.from_local(own, mesh, [Partial(by)] * mesh.ndim, run_check=False).full_tensor().item())
+    return reduced(number, mesh, "min") == reduced(number, mesh, "max")

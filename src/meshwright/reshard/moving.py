@@ -45,6 +45,23 @@ def redistributed(
     return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
 
 
+class Mover:
+    """`moved_by_plan`, counted.
+
+    Attributes:
+        num_moved: redistributions to other placements so far; all ranks of the mesh count the same.
+    """
+
+    def __init__(self) -> None:
+        self.num_moved = 0
+
+    def __call__(self, local: Tensor, current: Any, target: Any) -> Tensor | None:
+        """As `moved_by_plan`."""
+        if (current.placements, current.shard_order) != (target.placements, target.shard_order):
+            self.num_moved += 1
+        return moved_by_plan(local, current, target)
+
+
 def moved_by_plan(local: Tensor, current: Any, target: Any) -> Tensor | None:
     """What DTensor's own redistribution between two specs gives, by a plan; None if that is left to PyTorch."""
     if not (has_layout(current.placements) and has_layout(target.placements)):

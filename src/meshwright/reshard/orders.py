@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.reshard.copies import Call
-from meshwright.reshard.moving import redistributed
+from meshwright.reshard.moving import Mover, redistributed
 from meshwright.reshard.private import (
     OpOverload,
     TorchDispatchMode,
@@ -33,7 +32,7 @@ from meshwright.reshard.private import (
     spec_of,
     tree_map_only,
 )
-from meshwright.reshard.refusals import ordered_view_refused, turned_refused
+from meshwright.reshard.refusals import turned_refused
 
 BY_ELEMENT = (
     "_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "detach", "alias", "clone", "zeros_like",
@@ -58,10 +57,9 @@ def works_by_element(operator: OpOverload) -> bool:
 class OrderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of this thread before DTensor does."""
 
-    def __init__(self) -> None:
+    def __init__(self, mover: Mover) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Views of copies in the default order, which share no memory with their base."""
+        self._mover = mover
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -74,8 +72,6 @@ class OrderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = Call(func, args, kwargs or {})
         if not any(issubclass(kind, DTensor) for kind in types):
             return call.run()
-        if len(self._views) and any(tensor in self._views for tensor in call.written()):
-            raise ordered_view_refused(func)
         if all(cut_in_order(tensor) for tensor in call.dtensors()):
             return call.run()
         if works_by_element(func):
@@ -91,15 +87,13 @@ class OrderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise turned_refused(call.operator)
         ordered = {id(t): t for t in call.dtensors() if not cut_in_order(t)}
         copies = {key: redistributed(t, t.placements, None) for key, t in ordered.items()}
+        self._mover.num_moved += len(copies)
         result = _with(call, copies).run()
         for tensor in call.written():
             if isinstance(tensor, DTensor) and id(tensor) in ordered:
                 own_tensor(tensor).copy_(own_tensor(_moved_like(copies[id(tensor)], tensor)))
         given = {id(copies[key]): tensor for key, tensor in ordered.items()}
-        result = tree_map_only(Tensor, lambda x: given.get(id(x), x), result)
-        if call.operator.is_view:
-            tree_map_only(DTensor, lambda view: self._views.__setitem__(view, True), result)
-        return result
+        return tree_map_only(Tensor, lambda x: given.get(id(x), x), result)
 
 
 def _columns(call: Call) -> list[list[Tensor]]:

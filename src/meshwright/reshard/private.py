@@ -255,6 +255,16 @@ def own_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def dtensor_of(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of this rank's tensor that PyTorch describes so; a leaf without a gradient."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def is_alias(a: Tensor, b: Tensor) -> bool:
+    """They share memory."""
+    return bool(cast(Any, torch._C)._is_alias_of(a, b))
+
+
 def gathered(tensor: DTensor) -> Tensor:
     """The whole tensor on this rank, without a step of autograd."""
     spec = tensor._spec

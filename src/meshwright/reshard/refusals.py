@@ -20,8 +20,8 @@ STORAGE = frozenset({
 })  # fmt: skip
 STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 """Operators that ask for memory: its addresses, its strides, or whatever lies in it."""
-ORDERED = "for_dtensor, replicate_fallback"
-"""Where orders of cuts are kept to."""
+CONTEXTS = "for_dtensor, replicate_fallback"
+"""Where orders of cuts and views are kept to."""
 
 
 class OperatorError(InputError):
@@ -82,11 +82,12 @@ def partial_refused(operator: OpOverload) -> MeshwrightError:
 
 
 def view_refused(operator: OpOverload) -> MeshwrightError:
-    """What is said of writing to a view that shares no memory with its base."""
+    """What is said of turning, in place, a view that shares no memory with its base."""
     return _refused(
-        f"{name_of(operator)} writes to a view that was gathered, and its base would not change",
-        rule="a view without a sharding rule is a copy of values: read only",
-        fix="write to the base, or use the operator that returns a new tensor",
+        f"{name_of(operator)} turns a view in place that was gathered",
+        where=CONTEXTS,
+        rule="a view that lies apart from its base keeps its shape",
+        fix="use the operator that returns a new tensor",
     )
 
 
@@ -94,20 +95,9 @@ def turned_refused(operator: OpOverload) -> MeshwrightError:
     """What is said of changing the shape, in place, of a tensor whose cuts have an order of their own."""
     return _refused(
         f"{name_of(operator)} turns a DTensor in place whose shard_order is not that of the mesh's axes",
-        where=ORDERED,
+        where=CONTEXTS,
         rule="such a tensor keeps its shape: the order is of its dims",
         fix="use the operator that returns a new tensor",
-    )
-
-
-def ordered_view_refused(operator: OpOverload) -> MeshwrightError:
-    """What is said of writing to a view of a tensor whose cuts have an order of their own."""
-    return _refused(
-        f"{name_of(operator)} writes to a view of a DTensor whose shard_order is not that of the mesh's axes, and its "
-        "base would not change",
-        where=ORDERED,
-        rule="such a view is a copy in the axes' order: read only",
-        fix="write to the base, or use the operator that returns a new tensor",
     )
 
 
