@@ -187,4 +187,3 @@ def _piece_like(whole: Tensor, like: Tensor) -> Tensor:
             parts = [piece.narrow(dim, one.start, one.stop - one.start) for one in slices]
             piece = torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
     return piece.clone() if piece._base is not None or piece is whole else piece
-

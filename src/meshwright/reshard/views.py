@@ -14,10 +14,10 @@ since garbage is collected when each rank likes, so the ranks ask each other bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from meshwright.reshard.refusals import view_refused
 
 Gathers = Callable[[Call], None]
 """Is told of a call for which a whole tensor is gathered, before that is done."""
+Origins = MutableMapping[DTensor, "_Origin"]
+"""Where tensors' values come from, as long as they live."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class _Step:
 
     def of(self, tensor: Tensor) -> Tensor:
         result = self.operator(tensor, *self.args, **self.kwargs)
-        return result if self.place is None else result[self.place]
+        view: Tensor = result if self.place is None else result[self.place]
+        return view
 
 
 @dataclass(eq=False)
@@ -65,7 +68,7 @@ class _Family:
 
     local: Tensor
     spec: DTensorSpec
-    apart: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    apart: Origins = field(default_factory=WeakIdKeyDictionary)
     """The views that lie apart and still live on this rank, with their origins."""
     has_apart: bool = False
     """Some may live, on some rank; all ranks say the same."""
@@ -137,7 +140,7 @@ def views_kept(mover: Mover, gathers: Gathers | None = None) -> Iterator[None]:
 class _ViewMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of this thread before DTensor does."""
 
-    def __init__(self, mover: Mover, gathers: Gathers | None, origins: WeakIdKeyDictionary) -> None:
+    def __init__(self, mover: Mover, gathers: Gathers | None, origins: Origins) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_suspended = False
         """A nested context is in charge."""
@@ -188,16 +191,19 @@ class _ViewMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin.family.apart[view] = origin
             origin.family.has_apart = True
 
+    def _origin_of(self, tensor: Tensor) -> _Origin | None:
+        return self.origins.get(tensor) if isinstance(tensor, DTensor) else None
+
     def _written(self, call: Call) -> Any:
         """Run a write to some member of a family: all of its members have the new values."""
-        found = [(tensor, self.origins.get(tensor)) for tensor in call.written()]
+        found = [(tensor, self._origin_of(tensor)) for tensor in call.written()]
         known = [(tensor, origin) for tensor, origin in found if origin is not None]
         apart = any(origin.is_apart for _, origin in known)
         if torch.Tag.inplace_view in call.operator.tags:
             if apart:
                 raise view_refused(call.operator)
             for tensor, _ in known:
-                del self.origins[tensor]  # its shape is another one from now on
+                del self.origins[cast(DTensor, tensor)]  # its shape is another one from now on
             return call.run()
         families = list({id(origin.family): origin.family for _, origin in known}.values())
         if apart:
@@ -212,7 +218,7 @@ class _ViewMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._gathers is not None:
             self._gathers(call)
         wholes = {id(family): family.whole() for family in families}
-        members = [(tensor, self.origins.get(tensor)) for tensor in call.tensors()]
+        members = [(tensor, self._origin_of(tensor)) for tensor in call.tensors()]
         given = {
             id(tensor): origin.of(wholes[id(origin.family)])
             for tensor, origin in members
