@@ -7,7 +7,7 @@ operator writes in place is written to copies first: an operator that fails leav
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 """Tensors an operator was called with, and the whole ones it is run on."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """An operator and its arguments."""
 
@@ -46,7 +46,13 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors, those in lists included."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        found: list[Tensor] = []
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return found
 
     def dtensors(self) -> list[DTensor]:
         """Those of its tensors that lie on a mesh."""
@@ -54,6 +60,8 @@ class Call:
 
     def written(self) -> list[Tensor]:
         """The tensors that it writes to: in place, or as `out`."""
+        if not self.operator._schema.is_mutable:
+            return []
         found: list[Any] = []
         for place, argument in enumerate(self.operator._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -75,6 +83,10 @@ class Call:
     def run(self) -> Any:
         """What it returns."""
         return self.operator(*self.args, **self.kwargs)
+
+
+Run = Callable[[Call], Any]
+"""Returns what an operator returns."""
 
 
 def gather_bytes(tensor: DTensor) -> int:

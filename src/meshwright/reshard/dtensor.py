@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.errors import LayoutError
 from meshwright.reshard import private
-from meshwright.reshard.moving import Mover, redistributed
-from meshwright.reshard.orders import OrderMode
+from meshwright.reshard.context import active_context, entered
+from meshwright.reshard.moving import redistributed
 from meshwright.reshard.placements import ShardOrder, normal_placements, whole_order
 from meshwright.reshard.rules import register_rules
-from meshwright.reshard.views import views_kept
 
 
 def redistribute(
@@ -99,9 +98,12 @@ def for_dtensor() -> Iterator[None]:
     That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it
     runs within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous
     redistributions, tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or
-    none. Operators get the rules of `rules`, which stay when the block ends, and keep to orders of cuts (`orders`).
+    none. Operators get the rules of `rules`, which stay when the block ends, and keep to orders of cuts (`orders`) and
+    views (`views`). Within another such block it changes nothing.
     """
     register_rules()
-    mover = Mover()
-    with private.redistributing_by(mover), OrderMode(mover), views_kept(mover):
+    if active_context():
         yield
+    else:
+        with entered():
+            yield

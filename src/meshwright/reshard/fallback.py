@@ -4,11 +4,11 @@ DTensor refuses an operator that nobody wrote a rule for, and one that is given 
 this context such an operator is computed from its gathered inputs instead (`copies`), with a warning that says what
 that costs. It works below autograd, so the backward of an operator falls back like its forward.
 
-A dispatch mode sees each operator before DTensor does, on this thread only, and changes nothing of DTensor's. What
-DTensor can do by itself it does: an operator is computed from copies only after DTensor failed while it was still
-planning, which it does the same way on all ranks. A failure while computing is one rank's alone and is raised, but
-for one case that can be known beforehand: where some rank's piece is empty (a dim of 3 cut over 4 ranks), many
-operators fail on that rank and leave the others waiting. There the ranks agree first on whether anyone failed.
+It sees each operator before DTensor does, on this thread only, and changes nothing of DTensor's. What DTensor can do
+by itself it does: an operator is computed from copies only after DTensor failed while it was still planning, which it
+does the same way on all ranks. A failure while computing is one rank's alone and is raised, but for one case that can
+be known beforehand: where some rank's piece is empty (a dim of 3 cut over 4 ranks), many operators fail on that rank
+and leave the others waiting. There the ranks agree first on whether anyone failed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,19 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.log import get_logger
 from meshwright.reshard.agree import on_any_rank, reduced
-from meshwright.reshard.copies import Call, gather_bytes, run_on_copies
+from meshwright.reshard.context import entered
+from meshwright.reshard.copies import Call, Run, gather_bytes, run_on_copies
 from meshwright.reshard.functions import FunctionMode
-from meshwright.reshard.moving import Mover
-from meshwright.reshard.orders import OrderMode, works_by_element
+from meshwright.reshard.orders import works_by_element
 from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
     OpOverload,
-    TorchDispatchMode,
-    active_modes,
     as_copies,
     draws_by_itself,
     failed_in_planning,
     has_handler,
     is_cut,
     own_tensor,
-    redistributing_by,
     tree_map_only,
 )
 from meshwright.reshard.refusals import (
@@ -52,7 +49,6 @@ from meshwright.reshard.refusals import (
     storage_refused,
 )
 from meshwright.reshard.rules import register_rules
-from meshwright.reshard.views import views_kept
 from meshwright.units import format_bytes
 
 _log = get_logger(__name__)
@@ -99,44 +95,30 @@ def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
         OperatorError: inside, for what no copies can give: operators on storage, random numbers, ….
     """
     register_rules()
-    mode, mover = _Mode(warn), Mover()
-    outer = [one for one in active_modes() if isinstance(one, _Mode) and not one.is_suspended]
-    for one in outer:
-        one.is_suspended = True
-    try:
-        with redistributing_by(mover), FunctionMode(), mode, OrderMode(mover), views_kept(mover, mode.count):
-            yield mode.fallbacks
-    finally:
-        for one in outer:
-            one.is_suspended = False
+    fallback = _Fallback(warn)
+    with FunctionMode(), entered(fallback, gathers=fallback.count):
+        yield fallback.fallbacks
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of this thread before DTensor does."""
+class _Fallback:
+    """A layer that computes from copies what DTensor can't."""
 
     def __init__(self, warn: Warn) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.fallbacks = Fallbacks()
-        self.is_suspended = False
-        """A nested context is in charge."""
         self._warn = warn
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        call = Call(func, args, kwargs or {})
-        if self.is_suspended or not any(issubclass(kind, DTensor) for kind in types):
-            return call.run()
+    def __call__(self, call: Call, run: Run) -> Any:
+        """What `call` returns, by `run` where that works."""
         self._check(call)
         call = self._with_copies(call)
         if _is_broken(call):
             return self._from_copies(call)
-        if _has_empty_pieces(call) and not _keeps_to_elements(func):
-            return self._from_copies(call) if has_handler(func) else self._all_or_none(call)
+        if _has_empty_pieces(call) and not _keeps_to_elements(call.operator):
+            return self._from_copies(call) if has_handler(call.operator) else self._all_or_none(call, run)
         try:
-            return call.run()
+            return run(call)
         except Exception as error:
-            if not _may_be_gathered(error) and name_of(func) not in HANDLED:
+            if not _may_be_gathered(error) and name_of(call.operator) not in HANDLED:
                 raise
         return self._from_copies(call)
 
@@ -159,13 +141,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map_only(Tensor, lambda t: chosen.get(id(t), t), (call.args, call.kwargs))
         return Call(call.operator, args, kwargs)
 
-    def _all_or_none(self, call: Call) -> Any:
+    def _all_or_none(self, call: Call, run: Run) -> Any:
         """DTensor's result if no rank failed to compute its part of it."""
         result, failed = None, None
         written = [own_tensor(tensor) for tensor in call.written() if isinstance(tensor, DTensor)]
         before = [tensor.clone() for tensor in written]
         try:
-            result = call.run()
+            result = run(call)
         except Exception as error:
             if _may_be_gathered(error):
                 return self._from_copies(call)

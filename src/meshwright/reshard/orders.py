@@ -2,7 +2,7 @@
 
 DTensor 2.13 takes placements for all that there is to know: `detach`, `t`, views, `copy_` from, and products with, a
 tensor cut in the axes' order keep a rank's piece and forget which piece it is. Values change places, and nothing says
-so. Within `for_dtensor` and `replicate_fallback` a dispatch mode sees such operators first:
+so. Within `for_dtensor` and `replicate_fallback` such operators are seen first:
 
 - One that works element by element has no use for the order, as long as all its tensors have the same: those that
   have another one are moved, the operator runs on what looks like the default order, and its result gets the real one.
@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.reshard.copies import Call
+from meshwright.reshard.copies import Call, Run
 from meshwright.reshard.moving import Mover, redistributed
 from meshwright.reshard.private import (
     OpOverload,
-    TorchDispatchMode,
     correct_aliasing,
     cut_in_order,
     new_dtensor,
@@ -54,41 +53,35 @@ def works_by_element(operator: OpOverload) -> bool:
     return torch.Tag.pointwise in operator.tags or (name.startswith(BY_ELEMENT) and not name.startswith(LOOK_AT_ALL))
 
 
-class OrderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of this thread before DTensor does."""
+class Orders:
+    """A layer that keeps to the orders of cuts.
+
+    Args:
+        mover: counts what is moved for views.
+    """
 
     def __init__(self, mover: Mover) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._mover = mover
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Functions are compiled within it as without it; what they compute is not seen."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        call = Call(func, args, kwargs or {})
-        if not any(issubclass(kind, DTensor) for kind in types):
-            return call.run()
+    def __call__(self, call: Call, run: Run) -> Any:
+        """What `call` returns, by `run`."""
         if all(cut_in_order(tensor) for tensor in call.dtensors()):
-            return call.run()
-        if works_by_element(func):
+            return run(call)
+        if works_by_element(call.operator):
             columns = _columns(call)
             replaced = [_in_one_order(column, call) for column in columns]
             if None not in replaced:
-                return _by_element(call, columns, {k: v for one in replaced if one for k, v in one.items()})
-        return self._in_default_order(call)
+                return _by_element(call, run, columns, {k: v for one in replaced if one for k, v in one.items()})
+        return self._in_default_order(call, run)
 
-    def _in_default_order(self, call: Call) -> Any:
+    def _in_default_order(self, call: Call, run: Run) -> Any:
         """On copies of what is ordered; what is written goes back."""
         if torch.Tag.inplace_view in call.operator.tags:
             raise turned_refused(call.operator)
         ordered = {id(t): t for t in call.dtensors() if not cut_in_order(t)}
         copies = {key: redistributed(t, t.placements, None) for key, t in ordered.items()}
         self._mover.num_moved += len(copies)
-        result = _with(call, copies).run()
+        result = run(_with(call, copies))
         for tensor in call.written():
             if isinstance(tensor, DTensor) and id(tensor) in ordered:
                 own_tensor(tensor).copy_(own_tensor(_moved_like(copies[id(tensor)], tensor)))
@@ -139,12 +132,12 @@ def _in_one_order(column: Sequence[Tensor], call: Call) -> Replaced | None:
     return found
 
 
-def _by_element(call: Call, columns: Sequence[Sequence[Tensor]], replaced: Replaced) -> Any:
+def _by_element(call: Call, run: Run, columns: Sequence[Sequence[Tensor]], replaced: Replaced) -> Any:
     """The operator on tensors of one order, and its results with that order."""
     written = {id(x) for x in call.written()}
     leads = [_lead(column, written) for column in columns]
     given = {id(replaced[id(x)]): x for x in call.written() if id(x) in replaced}
-    result = _with(call, replaced).run()
+    result = run(_with(call, replaced))
 
     def named(x: Any, lead: DTensor | None) -> Any:
         if id(x) in given:

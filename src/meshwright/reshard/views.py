@@ -2,8 +2,7 @@
 
 A slice along a dim that is cut, a diagonal, windows: DTensor (or the fallback) gathers the tensor first, and the view
 is of the gathered copy. What was written to it would not reach the tensor, nor would it see what is written there
-later, and nothing would say so. Within `for_dtensor` and `replicate_fallback` a dispatch mode sees views and writes
-first, and such views are as on one device:
+later, and nothing would say so. Within `for_dtensor` and `replicate_fallback` such views are as on one device:
 
 - A write to one is done on a copy of the whole tensor and comes back to all of it: a gather, and the rest by slicing.
 - After a write to the tensor, by whatever name, its views that live on are made anew: a gather.
@@ -14,8 +13,7 @@ since garbage is collected when each rank likes, so the ranks ask each other bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,13 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.reshard.agree import on_any_rank
-from meshwright.reshard.copies import Call, run_on_copies
+from meshwright.reshard.copies import Call, Run, run_on_copies
 from meshwright.reshard.moving import Mover, redistributed
 from meshwright.reshard.private import (
     DTensorSpec,
     OpOverload,
-    TorchDispatchMode,
-    active_modes,
     as_copies,
     dtensor_of,
     gathered,
@@ -117,59 +113,33 @@ class _Origin:
         return is_alias(self.of(base), base)
 
 
-@contextmanager
-def views_kept(mover: Mover, gathers: Gathers | None = None) -> Iterator[None]:
-    """Within the block, views that lie apart from their tensors are as on one device.
+class Views:
+    """A layer that keeps views what they are.
 
     Args:
         mover: the hook of this thread's redistributions, which counts them.
-        gathers: is told of writes that gather, in place of those around, and may raise.
+        gathers: is told of writes that gather, and may raise.
+        origins: what a context around this one knows.
     """
-    outer = [mode for mode in active_modes() if isinstance(mode, _ViewMode) and not mode.is_suspended]
-    mode = _ViewMode(mover, gathers, outer[0].origins if outer else WeakIdKeyDictionary())
-    for one in outer:
-        one.is_suspended = True
-    try:
-        with mode:
-            yield
-    finally:
-        for one in outer:
-            one.is_suspended = False
 
-
-class _ViewMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of this thread before DTensor does."""
-
-    def __init__(self, mover: Mover, gathers: Gathers | None, origins: Origins) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_suspended = False
-        """A nested context is in charge."""
-        self.origins = origins
+    def __init__(self, mover: Mover, gathers: Gathers | None = None, origins: Origins | None = None) -> None:
+        self.origins: Origins = WeakIdKeyDictionary() if origins is None else origins
         """Of views, and of what they are views of."""
         self._mover = mover
         self._gathers = gathers
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Functions are compiled within it as without it; what they compute is not seen."""
-        return True
+    def __call__(self, call: Call, run: Run) -> Any:
+        """What `call` returns, by `run`."""
+        if call.operator.is_view:
+            return self._viewed(call, run)
+        if len(self.origins) and call.operator._schema.is_mutable:
+            return self._written(call, run)
+        return run(call)
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        call = Call(func, args, kwargs or {})
-        if self.is_suspended or not any(issubclass(kind, DTensor) for kind in types):
-            return call.run()
-        if func.is_view:
-            return self._viewed(call)
-        if len(self.origins) and func._schema.is_mutable:
-            return self._written(call)
-        return call.run()
-
-    def _viewed(self, call: Call) -> Any:
+    def _viewed(self, call: Call, run: Run) -> Any:
         """Run a view and note where its results come from."""
         before = self._mover.num_moved
-        result = call.run()
+        result = run(call)
         base = call.args[0]
         if not isinstance(base, DTensor):
             return result
@@ -194,7 +164,7 @@ class _ViewMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _origin_of(self, tensor: Tensor) -> _Origin | None:
         return self.origins.get(tensor) if isinstance(tensor, DTensor) else None
 
-    def _written(self, call: Call) -> Any:
+    def _written(self, call: Call, run: Run) -> Any:
         """Run a write to some member of a family: all of its members have the new values."""
         found = [(tensor, self._origin_of(tensor)) for tensor in call.written()]
         known = [(tensor, origin) for tensor, origin in found if origin is not None]
@@ -204,11 +174,11 @@ class _ViewMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise view_refused(call.operator)
             for tensor, _ in known:
                 del self.origins[cast(DTensor, tensor)]  # its shape is another one from now on
-            return call.run()
+            return run(call)
         families = list({id(origin.family): origin.family for _, origin in known}.values())
         if apart:
             return self._write_through(call, families)
-        result = call.run()
+        result = run(call)
         for family in families:
             self._renew(family)
         return result
