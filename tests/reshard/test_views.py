@@ -159,8 +159,11 @@ def lists_and_outs(rank, world_size):
         with pytest.raises(OperatorError, match="random numbers"):
             x[1:3].uniform_()
         part = place(numbers(8, 6), init_device_mesh("cpu", (2, 2)), [Partial(), Shard(0)])
-        with pytest.raises(OperatorError, match="partial values"):
-            part[1:3].mul_(2)
+        row, plain = part[2], numbers(8, 6)
+        part[1:3].mul_(2)
+        plain[1:3].mul_(2)
+        found["parts of a sum"] = torch.allclose(part.full_tensor(), plain)
+        found["a view of them"] = torch.allclose(row.full_tensor(), plain[2])
     found["left as it was"] = torch.equal(x.full_tensor(), numbers(8, 6))
     return found
 
@@ -213,3 +216,47 @@ def test_what_it_costs(gang):
             "never viewed": 0, "viewed on the ranks": 0, "view lives": 2, "view lives somewhere": 2, "up to date": True,
             "view is gone": 1, "and was found so": 0, "counts": {"aten.fill_.Tensor": 1}, "graphs are let go": True,
         }  # fmt: skip
+
+
+TURNS = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze_(0).squeeze_(),
+    "squeeze_ one": lambda x: x.unsqueeze_(2).squeeze_(-1),
+    "a view": lambda x: x[1:3].t_(),
+    "twice": lambda x: x[:, 2:5].t_().unsqueeze_(0),
+}
+
+
+def turned(rank, world_size, name, layout):
+    """By turn in place: the shape, values, gradient, and whether writes still reach what it was a view of."""
+    found = {}
+    with CONTEXTS[name]():
+        for key, turn in TURNS.items():
+            of_view = key in ("a view", "twice")  # there PyTorch's gradients are not turned
+            plain = numbers(8, 6).requires_grad_(not of_view)
+            x = laid(plain.detach(), layout).requires_grad_(not of_view)
+            seen = []
+            for one in (plain, x):
+                y = one * 2
+                z = turn(y)
+                z.mul_(3)
+                if not of_view:
+                    (z * z).sum().backward()
+                of_one = (z, y) if of_view else (z, y, one.grad)
+                seen.append([tuple(z.shape), *(t.full_tensor() if one is x else t for t in of_one)])
+            (shape, *expected), (same, *got) = seen
+            close = [torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, got, strict=True)]
+            found[key] = shape == same and all(close)
+        with pytest.raises(OperatorError, match="gradient would come back unturned"):
+            (laid(numbers(8, 6), layout).requires_grad_() * 2)[1:7].t_()
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), quick_and_slow(
+    product(CONTEXTS, LAYOUTS), {("for_dtensor", "both dims"), ("replicate_fallback", "in another order")}
+))  # fmt: skip
+def test_a_tensor_is_turned_in_place(gang, name, layout):
+    for found in gang(4).run(turned, name, layout, timeout_s=60.0):
+        assert found == dict.fromkeys(TURNS, True)

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from meshwright.reshard.copies import Call, Run
+from meshwright.reshard.losses import losses
 from meshwright.reshard.moving import Mover
 from meshwright.reshard.orders import Orders
 from meshwright.reshard.private import OpOverload, TorchDispatchMode, active_modes, redistributing_by
@@ -67,7 +68,7 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
     """Within the block, this thread's redistributions go by plans, and its operators through `layers`.
 
     Args:
-        layers: after views and orders of cuts, which are always kept to.
+        layers: after those for views, losses and orders of cuts, which are always there.
         gathers: see `Views`.
     """
     outer, mover = active_context(), Mover()
@@ -75,7 +76,7 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
     if outer:
         outer.is_suspended = True
     try:
-        with redistributing_by(mover), ContextMode(views, [Orders(mover), *layers]):
+        with redistributing_by(mover), ContextMode(views, [losses, Orders(mover), *layers]):
             yield
     finally:
         if outer:

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from meshwright.reshard.placements import cuts_of
+from meshwright.reshard.moving import redistributed
+from meshwright.reshard.placements import has_layout
 from meshwright.reshard.private import (
     OpOverload,
     as_copies,
     as_dtensor_like,
+    dtensor_of,
     gathered,
+    is_alias,
     is_cut,
     own_tensor,
+    spec_of,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
-    turn_in_place,
 )
 from meshwright.reshard.refusals import mesh_refused, partial_refused, random_refused, shape_refused
 
@@ -115,10 +118,8 @@ def run_on_copies(call: Call, given: Mapping[int, Tensor] | None = None) -> Any:
     """
     given = given or {}
     mesh, written = call.mesh(), {id(tensor) for tensor in call.written()}
-    if any(isinstance(t, DTensor) and any(p.is_partial() for p in t.placements) for t in call.written()):
+    if any(isinstance(tensor, DTensor) and not can_be_written(tensor) for tensor in call.written()):
         raise partial_refused(call.operator)
-    if torch.Tag.inplace_view in call.operator.tags and call.args[0].placements == (Replicate(),) * mesh.ndim:
-        return turn_in_place(call.operator, call.args, call.kwargs)
     leaves, spec = tree_flatten((call.args, call.kwargs))
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
@@ -147,9 +148,21 @@ def _whole(tensor: Tensor, *, is_written: bool) -> Tensor:
         whole = gathered(bytes_of).view(tensor.dtype)
     else:
         whole = gathered(tensor)
-    whole = whole.contiguous() if tensor.is_contiguous() else whole
-    is_shared = whole.untyped_storage().data_ptr() == own_tensor(tensor).untyped_storage().data_ptr()
-    return whole.clone() if is_written and is_shared else whole
+    if is_alias(whole, own_tensor(tensor)):
+        return whole.clone() if is_written else whole
+    return _with_strides(whole, tensor.stride())
+
+
+def can_be_written(tensor: DTensor) -> bool:
+    """A whole value can be laid out as it is, also as parts of a sum; not so in placements that only operators make."""
+    return has_layout(tensor.placements)
+
+
+def _with_strides(whole: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """It, or a copy that lies in memory as on one device: some operators' results depend on that."""
+    if whole.stride() == strides or any(stride == 0 for stride in strides):
+        return whole
+    return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def _without_drawing(call: Call) -> Any:
@@ -183,19 +196,19 @@ def _laid_out(whole: Tensor, call: Call, mesh: DeviceMesh) -> Tensor:
         return whole
     for like in call.dtensors():
         if like.shape == whole.shape and any(is_cut(p) for p in like.placements):
-            return as_dtensor_like(whole, _piece_like(whole, like), like)
+            placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
+            return _laid_as(whole, mesh, placements, like)
     return as_copies(whole, mesh)
 
 
 def _piece_like(whole: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of `whole`, laid out as `like`."""
-    coordinate = like.device_mesh.get_coordinate() if isinstance(like, DTensor) else None
-    if coordinate is None or not isinstance(like, DTensor) or not any(is_cut(p) for p in like.placements):
+    if not isinstance(like, DTensor) or all(placement.is_replicate() for placement in like.placements):
         return whole
-    layout = cuts_of(like)
-    piece = whole
-    for dim, slices in enumerate(layout.local_slices(layout.rank(coordinate))):
-        if layout.axes_of(dim):
-            parts = [piece.narrow(dim, one.start, one.stop - one.start) for one in slices]
-            piece = torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
-    return piece.clone() if piece._base is not None or piece is whole else piece
+    return own_tensor(_laid_as(whole, like.device_mesh, like.placements, like))
+
+
+def _laid_as(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: DTensor) -> DTensor:
+    """With memory of its own, and the order of cuts of `like`."""
+    laid = redistributed(as_copies(whole, mesh), placements, spec_of(like).shard_order)
+    return dtensor_of(own_tensor(laid).clone(), spec_of(laid)) if is_alias(own_tensor(laid), whole) else laid

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.log import get_logger
 from meshwright.reshard.agree import on_any_rank, reduced
+from meshwright.reshard.broken import is_broken
 from meshwright.reshard.context import entered
 from meshwright.reshard.copies import Call, Run, gather_bytes, run_on_copies
 from meshwright.reshard.functions import FunctionMode
@@ -33,11 +34,11 @@ from meshwright.reshard.placements import cuts_of
 from meshwright.reshard.private import (
     OpOverload,
     as_copies,
-    draws_by_itself,
     failed_in_planning,
     has_handler,
     is_cut,
     own_tensor,
+    tree_leaves,
     tree_map_only,
 )
 from meshwright.reshard.refusals import (
@@ -45,7 +46,6 @@ from meshwright.reshard.refusals import (
     is_storage,
     name_of,
     plain_refused,
-    random_refused,
     storage_refused,
 )
 from meshwright.reshard.rules import register_rules
@@ -56,15 +56,6 @@ _log = get_logger(__name__)
 Warn = bool | Literal["error"]
 KEEP_PIECES = ("new_", "slice", "select")
 """Names that begin like this, and what works element by element: nothing of an empty piece can fail."""
-BROKEN = {
-    "aten.convolution.default": (1, 2),
-    "aten.convolution_backward.default": (2,),
-    "aten.squeeze_copy.default": (0,),
-    "aten.squeeze_copy.dim": (0,),
-    "aten.squeeze_copy.dims": (0,),
-}
-"""Operators that DTensor 2.13 computes wrongly where these arguments are cut. With a kernel cut by output channels, a
-rank's part of the result is passed off as all of it; a dim of which a rank holds one index is squeezed on that rank."""
 HANDLED = ("aten.as_strided.default",)
 """Operators that DTensor refuses by code of its own, before it plans."""
 
@@ -109,9 +100,8 @@ class _Fallback:
 
     def __call__(self, call: Call, run: Run) -> Any:
         """What `call` returns, by `run` where that works."""
-        self._check(call)
         call = self._with_copies(call)
-        if _is_broken(call):
+        if is_broken(call):
             return self._from_copies(call)
         if _has_empty_pieces(call) and not _keeps_to_elements(call.operator):
             return self._from_copies(call) if has_handler(call.operator) else self._all_or_none(call, run)
@@ -121,12 +111,6 @@ class _Fallback:
             if not _may_be_gathered(error) and name_of(call.operator) not in HANDLED:
                 raise
         return self._from_copies(call)
-
-    def _check(self, call: Call) -> None:
-        """Refuse what would be wrong whoever computes it."""
-        written = call.written()
-        if written and torch.Tag.nondeterministic_seeded in call.operator.tags and draws_by_itself(call.operator):
-            raise random_refused(call.operator)
 
     def _with_copies(self, call: Call) -> Call:
         """Plain tensors taken as copies; DTensor does so by itself with single numbers."""
@@ -152,7 +136,7 @@ class _Fallback:
             if _may_be_gathered(error):
                 return self._from_copies(call)
             failed = error
-        if not on_any_rank(failed is not None, call.mesh()):
+        if not on_any_rank(failed is not None or not _fits(result), call.mesh()):
             return result
         for tensor, old in zip(written, before, strict=True):
             tensor.copy_(old)
@@ -197,20 +181,28 @@ def _keeps_to_elements(operator: OpOverload) -> bool:
     return works_by_element(operator) or torch.Tag.pointwise in operator.tags or name.startswith(KEEP_PIECES)
 
 
-def _is_broken(call: Call) -> bool:
-    places = [place for place in BROKEN.get(name_of(call.operator), ()) if place < len(call.args)]
-    inputs = [call.args[place] for place in places]
-    return any(isinstance(t, DTensor) and any(is_cut(p) for p in t.placements) for t in inputs)
-
-
 def _has_empty_pieces(call: Call) -> bool:
-    """Some rank holds nothing of an input that is not empty."""
+    """Some rank holds nothing of an input."""
     for tensor in call.dtensors():
         cut_dims = [p.dim for p in tensor.placements if is_cut(p)]  # type: ignore[attr-defined]
         is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in cut_dims)
-        if tensor.numel() and is_small and not cuts_of(tensor).local_numels().all():
+        if is_small and not cuts_of(tensor).local_numels().all():
             return True
     return False
+
+
+def _fits(result: Any) -> bool:
+    """This rank's pieces have the shapes of their layouts."""
+    found = [x for x in tree_leaves(result) if isinstance(x, DTensor)]
+    return all(tuple(own_tensor(x).shape) == _shape_of_piece(x) for x in found)
+
+
+def _shape_of_piece(x: DTensor) -> tuple[int, ...]:
+    coordinate = x.device_mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(own_tensor(x).shape)
+    layout = cuts_of(x)
+    return layout.local_shape(layout.rank(coordinate))
 
 
 def _is_same_everywhere(tensor: Tensor, mesh: DeviceMesh) -> bool:

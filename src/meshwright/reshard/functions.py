@@ -31,6 +31,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in POINTERS and isinstance(args[0], DTensor):
             raise storage_refused("Tensor.data_ptr")
+        if func is Tensor.tolist and isinstance(args[0], DTensor):
+            return args[0].full_tensor().tolist()
         if func is torch.einsum and any(isinstance(x, DTensor) for x in tree_leaves(args)):
             result = einsum_on_pieces(*args, **kwargs)
             return func(*args, **kwargs) if result is None else result

@@ -31,7 +31,6 @@ from meshwright.reshard.private import (
     spec_of,
     tree_map_only,
 )
-from meshwright.reshard.refusals import turned_refused
 
 BY_ELEMENT = (
     "_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "detach", "alias", "clone", "zeros_like",
@@ -76,8 +75,6 @@ class Orders:
 
     def _in_default_order(self, call: Call, run: Run) -> Any:
         """On copies of what is ordered; what is written goes back."""
-        if torch.Tag.inplace_view in call.operator.tags:
-            raise turned_refused(call.operator)
         ordered = {id(t): t for t in call.dtensors() if not cut_in_order(t)}
         copies = {key: redistributed(t, t.placements, None) for key, t in ordered.items()}
         self._mover.num_moved += len(copies)

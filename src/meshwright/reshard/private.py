@@ -287,16 +287,23 @@ def as_copies(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor(whole, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def turn_in_place(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Run an operator that changes the shape of its first argument in place, a tensor that every rank has whole."""
-    tensor: DTensor = args[0]
-    local = tensor._local_tensor
-    operator(local, *args[1:], **kwargs)
-    tensor._spec = DTensorSpec(
-        tensor.device_mesh, tensor.placements, TensorMeta(local.shape, local.stride(), local.dtype)
-    )
-    return_and_correct_aliasing(operator, args, kwargs, tensor)  # type: ignore[no-untyped-call]
-    return tensor
+@cache
+def out_of_place(operator: OpOverload) -> OpOverload | None:
+    """The view that an operator turns its tensor into, in place: `aten.t` for `aten.t_`; None if it does not."""
+    name = operator._schema.name.rpartition("::")[2]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    for overload in packet.overloads() if packet is not None else ():
+        found: OpOverload = getattr(packet, overload)
+        if found.is_view and [str(argument.type) for argument in found._schema.arguments] == types:
+            return found
+    return None
+
+
+def turn_into(tensor: DTensor, turned: DTensor, operator: OpOverload, args: tuple[Any, ...]) -> None:
+    """Give `tensor` the layout and the memory of `turned`: what `operator` does to it in place."""
+    tensor._local_tensor, tensor._spec = turned._local_tensor, turned._spec
+    return_and_correct_aliasing(operator, args, {}, tensor)  # type: ignore[no-untyped-call]
 
 
 def failed_in_planning(error: BaseException) -> bool:

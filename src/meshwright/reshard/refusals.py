@@ -20,8 +20,6 @@ STORAGE = frozenset({
 })  # fmt: skip
 STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 """Operators that ask for memory: its addresses, its strides, or whatever lies in it."""
-CONTEXTS = "for_dtensor, replicate_fallback"
-"""Where orders of cuts and views are kept to."""
 
 
 class OperatorError(InputError):
@@ -41,8 +39,8 @@ def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
     return name in STORAGE
 
 
-def _refused(what: str, *, rule: str, fix: str, where: str = "replicate_fallback") -> MeshwrightError:
-    return OperatorError(what, where=where, rule=rule, fix=fix)
+def _refused(what: str, *, rule: str, fix: str) -> MeshwrightError:
+    return OperatorError(what, where="replicate_fallback", rule=rule, fix=fix)
 
 
 def storage_refused(name: str) -> MeshwrightError:
@@ -73,30 +71,19 @@ def shape_refused(operator: OpOverload, found: tuple[int, ...], given: tuple[int
 
 
 def partial_refused(operator: OpOverload) -> MeshwrightError:
-    """What is said of writing to partial values."""
+    """What is said of writing to partial values that only an operator can make."""
     return _refused(
-        f"{name_of(operator)} writes to a DTensor of partial values",
-        rule="a result is written where whole values are held",
+        f"{name_of(operator)} writes to a DTensor of masked or normed partial values",
+        rule="a result is written where whole values are held, or parts that add up to them",
         fix="x.redistribute(placements=…) without Partial first",
     )
 
 
-def view_refused(operator: OpOverload) -> MeshwrightError:
-    """What is said of turning, in place, a view that shares no memory with its base."""
-    return _refused(
-        f"{name_of(operator)} turns a view in place that was gathered",
-        where=CONTEXTS,
-        rule="a view that lies apart from its base keeps its shape",
-        fix="use the operator that returns a new tensor",
-    )
-
-
 def turned_refused(operator: OpOverload) -> MeshwrightError:
-    """What is said of changing the shape, in place, of a tensor whose cuts have an order of their own."""
+    """What is said of turning a view in place, of a tensor that has a gradient."""
     return _refused(
-        f"{name_of(operator)} turns a DTensor in place whose shard_order is not that of the mesh's axes",
-        where=CONTEXTS,
-        rule="such a tensor keeps its shape: the order is of its dims",
+        f"{name_of(operator)} turns a view in place, and its gradient would come back unturned",
+        rule="autograd makes a view of a DTensor anew as it was first made",
         fix="use the operator that returns a new tensor",
     )
 

@@ -7,7 +7,8 @@ have the same size.
 
 DTensor 2.13 has right rules for index_put, softmax and its backward, constant padding and einsum (as matrix
 products), and they stay. It has rules for sort, gather and scatter that gather strided cuts; its gather and
-scatter_add also cut dims of different sizes alike, and read or add beside the place.
+scatter_add also cut dims of different sizes alike, and read or add beside the place. Its in-place index_add and
+index_copy take each rank's part of the index for all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from meshwright.reshard.private import Rule, forget_plans, masked_partial, register
+from meshwright.reshard.private import Rule, forget_plans, masked_partial, moved_to, register
 from meshwright.reshard.rules_older import OLDER_RULES
 from meshwright.reshard.rules_windows import SHAPE_ARGUMENTS, WINDOW_RULES
 from meshwright.reshard.ways import Spec, Way, copies, cuts, partials
@@ -73,11 +74,40 @@ def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_
 def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[Way]:
     """Like `scatter_rule`; and sums may stay partial, each rank with its part of what is added."""
     ways = scatter_rule(x, dim, index, src)
+    if not can_be_summed(x):
+        return ways
     if partials(x) or partials(src):
         ways.append(([Partial()], [Partial(), Replicate(), Partial()]))
     if index.ndim and x.ndim and index.shape[dim] == src.shape[dim]:
         ways += [([Partial()], [Partial(), p, p]) for p in cuts(dim % x.ndim, index, src)]
     return ways
+
+
+def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[Way]:
+    """Slices of `source` go along `dim`: of other dims, both need the same part."""
+    ways = [copies(1, 3)]
+    if x.ndim and source.ndim == x.ndim:
+        others = [d for d in range(x.ndim) if d != dim % x.ndim]
+        ways += [([p], [p, Replicate(), p]) for d in others for p in cuts(d, x, source)]
+    return ways
+
+
+def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float = 1) -> list[Way]:
+    """Like `index_rule`; and sums may stay partial, each rank with its part of what is added."""
+    ways = index_rule(x, dim, index, source)
+    if not can_be_summed(x):
+        return ways
+    if partials(x) or partials(source):
+        ways.append(([Partial()], [Partial(), Replicate(), Partial()]))
+    if index.ndim and x.ndim and source.ndim == x.ndim:
+        along = dim % x.ndim
+        ways += [([Partial()], [Partial(), moved_to(p, 0), p]) for p in cuts(along, source)]
+    return ways
+
+
+def can_be_summed(x: Spec) -> bool:
+    """Ranks may each hold a part of its values: DTensor makes parts by division, which integers can't take."""
+    return x.tensor_meta is not None and (x.tensor_meta.dtype.is_floating_point or x.tensor_meta.dtype.is_complex)
 
 
 def scatter_reduce_rule(
@@ -115,6 +145,10 @@ RULES: dict[Any, Rule] = {
     aten.scatter_add_.default: scatter_add_rule,
     aten.scatter_reduce.two: scatter_reduce_rule,
     aten.scatter_reduce_.two: scatter_reduce_rule,
+    aten.index_add.default: index_add_rule,
+    aten.index_add_.default: index_add_rule,
+    aten.index_copy.default: index_rule,
+    aten.index_copy_.default: index_rule,
     aten.masked_scatter.default: masked_scatter_rule,
     aten.masked_scatter_backward.default: masked_scatter_backward_rule,
     **WINDOW_RULES,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +32,12 @@ from meshwright.reshard.private import (
     dtensor_of,
     gathered,
     is_alias,
+    out_of_place,
     own_tensor,
     spec_of,
+    turn_into,
 )
-from meshwright.reshard.refusals import view_refused
+from meshwright.reshard.refusals import turned_refused
 
 Gathers = Callable[[Call], None]
 """Is told of a call for which a whole tensor is gathered, before that is done."""
@@ -132,6 +134,8 @@ class Views:
         """What `call` returns, by `run`."""
         if call.operator.is_view:
             return self._viewed(call, run)
+        if torch.Tag.inplace_view in call.operator.tags:
+            return self._turned(call, run)
         if len(self.origins) and call.operator._schema.is_mutable:
             return self._written(call, run)
         return run(call)
@@ -161,6 +165,18 @@ class Views:
             origin.family.apart[view] = origin
             origin.family.has_apart = True
 
+    def _turned(self, call: Call, run: Run) -> Any:
+        """Run a view that its tensor becomes, in place; DTensor's own leave the tensor's shape as it was."""
+        view, tensor = out_of_place(call.operator), call.args[0]
+        if view is None or call.kwargs or not isinstance(tensor, DTensor):
+            return run(call)
+        if tensor.requires_grad and tensor._is_view():
+            raise turned_refused(call.operator)
+        turned = self._viewed(Call(view, call.args), run)
+        turn_into(tensor, turned, call.operator, call.args)
+        self._note(tensor, self.origins[turned])
+        return tensor
+
     def _origin_of(self, tensor: Tensor) -> _Origin | None:
         return self.origins.get(tensor) if isinstance(tensor, DTensor) else None
 
@@ -169,12 +185,6 @@ class Views:
         found = [(tensor, self._origin_of(tensor)) for tensor in call.written()]
         known = [(tensor, origin) for tensor, origin in found if origin is not None]
         apart = any(origin.is_apart for _, origin in known)
-        if torch.Tag.inplace_view in call.operator.tags:
-            if apart:
-                raise view_refused(call.operator)
-            for tensor, _ in known:
-                del self.origins[cast(DTensor, tensor)]  # its shape is another one from now on
-            return run(call)
         families = list({id(origin.family): origin.family for _, origin in known}.values())
         if apart:
             return self._write_through(call, families)

@@ -1,0 +1,111 @@
+"""Operators that DTensor 2.13 plans and computes wrongly, or fails on in the middle, and where: for the fallback.
+
+All that is asked here is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.reshard.copies import Call
+from meshwright.reshard.private import cut_dim, draws_by_itself
+from meshwright.reshard.refusals import name_of
+
+
+def is_broken(call: Call) -> bool:
+    """DTensor would not return what one device does."""
+    check = CHECKS.get(name_of(call.operator))
+    if check is not None and check(call):
+        return True
+    return _draws(call) or any(isinstance(value, complex) for value in call.args)  # it can't hash a complex number
+
+
+def _draws(call: Call) -> bool:
+    """Each rank might draw random numbers by itself."""
+    if torch.Tag.nondeterministic_seeded not in call.operator.tags or not draws_by_itself(call.operator):
+        return False
+    for place, argument in enumerate(call.operator._schema.arguments):
+        if argument.name == "dropout_p":
+            value = call.args[place] if place < len(call.args) else call.kwargs.get(argument.name)
+            return bool(argument.default_value if value is None else value)
+    return True
+
+
+def cut(x: Any, dim: int | None = None) -> bool:
+    """A DTensor that is cut; along `dim`, if given."""
+    dims = {cut_dim(placement) for placement in x.placements} - {None} if isinstance(x, DTensor) else set()
+    return bool(dims) if dim is None else dim in dims
+
+
+def partial(x: Any) -> bool:
+    """A DTensor of partial values."""
+    return isinstance(x, DTensor) and any(placement.is_partial() for placement in x.placements)
+
+
+def _any_cut(*places: int) -> Callable[[Call], bool]:
+    return lambda call: any(cut(call.args[place]) for place in places if place < len(call.args))
+
+
+def _any_partial(call: Call) -> bool:
+    return any(map(partial, call.dtensors()))
+
+
+def _convolution(call: Call) -> bool:
+    """Cut by output channels, a rank's part of the result is passed off as all of it; by input channels it fails.
+
+    Partial inputs fail in the backward.
+    """
+    x, kernel, bias = call.args[:3]
+    return cut(x, 1) or cut(kernel) or cut(bias) or _any_partial(call)
+
+
+def _convolution_backward(call: Call) -> bool:
+    gradient, x, kernel = call.args[:3]
+    return cut(gradient, 1) or cut(x, 1) or cut(kernel) or _any_partial(call)
+
+
+def _equal(call: Call) -> bool:
+    x, other = call.args
+    return _any_partial(call) or x.shape != other.shape
+
+
+def _strides_matter(call: Call) -> bool:
+    """It factors the transposed where its input is contiguous: the piece is asked, and for the gradient the whole."""
+    x: DTensor = call.args[0]
+    return not x.is_contiguous()
+
+
+def _without_batch(call: Call) -> bool:
+    """It takes the second dim for channels, which pools each by itself."""
+    x: DTensor = call.args[0]
+    return x.dim() == 3
+
+
+def _to_eight_bits(call: Call) -> bool:
+    """Parts of a sum stay parts, in numbers that are too short to be added up."""
+    dtype: torch.dtype | None = call.kwargs.get("dtype")
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1 and partial(call.args[0])
+
+
+CHECKS: dict[str, Callable[[Call], bool]] = {
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+    # A dim of which a rank holds one index is squeezed on that rank.
+    "aten.squeeze_copy.default": _any_cut(0),
+    "aten.squeeze_copy.dim": _any_cut(0),
+    "aten.squeeze_copy.dims": _any_cut(0),
+    # A rank's part is taken for the number.
+    "aten._local_scalar_dense.default": _any_partial,
+    "aten.item.default": _any_partial,
+    "aten.is_nonzero.default": _any_partial,
+    "aten.equal.default": _equal,
+    "aten._linalg_det.default": _strides_matter,
+    "aten._linalg_slogdet.default": _strides_matter,
+    "aten._adaptive_avg_pool2d_backward.default": _without_batch,
+    "aten._to_copy.default": _to_eight_bits,
+}
+"""By operator, whether it is wrong for a call."""
