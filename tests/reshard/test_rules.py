@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -46,6 +48,12 @@ OPERATORS = {
         )
         for kind in ("sum", "prod", "mean", "amin", "amax")
     },
+    "index_add": (lambda x, i, s: x.index_add(1, i, s, alpha=2),
+                  lambda n: [numbers(n, 6), torch.tensor([4, 1, 4]), numbers(n, 3, seed=1)]),
+    "index_add_": (lambda x, i, s: x.clone().index_add_(-1, i, s),
+                   lambda n: [numbers(n, 6), torch.tensor([4, 1, 4]), numbers(n, 3, seed=1)]),
+    "index_copy": (lambda x, i, s: x.index_copy(1, i, s),
+                   lambda n: [numbers(n, 6), torch.tensor([4, 1, 0]), numbers(n, 3, seed=1)]),
     "index_put": (lambda x, i, s: torch.ops.aten.index_put(x, (None, i), s),
                   lambda n: [numbers(n, 6), torch.tensor([4, 1]), numbers(n, 2)]),
     "softmax": (lambda x: torch.softmax(x, 1), lambda n: [numbers(n, 6)]),
@@ -141,6 +149,39 @@ def along_the_cut_dim(rank, world_size):
 def test_work_along_the_dim_that_is_cut_is_right_without_the_fallback(gang):
     for found in gang(4).run(along_the_cut_dim, timeout_s=60.0):
         assert {key: outcome for key, outcome in found.items() if outcome != (True, {})} == {}
+
+
+SLICES = {
+    "index_add": lambda x, i, s: x.index_add(0, i, s),
+    "index_add_": lambda x, i, s: x.clone().index_add_(0, i, s),
+    "index_copy": lambda x, i, s: x.index_copy(0, i, s),
+    "index_copy_": lambda x, i, s: x.clone().index_copy_(0, i, s),
+    "scatter_add": lambda x, i, s: x.scatter_add(0, i.view(-1, 1).expand(4, 6), s),
+    "scatter_add_": lambda x, i, s: x.clone().scatter_add_(0, i.view(-1, 1).expand(4, 6), s),
+    "scatter_reduce": lambda x, i, s: x.scatter_reduce(0, i.view(-1, 1).expand(4, 6), s, "sum"),
+}
+
+
+def slices(rank, world_size):
+    """By operator, type and placements of tensor, index and source: whether slices along the first dim go right."""
+    mesh, found = init_device_mesh("cpu", (world_size,)), {}
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        plain = [(3 * numbers(8, 6)).to(dtype), torch.tensor([5, 2, 7, 0]), (3 * numbers(4, 6, seed=1)).to(dtype)]
+        for cuts in product((Shard(0), Shard(1), Replicate()), (Shard(0), Replicate()), (Shard(0), Replicate())):
+            placed = [place(x, mesh, [p]) for x, p in zip(plain, cuts, strict=True)]
+            for name, operator in SLICES.items():
+                with replicate_fallback(warn=False) as fallbacks:
+                    got = operator(*placed)
+                close = torch.allclose(got.full_tensor(), operator(*plain))
+                found[name, str(dtype), *map(str, cuts)] = close, dict(fallbacks.counts)
+    return found
+
+
+def test_slices_go_where_the_whole_index_says(gang):
+    for found in gang(4).run(slices, timeout_s=90.0):
+        assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
+        gathered = {key for key, outcome in found.items() if outcome[1]}
+        assert all(key[0].endswith("_") and key[2] == "S(0)" for key in gathered), "in place, along the dim that is cut"
 
 
 def what_moves(rank, world_size):
