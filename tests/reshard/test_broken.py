@@ -35,6 +35,11 @@ def gradient(call):
 CASES = {
     "kernel cut": ("convolution.default", F.conv1d, (numbers(4, 3, 9), S0), (numbers(8, 3, 3, seed=1), S0)),
     "channels cut": ("convolution.default", F.conv1d, (numbers(4, 8, 9), S1), (numbers(6, 8, 3, seed=1), R)),
+    "image cut": ("convolution.default", F.conv2d, (numbers(2, 3, 8, 8), Shard(3)), (numbers(4, 3, 1, 1, seed=1), R)),
+    "image cut, gradient": (
+        "convolution_backward.default", gradient(lambda x, w: F.conv2d(x, w, padding=1)),
+        (numbers(2, 3, 8, 8), Shard(2)), (numbers(4, 3, 3, 3, seed=1), R),
+    ),
     "bias cut": (
         "convolution.default", F.conv1d, (numbers(4, 3, 9), R), (numbers(8, 3, 3, seed=1), R), (numbers(8), S0)
     ),
@@ -65,7 +70,7 @@ CASES = {
     "smallest of nothing": ("", lambda x: torch.aminmax(x, dim=0)[0], (numbers(5, 0, 5), S0)),
 }  # fmt: skip
 """By what is the matter: the operator that is looked up, a call of it, and its inputs with their placements."""
-WRONG_ALONE = ("kernel cut", "partial, gradient", "number", "det", "slogdet", "complex number")
+WRONG_ALONE = ("kernel cut", "image cut", "partial, gradient", "number", "det", "slogdet", "complex number")
 """What DTensor alone gets wrong, or raises, without leaving ranks to wait for others."""
 
 

@@ -35,10 +35,10 @@ def _draws(call: Call) -> bool:
     return True
 
 
-def cut(x: Any, dim: int | None = None) -> bool:
-    """A DTensor that is cut; along `dim`, if given."""
-    dims = {cut_dim(placement) for placement in x.placements} - {None} if isinstance(x, DTensor) else set()
-    return bool(dims) if dim is None else dim in dims
+def cut(x: Any, first: int = 0) -> bool:
+    """A DTensor that is cut along any of its dims from the `first` on."""
+    dims = [cut_dim(placement) for placement in x.placements] if isinstance(x, DTensor) else []
+    return any(dim is not None and dim >= first for dim in dims)
 
 
 def partial(x: Any) -> bool:
@@ -55,17 +55,17 @@ def _any_partial(call: Call) -> bool:
 
 
 def _convolution(call: Call) -> bool:
-    """Cut by output channels, a rank's part of the result is passed off as all of it; by input channels it fails.
+    """With a kernel cut by output channels, or an image cut, a part of the result is passed off as all of it.
 
-    Partial inputs fail in the backward.
+    An input cut by channels fails, and a partial one in the backward.
     """
     x, kernel, bias = call.args[:3]
-    return cut(x, 1) or cut(kernel) or cut(bias) or _any_partial(call)
+    return cut(x, first=1) or cut(kernel) or cut(bias) or _any_partial(call)
 
 
 def _convolution_backward(call: Call) -> bool:
     gradient, x, kernel = call.args[:3]
-    return cut(gradient, 1) or cut(x, 1) or cut(kernel) or _any_partial(call)
+    return cut(gradient, first=1) or cut(x, first=1) or cut(kernel) or _any_partial(call)
 
 
 def _equal(call: Call) -> bool:
