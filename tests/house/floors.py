@@ -39,7 +39,7 @@ TORCH_FREE = (
     "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py", "pipeline/draw.py", "pipeline/stages.py",
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
     "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
-    "reshard/volumes.py", "reshard/moves.py", "reshard/staging.py", "reshard/normal_forms.py",
+    "reshard/volumes.py", "reshard/moves.py", "reshard/staging.py", "reshard/normal_forms.py", "reshard/one_axis.py",
     "reshard/cache.py", "reshard/planner.py",
     "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
     "reshard/draw.py", "reshard/boxes.py", "reshard/explain.py", "reshard/verify_counts.py",

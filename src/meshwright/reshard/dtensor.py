@@ -28,6 +28,8 @@ def redistribute(
 ) -> DTensor:
     """`x` with other placements, by the cheapest plan that fits. All ranks of the mesh call it.
 
+    On a mesh of a part of the ranks, plans have steps over several axes once `prepare(mesh)` has made their groups.
+
     Differentiable, any number of times: the gradient comes back to the placements of `x`, as copies where `x` is
     partial, as with `DTensor.redistribute`.
 
