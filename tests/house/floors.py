@@ -27,7 +27,8 @@ FLOORS = {
 TORCH_FREE = (
     "__init__.py", "__main__.py", "errors.py", "units.py", "log.py", "picture.py",
     "cluster/spec.py", "cluster/presets.py",
-    "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/intervals.py",
+    "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/layout_meant.py", "mesh/given.py",
+    "mesh/intervals.py",
     "testing/*",
     "models/spec.py", "models/dit_spec.py", "models/diffusion_spec.py",
     "data/sampler.py", "data/text.py", "data/tokenizer.py",
@@ -40,7 +41,7 @@ TORCH_FREE = (
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
     "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
     "reshard/volumes.py", "reshard/moves.py", "reshard/staging.py", "reshard/normal_forms.py", "reshard/one_axis.py",
-    "reshard/cache.py", "reshard/planner.py",
+    "reshard/cache.py", "reshard/planner.py", "reshard/arguments.py",
     "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
     "reshard/draw.py", "reshard/boxes.py", "reshard/explain.py", "reshard/verify_counts.py",
     "reshard/verify_fault.py", "reshard/verify_kinds.py", "reshard/verify_values.py",

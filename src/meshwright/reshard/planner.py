@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
+from meshwright.reshard.arguments import check_arguments, whole_bytes
 from meshwright.reshard.cache import OnceCache
 from meshwright.reshard.cost import Topology
 from meshwright.reshard.moves import Problem
@@ -42,9 +43,10 @@ def plan(
 
     Raises:
         LayoutError: the layouts are of different tensors or meshes, or nothing fits the cap; the message has the
-            smallest that would do.
+            smallest that would do. Or an argument is of another type.
     """
-    key = (src, dst, dtype, topology, memory_cap_bytes, one_axis)
+    check_arguments(src, dst, dtype, topology)
+    key = (src, dst, dtype, topology, whole_bytes(memory_cap_bytes), one_axis)
     return _PLANS.get(key, lambda: _plan(*key))
 
 
