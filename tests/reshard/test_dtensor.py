@@ -6,12 +6,13 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -31,7 +32,6 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard import dtensor, fallback, private
 from meshwright.reshard.dtensor import for_dtensor, redistribute
 from meshwright.reshard.fallback import replicate_fallback
-from meshwright.reshard.groups import MeshGroups, groups_of, prepare
 from meshwright.reshard.placements import dtensor_of, layout_of, layout_of_spec, placements_of
 from tests.reshard.moves import before, part, value
 
@@ -144,6 +144,9 @@ def orders(rank, world_size):
     x = redistribute(distribute_tensor(whole, mesh, [S0, S0]), [S0, S0], shard_order={0: [1, 0]})
     assert private.spec_of(x).shard_order == order
     assert str(layout_of(x)) == "S0@1 S0@0"
+    for placements, given in (([S0, S0], {-2: [1, 0]}), ([Shard(-2), S0], [(-2, (1, 0))])):
+        y = redistribute(distribute_tensor(whole, mesh, [S0, S0]), placements, shard_order=given)
+        assert private.spec_of(y) == private.spec_of(x) and torch.equal(y.to_local(), x.to_local())
     assert torch.equal(x.to_local(), part(whole, layout_of(x), rank))
     assert torch.equal(redistribute(x, [R, R]).to_local(), whole)
     strided = (_StridedShard(0, split_factor=2), S0)
@@ -156,6 +159,12 @@ def orders(rank, world_size):
         lambda: redistribute(x, [S0, S0], shard_order={2: [1, 0]}),
         lambda: redistribute(x, [S0]),
         lambda: redistribute(x, [Shard(2), R]),
+        lambda: redistribute(x, [S0, Shard(-3)]),
+        lambda: redistribute(x, [R, _StridedShard(-3, split_factor=2)]),
+        lambda: redistribute(x, [S0, S0], shard_order={0: [1, 0], -2: [1, 0]}),
+        lambda: redistribute(x, [S0, S0], shard_order={-3: [1, 0]}),
+        lambda: redistribute(x, [S0, S0], shard_order={0: 1}),
+        lambda: redistribute(x, [R, R], memory_cap_bytes="2GB"),
         lambda: redistribute(x, [_MaskPartial("sum"), R]),
         lambda: redistribute(x, [Partial("bxor"), R]),
     ):
@@ -169,8 +178,9 @@ def test_orders_are_kept_and_mistakes_explained(gang):
     messages = gang(4).run(orders)[0]
     for message, words in zip(
         messages,
-        ("axes [1, 0], the placements over axes [0]", "dim 2", "[Shard(dim=0), Replicate()]", "2 dims", "_MaskPartial",
-         "Partial(bxor)"),
+        ("axes [1, 0], the placements over axes [0]", "dim 2", "[Shard(dim=0), Replicate()]", "cuts dim 2",
+         "Shard(dim=-3) on mesh axis 1 cuts dim -3 of a tensor of 2 dims", "cuts dim -3", "names dim 0 twice",
+         "dim -3", "{0: 1}", "memory_cap_bytes=2000000000", "_MaskPartial", "Partial(bxor)"),
         strict=True,
     ):  # fmt: skip
         assert words in message, message
@@ -277,74 +287,6 @@ def test_contexts_nest_end_with_errors_and_stay_in_their_thread(gang):
     assert gang(4).run(nested)[0] == [True] * 4
 
 
-def on_a_part(mesh, context):
-    """Redistributions of DTensor's own and ours on this mesh under a context, and operators; raises at a wrong one."""
-    whole, inside = torch.arange(30.0).view(6, 5), mesh.get_coordinate() is not None
-    place = mesh.mesh.flatten().tolist().index(dist.get_rank()) if inside else None
-    pairs = [("S0 S1", "S1 S0"), ("S0 S0", "R R"), ("R R", "S1 S0"), ("P P", "S0 R"), ("S0@1 S0@0", "S0 S0")]
-    for source, target in pairs:
-        src, dst = (Layout.parse(text, (2, 2), (6, 5)) for text in (source, target))
-        x = dtensor_of(before(src, place) if inside else torch.empty(0), mesh, src)
-        with context():
-            moves = [redistribute(x, placements_of(dst)[0])]
-            if "@" not in source:
-                moves.append(x.redistribute(placements=placements_of(dst)[0]))
-        for y in moves if inside else ():
-            assert torch.equal(y.to_local(), part(value(src), dst, place)), (source, target)
-    a = distribute_tensor(whole, mesh, [S0, S1], src_data_rank=None)
-    b = distribute_tensor(whole.t().contiguous(), mesh, [S1, S0], src_data_rank=None)
-    with context():
-        return (a @ b).redistribute(placements=[S1, S0]).to_local(), (a + b.t()).full_tensor()
-
-
-def parts_of_the_ranks(rank, world_size, name):
-    """On meshes without groups of several axes, and once they are prepared, for which ranks outside are no trouble."""
-    _, context = CONTEXTS[name]
-    half = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))["b", "c"]
-    four = DeviceMesh("cpu", [[5, 3], [0, 6]])  # nobody else's groups
-    found = [on_a_part(mesh, context) for mesh in (half, four)]
-    inside = four.get_coordinate() is not None
-    had = [groups_of(half).merges_axes, inside and groups_of(four).merges_axes]
-    made = [prepare(half), prepare(four)]
-    assert (made[1] is not None) == inside
-    assert (prepare(four, own=True) is not None) == inside
-    found += [on_a_part(mesh, context) for mesh in (half, four)]
-    has = [groups_of(half).merges_axes, inside and groups_of(four).merges_axes]
-    return found, had, has, inside
-
-
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_meshes_of_a_part_of_the_ranks_need_no_preparation(gang, name):
-    whole = torch.arange(30.0).view(6, 5)
-    squares, four = Layout.parse("S1 S0", (2, 2), (6, 6)), [5, 3, 0, 6]
-    for rank, (found, had, has, inside) in enumerate(gang(8).run(parts_of_the_ranks, name)):
-        assert inside == (rank in four)
-        assert had == [False, False] and has == [True, inside]
-        for at, (piece, total) in enumerate(found):
-            if at % 2 == 0 or inside:
-                place = rank % 4 if at % 2 == 0 else four.index(rank)
-                assert torch.equal(piece, part(whole @ whole.t(), squares, place))
-                assert torch.equal(total, 2 * whole)
-
-
-def merging(rank, world_size):
-    """Whether ranks think that steps may go over several axes, where half of them are in a group that would do."""
-    prepare(DeviceMesh("cpu", [[0, 1], [2, 3]]))
-    mesh = init_device_mesh("cpu", (2, 2, 2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MeshGroups, "_has_all_ranks", lambda self: False)  # as if there were a ninth rank
-        before = groups_of(mesh).merges_axes
-        prepare(DeviceMesh("cpu", torch.arange(8).view(2, 4)))
-        middle = groups_of(mesh).merges_axes
-        prepare(mesh)
-        return before, middle, groups_of(mesh).merges_axes
-
-
-def test_all_ranks_agree_whether_axes_merge(gang):
-    """One that has a group of its own for these axes must not take part in a step that the others do not take."""
-    assert gang(8).run(merging) == [(False, False, True)] * 8
-
-
 def what_is_left_to_pytorch(rank, world_size):
     mesh = init_device_mesh("cpu", (4,))
     weight = distribute_tensor(torch.arange(40.0).view(10, 4), mesh, [S0])
@@ -362,6 +304,33 @@ def test_what_has_no_layout_is_left_to_pytorch(gang):
     assert torch.equal(rows, torch.arange(40.0).view(10, 4)[torch.tensor([[1, 9, 3], [0, 7, 7]])])
     assert torch.equal(late, torch.arange(12.0).view(4, 3))
     assert torch.equal(compiled, 2 * late)
+
+
+def without_a_reduction(rank, world_size):
+    """Partial values of types that are not reduced: an error of ours, and in a context PyTorch's own affair."""
+    mesh, found = init_device_mesh("cpu", (4,)), []
+    cases = (torch.uint16, "sum"), (torch.uint32, "max"), (torch.uint64, "product"), (torch.complex32, "avg")
+    for dtype, kind in cases:
+        x = DTensor.from_local(torch.ones(4, 3).to(dtype), mesh, [Partial(kind)], run_check=False)
+        with pytest.raises(LayoutError, match="cannot be reduced") as caught:
+            redistribute(x, [R])
+        found.append(caught.value.fix)
+        wide = DTensor.from_local(x.to_local().to(eval(found[-1][5:-8])), mesh, x.placements, run_check=False)
+        redistribute(wide, [R])
+        theirs = []
+        for context in (nullcontext, for_dtensor):
+            with context():
+                try:
+                    theirs.append(x.redistribute(placements=[R]).to_local().tolist())
+                except (NotImplementedError, RuntimeError) as error:
+                    theirs.append(str(error).splitlines()[0])
+        assert theirs[0] == theirs[1]
+    return found
+
+
+def test_types_without_a_reduction_are_refused_or_left_to_pytorch(gang):
+    fixes = gang(4).run(without_a_reduction)[0]
+    assert fixes == [*["x.to(torch.int64) before"] * 3, "x.to(torch.complex64) before"]
 
 
 def after_a_history(rank, world_size):

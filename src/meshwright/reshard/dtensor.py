@@ -63,7 +63,7 @@ def redistribute(
             fix=f"{[*placements, *[Replicate()] * x.device_mesh.ndim][: x.device_mesh.ndim]}",
         )
     target = normal_placements(placements, x.dim())
-    order = whole_order(shard_order, target)
+    order = whole_order(shard_order, target, x.dim())
     if not (x.requires_grad and torch.is_grad_enabled()):
         return redistributed(x, target, order, memory_cap_bytes)
     result: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
