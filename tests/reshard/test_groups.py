@@ -59,7 +59,7 @@ def parts_of_the_ranks(rank, world_size, name):
 def test_meshes_of_a_part_of_the_ranks_need_no_preparation(gang, name):
     whole = torch.arange(30.0).view(6, 5)
     squares, four = Layout.parse("S1 S0", (2, 2), (6, 6)), [5, 3, 0, 6]
-    for rank, (found, had, has, inside) in enumerate(gang(8).run(parts_of_the_ranks, name)):
+    for rank, (found, had, has, inside) in enumerate(gang(8).run(parts_of_the_ranks, name, timeout_s=120)):
         assert inside == (rank in four)
         assert had == [False, False] and has == [True, inside]
         for at, (piece, total) in enumerate(found):
