@@ -69,7 +69,10 @@ def test_each_word_of_a_choice_can_be_read_in_its_place(text: str, choice: str) 
         Layout.parse(text.replace(bad, word), AXIS_SIZES, SHAPE)
 
 
-@pytest.mark.parametrize(("shape", "choice"), [((), "R, for a tensor without dims"), ((1,) * 6, "S0 … S5")])
+@pytest.mark.parametrize(
+    ("shape", "choice"),
+    [((), "R, for a tensor without dims"), ((8,), "S0, for a tensor of one dim"), ((1,) * 6, "S0 … S5")],
+)
 def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> None:
     assert error_of("S9 R", shape=shape).fix == choice
 
@@ -97,7 +100,7 @@ def test_whatever_is_tried_a_fix_that_is_a_layout_can_be_read(data: st.DataObjec
     try:
         Layout.parse(text, axis_sizes, shape)
     except LayoutError as error:
-        assert error.fix
+        assert error.what and error.rule and error.fix
         if A_LAYOUT.fullmatch(error.fix):
             Layout.parse(error.fix, axis_sizes, shape)
 

@@ -103,11 +103,12 @@ def _cut(axis: int, word: str, match: re.Match[str], shape: tuple[int, ...]) -> 
     found = int(match["dim"] or match["sdim"])
     dim = found + len(shape) if found < 0 else found
     if not 0 <= dim < len(shape):
+        alone = {0: "R, for a tensor without dims", 1: "S0, for a tensor of one dim"}
         raise LayoutError(
             f"{word} cuts dim {found} of a tensor of {len(shape)} dims",
             where=word,
             rule="dims count from 0",
-            fix=_cuts_of(shape) or "R, for a tensor without dims",
+            fix=alone.get(len(shape)) or _cuts_of(shape),
         )
     parts = int(match["parts"] or 1)
     if parts < 1:
