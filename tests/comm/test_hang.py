@@ -21,6 +21,18 @@ from meshwright.errors import MeshwrightError, RunError
 from meshwright.testing.gang import Gang, GangError
 
 TIMEOUT_S = 2
+"""For what is in vain. What all ranks come to may take `GOOD_S`: on a loaded machine one may be late."""
+GOOD_S = 60
+BODY_S = 120
+
+
+def new_group():
+    return dist.new_group(timeout=timedelta(seconds=GOOD_S))
+
+
+def from_now_in_vain(group):
+    """What is called on this group from now on is not answered."""
+    group.set_timeout(timedelta(seconds=TIMEOUT_S))
 
 
 def error_of(call):
@@ -33,6 +45,7 @@ def error_of(call):
 
 def wait_here(group, call):
     collectives.barrier(group)
+    from_now_in_vain(group)
     return error_of(lambda: call(group))
 
 
@@ -54,7 +67,7 @@ CALLS = {
 
 
 def hang(rank, world_size, name):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = new_group()
     if rank == 2:
         collectives.barrier(group)
         return None
@@ -67,7 +80,7 @@ SLOW_CASES = [pytest.param(name, marks=() if name == "all_to_all" else pytest.ma
 
 @pytest.mark.parametrize("name", SLOW_CASES)
 def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
-    *found, _ = gang(3).run(hang, name, timeout_s=60)
+    *found, _ = gang(3).run(hang, name, timeout_s=BODY_S)
     name = name.split(" by ")[0]
     for rank, error in enumerate(found):
         other = 1 - rank
@@ -85,23 +98,25 @@ def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
 
 
 def hang_in_backward(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = new_group()
     x = torch.ones(2, requires_grad=True)
     y = all_to_all(x, send_splits=[1, 1], recv_splits=[1, 1], group=group)
+    from_now_in_vain(group)
     return error_of(y.sum().backward) if rank == 0 else None
 
 
 @pytest.mark.slow
 def test_a_backward_that_others_do_not_run_is_named(gang):
-    error, _ = gang(2).run(hang_in_backward, timeout_s=60)
+    error, _ = gang(2).run(hang_in_backward, timeout_s=BODY_S)
     assert isinstance(error, CollectiveError)
     assert "in vain in all_to_all, number 2 in the group of ranks 0, 1, of float32 [2]" in error.what
     assert re.search(r"test_hang\.py:\d+ in hang_in_backward\n", error.where), error.where
 
 
 def stop(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = new_group()
     collectives.barrier(group)
+    from_now_in_vain(group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     collectives.all_reduce_sum(torch.ones(5), group=group)
@@ -110,7 +125,7 @@ def stop(rank, world_size):
 @pytest.mark.slow
 def test_a_stopped_rank_ends_the_others():
     with Gang(2) as gang, pytest.raises(GangError) as caught:
-        gang.run(stop, timeout_s=60)
+        gang.run(stop, timeout_s=BODY_S)
     assert caught.value.ranks == (0,)
     cause = caught.value.exception
     assert isinstance(cause, CollectiveError)
@@ -135,7 +150,7 @@ def opposite_order(rank, world_size, debug):
 @pytest.mark.slow
 @pytest.mark.parametrize("debug", [False, True])
 def test_two_groups_in_opposite_order_are_both_named(gang, debug):
-    found = gang(3).run(opposite_order, debug, timeout_s=60)
+    found = gang(3).run(opposite_order, debug, timeout_s=BODY_S)
     for rank, error in enumerate(found):
         own = "ranks 0, 1" if rank == 0 else "ranks 0, 1, 2"
         assert f"all_reduce, number 1 in the group of {own}," in error.what, error.what
@@ -145,15 +160,17 @@ def test_two_groups_in_opposite_order_are_both_named(gang, debug):
 
 
 def transfer(rank, world_size, sends):
-    (channel,) = open_channels([(0, 1)], rank=rank, timeout_s=TIMEOUT_S)
+    (channel,) = open_channels([(0, 1)], rank=rank, timeout_s=GOOD_S)
     x = torch.full((2_000_000,), float(rank))
     if rank == 0:
         channel.send(x).wait()
+        from_now_in_vain(channel.group)
         if sends:
             return error_of(lambda: channel.send(x).wait())
     else:
         channel.receive(x).wait()
         assert x.eq(0).all()
+        from_now_in_vain(channel.group)
         if not sends:
             return error_of(lambda: channel.receive(x).wait())
     return None
@@ -162,7 +179,7 @@ def transfer(rank, world_size, sends):
 @pytest.mark.slow
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_transfer_in_vain_is_named(gang, sends):
-    error = gang(2).run(transfer, sends, timeout_s=60)[0 if sends else 1]
+    error = gang(2).run(transfer, sends, timeout_s=BODY_S)[0 if sends else 1]
     name = "send" if sends else "receive"
     assert f"in vain in {name}, number 2 in the group of ranks 0, 1, of float32 [2000000]" in error.what
     assert re.search(r"test_hang\.py:\d+ in transfer\n|test_hang\.py:\d+ in <lambda>\n", error.where), error.where
@@ -230,11 +247,12 @@ def sharded(rank, world_size):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = new_group()
     model = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
     model(torch.ones(2, 4)).sum().backward()
     with naming_collectives():
         collectives.barrier()
+    from_now_in_vain(group)
     if rank == 1:
         return None
 
@@ -247,7 +265,7 @@ def sharded(rank, world_size):
 
 @pytest.mark.slow
 def test_a_collective_of_fsdp_is_named_too(gang):
-    error, _ = gang(2).run(sharded, timeout_s=60)
+    error, _ = gang(2).run(sharded, timeout_s=BODY_S)
     where = "in the group of ranks 0, 1, of float [10]"
     assert re.match(r"rank 0 waited in vain in all_gather, number \d+ by PyTorch's count ", error.what), error.what
     assert where in error.what
@@ -260,17 +278,18 @@ def compressed(rank, world_size):
 
     from meshwright.comm import compress
 
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = new_group()
     model = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
     compress(model, gradients="loco4")
     loss = model(torch.ones(2, 4)).sum()
     collectives.barrier()
+    from_now_in_vain(group)
     return error_of(lambda: loss.backward()) if rank == 0 else None
 
 
 @pytest.mark.slow
 def test_a_compressed_collective_of_fsdp_is_named_with_its_stack(gang):
-    error, _ = gang(2).run(compressed, timeout_s=60)
+    error, _ = gang(2).run(compressed, timeout_s=BODY_S)
     words = r"rank 0 waited \S+ s in vain in all_to_all, number 1 in the group of ranks 0, 1, of uint8"
     assert re.match(words, error.what), error.what
     assert re.search(r"test_hang\.py:\d+ in <lambda>\n", error.where), error.where

@@ -64,12 +64,13 @@ def test_words() -> None:
     ],
 )
 def test_errors_name_a_fix_that_works(text: str, message: str) -> None:
+    """A whole layout, or words to choose from in place of the second one."""
     with pytest.raises(LayoutError) as error:
         Layout.parse(text, (2, 2), (4, 4))
     assert message in str(error.value)
-    fix = error.value.fix
-    words = fix.split() if len(fix.split()) == 2 else ["S0", fix]
-    Layout.parse(" ".join(words), (2, 2), (4, 4))
+    fixes = error.value.fix.split(" or ")
+    for fix in fixes:
+        Layout.parse(fix if len(fixes) == 1 else f"S0 {fix}", (2, 2), (4, 4))
 
 
 @pytest.mark.parametrize(

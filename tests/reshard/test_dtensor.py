@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -70,7 +71,7 @@ ORDERED = ["S0@1 S0@0", "S1@1 S1@0", "SS0/2 S0", "SS0/3 S1", "S0 SS0/2"]
 
 def test_values_and_gradients_of_pairs_on_two_axes(gang):
     pairs = list(product(ALL, ALL))[::5] + [p for o in ORDERED for p in ((o, "S1 S0"), ("R P", o), (o, ORDERED[0]))]
-    assert gang(4).run(both_ways, (2, 2), (5, 6), pairs)[0] == len(pairs)
+    assert gang(4).run(both_ways, (2, 2), (5, 6), pairs, timeout_s=120)[0] == len(pairs)
 
 
 @pytest.mark.slow
@@ -143,6 +144,9 @@ def orders(rank, world_size):
     x = redistribute(distribute_tensor(whole, mesh, [S0, S0]), [S0, S0], shard_order={0: [1, 0]})
     assert private.spec_of(x).shard_order == order
     assert str(layout_of(x)) == "S0@1 S0@0"
+    for placements, given in (([S0, S0], {-2: [1, 0]}), ([Shard(-2), S0], [(-2, (1, 0))])):
+        y = redistribute(distribute_tensor(whole, mesh, [S0, S0]), placements, shard_order=given)
+        assert private.spec_of(y) == private.spec_of(x) and torch.equal(y.to_local(), x.to_local())
     assert torch.equal(x.to_local(), part(whole, layout_of(x), rank))
     assert torch.equal(redistribute(x, [R, R]).to_local(), whole)
     strided = (_StridedShard(0, split_factor=2), S0)
@@ -155,6 +159,12 @@ def orders(rank, world_size):
         lambda: redistribute(x, [S0, S0], shard_order={2: [1, 0]}),
         lambda: redistribute(x, [S0]),
         lambda: redistribute(x, [Shard(2), R]),
+        lambda: redistribute(x, [S0, Shard(-3)]),
+        lambda: redistribute(x, [R, _StridedShard(-3, split_factor=2)]),
+        lambda: redistribute(x, [S0, S0], shard_order={0: [1, 0], -2: [1, 0]}),
+        lambda: redistribute(x, [S0, S0], shard_order={-3: [1, 0]}),
+        lambda: redistribute(x, [S0, S0], shard_order={0: 1}),
+        lambda: redistribute(x, [R, R], memory_cap_bytes="2GB"),
         lambda: redistribute(x, [_MaskPartial("sum"), R]),
         lambda: redistribute(x, [Partial("bxor"), R]),
     ):
@@ -168,8 +178,9 @@ def test_orders_are_kept_and_mistakes_explained(gang):
     messages = gang(4).run(orders)[0]
     for message, words in zip(
         messages,
-        ("axes [1, 0], the placements over axes [0]", "dim 2", "[Shard(dim=0), Replicate()]", "2 dims", "_MaskPartial",
-         "Partial(bxor)"),
+        ("axes [1, 0], the placements over axes [0]", "dim 2", "[Shard(dim=0), Replicate()]", "cuts dim 2",
+         "Shard(dim=-3) on mesh axis 1 cuts dim -3 of a tensor of 2 dims", "cuts dim -3", "names dim 0 twice",
+         "dim -3", "{0: 1}", "memory_cap_bytes=2000000000", "_MaskPartial", "Partial(bxor)"),
         strict=True,
     ):  # fmt: skip
         assert words in message, message
@@ -293,6 +304,33 @@ def test_what_has_no_layout_is_left_to_pytorch(gang):
     assert torch.equal(rows, torch.arange(40.0).view(10, 4)[torch.tensor([[1, 9, 3], [0, 7, 7]])])
     assert torch.equal(late, torch.arange(12.0).view(4, 3))
     assert torch.equal(compiled, 2 * late)
+
+
+def without_a_reduction(rank, world_size):
+    """Partial values of types that are not reduced: an error of ours, and in a context PyTorch's own affair."""
+    mesh, found = init_device_mesh("cpu", (4,)), []
+    cases = (torch.uint16, "sum"), (torch.uint32, "max"), (torch.uint64, "product"), (torch.complex32, "avg")
+    for dtype, kind in cases:
+        x = DTensor.from_local(torch.ones(4, 3).to(dtype), mesh, [Partial(kind)], run_check=False)
+        with pytest.raises(LayoutError, match="cannot be reduced") as caught:
+            redistribute(x, [R])
+        found.append(caught.value.fix)
+        wide = DTensor.from_local(x.to_local().to(eval(found[-1][5:-8])), mesh, x.placements, run_check=False)
+        redistribute(wide, [R])
+        theirs = []
+        for context in (nullcontext, for_dtensor):
+            with context():
+                try:
+                    theirs.append(x.redistribute(placements=[R]).to_local().tolist())
+                except (NotImplementedError, RuntimeError) as error:
+                    theirs.append(str(error).splitlines()[0])
+        assert theirs[0] == theirs[1]
+    return found
+
+
+def test_types_without_a_reduction_are_refused_or_left_to_pytorch(gang):
+    fixes = gang(4).run(without_a_reduction)[0]
+    assert fixes == [*["x.to(torch.int64) before"] * 3, "x.to(torch.complex64) before"]
 
 
 def after_a_history(rank, world_size):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.bench.byte_counts import LiveBytes
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
+from meshwright.reshard import execute as execute_room
 from meshwright.reshard.compile import compile_step
 from meshwright.reshard.execute import execute
 from meshwright.reshard.groups import groups_of, prepare
@@ -50,7 +51,7 @@ def moved(rank, world_size, axis_sizes, shape, pairs, planned, dtype=torch.float
         kept = x.clone()
         how = plan(src, dst, dtype="fp32") if planned else direct(src, dst)
         y = execute(how, x, groups)
-        assert torch.equal(x, kept), f"{source} → {target}: the source was changed"
+        assert equal(x, kept), f"{source} → {target}: the source was changed"
         check(y, src, dst, rank, dtype, f"{source} → {target}, {how.steps}")
         count += 1
     return count
@@ -60,11 +61,16 @@ def check(y, src, dst, rank, dtype, words):
     want = part(value(src, dtype), dst, rank)
     if dst.partial_axes():
         parts = [None] * src.num_ranks()
-        dist.all_gather_object(parts, y.float() if dtype.is_floating_point and dtype.itemsize == 1 else y)
+        dist.all_gather_object(parts, y.to(SENT_AS.get(dtype, dtype)))
         y = fold(parts, dst, dst.coordinate(rank)).to(dtype)
     assert y.shape == want.shape, f"{words}: {y.shape}, not {want.shape}"
     assert y.dtype == want.dtype
-    assert torch.equal(y, want), f"{words}: {y} is not {want}"
+    assert equal(y, want), f"{words}: {y} is not {want}"
+
+
+def equal(x, y):
+    """`torch.equal`, of complex32 too."""
+    return torch.equal(*(torch.view_as_real(z) if z.is_complex() else z for z in (x, y)))
 
 
 PAIRS = list(product(everything(), everything()))
@@ -72,11 +78,12 @@ OTHER_PAIRS = [pair for word in OTHERS for pair in ((word, "S1 S0"), ("S1 S0", w
 
 
 def test_pairs_on_two_axes_in_one_exchange(gang):
-    assert gang(4).run(moved, (2, 2), (5, 3), PAIRS[::8] + OTHER_PAIRS[::3], False)[0] > 30
+    assert gang(4).run(moved, (2, 2), (5, 3), PAIRS[::8] + OTHER_PAIRS[::3], False, timeout_s=120)[0] > 30
 
 
 def test_pairs_on_two_axes_by_plans(gang):
-    assert gang(4).run(moved, (2, 2), (5, 3), OTHER_PAIRS[::2] + [p for p in PAIRS if "P" in p[1]][::5], True)[0] > 30
+    pairs = OTHER_PAIRS[::2] + [p for p in PAIRS if "P" in p[1]][::5]
+    assert gang(4).run(moved, (2, 2), (5, 3), pairs, True, timeout_s=120)[0] > 30
 
 
 @pytest.mark.slow
@@ -93,7 +100,10 @@ def test_pairs_on_three_axes(gang):
 
 
 TYPES = [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.uint8,
-         torch.bool, torch.complex64]  # fmt: skip
+         torch.bool, torch.complex64, torch.complex32, torch.uint16, torch.uint32, torch.uint64]  # fmt: skip
+SENT_AS = {torch.float8_e4m3fn: torch.float32, torch.complex32: torch.complex64}
+"""Types that cannot be pickled, or added up, and others that hold the same values."""
+UNREDUCED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def types(rank, world_size):
@@ -101,9 +111,10 @@ def types(rank, world_size):
     count = 0
     for dtype in TYPES:
         is_whole = not (dtype.is_floating_point or dtype.is_complex)
-        refused = {"P(avg)"} if is_whole else set()
+        refused = {"P(avg)"} if is_whole or dtype is torch.complex32 else set()
         refused |= {"P"} if dtype is torch.bool else {"P(max)", "P(min)"} if dtype.is_complex else set()
         words = ["S0", "P", "P(avg)", "P(max)", "P(min)", "P(product)"]
+        refused |= set(words[1:]) if dtype in UNREDUCED else set()
         pairs = [(f"{word} S1", target) for word in words if word not in refused for target in ("S1 S0", "R R")]
         back = [("R R", f"{word} S1") for word in words if word not in refused]
         count += moved(rank, world_size, (2, 2), (4, 3), pairs + back, planned=True, dtype=dtype)
@@ -118,7 +129,7 @@ def types(rank, world_size):
 
 
 def test_every_type_of_elements(gang):
-    assert gang(4).run(types)[0] > 100
+    assert gang(4).run(types, timeout_s=120)[0] > 100
 
 
 def shapes(rank, world_size):
@@ -167,11 +178,37 @@ def test_rounds_end_with_the_same(gang):
 
 
 def peak_of(how, x, groups):
-    """The most bytes that were alive at once. gloo's threads may hold a step's buffers a moment longer than we do."""
+    """The most bytes that were alive at once, of what the plan's steps hold.
+
+    gloo's threads let go of a collective's buffers a moment after it is over, which is no part of the plan: each
+    collective returns here once they have.
+    """
     live = LiveBytes()
-    with live:
+    with live, pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_onto", "all_to_all_into"):
+            patch.setattr(execute_room, name, let_go(getattr(execute_room, name), live))
         execute(how, x, groups)
     return live.peak
+
+
+def uses_of(x):
+    """How many hold the tensor, or its memory: a view of it that somebody made holds the memory alone."""
+    return x._use_count() + torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def let_go(collective, live):
+    """The collective, which ends when nobody else holds its tensors, nor what it allocated itself."""
+
+    def called(*tensors, **options):
+        given = [x for x in tensors if x is not None]
+        before, uses = live.now, sum(map(uses_of, given))
+        collective(*tensors, **options)
+        deadline = time.monotonic() + 60
+        while live.now > before or sum(map(uses_of, given)) > uses:
+            assert time.monotonic() < deadline, "its buffers are never let go"
+            time.sleep(0.001)
+
+    return called
 
 
 def capped(rank, world_size, pairs):
@@ -186,14 +223,13 @@ def capped(rank, world_size, pairs):
             except LayoutError:
                 continue
             x = before(src, rank)
-            peaks = [peak_of(how, x, groups) for _ in range(4)]
-            found.append((f"{source} → {target}, {cap}", min(peaks) + x.nbytes, how.peak_bytes, cap))
+            found.append((f"{source} → {target}, {cap}", peak_of(how, x, groups) + x.nbytes, how.peak_bytes, cap))
     return found
 
 
 def test_measured_peaks_stay_under_the_plans_and_the_cap(gang):
     pairs = [("S0 S1", "S1 S0"), ("S0 S0", "R R"), ("P P", "S0 S1"), ("P S0", "R R")]
-    found = [one for rank in gang(4).run(capped, pairs) for one in rank]
+    found = [one for rank in gang(4).run(capped, pairs, timeout_s=120) for one in rank]
     assert sum(cap is not None for *_, cap in found) >= 12
     for words, measured, planned, cap in found:
         assert measured <= planned <= (cap or planned), words
@@ -239,18 +275,22 @@ def test_ranks_need_not_ascend(gang):
     gang(4).run(turned)
 
 
+MIN_ROUNDS = 2
+"""A loaded machine may take all of the time for less."""
+
+
 def threads(rank, world_size, seconds):
-    """How often each thread went round: planning, executing in groups of its own, forgetting what is cached."""
+    """How often each thread went round: planning, executing in groups of its own; and forgetting what is cached."""
     meshes = [init_device_mesh("cpu", (2, 2)) for _ in range(3)]
     lanes = [prepare(mesh, own=True) for mesh in meshes]
     layouts = [Layout.parse(text, (2, 2), (6, 4)) for text in ("S0 S1", "S1 S0", "R R", "S0 S0", "P P", "S1 R")]
     pairs = [(a, b) for a, b in product(layouts, layouts) if not b.partial_axes()]
-    stop, counts, errors = threading.Event(), [0] * len(lanes), []
+    stop, counts, errors = threading.Event(), [0] * (len(lanes) + 1), []
 
     def work(lane):
         try:
             order = random.Random(lane).sample(pairs, len(pairs))
-            while not agreed_to_stop(lanes[lane], stop):
+            while counts[lane] < MIN_ROUNDS or not agreed_to_stop(lanes[lane], stop):
                 for src, dst in order:
                     y = execute(plan(src, dst), before(src, rank), lanes[lane])
                     assert torch.equal(y, part(value(src), dst, rank))
@@ -263,6 +303,7 @@ def threads(rank, world_size, seconds):
         while not stop.wait(0.001):
             clear_cache()
             compile_step.cache_clear()
+            counts[-1] += 1
 
     workers = [threading.Thread(target=work, args=(lane,)) for lane in range(len(lanes))]
     other = threading.Thread(target=forget)
@@ -285,7 +326,8 @@ def agreed_to_stop(lane, stop):
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_threads_plan_execute_and_forget_at_once(gang, seconds):
-    assert all(min(counts) >= 1 for counts in gang(4).run(threads, seconds, timeout_s=seconds + 30))
+    for counts in gang(4).run(threads, seconds, timeout_s=seconds + 120):
+        assert min(counts[:-1]) >= MIN_ROUNDS and counts[-1] >= 1
 
 
 def folds_in_order(rank, world_size, dtype):

@@ -15,6 +15,9 @@ from meshwright.reshard.fallback import replicate_fallback
 from meshwright.reshard.refusals import OperatorError
 from tests.reshard.placing import numbers, place
 
+MANY_S = 120
+"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+
 LAYOUTS = {
     "even": ((4,), [Shard(0)]),
     "cut along dim 1, unevenly": ((4,), [Shard(1)]),
@@ -51,7 +54,7 @@ def by_layout(rank, world_size):
 
 def test_results_are_right_and_lie_as_the_input_of_their_shape(gang):
     counts = {"aten.renorm.default": 1, "aten.renorm.out": 1}
-    for found in gang(4).run(by_layout):
+    for found in gang(4).run(by_layout, timeout_s=MANY_S):
         assert found == dict.fromkeys(LAYOUTS, (True, True, True, True, counts))
 
 
@@ -94,7 +97,7 @@ def gradients(rank, world_size):
 
 
 def test_gradients_flow(gang):
-    assert gang(4).run(gradients) == [(True, [True, True], True)] * 4
+    assert gang(4).run(gradients, timeout_s=MANY_S) == [(True, [True, True], True)] * 4
 
 
 class Lines(logging.Handler):
@@ -178,7 +181,7 @@ REFUSALS = {
 
 
 def test_what_no_copies_can_give_is_refused(gang):
-    for found in gang(4).run(refused):
+    for found in gang(4).run(refused, timeout_s=MANY_S):
         assert {name: what for name, what in found.items() if REFUSALS[name] not in what} == {}
 
 
@@ -203,7 +206,7 @@ def mixed(rank, world_size):
 
 
 def test_plain_tensors_of_one_value_and_empty_pieces(gang):
-    assert gang(4).run(mixed) == [([True] * 6, [])] * 4
+    assert gang(4).run(mixed, timeout_s=MANY_S) == [([True] * 6, [])] * 4
 
 
 def left_behind(rank, world_size):

@@ -14,6 +14,9 @@ from meshwright.reshard.placements import layout_of
 from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers, place
 
+MANY_S = 120
+"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+
 
 class MeansOfRowsAndColumns(torch.optim.Optimizer):
     """Like Adafactor (Shazeer and Stern 2018): of a matrix it keeps the mean square of each row and each column."""
@@ -96,5 +99,5 @@ def trained(rank, world_size, name, context):
     {("adamw", "for_dtensor"), ("means", "replicate_fallback")},
 ))  # fmt: skip
 def test_steps_are_those_on_plain_tensors(gang, name, context):
-    for found in gang(4).run(trained, name, context):
+    for found in gang(4).run(trained, name, context, timeout_s=MANY_S):
         assert found == dict.fromkeys(LAYOUTS, ([True, True], True))

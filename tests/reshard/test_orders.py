@@ -15,6 +15,9 @@ from meshwright.reshard.placements import layout_of
 from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers
 
+MANY_S = 120
+"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+
 CONTEXTS = {"for_dtensor": for_dtensor, "replicate_fallback": lambda: replicate_fallback(warn=False)}
 ORDERS = {
     "both axes cut rows": ((2, 2), [Shard(0), Shard(0)], {0: (1, 0)}),
@@ -94,7 +97,7 @@ def all_found(rank, world_size, name, where):
     {("for_dtensor", "both axes cut rows")},
 ))  # fmt: skip
 def test_operators_keep_to_the_order(gang, name, where):
-    for found in gang(4).run(all_found, name, where):
+    for found in gang(4).run(all_found, name, where, timeout_s=MANY_S):
         assert found == dict.fromkeys(found, (True, True))
 
 
@@ -124,7 +127,7 @@ def gradient(rank, world_size, name):
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_gradients_are_those_of_plain_tensors(gang, name):
-    assert all(gang(4).run(gradient, name))
+    assert all(gang(4).run(gradient, name, timeout_s=MANY_S))
 
 
 def memory(rank, world_size):
@@ -146,7 +149,7 @@ def memory(rank, world_size):
 
 
 def test_memory_is_shared_where_pytorch_shares_it(gang):
-    assert gang(4).run(memory) == [(True, True)] * 4
+    assert gang(4).run(memory, timeout_s=MANY_S) == [(True, True)] * 4
 
 
 def test_functions_are_compiled_within_the_context():

@@ -197,7 +197,12 @@ def test_plans_do_not_depend_on_hash_seeds_or_on_the_past() -> None:
         )
         for seed in range(4)
     ]
-    assert len({run.communicate(timeout=60)[0] for run in runs}) == 1
+    try:
+        texts = {run.communicate(timeout=300)[0] for run in runs}  # a limit for what hangs, not for a loaded machine
+    finally:
+        for run in runs:
+            run.kill()
+    assert len(texts) == 1
     assert all(run.returncode == 0 for run in runs)
 
 
@@ -235,7 +240,7 @@ def _plan_and_clear(seconds: float) -> None:
     time.sleep(seconds)
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 

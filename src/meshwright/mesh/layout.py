@@ -88,11 +88,11 @@ class Layout:
             shard_order: tensor dim → its axes in the order of the cuts, instead of the `@` in `text`.
 
         Raises:
-            LayoutError: `text` is not a layout of this tensor on this mesh; the message says what would be.
+            LayoutError: this is no layout of a tensor on a mesh; the message says what would be, where it can be told.
         """
         from meshwright.mesh.layout_text import parse
 
-        return parse(text, tuple(axis_sizes), tuple(shape), shard_order or {})
+        return parse(text, axis_sizes, shape, shard_order)
 
     def __str__(self) -> str:
         words = [f"P({r})" if r and r is not Reduction.SUM else "P" if r else "R" for r in self.partial]

@@ -75,7 +75,7 @@ def redistribute_across(
             fix="a placement for each axis of the destination mesh",
         )
     target = normal_placements(placements, x.dim())
-    order = whole_order(shard_order, target)
+    order = whole_order(shard_order, target, x.dim())
     plan = plan_transfer(
         layout_of(x),
         layout_of_placements(target, order, tuple(x.shape), tuple(mesh.shape)),

@@ -28,6 +28,8 @@ def redistribute(
 ) -> DTensor:
     """`x` with other placements, by the cheapest plan that fits. All ranks of the mesh call it.
 
+    On a mesh of a part of the ranks, plans have steps over several axes once `prepare(mesh)` has made their groups.
+
     Differentiable, any number of times: the gradient comes back to the placements of `x`, as copies where `x` is
     partial, as with `DTensor.redistribute`.
 
@@ -61,7 +63,7 @@ def redistribute(
             fix=f"{[*placements, *[Replicate()] * x.device_mesh.ndim][: x.device_mesh.ndim]}",
         )
     target = normal_placements(placements, x.dim())
-    order = whole_order(shard_order, target)
+    order = whole_order(shard_order, target, x.dim())
     if not (x.requires_grad and torch.is_grad_enabled()):
         return redistributed(x, target, order, memory_cap_bytes)
     result: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]

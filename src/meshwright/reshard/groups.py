@@ -4,6 +4,7 @@ A step over one axis meets in that axis's own group. One over several axes meets
 where the mesh has all ranks of the run, in the group of all ranks, which send nothing to those outside. Nothing is
 created on the way: communicators made lazily, in the order in which ranks reach them, deadlock. Where there is no
 group, that is an error; messages between pairs of ranks would do with gloo, but with NCCL they make communicators too.
+So that DTensors need no `prepare`, theirs are plans of one axis a step where `merges_axes` says that groups lack.
 
 [Note: one order] Collectives of a group must be entered in one order by all its ranks. Threads that redistribute at
 the same time therefore need groups of their own: `prepare(mesh, own=True)` for each, in one order on all ranks.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations
 from weakref import WeakKeyDictionary
 
@@ -89,6 +90,18 @@ class MeshGroups:
             found = self._meetings[axes] = self._find(axes)
         return found
 
+    @cached_property
+    def merges_axes(self) -> bool:
+        """There is a group for every step over several axes, whichever rank of the mesh asks: all get one answer."""
+        if self._has_all_ranks() or sum(size > 1 for size in self.axis_sizes) < 2:
+            return True
+        if self.ranks not in self._made:  # all of them at once: the quick way to no
+            return False
+        return all(ranks in self._made for ranks in _wanted(self.axis_sizes, self.ranks, at_least=2))
+
+    def _has_all_ranks(self) -> bool:
+        return sorted(self.ranks) == list(range(dist.get_world_size()))
+
     def _find(self, axes: Axes) -> Meeting:
         real = tuple(axis for axis in axes if self.axis_sizes[axis] > 1)
         if not real:
@@ -97,14 +110,14 @@ class MeshGroups:
         group = self._made.get(tuple(self.ranks[rank] for rank in mine))
         if group is None and len(real) == 1 and self._axis_groups:
             group = self._axis_groups[real[0]]
-        if group is None and sorted(self.ranks) == list(range(dist.get_world_size())):
+        if group is None and self._has_all_ranks():
             group = dist.group.WORLD
         if group is None:
             raise LayoutError(
                 f"there is no process group for axes {list(real)} of a mesh of ranks {list(self.ranks)}",
                 where="a step over several axes of a mesh that has not all ranks of the run",
                 rule="groups are made at start, on all ranks, never on the way",
-                fix="meshwright.reshard.prepare(mesh), once, on all ranks of the run",
+                fix="meshwright.reshard.prepare(mesh), once, on all ranks of the run, or plan(…, one_axis=True)",
             )
         within = {self.ranks[rank]: rank for rank in mine}
         return Meeting(group, tuple(within.get(rank, OUTSIDE) for rank in dist.get_process_group_ranks(group)))
@@ -122,35 +135,34 @@ def groups_of(mesh: DeviceMesh) -> MeshGroups:
     return groups
 
 
-def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups:
+def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
     """Make the groups of several axes of `mesh`, so that steps over them meet in these. All ranks of the run call it.
 
-    Each rank gives the mesh it is on; they may be parts of one larger mesh. A second call for the same ranks makes
-    nothing new.
+    Each rank gives the mesh it is on, or where it is on none another one's; they may be parts of one larger mesh. A
+    second call for the same ranks makes nothing new.
 
     Args:
         mesh: the mesh.
         own: make groups that nobody else uses, single axes too, for `execute` in a thread of its own. [Note: one order]
 
     Returns:
-        where the ranks of the mesh meet.
+        where the ranks of the mesh meet; None on a rank outside.
     """
     made, views = _records(_world())
     into: _Made = {} if own else made
-    everyone = sorted({ranks for wanted in all_gather_object(_wanted(mesh, at_least=1 if own else 2))
+    everyone = sorted({ranks for wanted in all_gather_object(_wanted(*_value(mesh), at_least=1 if own else 2))
                        for ranks in wanted})  # fmt: skip
     for ranks in everyone:
         if ranks not in into:
             into[ranks] = new_group(ranks, timeout_s=None)
-    if own:
-        return MeshGroups(mesh, into, own=True)
     views.clear()  # they may have found no group
-    return groups_of(mesh)
+    if mesh.get_coordinate() is None:
+        return None
+    return MeshGroups(mesh, into, own=True) if own else groups_of(mesh)
 
 
-def _wanted(mesh: DeviceMesh, *, at_least: int) -> list[Ranks]:
+def _wanted(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) -> list[Ranks]:
     """The ranks of every group of so many axes or more, on the whole mesh."""
-    axis_sizes, ranks = _value(mesh)
     real = [axis for axis, size in enumerate(axis_sizes) if size > 1]
     return [
         group

@@ -25,6 +25,7 @@ class Problem:
     topology: Topology
     memory_cap_bytes: int | None = None
     in_rounds: bool = False
+    one_axis: bool = False
 
     def limit(self) -> int:
         """Elements that a rank may hold."""
@@ -41,7 +42,7 @@ def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
     It takes as many rounds as the cap demands, where the problem allows more than one.
     """
     found = volume(src, dst)
-    kind = kind_of(src, dst, found)
+    kind = _kind_in(problem, src, dst, found)
     if kind is None:
         return None
     size, limit, held = problem.element_bytes, problem.limit(), problem.held(src, dst)
@@ -64,13 +65,20 @@ def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
 def least_live(problem: Problem, src: Layout, dst: Layout) -> int | None:
     """Elements that the step from `src` to `dst` holds in as many rounds as there may be; None where there is none."""
     found = volume(src, dst)
-    kind = kind_of(src, dst, found)
+    kind = _kind_in(problem, src, dst, found)
     if kind is None:
         return None
     held = problem.held(src, dst)
     if kind not in LOCAL:
         held = held + Staging(src, dst, found, kind).in_rounds(MAX_ROUNDS)
     return int(held.max())
+
+
+def _kind_in(problem: Problem, src: Layout, dst: Layout, found: Volume) -> StepKind | None:
+    """What `kind_of` says, where the problem allows such a step."""
+    kind = kind_of(src, dst, found)
+    merges = kind is not None and kind not in LOCAL and len(found.axes) > 1
+    return None if problem.one_axis and merges else kind
 
 
 def kind_of(src: Layout, dst: Layout, found: Volume) -> StepKind | None:

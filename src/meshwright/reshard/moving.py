@@ -76,4 +76,8 @@ def moved(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: 
     """This rank's part after a plan between two layouts of one tensor."""
     if source == target:
         return local
-    return execute(plan(source, target, dtype=dtype_name(local.dtype), memory_cap_bytes=cap), local, groups_of(mesh))
+    groups = groups_of(mesh)
+    how = plan(
+        source, target, dtype=dtype_name(local.dtype), memory_cap_bytes=cap, one_axis=not groups.merges_axes
+    )
+    return execute(how, local, groups)

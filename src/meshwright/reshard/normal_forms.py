@@ -82,7 +82,7 @@ def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
         for start in _cut_by_speed(src, goal, slow, fast):
             for end in _cut_by_speed(goal, src, slow, fast):
                 for moved in (slow, fast):
-                    forms += _mixed(start, end, frozenset(moved))
+                    forms += mixed(start, end, frozenset(moved))
     return list(dict.fromkeys(forms))
 
 
@@ -165,7 +165,7 @@ def _cut_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int]) -
     return list(dict.fromkeys(forms))
 
 
-def _mixed(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:
+def mixed(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:
     """`src` with the `moved` axes as in the goal: cut last, or first; and without those that end as copies."""
     stays = frozenset(range(len(src.axis_sizes))) - moved
     partial = tuple((goal if axis in moved else src).partial[axis] for axis in range(len(src.axis_sizes)))

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshwright.errors import LayoutError
+from meshwright.mesh.given import normal_order
 from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout, Reduction
 from meshwright.reshard.private import DTensorSpec, ShardOrderEntry, StridedShard, TensorMeta, make_dtensor, spec_of
@@ -65,9 +66,7 @@ def layout_of_placements(
     dims: list[list[int]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if type(placement) in (Shard, StridedShard):
-            dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim  # type: ignore[attr-defined]
-            if not 0 <= dim < len(shape):
-                raise _refused(placement, axis, f"the tensor has {len(shape)} dims", "a dim of the tensor")
+            dim = _normal_dim(placement.dim, len(shape), repr(placement), axis)  # type: ignore[attr-defined]
             parts = placement.split_factor if isinstance(placement, StridedShard) else 1
             splits[axis] = Split(axis, int(parts))
             dims[dim].append(axis)
@@ -98,6 +97,18 @@ def has_layout(placements: Sequence[Placement]) -> bool:
     )
 
 
+def _normal_dim(dim: int, num_dims: int, name: str, axis: int) -> int:
+    """A dim of the tensor, counted from 0."""
+    if not -num_dims <= dim < num_dims:
+        raise LayoutError(
+            f"{name} on mesh axis {axis} cuts dim {dim} of a tensor of {num_dims} dims",
+            where="placements",
+            rule="dims count from 0, or from -1 backwards",
+            fix=f"a dim from 0 to {num_dims - 1}" if num_dims else "Replicate(), for a tensor without dims",
+        )
+    return dim % num_dims
+
+
 def _refused(placement: Placement, axis: int, rule: str, fix: str) -> LayoutError:
     return LayoutError(f"{placement!r} on mesh axis {axis} has no layout", where="placements", rule=rule, fix=fix)
 
@@ -124,20 +135,17 @@ def dtensor_of(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     return make_dtensor(local, mesh, *placements_of(layout), meta, requires_grad=local.requires_grad)
 
 
-def whole_order(order: ShardOrder | None, placements: Sequence[Placement]) -> tuple[ShardOrderEntry, ...] | None:
+def whole_order(
+    order: ShardOrder | None, placements: Sequence[Placement], num_dims: int
+) -> tuple[ShardOrderEntry, ...] | None:
     """A shard order as DTensor wants it: an entry for every dim that is cut, ascending. None if it is the default.
 
     Raises:
-        LayoutError: it names a dim twice.
+        LayoutError: it is none, or names a dim twice.
     """
     if order is None:
         return None
-    pairs = [(dim, tuple(axes)) for dim, axes in (order.items() if isinstance(order, Mapping) else order)]
-    given = dict(pairs)
-    if len(given) != len(pairs):
-        raise LayoutError(
-            f"shard_order {pairs} names a dim twice", where="shard_order", rule="one entry a dim", fix="one entry a dim"
-        )
+    given = normal_order(order, num_dims)
     axes_of: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
@@ -148,13 +156,20 @@ def whole_order(order: ShardOrder | None, placements: Sequence[Placement]) -> tu
 
 
 def normal_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
-    """Placements with dims counted from 0."""
+    """Placements with dims counted from 0.
 
-    def normal(placement: Placement) -> Placement:
-        if isinstance(placement, StridedShard) and placement.dim < 0:
-            return StridedShard(placement.dim + num_dims, split_factor=placement.split_factor)
-        if isinstance(placement, Shard) and placement.dim < 0:
-            return Shard(placement.dim + num_dims)
-        return placement
+    Raises:
+        LayoutError: one cuts a dim that the tensor does not have.
+    """
 
-    return tuple(normal(placement) for placement in placements)
+    def normal(axis: int, placement: Placement) -> Placement:
+        if not isinstance(placement, Shard | StridedShard):
+            return placement
+        dim = _normal_dim(placement.dim, num_dims, repr(placement), axis)
+        if dim == placement.dim:
+            return placement
+        if isinstance(placement, StridedShard):
+            return StridedShard(dim, split_factor=placement.split_factor)
+        return Shard(dim)
+
+    return tuple(normal(axis, placement) for axis, placement in enumerate(placements))

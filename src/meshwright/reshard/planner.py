@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
+from meshwright.reshard.arguments import check_arguments, whole_bytes
 from meshwright.reshard.cache import OnceCache
 from meshwright.reshard.cost import Topology
 from meshwright.reshard.moves import Problem
@@ -25,6 +26,7 @@ def plan(
     dtype: str = "bf16",
     topology: Topology | None = None,
     memory_cap_bytes: int | None = None,
+    one_axis: bool = False,
 ) -> ReshardPlan:
     """How to get a tensor from one layout to another, by the steps and costs of [Note: normal forms] and `cost.py`.
 
@@ -37,13 +39,15 @@ def plan(
         dtype: name of the number format, one of `DTYPE_BYTES`.
         topology: the link along each mesh axis; by default the same fast one along all.
         memory_cap_bytes: what a rank may hold at once: source, what is under way, and result.
+        one_axis: of steps that go along one mesh axis each, for meshes without groups of several (`groups.prepare`).
 
     Raises:
         LayoutError: the layouts are of different tensors or meshes, or nothing fits the cap; the message has the
-            smallest that would do.
+            smallest that would do. Or an argument is of another type.
     """
-    key = (src, dst, dtype, topology, memory_cap_bytes)
-    return _PLANS.get(key, lambda: _plan(src, dst, dtype, topology, memory_cap_bytes))
+    check_arguments(src, dst, dtype, topology)
+    key = (src, dst, dtype, topology, whole_bytes(memory_cap_bytes), one_axis)
+    return _PLANS.get(key, lambda: _plan(*key))
 
 
 def clear_cache() -> None:
@@ -52,11 +56,13 @@ def clear_cache() -> None:
     clear_tables()
 
 
-def _plan(src: Layout, dst: Layout, dtype: str, topology: Topology | None, cap: int | None) -> ReshardPlan:
+def _plan(
+    src: Layout, dst: Layout, dtype: str, topology: Topology | None, cap: int | None, one_axis: bool
+) -> ReshardPlan:
     _check_ends(src, dst)
     topology = Topology.uniform(len(src.axis_sizes)) if topology is None else topology
     topology.check(src.axis_sizes)
-    problem = Problem(src.canonical(), dst.canonical(), dtype_bytes(dtype), topology, cap)
+    problem = Problem(src.canonical(), dst.canonical(), dtype_bytes(dtype), topology, cap, one_axis=one_axis)
     steps = _steps(problem)
     sent, received = np.zeros(1, np.int64), np.zeros(1, np.int64)
     for step in steps:

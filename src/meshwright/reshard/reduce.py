@@ -15,6 +15,9 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout, Reduction
 from meshwright.reshard.program import Level
 
+_WITHOUT_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
+"""Types that PyTorch moves, and neither adds nor compares."""
+
 BLOCK = 2**16
 """Elements that are in float32 at a time, where the tensor is not."""
 
@@ -92,15 +95,21 @@ def neutral_element(reduction: Reduction, dtype: torch.dtype) -> float:
 
 def is_reducible(layout: Layout, dtype: torch.dtype) -> bool:
     """Partial values of this type can be reduced as their layout says."""
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return _refused(dtype).isdisjoint(filter(None, layout.partial))
+
+
+def _refused(dtype: torch.dtype) -> set[Reduction]:
+    """Reductions that values of this type do not have."""
+    if dtype in _WITHOUT_ARITHMETIC:
+        return set(Reduction)
     refused = set()
-    if is_whole:
+    if not (dtype.is_floating_point or dtype.is_complex) or dtype is torch.complex32:
         refused.add(Reduction.AVG)
     if dtype is torch.bool:
         refused.add(Reduction.SUM)
     if dtype.is_complex:
         refused |= {Reduction.MAX, Reduction.MIN}
-    return refused.isdisjoint(filter(None, layout.partial))
+    return refused
 
 
 def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
@@ -113,6 +122,16 @@ def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
         raise LayoutError(
             f"partial values of {dtype} cannot be reduced",
             where=f"layout {layout}",
-            rule="bool has max, min and product; integers have no average, and complex numbers no order",
-            fix="values of a type that has this reduction, converted before",
+            rule="bool has max, min and product; integers have no average, those of uint16, uint32 and uint64 no "
+            "reduction; complex numbers have no order, and complex32 no average",
+            fix=_instead(layout, dtype),
         )
+
+
+def _instead(layout: Layout, dtype: torch.dtype) -> str:
+    """How values that this type cannot be reduced in can be."""
+    if not dtype.is_complex:
+        return f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) before"
+    if {Reduction.MAX, Reduction.MIN}.isdisjoint(filter(None, layout.partial)):
+        return "x.to(torch.complex64) before"
+    return "a maximum or minimum of real numbers, such as x.abs()"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.moves import Problem, least_live, make_step
 from meshwright.reshard.normal_forms import goal_of, normal_forms, stages_of
+from meshwright.reshard.one_axis import one_axis_forms, one_axis_way
 from meshwright.reshard.steps import Step
 from meshwright.reshard.volumes import lower_bound, numels
 
@@ -74,7 +75,7 @@ class _Search:
         """The plan in one step, or by the goal alone, so that there is one at hand."""
         self._price(0, 1)
         at = 0
-        for stage in stages_of(goal_of(self.problem.src, self.problem.dst), self.problem.dst):
+        for stage in _sure_way(self.problem):
             to = self.forms.index(stage)
             if at in self.best and to not in (at, 0):
                 self._price(at, to)
@@ -158,14 +159,30 @@ def _cut_dims(form: Layout) -> list[int | None]:
     return dims
 
 
+def _forms(problem: Problem) -> list[Layout]:
+    """Layouts to pass through, `src` and `dst` first."""
+    forms = normal_forms(problem.src, problem.dst, problem.topology)
+    if problem.one_axis:
+        goal = goal_of(problem.src, problem.dst)
+        forms = list(dict.fromkeys((*forms, *one_axis_forms(problem.src, goal))))
+    return forms
+
+
+def _sure_way(problem: Problem) -> list[Layout]:
+    """Forms one after another by which `dst` is reached if memory allows."""
+    goal = goal_of(problem.src, problem.dst)
+    before = one_axis_way(problem.src, goal) if problem.one_axis else []
+    return [*before, *stages_of(goal, problem.dst)]
+
+
 def search(problem: Problem) -> list[Step] | None:
     """The cheapest chain of steps through the normal forms that fits the memory cap, or None where none does."""
-    return _Search(problem, normal_forms(problem.src, problem.dst, problem.topology)).run()
+    return _Search(problem, _forms(problem)).run()
 
 
 def least_live_bytes(problem: Problem) -> int:
     """The smallest memory cap for which there is a plan: the least that any chain's largest step can hold."""
-    forms = normal_forms(problem.src, problem.dst, problem.topology)
+    forms = _forms(problem)
     best, queue, done = {0: 0}, [(0, 0)], set()
     goal = forms.index(goal_of(problem.src, problem.dst))
     while queue:

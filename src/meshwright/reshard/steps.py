@@ -61,6 +61,12 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes of an element by the names that plans use."""
 
+_OTHER_NAMES = {
+    "float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16",
+    "float16": "fp16", "half": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+}  # fmt: skip
+"""What PyTorch calls them; for an error's fix."""
+
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element.
@@ -68,8 +74,11 @@ def dtype_bytes(dtype: str) -> int:
     Raises:
         LayoutError: there is no such number format.
     """
-    if dtype not in DTYPE_BYTES:
-        raise LayoutError(f"{dtype!r} is not a dtype", where="dtype", rule=", ".join(DTYPE_BYTES), fix="dtype='bf16'")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        name = str(dtype).removeprefix("torch.").lower()
+        name = _OTHER_NAMES.get(name, name)
+        fix = f"dtype={name if name in DTYPE_BYTES else 'bf16'!r}"
+        raise LayoutError(f"{dtype!r} is not a dtype", where="dtype", rule=", ".join(DTYPE_BYTES), fix=fix)
     return DTYPE_BYTES[dtype]
 
 

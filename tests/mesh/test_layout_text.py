@@ -1,0 +1,146 @@
+"""Texts that are no layout: every fix that is a layout can be read, and says what was evidently meant."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import LayoutError
+from meshwright.mesh.layout import Layout, Reduction
+from tests.mesh.test_layout import layouts
+
+AXIS_SIZES, SHAPE = (2, 3), (4, 4)
+A_LAYOUT = re.compile(r"[RSP]\S*( [RSP]\S*)*")
+"""How a fix looks that is a layout and not a sentence: all its words begin like placements."""
+
+
+def error_of(text: object, axis_sizes: tuple[int, ...] = AXIS_SIZES, shape: tuple[int, ...] = SHAPE) -> LayoutError:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text, axis_sizes, shape)  # type: ignore[arg-type]
+    assert caught.value.what and caught.value.where and caught.value.rule and caught.value.fix
+    return caught.value
+
+
+MEANT = {
+    "S0S1": "S0 S1", "RS0": "R S0", "PP": "P P", "P(max)S0": "P(max) S0", "[S0, S1]": "S0 S1", "S0;R": "S0 R",
+    "_StridedShard(dim=0, sf=2) R": "SS0/2 R", "_StridedShard(0, split_factor=2), R": "SS0/2 R",
+    "_S(0, 2) R": "SS0/2 R", "StridedShard(1,2) S0": "SS1/2 S0", "ss0/2 s1": "SS0/2 S1", "SS 0 / 2 R": "SS0/2 R",
+    "p(max) R": "P(max) R", "Partial(max) R": "P(max) R", "P(MAX) R": "P(max) R", "P(mean) R": "P(avg) R",
+    "P(average) R": "P(avg) R", "P(prod) R": "P(product) R", "P(minimum) R": "P(min) R", "Partial('sum') R": "P R",
+    "Partial(reduce_op=max) R": "P(max) R", "P() R": "P R", "p R": "P R", "_Partial R": None, "MaskPartial R": None,
+    "S 0 R": "S0 R", "S 0": "S0 R", "S٠ R": "S0 R", "S٣ R": None, "Shard(1) R": "S1 R", "Shard(dim=1) R": "S1 R",
+    "S(0) S(-1)": "S0 S-1", "shard(-1), replicate": "S-1 R", "Replicate() R": "R R", "r r": "R R",
+    "(Shard(dim=0), Partial(sum))": "S0 P", "S0": "S0 R", "S0 S1 R": "S0 S1", "S0 S1 S0": None,
+    "S0@0 S0": "S0@0 S0@1", "S0@1 S0": "S0@1 S0@0", "S0 S0@0": "S0@1 S0@0", "S0@1 S0@2": "S0@0 S0@1",
+    "S0@2 SS0/2@1": "S0@1 SS0/2@0", "S0@1 S0@1": None, "S1 S0@1": "S1 S0@0", "s0@1 s0@0": "S0@1 S0@0",
+    "S0 Q": None, "P(med) R": None, "reduce R": None, "Sum R": None, "S R": None, "SS0 R": None, "S0/2 R": None,
+    "S9 R": None, "shard(9) R": None, "SS0/0 R": None, "": None, "S0 R extra": None, "S0 1": None, "RSVP R": None,
+    "S" + "9" * 5000 + " R": None, "P(max R": None,
+}  # fmt: skip
+"""Texts that are refused, and what was evidently meant, if anything."""
+
+
+@pytest.mark.parametrize("text", MEANT)
+def test_a_fix_is_what_was_evidently_meant_or_a_choice(text: str) -> None:
+    fix, wanted = error_of(text).fix, MEANT[text]
+    if wanted is None:
+        assert not A_LAYOUT.fullmatch(fix), f"{fix} was not evidently meant"
+    else:
+        assert fix == wanted
+        Layout.parse(fix, AXIS_SIZES, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("S0 Q", "R or S0 or S1 or SS0/2 or P or P(max)"),
+        ("S9 R", "S0 or S1"),
+        ("P(med) R", " or ".join(f"P({reduction})" for reduction in Reduction)),
+        ("SS1/0 R", "S1 or SS1/2"),
+    ],
+)
+def test_each_word_of_a_choice_can_be_read_in_its_place(text: str, choice: str) -> None:
+    assert error_of(text).fix == choice
+    bad = next(word for word in text.split() if word not in ("S0", "R"))
+    for word in choice.split(" or "):
+        Layout.parse(text.replace(bad, word), AXIS_SIZES, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "choice"),
+    [((), "R, for a tensor without dims"), ((8,), "S0, for a tensor of one dim"), ((1,) * 6, "S0 … S5")],
+)
+def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> None:
+    assert error_of("S9 R", shape=shape).fix == choice
+
+
+def mistyped(text: str, draw: st.DataObject) -> str:
+    """A layout with a few things wrong."""
+    wrongs = [("S", "s"), ("S", "Shard"), ("P", "Partial"), ("R", "replicate"), (" ", ""), (" ", ", "), ("0", "9"),
+              ("max", "mean"), ("@0", ""), ("@1", "@0"), ("/", ""), ("SS", "_StridedShard"), ("S", "S "), ("(", "")]
+    for old, new in draw.draw(st.lists(st.sampled_from(wrongs), max_size=3)):
+        text = text.replace(old, new, draw.draw(st.integers(1, 2)))
+    return text
+
+
+WORDS = ["S0", "S1", "SS0/2", "S0@1", "S", "P", "P(max)", "P(", ")", "r", "Partial(MAX)", "_S(0, 2)", "@0", "/", "٣"]
+
+
+@settings(max_examples=150)
+@given(st.data(), layouts() | st.none())
+def test_whatever_is_tried_a_fix_that_is_a_layout_can_be_read(data: st.DataObject, layout: Layout | None) -> None:
+    axis_sizes, shape = (layout.axis_sizes, layout.shape) if layout else (AXIS_SIZES, SHAPE)
+    if layout is None:
+        text = "".join(data.draw(st.lists(st.sampled_from([*WORDS, " "]) | st.characters(), max_size=8)))
+    else:
+        text = mistyped(str(layout), data)
+    try:
+        Layout.parse(text, axis_sizes, shape)
+    except LayoutError as error:
+        assert error.what and error.rule and error.fix
+        if A_LAYOUT.fullmatch(error.fix):
+            Layout.parse(error.fix, axis_sizes, shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [(["S0", "R"], "S0 R"), (("shard(0)", "p"), "S0 P"), (None, "a text of 2 words"), (7, "a text"), ([1], "a text")],
+)
+def test_a_text_is_a_text(text: object, fix: str) -> None:
+    error = error_of(text)
+    assert error.fix.startswith(fix) and "not a text" in error.what
+
+
+def test_placements_are_not_a_text_either() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided = _StridedShard(1, split_factor=2)
+    for placements, fix in (([Shard(0), Partial("avg")], "S0 P(avg)"), ((strided, Replicate()), "SS1/2 R")):
+        assert error_of(placements).fix == fix
+        words = " ".join(repr(placement) for placement in placements)
+        assert error_of(words).fix == fix
+
+
+@pytest.mark.parametrize(
+    ("order", "fix"),
+    [
+        ({0: [1]}, {0: [1, 0]}),
+        ({0: [1, 1]}, {0: [1, 0]}),
+        ({0: [0, 1, 2]}, {0: [0, 1]}),
+        ({-2: [1]}, {0: [1, 0]}),
+    ],
+)
+def test_an_order_that_does_not_fit_keeps_what_it_says(order: dict[int, list[int]], fix: dict[int, list[int]]) -> None:
+    with pytest.raises(LayoutError, match="shard_order has axes") as caught:
+        Layout.parse("S0 S0", (2, 2), (4, 4), order)
+    assert caught.value.fix == f"shard_order={fix}"
+    Layout.parse("S0 S0", (2, 2), (4, 4), fix)
+
+
+def test_dims_of_an_order_may_count_from_the_end() -> None:
+    for order in ({-2: [1, 0]}, {0: (1, 0)}, [(-2, [1, 0])]):
+        assert str(Layout.parse("S-2 S0", (2, 2), (4, 4), order)) == "S0@1 S0@0"  # type: ignore[arg-type]
