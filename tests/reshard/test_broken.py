@@ -64,6 +64,8 @@ CASES = {
         (numbers(8, 4, 3), S1),
     ),
     "to eight bits": ("_to_copy.default", lambda x: x.to(torch.float8_e4m3fn).float(), (10 * numbers(8, 6), P)),
+    "view of nothing": ("view.default", lambda x: x.view(2, 0, 3), (numbers(6, 0), S0)),
+    "reshaped nothing": ("_unsafe_view.default", lambda x: aten._unsafe_view(x, (0, 3, 2)), (numbers(6, 0), S0)),
     "complex number": ("", lambda x: aten.mul.Scalar(x, 1j), (numbers(8, 6), S0)),
     "wrong shape of a piece": ("", torch.addmv, (numbers(1), S0), (numbers(5, 10), S0), (numbers(10), S0)),
     "vector and matrix": ("", lambda x, w: (x @ w) * 1, (numbers(10), S0), (numbers(10, 5), S0)),
@@ -102,7 +104,7 @@ def test_they_are_right_in_the_fallback(gang):
 
 def test_each_check_has_a_case():
     assert {f"aten.{operator}" for operator, *_ in CASES.values() if operator} | {
-        "aten.item.default", "aten.is_nonzero.default"  # as `_local_scalar_dense`, in inference mode
+        "aten.item.default", "aten.is_nonzero.default", "aten.reshape.default"  # as others, in inference mode
     } == set(CHECKS)  # fmt: skip
 
 

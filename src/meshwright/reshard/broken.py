@@ -85,6 +85,12 @@ def _without_batch(call: Call) -> bool:
     return x.dim() == 3
 
 
+def _has_no_elements(call: Call) -> bool:
+    """Planning goes round for ever where a size is 0."""
+    x: DTensor = call.args[0]
+    return x.numel() == 0
+
+
 def _to_eight_bits(call: Call) -> bool:
     """Parts of a sum stay parts, in numbers that are too short to be added up."""
     dtype: torch.dtype | None = call.kwargs.get("dtype")
@@ -107,5 +113,8 @@ CHECKS: dict[str, Callable[[Call], bool]] = {
     "aten._linalg_slogdet.default": _strides_matter,
     "aten._adaptive_avg_pool2d_backward.default": _without_batch,
     "aten._to_copy.default": _to_eight_bits,
+    "aten.view.default": _has_no_elements,
+    "aten._unsafe_view.default": _has_no_elements,
+    "aten.reshape.default": _has_no_elements,
 }
 """By operator, whether it is wrong for a call."""
