@@ -104,10 +104,6 @@ CHECKS: dict[str, Callable[[Call], bool]] = {
     "aten.squeeze_copy.default": _any_cut(0),
     "aten.squeeze_copy.dim": _any_cut(0),
     "aten.squeeze_copy.dims": _any_cut(0),
-    # A rank's part is taken for the number.
-    "aten._local_scalar_dense.default": _any_partial,
-    "aten.item.default": _any_partial,
-    "aten.is_nonzero.default": _any_partial,
     "aten.equal.default": _equal,
     "aten._linalg_det.default": _strides_matter,
     "aten._linalg_slogdet.default": _strides_matter,

@@ -161,14 +161,14 @@ class _Fallback:
         if self._warn == "error":
             layouts = ", ".join(f"{tuple(tensor.shape)} {tensor.placements}" for tensor in inputs)
             raise OperatorError(
-                f"{name} has no sharding rule for {layouts}; gathering its inputs costs each rank {cost} a call",
+                f"{name} has no right sharding rule for {layouts}; gathering its inputs costs each rank {cost} a call",
                 where='replicate_fallback(warn="error")',
                 rule="every operator has a rule for the layouts it is called with",
                 fix="register one with torch.distributed.tensor.experimental.register_sharding, redistribute the "
                 "inputs first, or replicate_fallback(warn=True)",
             )
         if self._warn and name not in self.fallbacks.counts and not any(call.mesh().get_coordinate() or [0]):
-            _log.warning("%s has no sharding rule here: its inputs are gathered, %s a rank and call", name, cost)
+            _log.warning("%s has no right sharding rule here: its inputs are gathered, %s a rank and call", name, cost)
 
 
 def _may_be_gathered(error: Exception) -> bool:

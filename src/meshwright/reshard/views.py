@@ -144,7 +144,7 @@ class Views:
         """Run a view and note where its results come from."""
         before = self._mover.num_moved
         result = run(call)
-        base = call.args[0]
+        base = call.args[0] if call.args else None
         if not isinstance(base, DTensor):
             return result
         origin = self.origins.get(base)
@@ -167,7 +167,7 @@ class Views:
 
     def _turned(self, call: Call, run: Run) -> Any:
         """Run a view that its tensor becomes, in place; DTensor's own leave the tensor's shape as it was."""
-        view, tensor = out_of_place(call.operator), call.args[0]
+        view, tensor = out_of_place(call.operator), call.args[0] if call.args else None
         if view is None or call.kwargs or not isinstance(tensor, DTensor):
             return run(call)
         if tensor.requires_grad and tensor._is_view():
