@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.reshard.copies import Call, Run
 from meshwright.reshard.losses import losses
+from meshwright.reshard.mended import mended
 from meshwright.reshard.moving import Mover
-from meshwright.reshard.numbers import numbers
 from meshwright.reshard.orders import Orders
 from meshwright.reshard.private import OpOverload, TorchDispatchMode, active_modes, redistributing_by
 from meshwright.reshard.views import Gathers, Views
@@ -69,7 +69,7 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
     """Within the block, this thread's redistributions go by plans, and its operators through `layers`.
 
     Args:
-        layers: after those for views, losses, numbers and orders of cuts, which are always there.
+        layers: after those for views, losses, mended operators and orders of cuts, which are always there.
         gathers: see `Views`.
     """
     outer, mover = active_context(), Mover()
@@ -77,7 +77,7 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
     if outer:
         outer.is_suspended = True
     try:
-        with redistributing_by(mover), ContextMode(views, [losses, numbers, Orders(mover), *layers]):
+        with redistributing_by(mover), ContextMode(views, [losses, mended, Orders(mover), *layers]):
             yield
     finally:
         if outer:

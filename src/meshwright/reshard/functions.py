@@ -20,6 +20,8 @@ POINTERS = (Tensor.data_ptr,)
 """A DTensor answers 0."""
 READERS = (torch.tensor_split, Tensor.tensor_split)
 """They read a tensor of integers on the host."""
+PRINTERS = (Tensor.tolist, Tensor.__format__)
+"""Values go to the host; a tensor of another class than PyTorch's own is refused."""
 
 
 class FunctionMode(TorchFunctionMode):
@@ -31,8 +33,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in POINTERS and isinstance(args[0], DTensor):
             raise storage_refused("Tensor.data_ptr")
-        if func is Tensor.tolist and isinstance(args[0], DTensor):
-            return args[0].full_tensor().tolist()
+        if func in PRINTERS and isinstance(args[0], DTensor):
+            return func(args[0].full_tensor(), *args[1:])
         if func is torch.einsum and any(isinstance(x, DTensor) for x in tree_leaves(args)):
             result = einsum_on_pieces(*args, **kwargs)
             return func(*args, **kwargs) if result is None else result
