@@ -1,7 +1,7 @@
 """Operators that DTensor 2.13 gets wrong on partial values, done another way. A layer of the two contexts.
 
 It answers each rank with its own part of a number: `x.sum().item()` is another one on every rank, and in inference
-mode there is none. And it takes every rank's part from a number: `1 - x.sum()` has as many ones as there are ranks.
+mode there is none. And `fill_` makes every part of a sum the number, so that it is as many times too large.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.reshard.copies import Call, Run
-from meshwright.reshard.private import OpOverload, gathered
+from meshwright.reshard.placements import has_layout
+from meshwright.reshard.private import OpOverload, gathered, own_tensor
 
 aten = torch.ops.aten
 
@@ -30,22 +30,26 @@ def _read(call: Call, run: Run) -> Any:
     return call.operator(gathered(call.args[0]))
 
 
-def _taken_from(call: Call, run: Run) -> Any:
-    """`other - alpha * x` as a sum of two, of which partial ones are added up first."""
-    x, other, *alpha = call.args
-    if not any(placement.is_partial() for placement in x.placements):
+def _filled(call: Call, run: Run) -> Any:
+    """Parts that make up the number: the number or what adds nothing to it, by where this rank stands."""
+    x, number = call.args
+    kinds = {axis: placement for axis, placement in enumerate(x.placements) if placement.is_partial()}
+    coordinate = x.device_mesh.get_coordinate()
+    if not kinds or not has_layout(x.placements) or coordinate is None:
         return run(call)
-    factor = alpha[0] if alpha else call.kwargs.get("alpha", 1)
-    scaled = run(Call(aten.mul.Scalar, (x, -factor)))
-    add = aten.add.Tensor if isinstance(other, Tensor) else aten.add.Scalar
-    return run(Call(add, (scaled, other)))
+    for axis, placement in kinds.items():
+        if coordinate[axis] and placement.reduce_op in NOTHING:
+            number = NOTHING[placement.reduce_op]
+    own_tensor(x).fill_(number)
+    return x
 
 
+NOTHING = {"sum": 0, "product": 1}
+"""What changes nothing, by reduction; of others, all parts may be the same."""
 MENDED: dict[OpOverload, Callable[[Call, Run], Any]] = {
     aten._local_scalar_dense.default: _read,
     aten.item.default: _read,
     aten.is_nonzero.default: _read,
-    aten.rsub.Scalar: _taken_from,
-    aten.rsub.Tensor: _taken_from,
+    aten.fill_.Scalar: _filled,
 }
 """By operator, the other way, if its first argument is a DTensor."""
