@@ -89,6 +89,39 @@ def test_partial_values_are_filled(gang):
         assert {key for key, same in found.items() if not same} == set()
 
 
+LOOKUPS = {
+    "rows": lambda table, index: F.embedding(index, table),
+    "one row": lambda table, index: F.embedding(index[0, 0], table),
+    "gather": lambda table, index: torch.gather(table, 0, index[:1] @ index.new_ones(4, 6).long()),
+}
+
+
+def looked_up(rank, world_size):
+    """By context and lookup: whether two results at once, each used twice, and the gradient are right."""
+    found, mesh = {}, init_device_mesh("cpu", (world_size,))
+    plain = numbers(10, 6).requires_grad_()
+    indices = [torch.arange(12).view(3, 4) % n for n in (5, 7)]
+    for context, enter in CONTEXTS.items():
+        for name, look in LOOKUPS.items():
+            table = place(plain.detach(), mesh, [Shard(0)]).requires_grad_()
+            plain.grad = None
+            with enter():
+                pairs = []
+                for x in (plain, table):
+                    whole = [i if x is plain else place(i, mesh, [Replicate()]) for i in indices]
+                    a, b = (look(x, i) for i in whole)
+                    total = (a * a + b).sum() + (b * 2).sum()
+                    total.backward()
+                    pairs.append([t if x is plain else t.full_tensor() for t in (a, b, total, x.grad)])
+            found[context, name] = all(torch.allclose(p, q, atol=1e-5) for p, q in zip(*pairs, strict=True))
+    return found
+
+
+def test_what_was_looked_up_can_be_used_again(gang):
+    for found in gang(4).run(looked_up, timeout_s=60.0):
+        assert {key for key, same in found.items() if not same} == set()
+
+
 def alone(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     parts = DTensor.from_local(torch.ones(2), mesh, [Partial()])

@@ -85,12 +85,6 @@ def _without_batch(call: Call) -> bool:
     return x.dim() == 3
 
 
-def _one_row(call: Call) -> bool:
-    """Which rank has the row is forgotten once the result is used."""
-    weight, index = call.args[:2]
-    return cut(weight) and index.dim() == 0
-
-
 def _has_no_elements(call: Call) -> bool:
     """Planning goes round for ever where a size is 0."""
     x: DTensor = call.args[0]
@@ -114,7 +108,6 @@ CHECKS: dict[str, Callable[[Call], bool]] = {
     "aten._linalg_det.default": _strides_matter,
     "aten._linalg_slogdet.default": _strides_matter,
     "aten._adaptive_avg_pool2d_backward.default": _without_batch,
-    "aten.embedding.default": _one_row,
     "aten._to_copy.default": _to_eight_bits,
     "aten.view.default": _has_no_elements,
     "aten._unsafe_view.default": _has_no_elements,

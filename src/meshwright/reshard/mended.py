@@ -1,7 +1,8 @@
 """Operators that DTensor 2.13 gets wrong on partial values, done another way. A layer of the two contexts.
 
 It answers each rank with its own part of a number: `x.sum().item()` is another one on every rank, and in inference
-mode there is none. And `fill_` makes every part of a sum the number, so that it is as many times too large.
+mode there is none. `fill_` makes every part of a sum the number, so that it is as many times too large. And what was
+looked up in a tensor that is cut can be used once: the second use fails.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.reshard.copies import Call, Run
 from meshwright.reshard.placements import has_layout
-from meshwright.reshard.private import OpOverload, gathered, own_tensor
+from meshwright.reshard.private import OpOverload, gathered, own_tensor, without_masks
 
 aten = torch.ops.aten
 
@@ -44,6 +45,12 @@ def _filled(call: Call, run: Run) -> Any:
     return x
 
 
+def _looked_up(call: Call, run: Run) -> Any:
+    """Rows that were looked up where they lie: parts of a sum that can be used more than once."""
+    result = run(call)
+    return without_masks(result) if isinstance(result, DTensor) else result
+
+
 NOTHING = {"sum": 0, "product": 1}
 """What changes nothing, by reduction; of others, all parts may be the same."""
 MENDED: dict[OpOverload, Callable[[Call, Run], Any]] = {
@@ -51,5 +58,7 @@ MENDED: dict[OpOverload, Callable[[Call, Run], Any]] = {
     aten.item.default: _read,
     aten.is_nonzero.default: _read,
     aten.fill_.Scalar: _filled,
+    aten.embedding.default: _looked_up,
+    aten.gather.default: _looked_up,
 }
 """By operator, the other way, if its first argument is a DTensor."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
@@ -248,6 +248,23 @@ def correct_aliasing(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 def masked_partial(shape: Sequence[int], dim: int) -> Placement:
     """Partial sums of what was looked up along a dim that is cut: each rank has what it holds, and zero elsewhere."""
     return _MaskPartial(offset_shape=torch.Size(shape), offset_dim=dim)  # type: ignore[no-untyped-call]
+
+
+def without_masks(x: DTensor) -> DTensor:
+    """Parts of a sum, zero where this rank looked nothing up, in place of what PyTorch masks when it is added up.
+
+    A mask can be used once, and belongs to the operator's plan: a second use of the result fails, and so does a second
+    call before the first result was used.
+    """
+    local, placements = waited(x._local_tensor), list(x.placements)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _MaskPartial) and placement.mask_buffer.data is not None:
+            placement.mask_buffer.apply_mask(local)  # type: ignore[no-untyped-call]
+            placement.mask_buffer.release_mask()  # type: ignore[no-untyped-call]
+            placements[axis] = Partial()
+    if tuple(placements) == x.placements:
+        return x
+    return new_dtensor(local, x.device_mesh, tuple(placements), x._spec.shard_order, like=x)
 
 
 def own_tensor(tensor: DTensor) -> Tensor:
