@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from tests.house.source import PACKAGE, Module, Tree
 
 FLOORS = {
-    "errors": 0, "units": 0, "log": 0, "picture": 0, "__init__": 0,
+    "errors": 0, "units": 0, "log": 0, "output": 0, "picture": 0, "__init__": 0,
     "cluster": 1, "mesh": 1, "testing": 1,
     "comm": 2, "nn": 2,
     "reshard": 3, "pipeline": 3,
@@ -25,7 +25,7 @@ FLOORS = {
 """Room, or file beside the rooms, by floor."""
 
 TORCH_FREE = (
-    "__init__.py", "__main__.py", "errors.py", "units.py", "log.py", "picture.py",
+    "__init__.py", "__main__.py", "errors.py", "units.py", "log.py", "output.py", "picture.py",
     "cluster/spec.py", "cluster/presets.py",
     "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/intervals.py",
     "testing/*",
