@@ -44,7 +44,7 @@ TORCH_FREE = (
     "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
     "reshard/draw.py", "reshard/boxes.py", "reshard/explain.py", "reshard/verify_counts.py",
     "reshard/verify_fault.py", "reshard/verify_kinds.py", "reshard/verify_values.py",
-    "checkpoint/manifest.py",
+    "checkpoint/manifest.py", "checkpoint/hf_llama.py", "checkpoint/hf_config.py",
     "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
     "train/reporter.py", "train/lr_schedule.py", "train/curves.py", "train/draw_losses.py",
     "prove/spec.py", "prove/drift.py", "prove/drift_draw.py",
