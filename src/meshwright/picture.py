@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import InputError
+from meshwright.output import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,19 +60,13 @@ def check_picture(path: Path) -> None:
     """See that a picture can be written there.
 
     Raises:
-        InputError: it is no kind of picture that is known, or its folder isn't there.
+        InputError: it is no kind of picture that is known, or it can't be written.
     """
     if path.suffix.lower() not in EXTENSIONS:
         raise InputError(
             f"no picture is called {path.name!r}",
             where=str(path),
             rule=f"a picture's name ends with {' or '.join(EXTENSIONS)}",
-            fix=str(path.with_suffix(".svg")) if path.name else "picture.svg",
+            fix=shlex.quote(str(path.with_suffix(".svg"))) if path.name else "picture.svg",
         )
-    if not path.parent.is_dir():
-        raise InputError(
-            f"there is no folder {path.parent}",
-            where=str(path),
-            rule="a picture is written into a folder that exists",
-            fix=f"mkdir -p {path.parent}",
-        )
+    check_output(path, where=str(path))

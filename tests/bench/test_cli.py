@@ -24,10 +24,11 @@ def test_an_unknown_part_exits_2():
     assert "Traceback" not in done.stderr
 
 
-def test_a_folder_that_is_not_there_is_an_error_before_measuring(tmp_path):
-    done = bench("train", "--json", str(tmp_path / "none" / "x.json"))
-    assert done.returncode == 2
-    assert "mkdir" in done.stderr
+def test_a_file_that_can_not_be_written_is_an_error_before_measuring(tmp_path):
+    for path, words in ((tmp_path / "none" / "x.json", "mkdir"), (tmp_path, "can't write")):
+        done = bench("train", "--json", str(path))
+        assert done.returncode == 2
+        assert words in done.stderr and "Traceback" not in done.stderr
 
 
 def test_under_a_launcher_is_an_error():

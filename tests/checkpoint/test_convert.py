@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import convert, hf_llama, manifest, store
+from meshwright.checkpoint import convert, hf_config, hf_llama, manifest, store
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.llama import Llama
 from meshwright.models.spec import LlamaSpec, RopeScaling
@@ -103,9 +103,9 @@ def test_names_and_shapes_are_the_module_s(spec):
 
 def test_an_imported_model_is_known_by_our_own_description(tmp_path):
     for i, spec in enumerate(SPECS.values()):
-        config = hf_llama.config_from_model(spec.identity(), dtype="float32", max_seq_len=None)
-        assert hf_llama.model_from_config(config, where=str(i)) == spec.identity()
-        assert list(hf_llama.model_from_config(config, where="")) == list(spec.identity())
+        config = hf_config.config_from_model(spec.identity(), dtype="float32", max_seq_len=None)
+        assert hf_config.model_from_config(config, where=str(i)) == spec.identity()
+        assert list(hf_config.model_from_config(config, where="")) == list(spec.identity())
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 3000, 10**9])
@@ -204,7 +204,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 def test_the_context_length_is_what_was_asked_for(tmp_path):
     scaled = SPECS["scaled"].identity()
     for model, asked, wanted in ((PLAIN.identity(), None, 2048), (scaled, None, 128), (scaled, 99, 99)):
-        config = hf_llama.config_from_model(model, dtype="float32", max_seq_len=asked)
+        config = hf_config.config_from_model(model, dtype="float32", max_seq_len=asked)
         assert config["max_position_embeddings"] == wanted
 
 
@@ -218,7 +218,7 @@ def test_the_context_length_is_what_was_asked_for(tmp_path):
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "config.json has no low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "config.json has no rope_scaling.low_freq_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),

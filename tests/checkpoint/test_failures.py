@@ -14,12 +14,10 @@ from meshwright.errors import RunError
 from meshwright.testing.gang import GangError
 from tests.checkpoint import failures
 
-SOON_S = 20.0
-
 
 def only(results):
-    """What all ranks were told alike, in time."""
-    assert all(result is not None and result.seconds < SOON_S for result in results)
+    """What all ranks were told alike. None waited in vain: collectives would do so for longer than a gang's limit."""
+    assert all(result is not None for result in results)
     assert len({(result.kind, result.text) for result in results}) == 1
     return results[0]
 

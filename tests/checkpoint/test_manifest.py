@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint import directory, manifest
 from meshwright.checkpoint.durable import write_file
+from meshwright.config.load import load
 from meshwright.errors import CheckpointError
 from meshwright.models.spec import LlamaSpec, RopeScaling
+from tests.helpers import alternatives
 
 FILES = {"layout.json": b'{"a": [1, 2]}\n', "rank-00000.safetensors": bytes(range(256)), "rank-00001.safetensors": b""}
 SPEC = LlamaSpec(4, 128, 4, 2, 352, 256, 32, rope_scaling=RopeScaling())
@@ -200,6 +202,42 @@ def test_another_model_is_refused_by_its_first_difference(original, change, fiel
     assert f"model.{field}" in caught.value.fix
 
 
+SCALED = "model.rope_scaling.factor=4.0"
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        ([], [SCALED]),
+        ([SCALED], []),
+        ([SCALED], ["model.rope_scaling.factor=2.0", "model.rope_scaling.original_seq_len=99"]),
+        (["model.dim=64", "model.tie_embeddings=true", "model.norm_eps=1e-30"], ["model.num_layers=3"]),
+        (["model.head_dim=64"], []),
+    ],
+)
+def test_the_fix_makes_it_the_checkpoint_s_model(tmp_path, saved, here):
+    path = make(tmp_path, 1, model=load(None, saved).model.spec().identity())
+    with pytest.raises(CheckpointError) as caught:
+        manifest.check_model(manifest.read_manifest(path), load(None, here).model.spec().identity())
+    [words, *_] = alternatives(caught.value.fix)
+    assert not {word.partition("=")[0] for word in words} & {"model.vocab_size", "model.num_heads"}
+    manifest.check_model(manifest.read_manifest(path), load(None, [*here, *words]).model.spec().identity())
+
+
+def test_the_fix_for_another_kind_names_its_preset(tmp_path):
+    path = make(tmp_path, 1, model=load(None).model.spec().identity())
+    with pytest.raises(CheckpointError, match="model.kind is") as caught:
+        manifest.check_model(manifest.read_manifest(path), load("dit-digits").model.spec().identity())
+    assert caught.value.fix.startswith("a preset of a llama, with ")
+    [words, *_] = alternatives(caught.value.fix)
+    manifest.check_model(manifest.read_manifest(path), load("llama3-8b", words).model.spec().identity())
+
+
+def test_a_field_that_is_not_set_is_as_good_as_none(tmp_path):
+    old = make(tmp_path, 1, model={name: v for name, v in load(None).model.spec().identity().items() if v is not None})
+    manifest.check_model(manifest.read_manifest(old), load(None).model.spec().identity() | {"new_field": None})
+
+
 def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
     for run in ({"loss": float("nan")}, {"folder": tmp_path}):
         with pytest.raises(CheckpointError, match="JSON"):
@@ -207,6 +245,6 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
 
 
 def test_reading_checkpoints_needs_no_torch():
-    rooms = "manifest, directory, durable, layout, hf_llama"
+    rooms = "manifest, directory, durable, layout, hf_llama, hf_config"
     code = f"import sys\nfrom meshwright.checkpoint import {rooms}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})

@@ -78,9 +78,38 @@ def test_export_and_import_are_inverse(here, run_folder, tmp_path):
     names = store.tensor_names(path)
     ours, theirs = (store.read_tensors(p, names) for p in (path, run_folder / "checkpoints/00000010"))
     assert all(torch.equal(ours[name], theirs[name]) for name in names) and len(names) > 10
-    # The words it prints are those with which a run takes the weights up.
+    assert told_model(done) == CONFIG.model.spec()
+
+
+def told_model(done):
+    """By the words that an import prints, with which a run takes the weights up."""
     words = next(line for line in done.stdout.splitlines() if line.startswith("model  ")).split()[1:]
-    assert load(None, words).model.spec() == CONFIG.model.spec()
+    return load(None, words).model.spec()
+
+
+def test_the_words_of_an_imported_model_have_its_rotary_scaling(here, tmp_path):
+    config = load(None, [*SMALL, "model.num_layers=1", "model.rope_scaling.factor=4.0", "model.norm_eps=1e-30"])
+    model = build_model(config.model.spec(), dtype=torch.float32)
+    tensors = {f"model.{name}": torch.ones(parameter.shape) for name, parameter in model.named_parameters()}
+    store.save(tmp_path / "run/checkpoints", 1, tensors, model=config.model.spec().identity(), run={}, keep=1)
+    here("checkpoint", "export", "run", "hf", torch=True)
+    done = here("checkpoint", "import", "hf", "new", torch=True)
+    assert done.returncode == 0 and told_model(done) == config.model.spec()
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints"])
+def test_export_takes_the_newest_valid_one(here, copied, tmp_path, part):
+    (copied / "checkpoints/00000010/layout.json").write_text("{}")
+    done = here("checkpoint", "export", copied / part, tmp_path / "hf", torch=True)
+    assert done.returncode == 0 and "00000005 →" in done.stdout
+    assert "passed over" in done.stderr and "00000010: layout.json is truncated" in done.stderr
+    # One that is asked for by its own path is that one or none.
+    done = here("checkpoint", "export", copied / "checkpoints/00000010", tmp_path / "other", torch=True)
+    assert done.returncode == 2 and "layout.json is truncated" in shown_error(done.stderr)["error"]
+    (copied / "checkpoints/00000005/manifest.json").unlink()
+    done = here("checkpoint", "export", copied / part, tmp_path / "other", torch=True)
+    assert done.returncode == 2 and "no valid checkpoint" in shown_error(done.stderr)["error"]
+    assert not (tmp_path / "other").exists()
 
 
 def test_import_needs_a_new_folder(here, run_folder, tmp_path):

@@ -137,6 +137,7 @@ def test_no_torch_and_no_matplotlib_for_text(no_torch, tmp_path):
         (("1f1b", *SIZE, "--backward-input", "inf"), "--backward-input inf", "--backward-input 1"),
         (("1f1b", *SIZE, "-o", "a.pdf"), "a.pdf", "a.svg"),
         (("1f1b", *SIZE, "-o", "none/a.svg"), "no folder none", "mkdir -p none"),
+        (("1f1b", *SIZE, "-o", "/proc/a.svg"), "can't write /proc/a.svg", "another name"),
         (("1f1b", *SIZE, "--csv", "-", "--json", "-"), "--csv and --json", "--csv -"),
         (("none.csv",), "can't read none.csv", "--csv mine.csv"),
         (("./",), "can't read", ""),
@@ -148,8 +149,9 @@ def test_bad_input(fails, words, error, fix):
 
 
 def test_a_table_that_can_not_be_written(here):
-    done = here("draw", "pipeline", "1f1b", *SIZE, "--csv", "none/a.csv")
-    assert done.returncode == 2 and shown_error(done.stderr)["fix"] == "mkdir -p none"
+    for option in ("--csv", "--json"):
+        done = here("draw", "pipeline", "1f1b", *SIZE, option, "none/a.csv")
+        assert done.returncode == 2 and done.stdout == "" and shown_error(done.stderr)["fix"] == "mkdir -p none"
 
 
 @pytest.mark.parametrize(

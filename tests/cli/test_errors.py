@@ -120,7 +120,10 @@ def test_batch_that_does_not_divide(fails):
 
 
 def test_axis_that_is_not_there_yet(fails_here):
-    assert "not available yet" in fails_here("run", "mesh.cp=2")["error"]
+    for axis, ways in (("cp", 2), ("ep", 1)):
+        error = fails_here("run", f"mesh.{axis}=2")
+        assert "not available yet" in error["error"] and len(alternatives(error["fix"])) == ways
+        assert_every_fix_works(outcome([f"mesh.{axis}=2"]), [f"mesh.{axis}=2"])
 
 
 def test_section_that_is_not_there_yet(fails_here):
@@ -183,6 +186,14 @@ def test_sequence_longer_than_the_corpus(fails, tmp_path):
     [fix] = alternatives(error["fix"])[0]
     open_training_corpus(load(None, [*words, fix]))
     assert int(fix.partition("=")[2]) > 64
+
+
+@pytest.mark.parametrize("more", [["mesh.tp=2"], ["mesh.tp=2", "mesh.sequence_parallel=false"], ["mesh.tp=4"]])
+def test_sequence_longer_than_the_corpus_that_tp_divides(fails_here, tmp_path, more):
+    words = [*small_corpus(tmp_path, num_bytes=1230), *more]
+    [fix] = alternatives(fails_here("run", *words, "train.seq_len=256")["fix"])[0]
+    open_training_corpus(load(None, [*words, fix]))
+    assert ("false" in more[-1]) == (int(fix.partition("=")[2]) % 2 == 1)
 
 
 def test_ids_that_the_vocabulary_lacks(fails_here, tmp_path):

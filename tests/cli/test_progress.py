@@ -205,3 +205,9 @@ def test_a_skipped_step_is_said_once_and_does_not_break_the_bars(monkeypatch):
 def test_an_encoding_without_bars_and_dots_is_no_reason_to_fail():
     done = meshwright("presets", env=clean_environment(PYTHONIOENCODING="ascii", PYTHONUTF8="0"))
     assert done.returncode == 0 and "llama3-70b" in done.stdout and "?" in done.stdout
+
+
+def test_the_command_to_repeat_a_run_is_one_that_a_shell_takes(capsys):
+    TerminalReporter().started(FACTS)
+    TerminalReporter().finished(replace(SUMMARY, folder=Path("my runs/x-1")))
+    assert "repeat: meshwright run 'my runs/x-1/config.toml'\n" in capsys.readouterr().out

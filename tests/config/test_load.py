@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
+from meshwright.config.breach import as_words
 from meshwright.config.load import known_keys, load, preset_names
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.errors import ConfigError, InputError
@@ -224,7 +226,25 @@ def test_what_is_not_toml_is_said_to_be_not(text, tmp_path):
 
 def test_a_folder_is_not_a_file(tmp_path):
     (tmp_path / "x.toml").mkdir()
-    assert isinstance(outcome([], str(tmp_path / "x.toml")), ConfigError)
+    (tmp_path / "a b.toml").write_text("[train]\nsteps = 7\n")
+    error = outcome([], str(tmp_path / "x.toml"))
+    assert isinstance(error, ConfigError) and "(a directory)" in error.what
+    [source] = shlex.split(error.fix)
+    assert outcome([], source).train.steps == 7
+
+
+@pytest.mark.parametrize("word", ["train.freeze=[1,2]", "train.freeze=['a',2]", "pipeline.layers_per_stage=[2,'x']"])
+def test_an_item_that_can_not_be_is_named_with_its_key(word):
+    key, _, value = word.partition("=")
+    error = outcome([word])
+    assert error.what.startswith(f"{key}[{0 if '1' in value else 1}] = ") and error.where == f"command line, {key}"
+    assert_every_fix_works(error, [word])
+
+
+def test_a_fix_is_one_word_to_a_shell():
+    assert shlex.split(as_words({"data.source": "my texts/*.txt", "train.freeze": ("a b*",)})) == [
+        "data.source=my texts/*.txt", "train.freeze=a b*",
+    ]  # fmt: skip
 
 
 def test_a_second_toml_key_does_not_hide_in_a_word():

@@ -209,6 +209,17 @@ def test_windows_tile_the_inputs(length, seq_len):
     assert count * seq_len + seq_len + 1 > length, "another window would fit"
 
 
+@given(num_train=st.integers(0, 50), num_validation=st.integers(0, 50), tp=st.integers(1, 9))
+def test_the_longest_that_fits_is_one_that_ranks_can_divide(num_train, num_validation, tp):
+    corpus, longest = corpus_of(num_train, num_validation), min(num_train, num_validation) - 1
+    with pytest.raises(DataError) as caught:
+        check_windows(corpus, 60 * tp, multiple_of=tp)
+    found = re.match(r"train\.seq_len=(\d+)", caught.value.fix)
+    assert (found is None) == (longest < tp)
+    if found:
+        assert int(found[1]) % tp == 0 and longest - tp < int(found[1]) <= longest
+
+
 @given(num_train=st.integers(0, 50), num_validation=st.integers(0, 50), seq_len=st.integers(1, 60))
 def test_a_sample_longer_than_a_part_is_refused_with_the_longest_that_fits(num_train, num_validation, seq_len):
     corpus = corpus_of(num_train, num_validation)

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from tests.house.source import PACKAGE, Module, Tree
 
 FLOORS = {
-    "errors": 0, "units": 0, "log": 0, "picture": 0, "__init__": 0,
+    "errors": 0, "units": 0, "log": 0, "output": 0, "picture": 0, "__init__": 0,
     "cluster": 1, "mesh": 1, "testing": 1,
     "comm": 2, "nn": 2,
     "reshard": 3, "pipeline": 3,
@@ -25,7 +25,7 @@ FLOORS = {
 """Room, or file beside the rooms, by floor."""
 
 TORCH_FREE = (
-    "__init__.py", "__main__.py", "errors.py", "units.py", "log.py", "picture.py",
+    "__init__.py", "__main__.py", "errors.py", "units.py", "log.py", "output.py", "picture.py",
     "cluster/spec.py", "cluster/presets.py",
     "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/layout_meant.py", "mesh/given.py",
     "mesh/intervals.py",
@@ -45,7 +45,7 @@ TORCH_FREE = (
     "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
     "reshard/draw.py", "reshard/boxes.py", "reshard/explain.py", "reshard/verify_counts.py",
     "reshard/verify_fault.py", "reshard/verify_kinds.py", "reshard/verify_values.py",
-    "checkpoint/manifest.py",
+    "checkpoint/manifest.py", "checkpoint/hf_llama.py", "checkpoint/hf_config.py",
     "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
     "train/reporter.py", "train/lr_schedule.py", "train/curves.py", "train/draw_losses.py",
     "prove/spec.py", "prove/drift.py", "prove/drift_draw.py",

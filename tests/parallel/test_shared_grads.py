@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import torch
@@ -186,22 +185,21 @@ def disagree(rank, world_size, what):
         }.get(what, declared)
     if what == "a stage more":
         declared = [*declared, SharedParameter("more", ((0, "own"), (PP * CHUNKS, "own")))]
-    started = time.monotonic()
     try:
         make(stages, declared)
     except LayoutError as error:
-        return error.what, error.where, error.fix, time.monotonic() - started
+        return error.what, error.where, error.fix
     return None
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_stop_alike_and_at_once(gang, what):
+    """None waits in vain: collectives would do so for longer than a gang's limit."""
     words, where = DISAGREEMENTS[what]
-    results = gang(PP).run(disagree, what, timeout_s=10)
-    assert all(result[:3] == results[0][:3] for result in results)
-    what, place, fix, _ = results[0]
+    results = gang(PP).run(disagree, what)
+    assert all(result == results[0] for result in results)
+    what, place, fix = results[0]
     assert re.search(words, what) and place.endswith(where) and fix
-    assert max(seconds for *_, seconds in results) < 10
 
 
 @pytest.mark.parametrize(

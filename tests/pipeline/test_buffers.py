@@ -20,6 +20,7 @@ from meshwright.train.context import RankContext, StatusBoard
 from tests.prove.proofs import small_config
 
 SHAPE = (2, 3)
+OPEN_S = 300  # until ranks have met: nothing here waits for it
 EDGE = TensorSpec(SHAPE, torch.float64)
 CPU = torch.device("cpu")
 
@@ -88,7 +89,7 @@ def executor_on_gang(rank, *, num_steps=1, shape=SHAPE, dtype=torch.float64, poi
     """A rank of two with one stage each: its gradient after each step, and where its inputs were."""
     table = lower(generate("f-then-b", num_stages=2, num_microbatches=5))
     keys = channel_keys(table)
-    channels = dict(zip(keys, open_channels([key[:2] for key in keys], rank=rank, timeout_s=10), strict=True))
+    channels = dict(zip(keys, open_channels([key[:2] for key in keys], rank=rank, timeout_s=OPEN_S), strict=True))
     stage = Scales(is_first=rank == 0, is_last=rank == 1, shape=shape if rank == 0 else SHAPE, dtype=dtype)
     buffers = buffers_of(table, rank, poison=poison)
     executor = Executor(table, rank=rank, stages={rank: stage}, channels=channels, buffers=buffers)
@@ -117,7 +118,7 @@ def give_misfit(rank, world_size, shape, dtype):
     """Rank 0's stage gives what rank 1's does not take; rank 1 would wait for it."""
     if rank == 1:
         keys = channel_keys(lower(generate("f-then-b", num_stages=2, num_microbatches=5)))
-        open_channels([key[:2] for key in keys], rank=rank, timeout_s=10)
+        open_channels([key[:2] for key in keys], rank=rank, timeout_s=OPEN_S)
         return None
     with pytest.raises(ScheduleError) as caught:
         executor_on_gang(rank, shape=shape, dtype=dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import torch
@@ -139,11 +138,10 @@ QUICK = {("frozen",), ("classes",), ("dtype",)}
 
 
 def compare_configurations(rank, world_size, all_words, pictures):
-    started = time.monotonic()
     try:
         check_agreement(load("dit-digits", all_words[rank]), pictures)
     except DataError as error:
-        return error.what, error.where, time.monotonic() - started
+        return error.what, error.where
     return None
 
 
@@ -157,30 +155,29 @@ def compare_configurations(rank, world_size, all_words, pictures):
 def test_a_run_names_the_key_that_ranks_differ_in(gang, word, key, values):
     pictures = few_pictures(load("dit-digits", SMALL))
     words = [*SMALL, *CHUNKED]
-    for what, where, seconds in gang(2).run(compare_configurations, [words, [*words, word]], pictures, timeout_s=10):
+    for what, where in gang(2).run(compare_configurations, [words, [*words, word]], pictures):
         assert re.fullmatch(rf"ranks 0 and 1 do not have the same {key}: {values}", what)
-        assert where == f"command line, {key}" and seconds < 10
+        assert where == f"command line, {key}"
 
 
 def disagree(rank, world_size, words, other_words, odd_ranks):
     job = make_job(rank, world_size, other_words if rank in odd_ranks else words)
-    started = time.monotonic()
     try:
         Pipeline(job)
     except LayoutError as error:
-        return error.what, error.where, error.fix, time.monotonic() - started
+        return error.what, error.where, error.fix
     return None
 
 
 @pytest.mark.parametrize("what", quick_and_slow(((name,) for name in DISAGREEMENTS), QUICK))
 def test_ranks_that_are_configured_apart_stop_alike_and_at_once(gang, what):
-    """Without the comparison of configurations that a run begins with."""
+    """Without the comparison of configurations that a run begins with. None waits in vain: collectives would do so for
+    longer than a gang's limit."""
     change, axes = DISAGREEMENTS[what]
     words = [*SMALL, *CHUNKED, *axes]
     num_ranks = load("dit-digits", words).mesh.axes().num_ranks()
     odd_ranks = range(num_ranks // 2, num_ranks)
-    results = gang(num_ranks).run(disagree, words, [*words, *change], odd_ranks, timeout_s=10)
-    assert results[0] is not None and all(result[:3] == results[0][:3] for result in results)
-    words, where, fix, _ = results[0]
+    results = gang(num_ranks).run(disagree, words, [*words, *change], odd_ranks)
+    assert results[0] is not None and all(result == results[0] for result in results)
+    words, where, fix = results[0]
     assert re.search(SAYS[what], words) and fix and re.search(r"on ranks 0 and [12]$", where)
-    assert max(seconds for *_, seconds in results) < 10

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from meshwright.checkpoint import layout, manifest, store
 from meshwright.checkpoint.durable import DurableFile, write_file
-from meshwright.checkpoint.hf_llama import config_from_model, hf_names, model_from_config, parameter_shape
+from meshwright.checkpoint.hf_config import config_from_model, model_from_config, read_object
+from meshwright.checkpoint.hf_llama import hf_names, parameter_shape
+from meshwright.checkpoint.hf_weights import CONFIG, INDEX, SINGLE_FILE, open_weights
 from meshwright.checkpoint.layout import Layout
 from meshwright.checkpoint.reader import read_tensor
-from meshwright.checkpoint.tensor_file import DTYPES, TensorToWrite, open_tensors, write_tensors
+from meshwright.checkpoint.tensor_file import DTYPES, TensorToWrite, write_tensors
 from meshwright.errors import CheckpointError, RunError
 
 PREFIX = "model."
 """What a checkpoint puts before a parameter's name; optimizer state has another prefix."""
-CONFIG = "config.json"
-SINGLE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What weights that are imported may be of."""
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -85,11 +86,8 @@ def import_safetensors(source: Path, root: Path) -> Path:
             rule="imported weights start a new run",
             fix="import into a new directory",
         )
-    model = model_from_config(_read_config(source / CONFIG), where=str(source / CONFIG))
-    with ExitStack() as stack:
-        # safetensors maps the files into memory, so a tensor is read when it is written, and not kept.
-        files = [stack.enter_context(open_tensors(path)) for path in _weight_files(source)]
-        theirs = {name: file.get_tensor(name) for file in files for name in file.keys()}  # noqa: SIM118
+    model = model_from_config(read_object(source / CONFIG), where=str(source / CONFIG))
+    with open_weights(source) as theirs:
         tensors = _tensors_to_import(theirs, model, source)
         run = {"imported_from": source.resolve().name}
         return store.save(root, 0, tensors, model=model, run=run, keep=1)
@@ -187,41 +185,14 @@ def _json(data: Mapping[str, Any]) -> bytes:
 # Import
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        state = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-    except ValueError as error:
-        state = f"is not JSON: {error}"
-    else:
-        if isinstance(config, dict):
-            return config
-        state = "is not a JSON object"
-    raise CheckpointError(
-        f"{path.name} {state}",
-        where=str(path),
-        rule="a Hugging Face model directory holds config.json and safetensors",
-        fix="give the directory of a Llama in Hugging Face's format",
-    )
-
-
-def _weight_files(source: Path) -> list[Path]:
-    if (source / INDEX).is_file():
-        index = _read_config(source / INDEX)
-        return [source / name for name in sorted(set(index.get("weight_map", {}).values()))]
-    if (source / SINGLE_FILE).is_file():
-        return [source / SINGLE_FILE]
-    pickled = sorted(path.name for path in source.glob("*.bin"))
-    raise CheckpointError(
-        f"there is neither {SINGLE_FILE} nor {INDEX}" + (f", only {', '.join(pickled)}" if pickled else ""),
-        where=str(source),
-        rule="weights are read from safetensors; a pickle can run any code, so none is opened",
-        fix="have transformers write safetensors: from_pretrained(…).save_pretrained(…)",
-    )
-
-
 def _tensors_to_import(theirs: dict[str, Tensor], model: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
+    if model["num_layers"] > len(theirs):
+        raise CheckpointError(
+            f"{CONFIG} has num_hidden_layers = {model['num_layers']}, but there are {len(theirs)} tensors",
+            where=str(source),
+            rule="every layer has tensors of its own",
+            fix="check that weights and configuration belong together",
+        )
     names = hf_names(model)
     # Llama files of 2023 carry the rotary frequencies, which follow from the configuration.
     found = {name for name in theirs if not name.endswith(".rotary_emb.inv_freq")}
@@ -232,7 +203,19 @@ def _tensors_to_import(theirs: dict[str, Tensor], model: Mapping[str, Any], sour
     _check_names(found, set(names.values()), str(source))
     for ours, name in names.items():
         _check_shape(name, tuple(theirs[name].shape), parameter_shape(model, ours), str(source))
+        _check_dtype(name, theirs[name].dtype, str(source))
     return {PREFIX + ours: theirs[name] for ours, name in names.items()}
+
+
+def _check_dtype(name: str, found: torch.dtype, where: str) -> None:
+    if found not in TRAINABLE:
+        allowed = [str(dtype).removeprefix("torch.") for dtype in TRAINABLE]
+        raise CheckpointError(
+            f"{name} is of {str(found).removeprefix('torch.')}",
+            where=where,
+            rule=f"weights to train are of {', '.join(allowed)}; fewer bits mean nothing without their scales",
+            fix="save the weights anew as bfloat16, multiplied by their scales where they have some",
+        )
 
 
 # Both

@@ -28,6 +28,7 @@ __all__ = [
     "encode",
     "hash_file",
     "list_checkpoints",
+    "model_words",
     "newest_complete",
     "newest_valid",
     "read_manifest",
@@ -179,18 +180,49 @@ def check_model(manifest: Manifest, identity: Mapping[str, Any]) -> None:
     """Check that the checkpoint is of the model that `identity` describes.
 
     Raises:
-        CheckpointError: names the first field that differs, with both values.
+        CheckpointError: names the first field that differs, with both values; the fix sets all that differ.
     """
-    saved, wanted = _flatten(manifest.model), _flatten(json.loads(json.dumps(dict(identity))))
-    for field in [*wanted, *(name for name in saved if name not in wanted)]:
-        here, there = wanted.get(field), saved.get(field)
-        if here != there:
-            raise CheckpointError(
-                f"model.{field} is {_show(here)} here and {_show(there)} in the checkpoint",
-                where=str(manifest.path),
-                rule="a checkpoint loads into the model it was saved from, on any layout",
-                fix=f"set model.{field}={_show(there)}, or start without this checkpoint",
-            )
+    saved, wanted = manifest.model, json.loads(json.dumps(dict(identity)))
+    difference = _first_difference(wanted, saved)
+    if difference is None:
+        return
+    field, here, there = difference
+    flat = _flatten(wanted)
+    others = {name: value for name, value in _flatten(saved).items() if name not in flat or flat[name] != value}
+    words = model_words(others)
+    if field == "kind":
+        fix = f"a preset of a {there}, with {model_words(saved)}"
+    else:
+        fix = f"set {words}" if words else f"leave model.{field} out"
+    raise CheckpointError(
+        f"model.{field} is {_show(here)} here and {_show(there)} in the checkpoint",
+        where=str(manifest.path),
+        rule="a checkpoint loads into the model it was saved from, on any layout",
+        fix=f"{fix}, or start without this checkpoint",
+    )
+
+
+def model_words(model: Mapping[str, Any]) -> str:
+    """The words of a command line that describe a model as its identity does."""
+    words = []
+    for name, value in _flatten(model).items():
+        word = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+        words.append(f"model.{name}={word}")
+    return " ".join(words)
+
+
+def _first_difference(
+    here: Mapping[str, Any], there: Mapping[str, Any], prefix: str = ""
+) -> tuple[str, Any, Any] | None:
+    """The dotted name of the first value that differs, and both; what is not there is not set."""
+    for name in {**here, **there}:
+        mine, other = here.get(name), there.get(name)
+        if isinstance(mine, dict) and isinstance(other, dict):
+            if found := _first_difference(mine, other, f"{prefix}{name}."):
+                return found
+        elif mine != other:
+            return prefix + name, mine, other
+    return None
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

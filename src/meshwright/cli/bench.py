@@ -14,8 +14,11 @@ from meshwright.bench.parts import PARTS, DeviceChoice, Options, find_part, load
 from meshwright.bench.report import as_json, table
 from meshwright.cli.style import paint
 from meshwright.errors import InputError
+from meshwright.output import check_output, write_output
 from meshwright.train.launch import context_from_environment
 
+STDOUT = Path("-")
+JSON_OPTION = "command line, --json"
 PART_HELP = "; ".join(f"{part}: {row.title}" for part, row in PARTS.items())
 
 
@@ -40,22 +43,17 @@ def bench(
             fix="meshwright bench …, without torchrun",
         )
     body = load_body(find_part(part))
-    if json_path is not None and not json_path.parent.is_dir():
-        raise InputError(
-            f"there is no folder {json_path.parent}",
-            where="command line, --json",
-            rule="figures are written into a folder that exists",
-            fix=f"mkdir -p {json_path.parent}",
-        )
+    if json_path is not None and json_path != STDOUT:
+        check_output(json_path, where=JSON_OPTION)
     report = body(Options(device, rounds), _say)
     _say("")
-    to_stdout = json_path == Path("-")
+    to_stdout = json_path == STDOUT
     _show(table(report), sys.stderr if to_stdout else sys.stdout)
     text = json.dumps(as_json(report), indent=1, ensure_ascii=False)
     if to_stdout:
         print(text)
     elif json_path is not None:
-        json_path.write_text(text + "\n", "utf-8")
+        write_output(json_path, text + "\n", where=JSON_OPTION)
 
 
 def _say(text: str) -> None:

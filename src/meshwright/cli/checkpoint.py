@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.checkpoint.manifest import list_checkpoints, read_manifest, verify
+from meshwright.checkpoint.manifest import list_checkpoints, model_words, newest_valid, read_manifest, verify
 from meshwright.cli.style import paint
 from meshwright.errors import CheckpointError
 from meshwright.units import format_bytes
@@ -60,7 +60,7 @@ def export(
     """Write the model's weights as safetensors with Hugging Face's Llama names."""
     from meshwright.checkpoint.convert import export_safetensors
 
-    path = _find(checkpoint)[-1]
+    path = _newest_valid(checkpoint)
     # The longest text the model has seen; a checkpoint of weights alone does not know it.
     trained = read_manifest(path).run.get("config", {}).get("train", {})
     export_safetensors(path, out, max_seq_len=trained.get("seq_len"))
@@ -77,8 +77,30 @@ def import_(
 
     path = import_safetensors(source, out / "checkpoints")
     print(f"{source} → {path}")
-    model = read_manifest(path).model
-    print("model  " + " ".join(f"model.{key}={value}" for key, value in model.items() if not isinstance(value, dict)))
+    print(f"model  {model_words(read_manifest(path).model)}")
+
+
+def _newest_valid(folder: Path) -> Path:
+    """The newest checkpoint that a path means and that is whole; newer ones that are passed over are named.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = _find(folder)
+    if found == [folder]:
+        return folder  # the one that was asked for, or an error
+    path, passed_over = newest_valid(found[0].parent)
+    if path is None:
+        newest, reason = passed_over[0]
+        raise CheckpointError(
+            f"no valid checkpoint in {folder}: {reason}",
+            where=str(newest),
+            rule="every file of a checkpoint has the size and hash that its manifest says",
+            fix=f"restore a copy of one of the {len(found)}",
+        )
+    for bad, reason in passed_over:
+        print(f"passed over {bad}: {reason}", file=sys.stderr)
+    return path
 
 
 def _find(folder: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from meshwright.cli.draw_loss import loss
 from meshwright.cli.draw_reshard import reshard
 from meshwright.cli.style import paint
 from meshwright.errors import InputError, ScheduleError
+from meshwright.output import check_output, write_output
 from meshwright.picture import check_picture
 from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
 from meshwright.pipeline.draw import draw, text_timeline
@@ -71,6 +72,9 @@ def pipeline(
         )
     if out is not None:
         check_picture(out)
+    for name in (csv, json):
+        if name is not None and name != "-":
+            check_output(Path(name), where=name)
     costs = _costs(
         {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "latency": latency}
     )
@@ -224,13 +228,5 @@ def _write(name: str, text: str, screen: TextIO) -> None:
     if name == "-":
         print(text.rstrip("\n"))
         return
-    try:
-        Path(name).write_text(text, "utf-8")
-    except OSError as error:
-        raise InputError(
-            f"can't write {name}: {error.strerror}",
-            where=name,
-            rule="a table is written to a file in a folder that exists, or with - to the standard output",
-            fix=f"mkdir -p {Path(name).parent}",
-        ) from None
+    write_output(Path(name), text, where=name)
     print(f"table     {name}", file=screen)

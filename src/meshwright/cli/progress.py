@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -89,7 +90,8 @@ class TerminalReporter(Reporter):
                 f"{format_duration(summary.seconds)} · run folder {summary.folder}"
             )
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
-        self._print(f"  metrics.jsonl · loss.png · {saved}repeat: meshwright run {summary.folder / 'config.toml'}")
+        again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
+        self._print(f"  metrics.jsonl · loss.png · {saved}repeat: {again}")
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""

@@ -15,11 +15,15 @@ import typer
 from meshwright.cli.style import paint
 from meshwright.cli.words import WORDS_HELP, split_words
 from meshwright.errors import InputError
+from meshwright.output import check_output, write_output
 from meshwright.units import format_duration
 
 if TYPE_CHECKING:
     from meshwright.prove.spec import ProofSpec
     from meshwright.train.context import RankContext
+
+STDOUT = Path("-")
+JSON_OPTION = "command line, --json"
 
 
 def prove(
@@ -44,6 +48,8 @@ def prove(
             rule="prove starts its own processes on this machine",
             fix="meshwright prove …, without torchrun",
         )
+    if json_path is not None and json_path != STDOUT:
+        check_output(json_path, where=JSON_OPTION)
     source, overrides = split_words(words)
     config = as_proof(load(source, overrides))
 
@@ -67,11 +73,12 @@ def prove(
         launch(compare_body, spec, num_ranks=1, threads=config.train.threads)
         answer = json.loads(spec.result.read_text("utf-8"))
     passed = answer["report"]["passed"]
-    _show(answer["lines"], passed, time.perf_counter() - started, to_stderr=json_path == Path("-"))
-    if json_path == Path("-"):
-        print(json.dumps(answer["report"], indent=1))
+    _show(answer["lines"], passed, time.perf_counter() - started, to_stderr=json_path == STDOUT)
+    text = json.dumps(answer["report"], indent=1)
+    if json_path == STDOUT:
+        print(text)
     elif json_path is not None:
-        json_path.write_text(json.dumps(answer["report"], indent=1) + "\n", "utf-8")
+        write_output(json_path, text + "\n", where=JSON_OPTION)
     if not passed:
         sys.exit(1)
 

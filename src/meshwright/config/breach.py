@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ def as_word(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         if len(value) == 1 and isinstance(value[0], str):
-            return f"'{value[0]}'" if "*" in value[0] else value[0]  # shells look for files that match
+            return shlex.quote(value[0])
         words = json.dumps(list(value)).replace(" ", "")
         return f"'{words}'" if '"' in words else words  # a shell takes double quotes away
-    return str(value)
+    return shlex.quote(value) if isinstance(value, str) else str(value)

@@ -6,6 +6,7 @@ Keeps where each key was set, so that an error can say so. Torch-free: errors an
 from __future__ import annotations
 
 import difflib
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -116,13 +117,14 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
 def _no_source(source: str) -> ConfigError:
     path = Path(source)
     is_file = path.suffix == ".toml"
-    others = [str(other) for other in path.parent.glob("*.toml")] if is_file else preset_names()
-    near = difflib.get_close_matches(source, others, n=1)
+    state = " (a directory)" if path.is_dir() else " (no such file)" if is_file else ""
+    files = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
+    near = difflib.get_close_matches(source, files if is_file else preset_names(), n=1)
     return ConfigError(
-        f"{shorten(source)} is neither a preset nor a TOML file" + (" (no such file)" if is_file else ""),
+        f"{shorten(source)} is neither a preset nor a TOML file{state}",
         where="command line",
         rule=f"presets are {', '.join(preset_names())}",
-        fix=near[0] if near else DEFAULT_PRESET,
+        fix=shlex.quote(near[0]) if near else DEFAULT_PRESET,
     )
 
 
@@ -219,7 +221,8 @@ def _nearest_key(key: str) -> str | None:
 def _explain(error: ValidationError, draft: Draft, *, num_ranks: int | None) -> ConfigError:
     """The first of pydantic's complaints as one of our errors."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"]]
+    place = [part for part in first["loc"] if isinstance(part, str)]
+    items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
     kind = place.pop(1) if place[0] == "model" and len(place) > 2 else None
     key = ".".join(place) if place != ["model"] else "model.kind"
     if first["type"] == "extra_forbidden":
@@ -239,7 +242,7 @@ def _explain(error: ValidationError, draft: Draft, *, num_ranks: int | None) -> 
     allowed = first.get("ctx", {}).get("expected")
     found = first["input"]["kind"] if key == "model.kind" and isinstance(first["input"], dict) else first["input"]
     return ConfigError(
-        f"{key} = {shorten(repr(found))} is not allowed here",
+        f"{key}{items} = {shorten(repr(found))} is not allowed here",
         where=f"{draft.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
         fix=_way_back(draft, key, getattr(field, "default", None), num_ranks=num_ranks),

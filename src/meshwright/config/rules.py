@@ -106,13 +106,16 @@ def _unavailable(config: RunConfig) -> Iterator[Breach]:
     for axis in ("cp", "ep"):
         size = getattr(config.mesh, axis)
         if size > 1:
-            as_many_ranks = {} if axis == "ep" else {"mesh.dp_shard": config.mesh.dp_shard * size}
+            # ep's ranks are dp_shard's; cp's go to dp_shard, where they don't go away.
+            ways = [{f"mesh.{axis}": 1}]
+            if axis == "cp":
+                ways.insert(0, {**ways[0], "mesh.dp_shard": config.mesh.dp_shard * size})
             yield Breach(
                 LayoutError,
                 f"mesh.{axis} = {size} is not available yet",
                 f"mesh.{axis}",
                 "this version lays work on pp, dp_replicate, dp_shard and tp",
-                [{f"mesh.{axis}": 1, **as_many_ranks}, {f"mesh.{axis}": 1}],
+                ways,
             )
 
 

@@ -12,6 +12,7 @@ import difflib
 import glob
 import hashlib
 import os
+import shlex
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def unreadable(path: str | Path, source: str, error: OSError) -> DataError:
         f"{path} cannot be read: {error.strerror or error}",
         where=f"data.source, {source}",
         rule="every file of the source is readable by the user who runs",
-        fix=f"chmod u+r {path}, or a data.source without it",
+        fix=f"chmod u+r {shlex.quote(str(path))}, or a data.source without it",
     )
 
 
@@ -188,7 +189,7 @@ def _nothing_found(source: str, root: Path) -> DataError:
     elif glob.has_magic(pattern):
         what, fix = f"no file matches {source}", f"a pattern that matches, or data.source={STDLIB}"
     else:
-        what, fix = f"no file {source}", f"data.source={near or STDLIB}"
+        what, fix = f"no file {source}", f"data.source={shlex.quote(str(near or STDLIB))}"
     return DataError(
         f"{what} (the nearest existing directory is {nearest_existing(pattern)})",
         where=f"data.source, {source}",

@@ -101,8 +101,13 @@ def num_windows(part: Tokens, seq_len: int) -> int:
     return max(0, len(part) - 1) // seq_len
 
 
-def check_windows(corpus: Corpus, seq_len: int) -> None:
+def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None:
     """Check that both parts of a corpus hold at least one window.
+
+    Args:
+        corpus: to be read in windows.
+        seq_len: of a window.
+        multiple_of: what a `seq_len` that works instead is a multiple of, as where ranks divide it.
 
     Raises:
         DataError: a part is too short; the fix names the largest `train.seq_len` that works.
@@ -111,7 +116,7 @@ def check_windows(corpus: Corpus, seq_len: int) -> None:
     name, shortest = min(parts.items(), key=lambda item: len(item[1]))
     if num_windows(shortest, seq_len):
         return
-    largest = len(shortest) - 1
+    largest = (len(shortest) - 1) // multiple_of * multiple_of
     raise DataError(
         f"train.seq_len = {seq_len} is longer than the {name} part, which has {len(shortest)} tokens",
         where=f"train.seq_len; data.source, {corpus.source}",

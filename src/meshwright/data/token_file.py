@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -127,7 +128,7 @@ def _missing(source: str, path: Path) -> DataError:
         f"no token file {source} (the nearest existing directory is {nearest_existing(path)})",
         where=f"data.source, {source}",
         rule="a source that ends in .npy or .bin is one file of token ids",
-        fix=f"data.source={near}" if near else "the path of an existing file, or data.source=stdlib",
+        fix=f"data.source={shlex.quote(str(near))}" if near else "the path of an existing file, or data.source=stdlib",
     )
 
 

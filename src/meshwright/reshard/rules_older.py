@@ -1,7 +1,7 @@
 """Rules of operators that DTensor 2.11 gets wrong and 2.13 right; registered before 2.13 only.
 
-DTensor 2.11 averages pieces of different sizes as if they had the same where a cut is strided, and pads with
-constants as if every mesh had one axis.
+DTensor 2.11 averages pieces of different sizes as if they had the same where a cut is strided, pads with constants as
+if every mesh had one axis, and slices each rank's piece of a dim with a strided cut.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from meshwright.reshard.private import Rule, moved_to
-from meshwright.reshard.rules_windows import unpadded
+from meshwright.reshard.rules_windows import passed_on, unpadded
 from meshwright.reshard.ways import Spec, Way, copies, cuts, partials
 
 aten = torch.ops.aten
@@ -42,6 +42,21 @@ def constant_pad_rule(x: Spec, padding: list[int], value: float = 0) -> list[Way
     return ways + (summed(x) if value == 0 else [])
 
 
+def slice_rule(x: Spec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> list[Way]:
+    """Along dims that are kept whole."""
+    dim = dim % x.ndim if x.ndim else 0
+    is_all = not start and step == 1 and (end is None or (x.ndim > 0 and end >= x.shape[dim]))
+    kept = [d for d in range(x.ndim) if d != dim or is_all]
+    return [copies(1, 1), *passed_on(x)] + [([p], [p]) for d in kept for p in cuts(d, x)]
+
+
+def select_rule(x: Spec, dim: int, index: int) -> list[Way]:
+    """Along other dims."""
+    ways = [copies(1, 1), *passed_on(x)]
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return ways + [([moved_to(p, d - (d > dim % x.ndim))], [p]) for d in others for p in cuts(d, x)]
+
+
 def summed(x: Spec) -> list[Way]:
     """Parts of a sum or of an average, of what is linear."""
     return [([p], [p]) for p in partials(x) if p in (Partial("sum"), Partial("avg"))]
@@ -51,4 +66,6 @@ OLDER_RULES: dict[Any, Rule] = {
     aten.mean.default: mean_rule,
     aten.mean.dim: mean_rule,
     aten.constant_pad_nd.default: constant_pad_rule,
+    aten.slice.Tensor: slice_rule,
+    aten.select.int: select_rule,
 }

@@ -39,7 +39,7 @@ def open_training_corpus(config: RunConfig) -> Corpus:
             fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
         )
     corpus = open_corpus(data.source, tokenizer=data.tokenizer, token_dtype=data.token_dtype, cache_dir=data.cache_dir)
-    check_windows(corpus, config.train.seq_len)
+    check_windows(corpus, config.train.seq_len, multiple_of=config.mesh.tp if config.mesh.sequence_parallel else 1)
     check_vocab(corpus, config.model.vocab_size)
     return corpus
 
