@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.reshard.placements import layout_of_placements
-from meshwright.reshard.rules_older import constant_pad_rule, mean_rule
+from meshwright.reshard.rules_older import constant_pad_rule, mean_rule, select_rule, slice_rule
 from tests.reshard.placing import numbers
 
 AXES = (2, 3)
@@ -81,6 +81,32 @@ def test_padding(now, padding):
     found = [
         is_right(lambda piece: F.pad(piece, padding, value=2.0), x, before, after)
         for before, after in combinations(constant_pad_rule, x, now, padding, 2.0)
+    ]
+    assert found and all(found)
+
+
+SLICES = [(0, 3, 20, 1), (1, 2, 15, 3), (-1, 0, 18, 1), (0, None, None, 1), (0, 0, 36, 2)]
+
+
+@pytest.mark.parametrize("now", LAYOUTS, ids=str)
+@pytest.mark.parametrize("words", SLICES, ids=str)
+def test_slices(now, words):
+    x, (dim, start, end, step) = numbers(36, 18), words
+
+    def sliced(piece):
+        return piece[slice(start, end, step)] if dim == 0 else piece[:, slice(start, end, step)]
+
+    found = [is_right(sliced, x, before, after) for before, after in combinations(slice_rule, x, now, *words)]
+    assert len(found) > 1 and all(found)
+
+
+@pytest.mark.parametrize("now", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_one_is_selected(now, dim):
+    x = numbers(36, 18)
+    found = [
+        is_right(lambda piece: piece.select(dim, 2), x, before, after)
+        for before, after in combinations(select_rule, x, now, dim, 2)
     ]
     assert found and all(found)
 

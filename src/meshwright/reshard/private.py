@@ -200,6 +200,9 @@ def _is_plain(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> bool:
 PLANNING = "_propagate_op_sharding_dispatch_slow_path"
 """The function in which DTensor chooses an operator's layouts: before it moves or computes anything."""
 
+PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
+"""What DTensor says of an operator in place on a tensor that would have to be moved."""
+
 Rule = Callable[..., Sequence[tuple[list[Placement | None], list[Placement | None]]]]
 """From an operator's arguments, tensors as their specs, to (outputs' placements, inputs' placements) on one axis."""
 
@@ -324,9 +327,12 @@ def turn_into(tensor: DTensor, turned: DTensor, operator: OpOverload, args: tupl
 
 
 def failed_in_planning(error: BaseException) -> bool:
-    """DTensor failed before it moved or computed anything, for reasons that are the same on all ranks."""
+    """DTensor failed before it wrote anything, for reasons that are the same on all ranks.
+
+    2.11 sees only afterwards, when it has computed on copies, that an operator in place would have to change placements.
+    """
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name == PLANNING for frame, _ in frames)
+    return any(frame.f_code.co_name == PLANNING for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
 
 
 def draws_by_itself(operator: OpOverload) -> bool:
