@@ -329,7 +329,7 @@ def turn_into(tensor: DTensor, turned: DTensor, operator: OpOverload, args: tupl
 def failed_in_planning(error: BaseException) -> bool:
     """DTensor failed before it wrote anything, for reasons that are the same on all ranks.
 
-    2.11 sees only afterwards, when it has computed on copies, that an operator in place would have to change placements.
+    2.11 sees only when it has computed, on copies, that an operator in place would have to change placements.
     """
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_name == PLANNING for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
