@@ -32,6 +32,21 @@ def gradient(call):
     return of
 
 
+def parts_of_eight_bits(rank, world_size):
+    """A product with a tensor of 8 bits that is partial, which only its maker can answer for."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    x, w = (torch.arange(256.0).view(16, 16) % 7).to(torch.float8_e4m3fn), torch.eye(16).to(torch.float8_e4m3fn)
+    parts = DTensor.from_local(x if rank == 1 else torch.zeros(16, 16).to(x.dtype), mesh, [P])
+    one, other = (place(torch.ones(()), mesh, [R]), DTensor.from_local(w, mesh, [R]).t())
+    with replicate_fallback(warn=False):
+        y = torch._scaled_mm(parts, other, one, one, out_dtype=torch.float32).full_tensor()
+    return torch.equal(y, x.float())
+
+
+def test_a_product_of_parts_of_eight_bits(gang):
+    assert gang(4).run(parts_of_eight_bits) == [True] * 4
+
+
 CASES = {
     "kernel cut": ("convolution.default", F.conv1d, (numbers(4, 3, 9), S0), (numbers(8, 3, 3, seed=1), S0)),
     "channels cut": ("convolution.default", F.conv1d, (numbers(4, 8, 9), S1), (numbers(6, 8, 3, seed=1), R)),
@@ -101,7 +116,8 @@ def test_they_are_right_in_the_fallback(gang):
 
 def test_each_check_has_a_case():
     assert {f"aten.{operator}" for operator, *_ in CASES.values() if operator} | {
-        "aten.reshape.default"  # as `view`, in inference mode
+        "aten.reshape.default",  # as `view`, in inference mode
+        "aten._scaled_mm.default", "aten._scaled_mm_v2.default",  # above
     } == set(CHECKS)  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from meshwright.reshard.private import (
     gathered,
     is_alias,
     is_cut,
+    new_dtensor,
     own_tensor,
     spec_of,
     tree_flatten,
@@ -143,14 +144,22 @@ def _whole(tensor: Tensor, *, is_written: bool) -> Tensor:
     """The whole tensor on this rank; a copy of its own if the operator writes to it."""
     if not isinstance(tensor, DTensor):
         return tensor.clone() if is_written else tensor
-    if tensor.is_floating_point() and tensor.element_size() == 1:  # gloo moves no numbers of 8 bits but integers
-        bytes_of = as_dtensor_like(tensor, own_tensor(tensor).view(torch.uint8), tensor)
-        whole = gathered(bytes_of).view(tensor.dtype)
-    else:
-        whole = gathered(tensor)
+    whole = _gathered_eight_bits(tensor) if _has_eight_bits(tensor) else gathered(tensor)
     if is_alias(whole, own_tensor(tensor)):
         return whole.clone() if is_written else whole
     return _with_strides(whole, tensor.stride())
+
+
+def _has_eight_bits(tensor: DTensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() == 1
+
+
+def _gathered_eight_bits(tensor: DTensor) -> Tensor:
+    """gloo moves no numbers of 8 bits but integers, and adds up none in their place."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        local = own_tensor(tensor).float()
+        return gathered(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor)).to(tensor.dtype)
+    return gathered(as_dtensor_like(tensor, own_tensor(tensor).view(torch.uint8), tensor)).view(tensor.dtype)
 
 
 def can_be_written(tensor: DTensor) -> bool:
