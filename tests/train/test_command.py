@@ -16,7 +16,7 @@ import pytest
 from meshwright.checkpoint.manifest import list_checkpoints, verify
 from meshwright.config.load import load
 from meshwright.train.launch import SAME_S
-from tests.helpers import clean_environment, meshwright, small_corpus
+from tests.helpers import meshwright, small_corpus
 from tests.train.runs import (
     STEPS,
     Hold,
