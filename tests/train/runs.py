@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,10 @@ def faulty_body(context: RankContext, argument: tuple[RunSpec, Fault | None, Pat
 def choose(words: Sequence[str], *, out: Path | None, resume: str | None) -> RunFolder:
     """Where a run with these words would write, and what it would start from."""
     config = load(None, [*STEPS, *words])
-    return choose_folder(config, out=out, resume=resume, corpus=open_training_corpus(config).fingerprint)
+    with ExitStack() as hold:
+        return choose_folder(
+            config, out=out, resume=resume, corpus=open_training_corpus(config).fingerprint, hold=hold
+        )
 
 
 def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,16 +50,17 @@ def run(
     if context is not None:
         run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))
         return
-    folder = choose_folder(config, out=out, resume=resume, corpus=corpus.fingerprint)
-    _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
-    launch(
-        run_body,
-        RunSpec(config, reporter, folder=folder),
-        num_ranks=num_ranks,
-        threads=config.train.threads,
-        on_interrupt=_say_stopping,
-        describe_action=partial(action_words, config),
-    )
+    with ExitStack() as hold:
+        folder = choose_folder(config, out=out, resume=resume, corpus=corpus.fingerprint, hold=hold)
+        _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
+        launch(
+            run_body,
+            RunSpec(config, reporter, folder=folder),
+            num_ranks=num_ranks,
+            threads=config.train.threads,
+            on_interrupt=_say_stopping,
+            describe_action=partial(action_words, config),
+        )
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -52,10 +53,10 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
     )
-    with group, naming_collectives():
+    with group, naming_collectives(), ExitStack() as hold:
         corpus = open_training_data(config)
         check_agreement(config, corpus)
-        folder = spec.folder or _agree_on_folder(context, spec, corpus)
+        folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = build_task(config, corpus, device)
         reporter.started(_facts(config, corpus, task, device, folder, ranks_per_node=context.local_ranks))
@@ -91,12 +92,16 @@ def _facts(
     )
 
 
-def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus | Pictures) -> RunFolder:
-    """Rank 0 chooses; its error, if it has one, is every rank's."""
+def _agree_on_folder(
+    context: RankContext, spec: RunSpec, corpus: Corpus | Pictures, hold: ExitStack
+) -> RunFolder:
+    """Rank 0 chooses, and keeps other runs out; its error, if it has one, is every rank's."""
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
-            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint)
+            choice = choose_folder(
+                spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint, hold=hold
+            )
         except MeshwrightError as error:
             choice = error
     choice = broadcast_object(choice)
