@@ -41,9 +41,12 @@ def run(
     from meshwright.cli.progress import TerminalReporter
     from meshwright.train.corpus import open_training_data
     from meshwright.train.folder import choose_folder
+    from meshwright.train.machine import check_machine
     from meshwright.train.runspec import RunSpec
 
     num_ranks = config.mesh.axes().num_ranks()
+    if context is None:
+        check_machine(config)
     _say_waiting("reading the corpus", quiet=quiet)
     corpus = open_training_data(config)
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)

@@ -24,6 +24,7 @@ from typing import Protocol, TypeVar
 from meshwright.errors import InputError, RunError
 from meshwright.train.causes import explain, explain_stopped, stopped_ranks
 from meshwright.train.context import DescribeAction, RankContext, StatusBoard
+from meshwright.train.machine import check_ranks, num_cores
 
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]
@@ -45,11 +46,6 @@ class Interrupts(Protocol):
     """Told once when the user asks the run to stop."""
 
     def __call__(self) -> None: ...
-
-
-def num_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def context_from_environment() -> RankContext | None:
@@ -131,8 +127,9 @@ def launch(
 
     Raises:
         MeshwrightError: what a rank raised, or that a rank was killed or died, with its rank and step. By then no
-            rank is left running.
+            rank is left running. Or that there are far too many ranks for this machine; then none was started.
     """
+    check_ranks(num_ranks)
     threads = threads or max(1, num_cores() // num_ranks)
     # Read by the OpenMP runtime when the server process loads it; ranks are forked from there.
     os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -25,6 +25,7 @@ from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_data
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.loop import Trainer
+from meshwright.train.machine import check_memory, machine_bytes
 from meshwright.train.metrics import memory_bytes
 from meshwright.train.reporter import Facts, Reporter
 from meshwright.train.runspec import RunSpec
@@ -45,6 +46,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         torch.set_num_threads(config.train.threads)
     context.board.describe(partial(action_words, config))  # for errors under another launcher, which knows no table
     device = choose_device(config, context)
+    _check_memory(config, context, device)
     group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
@@ -61,6 +63,14 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         task = build_task(config, corpus, device)
         reporter.started(_facts(config, corpus, task, device, folder, ranks_per_node=context.local_ranks))
         Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
+
+
+def _check_memory(config: RunConfig, context: RankContext, device: torch.device) -> None:
+    if device.type == "cuda":
+        num_bytes = torch.cuda.get_device_properties(device).total_memory
+        check_memory(config, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
+    else:
+        check_memory(config, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
 
 
 def _facts(
