@@ -30,7 +30,7 @@ def words(tmp_path_factory):
 def run(words, monkeypatch):
     """Runs in this process; of the steps in `spoilt` the loss is NaN, of those in `stop` a stop is asked for."""
 
-    def run(out, *more, resume=None, spoilt=(), stop=(), validation=None):
+    def run(out, *more, resume=None, spoilt=(), stop=(), validation=None, reporter=Reporter):
         accumulate = TrainStep.accumulate
         board = StatusBoard([0] * StatusBoard.length(1))
 
@@ -45,7 +45,7 @@ def run(words, monkeypatch):
                 patch.setattr("meshwright.train.loop.validate", lambda *_: validation)
             config = load(None, [*STEPS, *words, *more])
             folder = choose([*words, *more], out=out, resume=resume)
-            run_rank(RankContext(0, 1, 0, 1, None, board), RunSpec(config, Reporter, folder=folder))
+            run_rank(RankContext(0, 1, 0, 1, None, board), RunSpec(config, reporter, folder=folder))
 
     return run
 
@@ -147,3 +147,16 @@ def test_also_when_nothing_was_left_to_train(run, tmp_path):
     run(tmp_path / "a")
     error = fails(run, tmp_path / "a", resume="auto", validation=math.inf)
     assert error.where == "step 8, the last" and kept(tmp_path / "a") == [7, 8]
+
+
+def test_fewer_steps_than_are_done_are_said_as_they_are(run, tmp_path):
+    run(tmp_path / "a", "train.steps=4")
+    told = []
+    reporter = type("Told", (Reporter,), {"note": lambda _, text: told.append(text),
+                                          "finished": lambda _, summary: told.append(summary)})  # fmt: skip
+    run(tmp_path / "a", "train.steps=3", resume="auto", reporter=reporter)
+    assert "step 4 is done and train.steps = 3: nothing left to train" in told
+    assert (told[-1].steps, told[-1].steps_here, told[-1].checkpoint.name) == (4, 0, "00000004")
+    assert "train.warmup_steps = 20 is over train.steps = 3" not in " ".join(told[:-1])
+    run(tmp_path / "b", "train.warmup_steps=20", reporter=reporter)
+    assert any("train.warmup_steps = 20 is over train.steps = 8" in note for note in told if isinstance(note, str))

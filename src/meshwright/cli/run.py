@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.style import CLEAR_LINE, is_terminal
-from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.cli.words import WORDS_HELP, path_of, split_words
 
 if TYPE_CHECKING:
     from meshwright.train.context import RankContext
@@ -22,7 +21,9 @@ def run(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name>-<n> when left out.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The run folder; runs/<name>-<n> when left out.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the folder's newest valid checkpoint; or a checkpoint's path.")
     ] = None,
@@ -33,6 +34,8 @@ def run(
     from meshwright.config.pipeline import action_words
     from meshwright.train.launch import context_from_environment, launch, run_as_rank
 
+    path = path_of("--out", out)
+    path_of("--resume", resume)
     source, overrides = split_words(words)
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
@@ -51,10 +54,10 @@ def run(
     corpus = open_training_data(config)
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
-        run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))
+        run_as_rank(run_body, context, RunSpec(config, reporter, out=path, resume=resume))
         return
     with ExitStack() as hold:
-        folder = choose_folder(config, out=out, resume=resume, corpus=corpus.fingerprint, hold=hold)
+        folder = choose_folder(config, out=path, resume=resume, corpus=corpus.fingerprint, hold=hold)
         _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
         launch(
             run_body,

@@ -137,7 +137,9 @@ class DataConfig(Section):
     )
     tokenizer: str = Field("bytes", description="bytes, or the path of a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
-    cache_dir: str | None = Field(None, description="where tokenised text is kept; ~/.cache/meshwright when not given")
+    cache_dir: str | None = Field(
+        None, min_length=1, description="where tokenised text is kept; ~/.cache/meshwright when not given"
+    )
 
 
 class MeshConfig(Section):

@@ -15,6 +15,7 @@ from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
 from meshwright.train.compression import CountingSteps
 from meshwright.train.folder import RunFolder, writing
+from meshwright.train.lr_schedule import warmup_notes
 from meshwright.train.metrics import Recorder, plot_loss
 from meshwright.train.optimizer import named_state
 from meshwright.train.reporter import Reporter, Summary, Validation
@@ -88,7 +89,8 @@ class Trainer:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
-        for note in (*self._folder.notes, *idle_notes(self._job.config)):
+        config = self._job.config
+        for note in (*self._folder.notes, *idle_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, done=done)
 
