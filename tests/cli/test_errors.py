@@ -299,3 +299,10 @@ def test_other_verbs_explain_too(fails_here, verb):
 
 def test_a_folder_without_checkpoints(fails_here):
     assert "no checkpoint in nowhere" in fails_here("checkpoint", "ls", "nowhere")["error"]
+
+
+@pytest.mark.parametrize("option", ["--out", "--resume"])
+def test_an_empty_path_is_not_the_current_folder(fails_here, tmp_path, option):
+    error = fails_here("run", option, "")
+    assert error["error"] == f"{option} is empty" and error["fix"].startswith(f"leave {option} out")
+    assert not (tmp_path / "config.toml").exists()

@@ -41,7 +41,8 @@ def test_words_come_back(tmp_path):
             "data": st.fixed_dictionaries({"source": text, "cache_dir": st.none() | text}),
             "train": st.fixed_dictionaries(
                 {"lr": positive, "eps": positive, "seed": st.integers(0, 2**63 - 1), "compile": st.booleans(),
-                 "precision": st.sampled_from(["float32", "bfloat16", "float64"]), "threads": st.none() | sizes}
+                 "precision": st.sampled_from(["float32", "bfloat16", "float64"]),
+                 "threads": st.none() | st.integers(1, 1024)}
             ),
             "model": st.fixed_dictionaries(
                 {"rope_theta": positive, "norm_eps": positive, "head_dim": st.none() | sizes.map(lambda n: n + 1),

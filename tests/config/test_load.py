@@ -168,6 +168,13 @@ def test_a_wrong_value_is_explained_and_the_fix_works(word, preset):
     assert_every_fix_works(error, [word], preset)
 
 
+@pytest.mark.parametrize("word", ["data.cache_dir=", "train.threads=1000000"])
+def test_values_that_nobody_means(word):
+    error = outcome([word])
+    assert isinstance(error, ConfigError) and error.where == f"command line, {word.partition('=')[0]}"
+    assert_every_fix_works(error, [word])
+
+
 def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
     path = write(tmp_path, "[train]\nsteps = 'x'\n")
     error = outcome([], path)
@@ -222,6 +229,12 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path):
 def test_what_is_not_toml_is_said_to_be_not(text, tmp_path):
     error = outcome([], write(tmp_path, text))
     assert isinstance(error, ConfigError) and "not TOML" in error.what and error.fix
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    assert load(str(path)).train.steps == 3
 
 
 def test_a_folder_is_not_a_file(tmp_path):

@@ -18,6 +18,8 @@ from tests.helpers import assert_every_fix_works, outcome
         (["pipeline.chunks=8"], LayoutError, "8 stages for model.num_layers = 4 layers", "pipeline.chunks"),
         (["mesh.pp=2", "pipeline.chunks=4", "train.num_microbatches=2"], LayoutError, "8 stages for", "mesh.pp"),
         (["mesh.pp=2", "pipeline.schedule=1fb1"], LayoutError, "there is no schedule '1fb1'", "pipeline.schedule"),
+        (["pipeline.schedule=1fb1"], LayoutError, "there is no schedule '1fb1'", "pipeline.schedule"),
+        (["pipeline.schedule=no/such.csv"], ScheduleError, "can't read no/such.csv", "pipeline.schedule"),
         (["mesh.pp=2", "pipeline.schedule=zb-v", "pipeline.chunks=3"], LayoutError, "zb-v with 3 chunks",
          "pipeline.schedule"),
         (["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=1f1b"], LayoutError, "1f1b with 2 chunks",
@@ -78,3 +80,7 @@ def test_an_action_in_words():
     row = [part for action in lowered_table(config).actions[1] for part in action.parts()]
     position = [str(part) for part in row].index("1B0")
     assert action_words(config, 3, position) == "1B0: backward of micro-batch 0 on stage 1"
+
+
+def test_a_run_that_goes_on_with_one_stage_may_keep_its_schedule():
+    assert load(None, ["pipeline.schedule=zb-h1"]).pipeline.schedule == "zb-h1"

@@ -48,6 +48,7 @@ TORCH_FREE = (
     "checkpoint/manifest.py", "checkpoint/hf_llama.py", "checkpoint/hf_config.py",
     "train/launch.py", "train/context.py", "train/folder.py", "train/corpus.py", "train/runspec.py",
     "train/reporter.py", "train/lr_schedule.py", "train/curves.py", "train/draw_losses.py",
+    "train/ways_back.py", "train/lock.py", "train/machine.py",
     "prove/spec.py", "prove/drift.py", "prove/drift_draw.py",
     "bench/parts.py", "bench/report.py", "bench/alternate.py", "bench/cases.py", "bench/train.py",
     "bench/pipeline.py", "bench/pipeline_cases.py", "bench/ranks.py", "bench/shared_gradients.py",

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +129,10 @@ def faulty_body(context: RankContext, argument: tuple[RunSpec, Fault | None, Pat
 def choose(words: Sequence[str], *, out: Path | None, resume: str | None) -> RunFolder:
     """Where a run with these words would write, and what it would start from."""
     config = load(None, [*STEPS, *words])
-    return choose_folder(config, out=out, resume=resume, corpus=open_training_corpus(config).fingerprint)
+    with ExitStack() as hold:
+        return choose_folder(
+            config, out=out, resume=resume, corpus=open_training_corpus(config).fingerprint, hold=hold
+        )
 
 
 def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume: str | None = None) -> None:
@@ -144,9 +149,8 @@ def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume
     finally:
         if (out / "killed-at").exists():
             assert time.monotonic() - float((out / "killed-at").read_text()) < LIMIT_S
-        for rank in range(num_ranks):
-            pid = out / f"pid-{rank}"
-            assert not pid.exists() or not is_alive(int(pid.read_text())), f"rank {rank} is left"
+        pids = [int(path.read_text()) for path in out.glob("pid-*")]
+        wait_until(lambda: not any(map(is_alive, pids)), timeout_s=60)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -180,8 +184,60 @@ def assert_bitwise_equal(out: Path, reference: Path) -> None:
 # The command, as a process of its own
 
 
-def start(words: Sequence[str], out: Path, *, resume: bool = False, **environment: str) -> subprocess.Popen[str]:
-    """Start `meshwright run`; the caller waits for it or kills it."""
+@dataclass(frozen=True)
+class Hold:
+    """Keeps a rank of a command where it posts `phase` at `step`, so that what is done to the run meets it there.
+
+    By a `sitecustomize` that the command's processes import: nothing of the run knows of it.
+    """
+
+    folder: Path
+    rank: int
+    phase: str
+    step: int
+
+    def environment(self) -> dict[str, str]:
+        """What the command is started with."""
+        self.folder.mkdir()
+        facts = (self.rank, self.phase, self.step)
+        (self.folder / "sitecustomize.py").write_text(HOLDING.format(facts=facts, folder=str(self.folder)))
+        return {"PYTHONPATH": os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH", ""))))}
+
+    def wait(self) -> None:
+        """Until the rank is there."""
+        wait_until((self.folder / "held").exists, timeout_s=120)
+
+    def release(self) -> None:
+        """Let it go on."""
+        (self.folder / "go").touch()
+
+
+HOLDING = """
+import time
+from pathlib import Path
+from meshwright.train.context import StatusBoard
+
+post = StatusBoard.post
+
+def holding(board, *facts):
+    post(board, *facts)
+    folder = Path({folder!r})
+    if facts == {facts!r}:
+        (folder / "held").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+
+StatusBoard.post = holding
+"""
+
+
+def start(
+    words: Sequence[str], out: Path, *, resume: bool = False, new_session: bool = False, **environment: str
+) -> subprocess.Popen[str]:
+    """Start `meshwright run`; the caller waits for it or kills it.
+
+    In a new session it is a process group of its own. Where tests run in the background Ctrl-C would be ignored.
+    """
     more = ["--resume", "auto"] if resume else []
     return subprocess.Popen(
         [sys.executable, "-m", "meshwright", "run", *words, "--out", str(out), *more],
@@ -189,6 +245,8 @@ def start(words: Sequence[str], out: Path, *, resume: bool = False, **environmen
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=new_session,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.train.curves import Curve, read_curves
+from meshwright.train.curves import Curve, read_curves, read_metrics
 from meshwright.train.draw_losses import differences
 from tests.helpers import run_folder
 
@@ -36,3 +36,21 @@ def test_what_is_no_run_is_named(tmp_path, missing):
     with pytest.raises(InputError, match="is no run's folder") as caught:
         read_curves([folder])
     assert missing.split(".")[0][:4] in caught.value.what
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", "3", '{"a": 1}', '{"step": 1}', '{"step": "1", "loss": 2}',
+                                  '{"step": true, "loss": 2}', '{"step": 1, "loss": "2"}', "", "\x00"])  # fmt: skip
+def test_a_line_that_is_no_steps_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n' + line + '\n{"step": 3, "loss": null}\n')
+    with pytest.raises(InputError, match="no step's") as caught:
+        list(read_metrics(path))
+    assert caught.value.where == f"{path}, line 2"
+
+
+def test_a_record_that_is_no_text_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_bytes(b'{"step": 1, "loss": 2, "x": "\xff"}\n')
+    for name in "ab":
+        with pytest.raises(InputError, match="can't be read"):
+            list(read_metrics(tmp_path / name))

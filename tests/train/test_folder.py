@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,7 +36,8 @@ def here(tmp_path, monkeypatch):
 
 
 def choose(out=None, resume=None, config=CONFIG, corpus="text"):
-    return choose_folder(config, out=Path(out) if out else None, resume=resume, corpus=corpus)
+    with ExitStack() as hold:
+        return choose_folder(config, out=Path(out) if out else None, resume=resume, corpus=corpus, hold=hold)
 
 
 def test_new_runs_are_numbered(tmp_path):
@@ -153,3 +159,43 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     for out in ("file", "file/x", "/proc/x", "/sys"):
         with pytest.raises(InputError, match="can't be written"):
             choose(out)
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "path"])
+def test_a_folder_that_a_run_writes_to_takes_no_other(tmp_path, resume):
+    path = save(tmp_path / "a", 3)
+    word = str(path) if resume == "path" else resume
+    with ExitStack() as hold:
+        choose_folder(CONFIG, out=Path("a"), resume="auto", corpus="text", hold=hold)
+        with pytest.raises(InputError, match=f"a is being written by another run: process {os.getpid()} ") as caught:
+            choose("a", word)
+        assert "another --out" in caught.value.fix and choose("b", word if resume == "path" else None)
+    if resume:
+        assert choose("a", word).checkpoint.name == "00000003"
+
+
+def test_runs_that_start_at_once_have_folders_of_their_own():
+    with ExitStack() as hold, ThreadPoolExecutor(8) as pool:
+        chosen = list(pool.map(lambda _: choose_folder(CONFIG, out=None, resume=None, corpus="x", hold=hold), range(8)))
+    assert len({folder.path for folder in chosen}) == 8
+
+
+def test_auto_does_not_start_again_where_checkpoints_are_damaged(tmp_path):
+    for step in (3, 6):
+        (save(tmp_path / "a", step) / "data").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"checkpoints of a is valid \(2\); .*data is truncated") as caught:
+        choose("a", "auto")
+    assert caught.value.exit_code == 2 and caught.value.where == "a/checkpoints/00000006"
+    assert "another --out" in caught.value.fix and choose("b", "auto").checkpoint is None
+
+
+def test_a_record_that_cannot_be_read_is_said_before_the_run(tmp_path):
+    path = save(tmp_path / "a", 3)
+    (tmp_path / "a/metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\ngarbage\n')
+    for resume in ("auto", str(path)):
+        with pytest.raises(InputError, match="metrics.jsonl has a line that is no step's: garbage") as caught:
+            choose("a", resume)
+        assert caught.value.where.endswith("a/metrics.jsonl, line 2")
+    one, other = shlex.split(re.search(r"mv (.*), and", caught.value.fix)[1])
+    Path(one).rename(other)
+    assert choose("a", "auto").checkpoint == Path("a/checkpoints/00000003")

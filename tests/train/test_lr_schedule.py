@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.config.schema import TrainConfig
-from meshwright.train.lr_schedule import learning_rate
+from meshwright.train.lr_schedule import learning_rate, warmup_notes
 
 steps = st.integers(1, 300)
 ratios = st.floats(0, 1)
@@ -73,3 +73,9 @@ def test_wsd_is_stable_and_then_decays_to_the_smallest(config):
 def test_half_way_of_the_cosine_is_half_way_between_the_bounds():
     config = TrainConfig(steps=120, warmup_steps=20, lr=2.0, min_lr_ratio=0.5)
     assert learning_rate(70, config) == pytest.approx(1.5)
+
+
+def test_a_warm_up_that_does_not_end_is_said():
+    [note] = warmup_notes(TrainConfig(steps=5, warmup_steps=20, lr=1e-3))
+    assert "gets to 0.00025, not to train.lr = 0.001" in note
+    assert not list(warmup_notes(TrainConfig(steps=20, warmup_steps=20)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.style import CLEAR_LINE, is_terminal
-from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.cli.words import WORDS_HELP, path_of, split_words
 
 if TYPE_CHECKING:
     from meshwright.train.context import RankContext
@@ -21,7 +21,9 @@ def run(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; runs/<name>-<n> when left out.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The run folder; runs/<name>-<n> when left out.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the folder's newest valid checkpoint; or a checkpoint's path.")
     ] = None,
@@ -32,6 +34,8 @@ def run(
     from meshwright.config.pipeline import action_words
     from meshwright.train.launch import context_from_environment, launch, run_as_rank
 
+    path = path_of("--out", out)
+    path_of("--resume", resume)
     source, overrides = split_words(words)
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
@@ -40,25 +44,29 @@ def run(
     from meshwright.cli.progress import TerminalReporter
     from meshwright.train.corpus import open_training_data
     from meshwright.train.folder import choose_folder
+    from meshwright.train.machine import check_machine
     from meshwright.train.runspec import RunSpec
 
     num_ranks = config.mesh.axes().num_ranks()
+    if context is None:
+        check_machine(config)
     _say_waiting("reading the corpus", quiet=quiet)
     corpus = open_training_data(config)
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
-        run_as_rank(run_body, context, RunSpec(config, reporter, out=out, resume=resume))
+        run_as_rank(run_body, context, RunSpec(config, reporter, out=path, resume=resume))
         return
-    folder = choose_folder(config, out=out, resume=resume, corpus=corpus.fingerprint)
-    _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
-    launch(
-        run_body,
-        RunSpec(config, reporter, folder=folder),
-        num_ranks=num_ranks,
-        threads=config.train.threads,
-        on_interrupt=_say_stopping,
-        describe_action=partial(action_words, config),
-    )
+    with ExitStack() as hold:
+        folder = choose_folder(config, out=path, resume=resume, corpus=corpus.fingerprint, hold=hold)
+        _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
+        launch(
+            run_body,
+            RunSpec(config, reporter, folder=folder),
+            num_ranks=num_ranks,
+            threads=config.train.threads,
+            on_interrupt=_say_stopping,
+            describe_action=partial(action_words, config),
+        )
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:

@@ -104,7 +104,7 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
     else:
         raise _no_source(source)
     try:
-        return label, tomllib.loads(text.decode("utf-8"))
+        return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors mark UTF-8 at its beginning
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"not TOML: {error}",

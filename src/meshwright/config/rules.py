@@ -18,6 +18,7 @@ from meshwright.config.breach import Breach, Way, as_word, as_words
 from meshwright.config.rules_comm import comm_breaches
 from meshwright.config.rules_dit import dit_breaches, frozen_at_zero
 from meshwright.config.rules_llama import llama_breaches
+from meshwright.config.rules_numbers import number_breaches
 from meshwright.config.rules_pipeline import pipeline_breaches
 from meshwright.config.schema import DiffusionConfig, LlamaConfig, RunConfig
 from meshwright.config.sizes import round_up
@@ -73,6 +74,7 @@ def breaches(config: RunConfig, num_ranks: int | None) -> Iterator[Breach]:
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
     yield from _schedule(config)
+    yield from number_breaches(config)
     yield from pipeline_breaches(config)
     yield from comm_breaches(config)
     yield from _without_effect(config)

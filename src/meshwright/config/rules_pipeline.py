@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.breach import Breach, Way, as_word
-from meshwright.config.pipeline import compute_table, has_stages, is_file, schedule_name
+from meshwright.config.pipeline import compute_table, has_stages, is_file, read_table, schedule_name
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
+from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.stages import balanced
 from meshwright.pipeline.table import Schedule
 
@@ -37,6 +38,14 @@ def pipeline_breaches(config: RunConfig) -> Iterator[Breach]:
 
 
 def _without_stages(config: RunConfig) -> Iterator[Breach]:
+    """A schedule has no effect here, and a run that goes on with fewer ranks keeps its own; but there has to be one."""
+    chosen = schedule_name(config)
+    try:
+        read_table(chosen) if is_file(chosen) else schedule_kind(chosen)
+    except ScheduleError as error:
+        if is_file(chosen):
+            raise
+        yield Breach(LayoutError, error.what, "pipeline.schedule", error.rule, [{"pipeline.schedule": "auto"}])
     given = config.pipeline.layers_per_stage
     if given is not None and len(given) > 1:
         yield Breach(

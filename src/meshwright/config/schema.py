@@ -137,7 +137,9 @@ class DataConfig(Section):
     )
     tokenizer: str = Field("bytes", description="bytes, or the path of a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
-    cache_dir: str | None = Field(None, description="where tokenised text is kept; ~/.cache/meshwright when not given")
+    cache_dir: str | None = Field(
+        None, min_length=1, description="where tokenised text is kept; ~/.cache/meshwright when not given"
+    )
 
 
 class MeshConfig(Section):
@@ -186,7 +188,9 @@ class TrainConfig(Section):
     )
     compile: bool = Field(False, description="compile the model block by block with torch.compile")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA devices when there are any")
-    threads: int | None = Field(None, ge=1, description="CPU threads a rank; cores / local ranks when not given")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads a rank; cores / local ranks when not given; at most 1024"
+    )
     freeze: Names = Field((), description="parameters that stay as they start, as globs over their names")
     max_skipped_steps: int = Field(5, ge=0, description="non-finite steps skipped in a row before the run stops")
     timeout_s: int = Field(600, ge=1, description="seconds a collective may take before the run is ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.breach import as_word
+from meshwright.config.draft import shorten
 from meshwright.errors import InputError
 
 
@@ -27,10 +29,42 @@ class Curve:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics file; a last line that a kill cut short is left out."""
-    for line in path.read_text("utf-8").splitlines(keepends=True):
+    """The objects of a metrics file; a last line that a kill cut short is left out.
+
+    Raises:
+        InputError: it can't be read, or a line is no step's object.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, f"can't be read: {getattr(error, 'strerror', None) or error}", str(path)) from None
+    for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):
-            yield json.loads(line)
+            yield _of_a_step(line, path, number)
+
+
+def _of_a_step(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and type(found.get("step")) is int and _is_loss(found.get("loss", "")):
+        return found
+    raise _damaged(path, f"has a line that is no step's: {shorten(line.strip())}", f"{path}, line {number}")
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _damaged(path: Path, state: str, where: str) -> InputError:
+    return InputError(
+        f"{path.name} {state}",
+        where=where,
+        rule="the record of a run has one JSON object a step, with its step and its loss",
+        fix=f"restore a copy; or mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}, and the record begins "
+        "where the run goes on",
+    )
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,6 +26,8 @@ from meshwright.checkpoint.manifest import (
 from meshwright.config.breach import as_words
 from meshwright.config.schema import RunConfig
 from meshwright.errors import CheckpointError, InputError, RunError
+from meshwright.train.curves import read_metrics
+from meshwright.train.lock import hold_folder
 
 AUTO = "auto"
 RUNS = Path("runs")
@@ -58,7 +60,9 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
 
-def choose_folder(config: RunConfig, *, out: Path | None, resume: str | None, corpus: str) -> RunFolder:
+def choose_folder(
+    config: RunConfig, *, out: Path | None, resume: str | None, corpus: str, hold: ExitStack
+) -> RunFolder:
     """Decide where a run writes and which checkpoint it starts from, and make the folder.
 
     Args:
@@ -67,25 +71,27 @@ def choose_folder(config: RunConfig, *, out: Path | None, resume: str | None, co
             of the checkpoint named.
         resume: None for a fresh run, `auto` for the newest valid checkpoint of the folder, or a checkpoint's path.
         corpus: fingerprint of what the run trains on.
+        hold: keeps other runs out of the folder until it is closed.
 
     Raises:
-        InputError: the folder holds another run, or can't be written.
+        InputError: the folder holds another run, is being written by one, can't be written, or has a damaged record.
         CheckpointError: a checkpoint that is damaged, of another model, or of other data.
     """
     if resume is None:
-        path = out or _new_folder(config.name)
+        path = _take(out or _new_folder(config.name), hold)
         _check_unused(path)
-        return _make(RunFolder(path, None))
+        return RunFolder(path, None)
     if resume != AUTO:
-        return _from_checkpoint(config, Path(resume), out=out, corpus=corpus)
-    path = out or _last_folder(config.name) or _new_folder(config.name)
+        return _from_checkpoint(config, Path(resume), out=out, corpus=corpus, hold=hold)
+    path = _take(out or _last_folder(config.name) or _new_folder(config.name), hold)
+    _check_record(path)
     newest, passed_over = newest_valid(path / "checkpoints")
     notes = [f"passed over {bad}: {reason}" for bad, reason in passed_over]
     if newest is None:
-        notes.append(f"no valid checkpoint in {path / 'checkpoints'}: starting at step 0")
-        return _make(RunFolder(path, None, tuple(notes)))
+        _check_none_lost(path, passed_over)
+        return RunFolder(path, None, (f"no checkpoint in {path / 'checkpoints'}: starting at step 0",))
     check_continues(read_manifest(newest), config, newest, corpus)
-    return _make(RunFolder(path, newest, (*notes, f"resuming from {newest}")))
+    return RunFolder(path, newest, (*notes, f"resuming from {newest}"))
 
 
 @contextmanager
@@ -106,7 +112,9 @@ def writing(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def _from_checkpoint(config: RunConfig, checkpoint: Path, *, out: Path | None, corpus: str) -> RunFolder:
+def _from_checkpoint(
+    config: RunConfig, checkpoint: Path, *, out: Path | None, corpus: str, hold: ExitStack
+) -> RunFolder:
     inside = list_checkpoints(checkpoint / "checkpoints")
     if inside and not (checkpoint / "manifest.json").exists():
         raise CheckpointError(
@@ -117,7 +125,7 @@ def _from_checkpoint(config: RunConfig, checkpoint: Path, *, out: Path | None, c
         )
     check_continues(verify(checkpoint), config, checkpoint, corpus)
     home = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
-    path = out or home or _new_folder(config.name)
+    path = _take(out or home or _new_folder(config.name), hold)
     if home is None or path.resolve() != home.resolve():
         _check_unused(path)
     elif (newest := newest_complete(checkpoint.parent)) and newest.name != checkpoint.name:
@@ -127,7 +135,8 @@ def _from_checkpoint(config: RunConfig, checkpoint: Path, *, out: Path | None, c
             rule="a run folder holds one run: what came after its checkpoint is not written over",
             fix=f"a new --out, or --out {path} --resume auto",
         )
-    return _make(RunFolder(path, checkpoint, (f"resuming from {checkpoint}",)))
+    _check_record(path)
+    return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
 
 
 def _check_unused(path: Path) -> None:
@@ -140,20 +149,44 @@ def _check_unused(path: Path) -> None:
         )
 
 
-def _make(folder: RunFolder) -> RunFolder:
-    """The folder, which exists now and can be written to."""
+def _check_record(path: Path) -> None:
+    """A run goes on in its record: what can't be read is said before any process starts."""
+    metrics = path / "metrics.jsonl"
+    for _ in read_metrics(metrics) if metrics.exists() else ():
+        pass
+
+
+def _check_none_lost(path: Path, passed_over: Sequence[tuple[Path, str]]) -> None:
+    if passed_over:
+        newest, reason = passed_over[0]
+        raise CheckpointError(
+            f"none of the checkpoints of {path} is valid ({len(passed_over)}); of the newest, {reason}",
+            where=str(newest),
+            rule="--resume auto starts at step 0 only where there is no checkpoint: it would write over the record",
+            fix="restore a copy of a checkpoint; or start again with another --out",
+        )
+
+
+def _take(path: Path, hold: ExitStack) -> Path:
+    """The folder, which exists now, can be written to, and is this run's alone."""
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         # Asked of the disk: permission bits say nothing of read-only mounts, nor to root.
-        with tempfile.TemporaryFile(dir=folder.path):
-            return folder
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
-        raise InputError(
-            f"{folder.path} can't be written: {error.strerror or error}",
-            where="--out",
-            rule="a run writes its metrics and checkpoints into a folder",
-            fix="--out with another folder",
-        ) from None
+        raise _not_writable(path, error) from None
+    hold_folder(path, hold)
+    return path
+
+
+def _not_writable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path} can't be written: {error.strerror or error}",
+        where="--out",
+        rule="a run writes its metrics and checkpoints into a folder",
+        fix="--out with another folder",
+    )
 
 
 def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
@@ -212,7 +245,18 @@ def _numbers(name: str) -> list[int]:
 
 
 def _new_folder(name: str) -> Path:
-    return RUNS / f"{name}-{max(_numbers(name), default=0) + 1}"
+    """Made here, so that of runs that start at once each has its own."""
+    while True:
+        path = RUNS / f"{name}-{max(_numbers(name), default=0) + 1}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        except OSError as error:
+            raise _not_writable(path, error) from None
+        else:
+            return path
 
 
 def _last_folder(name: str) -> Path | None:

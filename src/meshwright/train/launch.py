@@ -7,6 +7,7 @@ loopback. Under torchrun, SLURM or Kubernetes nothing is started: `context_from_
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Protocol, TypeVar
 from meshwright.errors import InputError, RunError
 from meshwright.train.causes import explain, explain_stopped, stopped_ranks
 from meshwright.train.context import DescribeAction, RankContext, StatusBoard
+from meshwright.train.machine import check_ranks, num_cores
 
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]
@@ -32,6 +34,10 @@ GRACE_S = 0.5
 """After one rank ends, how long others may take to end of the same cause before the first cause is chosen."""
 LOOK_S, STOPPED_S = 1.0, 10.0
 """How often to look whether ranks stand still after others have ended, and how long they may."""
+SAME_S = 0.5
+"""Signals that follow one another sooner are one wish: `timeout` and others signal a process, and then its group."""
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""What asks a run to stop. Sent to the process group it reaches the launcher, which acts on it, and all others too."""
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.run",
            "meshwright.train.worker"]  # fmt: skip
 
@@ -40,11 +46,6 @@ class Interrupts(Protocol):
     """Told once when the user asks the run to stop."""
 
     def __call__(self) -> None: ...
-
-
-def num_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def context_from_environment() -> RankContext | None:
@@ -126,8 +127,9 @@ def launch(
 
     Raises:
         MeshwrightError: what a rank raised, or that a rank was killed or died, with its rank and step. By then no
-            rank is left running.
+            rank is left running. Or that there are far too many ranks for this machine; then none was started.
     """
+    check_ranks(num_ranks)
     threads = threads or max(1, num_cores() // num_ranks)
     # Read by the OpenMP runtime when the server process loads it; ranks are forked from there.
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -160,12 +162,12 @@ def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folde
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from.
+    """Start the process that ranks are forked from, deaf to what asks a run to stop: ranks end with it, unsaved.
 
-    It ignores Ctrl-C once it runs, but would die of it in the seconds that it takes to import torch.
+    It inherits the mask for good, and ranks from it, until each has said itself what it does with these signals.
     """
     resource_tracker.ensure_running()  # the server's start would start it, and that unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         forkserver.ensure_running()
     finally:
@@ -173,13 +175,14 @@ def _start_server() -> None:
 
 
 class _Interruptions:
-    """While entered, Ctrl-C and SIGTERM put a byte into `pipe`, instead of raising anywhere."""
+    """While entered, each wish to stop puts a byte into `pipe`, instead of raising anywhere."""
 
     def __init__(self) -> None:
         self.pipe, self._end = os.pipe()
+        self._heard_s = -math.inf
 
     def __enter__(self) -> _Interruptions:
-        self._previous = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {number: signal.signal(number, self._hear) for number in STOPPING}
         return self
 
     def __exit__(
@@ -191,7 +194,10 @@ class _Interruptions:
         os.close(self._end)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
-        os.write(self._end, b"!")
+        now_s = time.monotonic()
+        if now_s - self._heard_s >= SAME_S:
+            self._heard_s = now_s
+            os.write(self._end, b"!")
 
 
 def _watch(

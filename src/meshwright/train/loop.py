@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
 from meshwright.train.compression import CountingSteps
 from meshwright.train.folder import RunFolder, writing
+from meshwright.train.lr_schedule import warmup_notes
 from meshwright.train.metrics import Recorder, plot_loss
 from meshwright.train.optimizer import named_state
 from meshwright.train.reporter import Reporter, Summary, Validation
@@ -22,6 +24,7 @@ from meshwright.train.stop import StopSignal
 from meshwright.train.tasks.base import Task
 from meshwright.train.trace import write_trace
 from meshwright.train.validate import validate
+from meshwright.train.ways_back import Proven, not_finite, stopped_unsaved
 
 
 class Trainer:
@@ -38,13 +41,15 @@ class Trainer:
         self._step = TrainStep(job, task, self._stop.requested)
         self._counting = CountingSteps(job.compression)
         self._skipped_in_a_row = 0
+        self._proven = Proven(-1, started=False)
         self._saved: Path | None = folder.checkpoint
 
     def run(self) -> None:
         """Train, and leave metrics, plot and a checkpoint in the run folder.
 
         Raises:
-            RunError: too many non-finite steps in a row, a stop that was asked for, or a failed save.
+            RunError: too many non-finite steps in a row, or an end that is not finite, a stop that was asked for, or a
+                failed save.
         """
         started = time.perf_counter()
         train = self._job.config.train
@@ -58,19 +63,20 @@ class Trainer:
                 with self._counting:
                     result = self._step(step)
                 seconds = time.perf_counter() - begin
-                self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 if recorder is not None:
                     recorder.record(result, seconds, validation)
+                self._learn(result, validation)
                 if result.stop or self._is_due(step, self._job.config.checkpoint.every):
-                    self._save(step)
+                    self._save(result, validation)
                 self._check(result)
         if done >= train.steps:
-            self._reporter.note(f"step {done} of {train.steps} is done: nothing left to train")
+            self._reporter.note(f"step {done} is done and train.steps = {train.steps}: nothing left to train")
             validation = self._validate(done)
         if recorder is not None:
             recorder.close()
-        self._finish(validation, time.perf_counter() - started, steps_here=max(0, train.steps - done))
+        self._check_end(max(done, train.steps), validation)
+        self._finish(validation, time.perf_counter() - started, done=done)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Every `every` steps (0: never) and at the last."""
@@ -83,7 +89,8 @@ class Trainer:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
-        for note in (*self._folder.notes, *idle_notes(self._job.config)):
+        config = self._job.config
+        for note in (*self._folder.notes, *idle_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, done=done)
 
@@ -104,10 +111,31 @@ class Trainer:
         refresh_copies(self._job)
         if lost := self._job.compression.restore(path, manifest):
             self._reporter.note(lost)
-        self._skipped_in_a_row = manifest.run["skipped_in_a_row"]
+        self._proven = Proven(manifest.step - 1, started=False)
         return manifest.step
 
-    def _save(self, step: int) -> None:
+    def _learn(self, result: StepResult, validation: Validation | None) -> None:
+        """Take note of what a step and the validation after it say of the weights, before and after the step."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if not result.skipped:
+            self._proven = Proven(result.step - 1, started=True)
+        if validation is not None and math.isfinite(validation.loss):
+            self._proven = Proven(result.step, started=self._proven.started)
+
+    def _is_sound(self, result: StepResult, validation: Validation | None) -> bool:
+        """Whether what a step leaves may be saved, and then take the place of earlier checkpoints.
+
+        Not while steps are skipped: the weights may be what the run diverges from. At the end, when it is saved now or
+        never, a finite validation says that they are not.
+        """
+        if validation is not None and (result.step == self._job.config.train.steps or not result.skipped):
+            return math.isfinite(validation.loss)
+        return not result.skipped
+
+    def _save(self, result: StepResult, validation: Validation | None) -> None:
+        if not self._is_sound(result, validation):
+            return
+        step = result.step
         self._job.context.post("saving", step)
         self._reporter.waiting(f"saving step {step}")
         self._saved = store.save(
@@ -119,7 +147,7 @@ class Trainer:
                 "config": self._job.config.model_dump(),
                 "corpus": self._corpus,
                 "comm": self._job.compression.identity,
-                "skipped_in_a_row": self._skipped_in_a_row,
+                "skipped_in_a_row": 0,  # nothing is saved amid skipped steps; earlier versions ask for it
             },
             keep=self._job.config.checkpoint.keep,
         )
@@ -129,17 +157,34 @@ class Trainer:
         train = self._job.config.train
         if self._skipped_in_a_row > train.max_skipped_steps:
             first = (result.step - 1) * train.global_batch
-            raise RunError(
-                f"{self._skipped_in_a_row} steps in a row were not finite: "
-                f"loss {result.loss}, gradient norm {result.grad_norm}",
+            raise not_finite(
+                f"{self._skipped_in_a_row} steps in a row were not finite (loss {result.loss}, gradient norm "
+                f"{result.grad_norm})",
                 where=f"step {result.step}, samples {first} … {first + train.global_batch - 1}",
                 rule=f"at most train.max_skipped_steps = {train.max_skipped_steps} in a row",
-                fix="a lower train.lr or a longer train.warmup_steps, then --resume auto",
+                folder=self._folder,
+                proven=self._proven,
             )
+        if result.stop and result.skipped and result.step < train.steps:
+            raise stopped_unsaved(result.step, self._folder)
         if result.stop and result.step < train.steps:
             raise RunError(
                 f"stopped after step {result.step}, as asked; saved {self._saved}",
                 fix=f"--out {self._folder.path} --resume auto goes on from there",
+            )
+
+    def _check_end(self, step: int, validation: Validation | None) -> None:
+        """A run whose last numbers are not finite has not ended well, however few they are."""
+        what = "the last step was not finite and was skipped" if self._skipped_in_a_row else ""
+        if validation is not None and not math.isfinite(validation.loss):
+            what = f"the last validation was not finite (loss {validation.loss})"
+        if what:
+            raise not_finite(
+                what,
+                where=f"step {step}, the last",
+                rule="a run ends with a step and a validation that are finite",
+                folder=self._folder,
+                proven=self._proven,
             )
 
     def _validate(self, step: int) -> Validation | None:
@@ -153,12 +198,13 @@ class Trainer:
         self._reporter.validated(step, found)
         return found
 
-    def _finish(self, validation: Validation | None, seconds: float, *, steps_here: int) -> None:
-        train = self._job.config.train
-        self._job.context.post("generating text", train.steps)
+    def _finish(self, validation: Validation | None, seconds: float, *, done: int) -> None:
+        """The run's sample, pictures and summary; `done` steps were done before this run."""
+        last = max(done, self._job.config.train.steps)
+        self._job.context.post("generating text", last)
         self._reporter.waiting("generating text")
         sample = self._task.sample(self._step.pipeline)
-        self._job.context.post("finishing", train.steps)
+        self._job.context.post("finishing", last)
         if self._job.context.rank != 0:
             return
         if self._step.timeline is not None:
@@ -168,10 +214,10 @@ class Trainer:
         plot_loss(self._folder.metrics, out, title=self._job.config.name, unit=unit)
         self._reporter.finished(
             Summary(
-                steps=train.steps,
+                steps=last,
                 seconds=seconds,
                 validation=validation,
-                steps_here=steps_here,
+                steps_here=last - done,
                 traffic=predict_traffic(self._job.config, ranks_per_node=self._job.context.local_ranks),
                 counted=self._counting.total(),
                 folder=self._folder.path,

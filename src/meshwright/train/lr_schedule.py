@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from meshwright.config.schema import TrainConfig
 
@@ -18,3 +19,13 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         stable_until = config.steps - config.decay_steps
         factor = 1.0 if step <= stable_until else max(0.0, (config.steps - step) / config.decay_steps)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
+
+
+def warmup_notes(config: TrainConfig) -> Iterator[str]:
+    """What a person may not have meant: short runs are tried with the warm-up of long ones."""
+    if config.warmup_steps > config.steps:
+        reached = learning_rate(config.steps, config)
+        yield (
+            f"train.warmup_steps = {config.warmup_steps} is over train.steps = {config.steps}: "
+            f"the learning rate gets to {reached:.3g}, not to train.lr = {config.lr:g}"
+        )

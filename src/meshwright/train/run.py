@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from meshwright.train.context import RankContext
 from meshwright.train.corpus import open_training_data
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.loop import Trainer
+from meshwright.train.machine import check_memory, machine_bytes
 from meshwright.train.metrics import memory_bytes
 from meshwright.train.reporter import Facts, Reporter
 from meshwright.train.runspec import RunSpec
@@ -44,6 +46,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         torch.set_num_threads(config.train.threads)
     context.board.describe(partial(action_words, config))  # for errors under another launcher, which knows no table
     device = choose_device(config, context)
+    _check_memory(config, context, device)
     group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
@@ -52,14 +55,22 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         store_path=context.store_path,
         needed=layout_needs_mesh(config),
     )
-    with group, naming_collectives():
+    with group, naming_collectives(), ExitStack() as hold:
         corpus = open_training_data(config)
         check_agreement(config, corpus)
-        folder = spec.folder or _agree_on_folder(context, spec, corpus)
+        folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = build_task(config, corpus, device)
         reporter.started(_facts(config, corpus, task, device, folder, ranks_per_node=context.local_ranks))
         Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
+
+
+def _check_memory(config: RunConfig, context: RankContext, device: torch.device) -> None:
+    if device.type == "cuda":
+        num_bytes = torch.cuda.get_device_properties(device).total_memory
+        check_memory(config, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
+    else:
+        check_memory(config, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
 
 
 def _facts(
@@ -91,12 +102,16 @@ def _facts(
     )
 
 
-def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: Corpus | Pictures) -> RunFolder:
-    """Rank 0 chooses; its error, if it has one, is every rank's."""
+def _agree_on_folder(
+    context: RankContext, spec: RunSpec, corpus: Corpus | Pictures, hold: ExitStack
+) -> RunFolder:
+    """Rank 0 chooses, and keeps other runs out; its error, if it has one, is every rank's."""
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
-            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint)
+            choice = choose_folder(
+                spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint, hold=hold
+            )
         except MeshwrightError as error:
             choice = error
     choice = broadcast_object(choice)

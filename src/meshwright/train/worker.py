@@ -27,7 +27,7 @@ from meshwright.comm.hang import CollectiveError, is_lost
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.log import configure
 from meshwright.train.context import RankContext
-from meshwright.train.launch import Body
+from meshwright.train.launch import STOPPING, Body
 
 T = TypeVar("T")
 
@@ -35,8 +35,7 @@ T = TypeVar("T")
 def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, report_folder: Path) -> None:
     """Run `body` as this rank and end the process: 0 well, otherwise with a report for the launcher."""
     _die_with_launcher()
-    # The launcher hears Ctrl-C and asks through the board; a rank that died of it could not save.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_stopping_to_launcher()
     faulthandler.enable()
     configure(rank=context.rank)
     torch.set_num_threads(threads)
@@ -91,6 +90,16 @@ def _report(error: BaseException, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(report), "utf-8")
     temporary.rename(path)
+
+
+def _leave_stopping_to_launcher() -> None:
+    """The launcher hears Ctrl-C and SIGTERM and asks through the board; a rank that died of them could not save.
+
+    They come blocked from the process that ranks are forked from. The training loop hears SIGTERM itself.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _die_with_launcher() -> None:
