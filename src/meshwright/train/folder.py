@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from meshwright.checkpoint.manifest import (
@@ -121,7 +122,7 @@ def _from_checkpoint(
             f"{checkpoint} is a run folder, not a checkpoint",
             where="--resume",
             rule="--resume takes auto, which looks into --out, or one checkpoint",
-            fix=f"--out {checkpoint} --resume auto, or --resume {inside[-1]}",
+            fix=f"--out {quote(str(checkpoint))} --resume auto, or --resume {quote(str(inside[-1]))}",
         )
     check_continues(verify(checkpoint), config, checkpoint, corpus)
     home = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
@@ -133,7 +134,7 @@ def _from_checkpoint(
             f"{path} has gone on to {newest.name} after {checkpoint.name}",
             where="--resume",
             rule="a run folder holds one run: what came after its checkpoint is not written over",
-            fix=f"a new --out, or --out {path} --resume auto",
+            fix=f"a new --out, or --out {quote(str(path))} --resume auto",
         )
     _check_record(path)
     return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
@@ -145,7 +146,7 @@ def _check_unused(path: Path) -> None:
             f"{path} already holds a run",
             where="--out",
             rule="a run never writes over another",
-            fix=f"--out {path} --resume auto to go on with it, or another --out",
+            fix=f"--out {quote(str(path))} --resume auto to go on with it, or another --out",
         )
 
 

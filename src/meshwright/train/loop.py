@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from shlex import quote
 
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import read_manifest
@@ -170,7 +171,7 @@ class Trainer:
         if result.stop and result.step < train.steps:
             raise RunError(
                 f"stopped after step {result.step}, as asked; saved {self._saved}",
-                fix=f"--out {self._folder.path} --resume auto goes on from there",
+                fix=f"--out {quote(str(self._folder.path))} --resume auto goes on from there",
             )
 
     def _check_end(self, step: int, validation: Validation | None) -> None:
