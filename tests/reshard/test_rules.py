@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -162,10 +163,10 @@ SLICES = {
 }
 
 
-def slices(rank, world_size):
+def slices(rank, world_size, dtypes):
     """By operator, type and placements of tensor, index and source: whether slices along the first dim go right."""
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
-    for dtype in (torch.float32, torch.int64, torch.bool):
+    for dtype in dtypes:
         plain = [(3 * numbers(8, 6)).to(dtype), torch.tensor([5, 2, 7, 0]), (3 * numbers(4, 6, seed=1)).to(dtype)]
         for cuts in product((Shard(0), Shard(1), Replicate()), (Shard(0), Replicate()), (Shard(0), Replicate())):
             placed = [place(x, mesh, [p]) for x, p in zip(plain, cuts, strict=True)]
@@ -177,8 +178,9 @@ def slices(rank, world_size):
     return found
 
 
-def test_slices_go_where_the_whole_index_says(gang):
-    for found in gang(4).run(slices, timeout_s=90.0):
+@pytest.mark.parametrize("dtypes", [[torch.int64], pytest.param([torch.float32, torch.bool], marks=pytest.mark.slow)])
+def test_slices_go_where_the_whole_index_says(gang, dtypes):
+    for found in gang(4).run(slices, dtypes, timeout_s=90.0):
         assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
         gathered = {key for key, outcome in found.items() if outcome[1]}
         assert all(key[0].endswith("_") and key[2] == "S(0)" for key in gathered), "in place, along the dim that is cut"
