@@ -15,6 +15,8 @@ from meshwright.reshard.groups import MeshGroups, groups_of, prepare
 from meshwright.reshard.placements import dtensor_of, placements_of
 from tests.reshard.moves import before, part, value
 
+pytestmark = pytest.mark.slow  # eight ranks
+
 S0, S1 = Shard(0), Shard(1)
 CONTEXTS = {"for_dtensor": for_dtensor, "replicate_fallback": replicate_fallback}
 

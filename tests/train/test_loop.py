@@ -76,6 +76,7 @@ def test_a_diverged_run_keeps_its_good_checkpoints_and_goes_on_from_them(run, tm
     assert kept(tmp_path / "a") == [6, 8] and [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_what_no_later_loss_has_proven_is_not_called_good(run, tmp_path):
     """Step 3 is saved, and its own update may be what ruined the weights."""
     error = fails(run, tmp_path / "a", spoilt=range(4, 9))
@@ -99,6 +100,7 @@ def test_a_run_that_diverges_at_once_says_that_nothing_is_good(run, tmp_path):
     assert "first loss" in fails(run, tmp_path / "b", spoilt=range(1, 9)).fix and kept(tmp_path / "b") == []
 
 
+@pytest.mark.slow
 def test_weights_that_it_came_from_are_named(run, tmp_path):
     run(tmp_path / "a", "train.steps=2")
     start = tmp_path / "a/checkpoints/00000002"
@@ -143,12 +145,14 @@ def test_a_run_whose_last_validation_is_not_finite_fails(run, tmp_path):
     assert kept(tmp_path / "a") == [6, 7] and "00000007" in error.what
 
 
+@pytest.mark.slow
 def test_also_when_nothing_was_left_to_train(run, tmp_path):
     run(tmp_path / "a")
     error = fails(run, tmp_path / "a", resume="auto", validation=math.inf)
     assert error.where == "step 8, the last" and kept(tmp_path / "a") == [7, 8]
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_are_done_are_said_as_they_are(run, tmp_path):
     run(tmp_path / "a", "train.steps=4")
     told = []
