@@ -40,7 +40,7 @@ GROUPS = {
         "where", "flip", "roll", "tril", "nn.functional.pad.constant", "nn.functional.pad.reflect", "unfold", "expand",
     ),
 }  # fmt: skip
-NUM_SAMPLES = 5
+NUM_SAMPLES = 3
 LAID = {
     "first dim": lambda number, x: Shard(0),
     "second dim": lambda number, x: Shard(min(1, x.dim() - 1)),
@@ -148,4 +148,4 @@ def by_sample(rank, world_size, names):
 @pytest.mark.parametrize("group", GROUPS)
 def test_samples_are_right_with_their_gradients(gang, group):
     for found, count in gang(4).run(by_sample, GROUPS[group], timeout_s=400.0):
-        assert found == {} and count >= 4 * len(GROUPS[group]) * len(LAID) // 2
+        assert found == {} and count >= len(GROUPS[group]) * len(LAID)

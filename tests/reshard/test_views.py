@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from itertools import product
 
 import pytest
 import torch
@@ -36,6 +35,9 @@ def laid(x, name):
         place(x, mesh, [Replicate()] * mesh.ndim), placements, shard_order=order
     )  # fmt: skip
 
+
+PLACES = [("replicate_fallback", layout) for layout in LAYOUTS]
+PLACES += [("for_dtensor", layout) for layout in ("rows", "in another order")]
 
 VIEWS = {
     "rows": lambda x: x[1:3],
@@ -90,7 +92,7 @@ def by_view(rank, world_size, name, layout):
 
 
 @pytest.mark.parametrize(("name", "layout"), quick_and_slow(
-    product(CONTEXTS, LAYOUTS), {("replicate_fallback", "both dims")}
+    PLACES, {("replicate_fallback", "both dims")}
 ))  # fmt: skip
 def test_all_names_of_a_memory_see_a_write(gang, name, layout):
     for found in gang(4).run(by_view, name, layout, timeout_s=60.0):
@@ -255,7 +257,7 @@ def turned(rank, world_size, name, layout):
 
 
 @pytest.mark.parametrize(("name", "layout"), quick_and_slow(
-    product(CONTEXTS, LAYOUTS), {("replicate_fallback", "in another order")}
+    PLACES, {("replicate_fallback", "in another order")}
 ))  # fmt: skip
 def test_a_tensor_is_turned_in_place(gang, name, layout):
     for found in gang(4).run(turned, name, layout, timeout_s=60.0):
