@@ -19,10 +19,10 @@ from meshwright.bench.operators import (
 )
 
 REFUSED = {
-    "cauchy", "exponential", "geometric", "log_normal", "nn.functional.rrelu", "normal",  # drawn rank by rank
+    "cauchy", "exponential", "geometric", "log_normal", "nn.functional.rrelu", "normal", "multinomial",
     "resize_", "resize_as_",
 }  # fmt: skip
-"""Not functions of their values."""
+"""Not functions of their values: drawn rank by rank, or memory."""
 
 
 def swept(rank, world_size):

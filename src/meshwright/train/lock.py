@@ -7,11 +7,11 @@ nothing. Where the file system knows no locks a run goes on without one.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from meshwright.errors import InputError
 from meshwright.log import get_logger
@@ -43,16 +43,16 @@ def hold_folder(folder: Path, hold: ExitStack) -> None:
     hold.callback(_let_go, file, path)
 
 
-def _locked(path: Path) -> BinaryIO:
+def _locked(path: Path) -> io.FileIO:
     """The file, locked, and still the one of that name: its last holder may have removed it after it was opened."""
     while True:
-        file = path.open("ab")
+        file = path.open("ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
-                file.flush()
+                with suppress(OSError):  # a full disk keeps the lock, not the words
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
                 return file
         except BaseException:
             file.close()
@@ -60,7 +60,7 @@ def _locked(path: Path) -> BinaryIO:
         file.close()
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(file: io.FileIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def _holder(path: Path) -> str:
         return "it has just ended"
 
 
-def _let_go(file: BinaryIO, path: Path) -> None:
+def _let_go(file: io.FileIO, path: Path) -> None:
     with suppress(OSError):
         path.unlink()  # while it is locked: nobody else's
     file.close()
