@@ -44,7 +44,7 @@ def parts_of_eight_bits(rank, world_size):
 
 
 def test_a_product_of_parts_of_eight_bits(gang):
-    assert gang(4).run(parts_of_eight_bits) == [True] * 4
+    assert gang(4).run(parts_of_eight_bits, timeout_s=120.0) == [True] * 4
 
 
 CASES = {
@@ -110,7 +110,7 @@ def within(rank, world_size):
 
 
 def test_they_are_right_in_the_fallback(gang):
-    for found in gang(4).run(within, timeout_s=60.0):
+    for found in gang(4).run(within, timeout_s=120.0):
         assert found == dict.fromkeys(CASES, True)
 
 
@@ -129,7 +129,7 @@ def alone(rank, world_size):
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="says what 2.13 gets wrong")
 def test_dtensor_alone_gets_them_wrong(gang):
     """Why they are there: where this fails, PyTorch has mended one."""
-    results = gang(4).run(alone, timeout_s=60.0)
+    results = gang(4).run(alone, timeout_s=120.0)
     assert [name for name in WRONG_ALONE if all(found[name] is True for found in results)] == []
 
 

@@ -73,7 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize(("contexts", "layouts"), CASES)
 def test_losses_of_elements(gang, contexts, layouts):
-    for found in gang(4).run(of_elements, contexts, layouts, timeout_s=90.0):
+    for found in gang(4).run(of_elements, contexts, layouts, timeout_s=120.0):
         assert len(found) == len(contexts) * len(layouts) * len(ELEMENTS)
         assert {key: close for key, close in found.items() if not all(close)} == {}
 
@@ -152,7 +152,7 @@ def cost(rank, world_size):
 
 
 def test_what_an_average_costs(gang):
-    for found in gang(4).run(cost):
+    for found in gang(4).run(cost, timeout_s=120.0):
         assert found == {
             "messages": 0, "is a part": True, "float16": (40000.0, torch.float16), "classes cut": (True, False),
         }  # fmt: skip
@@ -170,4 +170,4 @@ def bare(rank, world_size):
 
 def test_dtensor_alone_is_wrong(gang):
     """Why the layer is there: where this fails, PyTorch has mended it."""
-    assert gang(4).run(bare) == [False] * 4
+    assert gang(4).run(bare, timeout_s=120.0) == [False] * 4

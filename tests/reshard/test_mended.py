@@ -36,7 +36,7 @@ def read(rank, world_size):
 
 
 def test_numbers_of_parts_are_those_of_the_whole(gang):
-    for found in gang(4).run(read):
+    for found in gang(4).run(read, timeout_s=120.0):
         assert {key for key, same in found.items() if not same} == set()
 
 
@@ -48,7 +48,7 @@ def printed(rank, world_size):
 
 
 def test_what_is_printed(gang):
-    assert gang(4).run(printed) == [(True, True)] * 4
+    assert gang(4).run(printed, timeout_s=120.0) == [(True, True)] * 4
 
 
 PARTS = {
@@ -85,7 +85,7 @@ def filled(rank, world_size):
 
 
 def test_partial_values_are_filled(gang):
-    for found in gang(4).run(filled, timeout_s=60.0):
+    for found in gang(4).run(filled, timeout_s=120.0):
         assert {key for key, same in found.items() if not same} == set()
 
 
@@ -118,7 +118,7 @@ def looked_up(rank, world_size):
 
 
 def test_what_was_looked_up_can_be_used_again(gang):
-    for found in gang(4).run(looked_up, timeout_s=60.0):
+    for found in gang(4).run(looked_up, timeout_s=120.0):
         assert {key for key, same in found.items() if not same} == set()
 
 
@@ -130,6 +130,6 @@ def alone(rank, world_size):
 
 def test_dtensor_alone_gets_them_wrong(gang):
     """Why the layer is there: where this fails, PyTorch has mended it."""
-    found = gang(4).run(alone)
+    found = gang(4).run(alone, timeout_s=120.0)
     assert len({number for number, _ in found}) == 4
     assert all(values == [8.0, 8.0] for _, values in found)

@@ -99,7 +99,7 @@ def along_other_dims(rank, world_size):
 
 
 def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang):
-    for found in gang(4).run(along_other_dims, timeout_s=60.0):
+    for found in gang(4).run(along_other_dims, timeout_s=120.0):
         assert len(found) == len(LAYOUTS) * len(OPERATORS)
         without_rule = {"index_put"} if TorchVersion(torch.__version__) < "2.13" else set()
         assert {key[1] for key, outcome in found.items() if outcome != (True, 0, {})} == without_rule
@@ -148,7 +148,7 @@ def along_the_cut_dim(rank, world_size):
 
 
 def test_work_along_the_dim_that_is_cut_is_right_without_the_fallback(gang):
-    for found in gang(4).run(along_the_cut_dim, timeout_s=60.0):
+    for found in gang(4).run(along_the_cut_dim, timeout_s=120.0):
         assert {key: outcome for key, outcome in found.items() if outcome != (True, {})} == {}
 
 
@@ -180,7 +180,7 @@ def slices(rank, world_size, dtypes):
 
 @pytest.mark.parametrize("dtypes", [[torch.int64], pytest.param([torch.float32, torch.bool], marks=pytest.mark.slow)])
 def test_slices_go_where_the_whole_index_says(gang, dtypes):
-    for found in gang(4).run(slices, dtypes, timeout_s=90.0):
+    for found in gang(4).run(slices, dtypes, timeout_s=120.0):
         assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
         gathered = {key for key, outcome in found.items() if outcome[1]}
         assert all(key[0].endswith("_") and key[2] == "S(0)" for key in gathered), "in place, along the dim that is cut"
@@ -230,6 +230,6 @@ def gradients(rank, world_size):
 
 
 def test_gradients_are_those_of_plain_tensors(gang):
-    for found in gang(4).run(gradients, timeout_s=60.0):
+    for found in gang(4).run(gradients, timeout_s=120.0):
         assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
         assert {key: outcome for key, outcome in found.items() if outcome[1]} == {}

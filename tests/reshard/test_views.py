@@ -95,7 +95,7 @@ def by_view(rank, world_size, name, layout):
     PLACES, {("replicate_fallback", "both dims")}
 ))  # fmt: skip
 def test_all_names_of_a_memory_see_a_write(gang, name, layout):
-    for found in gang(4).run(by_view, name, layout, timeout_s=60.0):
+    for found in gang(4).run(by_view, name, layout, timeout_s=120.0):
         assert found == dict.fromkeys(VIEWS.keys() - ONLY_GATHERED[name], [True] * 16)
 
 
@@ -123,7 +123,7 @@ def gradients(rank, world_size, layout):
 
 @pytest.mark.parametrize("layout", quick_and_slow([(name,) for name in LAYOUTS], {("both dims",)}))
 def test_gradients_flow_through_writes_to_views(gang, layout):
-    for found in gang(4).run(gradients, layout, timeout_s=60.0):
+    for found in gang(4).run(gradients, layout, timeout_s=120.0):
         assert set(found.values()) == {True}, found
 
 
@@ -171,7 +171,7 @@ def lists_and_outs(rank, world_size):
 
 
 def test_lists_outs_failures_and_other_modes(gang):
-    for found in gang(4).run(lists_and_outs, timeout_s=60.0):
+    for found in gang(4).run(lists_and_outs, timeout_s=120.0):
         assert set(found.values()) == {True}, found
 
 
@@ -213,7 +213,7 @@ def what_it_costs(rank, world_size):
 
 
 def test_what_it_costs(gang):
-    for found in gang(4).run(what_it_costs):
+    for found in gang(4).run(what_it_costs, timeout_s=120.0):
         assert found == {
             "never viewed": 0, "viewed on the ranks": 0, "view lives": 2, "view lives somewhere": 2, "up to date": True,
             "view is gone": 1, "and was found so": 0, "counts": {"aten.fill_.Tensor": 1}, "graphs are let go": True,
@@ -260,5 +260,5 @@ def turned(rank, world_size, name, layout):
     PLACES, {("replicate_fallback", "in another order")}
 ))  # fmt: skip
 def test_a_tensor_is_turned_in_place(gang, name, layout):
-    for found in gang(4).run(turned, name, layout, timeout_s=60.0):
+    for found in gang(4).run(turned, name, layout, timeout_s=120.0):
         assert found == dict.fromkeys(TURNS, True)
