@@ -46,8 +46,8 @@ def partial(x: Any) -> bool:
     return isinstance(x, DTensor) and any(placement.is_partial() for placement in x.placements)
 
 
-def _any_cut(*places: int) -> Callable[[Call], bool]:
-    return lambda call: any(cut(call.args[place]) for place in places if place < len(call.args))
+def _is_cut(call: Call) -> bool:
+    return cut(call.args[0])
 
 
 def _any_partial(call: Call) -> bool:
@@ -68,9 +68,10 @@ def _convolution_backward(call: Call) -> bool:
     return cut(gradient, first=1) or cut(x, first=1) or cut(kernel) or _any_partial(call)
 
 
-def _equal(call: Call) -> bool:
+def _shapes_differ(call: Call) -> bool:
+    """Both are to be cut alike, along a dim that one may not have."""
     x, other = call.args
-    return _any_partial(call) or x.shape != other.shape
+    return bool(x.shape != other.shape)
 
 
 def _strides_matter(call: Call) -> bool:
@@ -101,10 +102,10 @@ CHECKS: dict[str, Callable[[Call], bool]] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
     # A dim of which a rank holds one index is squeezed on that rank.
-    "aten.squeeze_copy.default": _any_cut(0),
-    "aten.squeeze_copy.dim": _any_cut(0),
-    "aten.squeeze_copy.dims": _any_cut(0),
-    "aten.equal.default": _equal,
+    "aten.squeeze_copy.default": _is_cut,
+    "aten.squeeze_copy.dim": _is_cut,
+    "aten.squeeze_copy.dims": _is_cut,
+    "aten.equal.default": _shapes_differ,
     "aten._linalg_det.default": _strides_matter,
     "aten._linalg_slogdet.default": _strides_matter,
     "aten._adaptive_avg_pool2d_backward.default": _without_batch,

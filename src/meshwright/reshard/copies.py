@@ -135,7 +135,7 @@ def run_on_copies(call: Call, given: Mapping[int, Tensor] | None = None) -> Any:
         for tensor, whole in changed:
             if id(tensor) in given:
                 continue
-            (own_tensor(tensor) if isinstance(tensor, DTensor) else tensor).copy_(_piece_like(whole, tensor))
+            (own_tensor(tensor) if isinstance(tensor, DTensor) else tensor).copy_(piece_like(whole, tensor))
         back = {id(whole): tensor for tensor, whole in changed}
         return tree_map_only(Tensor, lambda x: back[id(x)] if id(x) in back else _laid_out(x, call, mesh), result)
 
@@ -210,7 +210,7 @@ def _laid_out(whole: Tensor, call: Call, mesh: DeviceMesh) -> Tensor:
     return as_copies(whole, mesh)
 
 
-def _piece_like(whole: Tensor, like: Tensor) -> Tensor:
+def piece_like(whole: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of `whole`, laid out as `like`."""
     if not isinstance(like, DTensor) or all(placement.is_replicate() for placement in like.placements):
         return whole

@@ -23,12 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.reshard.agree import on_any_rank
-from meshwright.reshard.copies import Call, Run, run_on_copies
-from meshwright.reshard.moving import Mover, redistributed
+from meshwright.reshard.copies import Call, Run, piece_like, run_on_copies
+from meshwright.reshard.moving import Mover
 from meshwright.reshard.private import (
     DTensorSpec,
     OpOverload,
-    as_copies,
     dtensor_of,
     gathered,
     is_alias,
@@ -81,17 +80,13 @@ class _Family:
 
     def keep(self, whole: Tensor) -> None:
         """Write all of it: this rank's piece, and the views that lie apart."""
-        mesh = self.spec.mesh
-        piece = redistributed(as_copies(whole, mesh), self.spec.placements, self.spec.shard_order)
-        self.local.copy_(own_tensor(piece))
+        self.local.copy_(piece_like(whole, self.tensor()))
         self.renew(whole)
 
     def renew(self, whole: Tensor) -> None:
         """Make the views that lie apart those of `whole`."""
         for view, origin in list(self.apart.items()):
-            spec = spec_of(view)
-            copies = as_copies(origin.of(whole), spec.mesh)
-            own_tensor(view).copy_(own_tensor(redistributed(copies, spec.placements, spec.shard_order)))
+            own_tensor(view).copy_(piece_like(origin.of(whole), view))
 
 
 @dataclass(frozen=True, eq=False)
