@@ -110,8 +110,6 @@ CHECKS: dict[str, Callable[[Call], bool]] = {
     "aten._linalg_slogdet.default": _strides_matter,
     "aten._adaptive_avg_pool2d_backward.default": _without_batch,
     "aten._to_copy.default": _to_eight_bits,
-    "aten._scaled_mm.default": _any_partial,
-    "aten._scaled_mm_v2.default": _any_partial,
     "aten.view.default": _has_no_elements,
     "aten._unsafe_view.default": _has_no_elements,
     "aten.reshape.default": _has_no_elements,
