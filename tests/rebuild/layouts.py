@@ -1,0 +1,117 @@
+"""The layouts that both checkouts train: every way of dividing work, and what changes the numbers on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+SMALL = "train.warmup_steps=2 train.validation_samples=4 train.threads=1 train.device=cpu checkpoint.keep=2"
+LLAMA = (
+    "model.num_layers=4 model.dim=32 model.num_heads=4 model.num_kv_heads=2 model.ffn_dim=96 "
+    f"train.global_batch=8 train.seq_len=32 train.sample_tokens=4 {SMALL}"
+)
+PICTURES = (
+    "model.num_layers=4 model.dim=24 model.num_heads=4 model.ffn_dim=48 train.global_batch=8 "
+    f"train.num_microbatches=1 diffusion.num_samples=2 diffusion.sampling_steps=2 {SMALL}"
+)
+BASE = {"llama-tiny": LLAMA, "dit-digits": PICTURES, "dit-digits-video": PICTURES}
+
+FOUR = "train.num_microbatches=4"
+TIED = "model.tie_embeddings=true"
+FROZEN = 'train.freeze=["embed.*","blocks.1.*","*norm.weight"]'
+FROZEN_PICTURES = 'train.freeze=["embed.*","blocks.1.*","time_embed.*"]'
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A small training, and what is asked of it."""
+
+    name: str
+    preset: str
+    layout: str
+    """What makes it this one: words of the command."""
+    resumes: bool = False
+    """NEW goes on from OLD's checkpoint too."""
+    fast: bool = False
+    """Of the few that cover the pairs."""
+
+    def words(self, steps: int) -> list[str]:
+        """All words of the command but where its data is."""
+        schedule = [f"train.steps={steps}", f"checkpoint.every={steps // 2}", f"train.validate_every={steps // 2}"]
+        return [self.preset, *BASE[self.preset].split(), *schedule, *self.layout.split()]
+
+    def data_words(self, folder: Path, cache: Path) -> list[str]:
+        """Where its data is, in the words of the command."""
+        source = [f"data.source={folder / CORPUS}"] if self.preset.startswith("llama") else []
+        return [*source, f"data.cache_dir={cache}"]
+
+    def changed(self, words: list[str]) -> Layout:
+        """With more words."""
+        return replace(self, layout=" ".join([self.layout, *words]))
+
+
+def _layout(preset: str, marks: str, name: str, layout: str) -> Layout:
+    return Layout(name, preset, layout, resumes="R" in marks, fast="F" in marks)
+
+
+LAYOUTS = (
+    _layout("llama-tiny", "R", "one", ""),
+    _layout("llama-tiny", "", "accumulate-wsd", f"{FOUR} train.lr_schedule=wsd train.decay_steps=4"),
+    _layout("llama-tiny", "", "one-chunks", f"pipeline.chunks=2 {FOUR}"),
+    _layout("llama-tiny", "", "one-float64-tied", f"{TIED} train.precision=float64"),
+    _layout("llama-tiny", "", "compile", "train.compile=true mesh.dp_shard=2"),
+    _layout("llama-tiny", "RF", "dp_shard", "mesh.dp_shard=2"),
+    _layout("llama-tiny", "", "dp_shard-kept", "mesh.dp_shard=2 mesh.reshard_after_forward=false"),
+    _layout("llama-tiny", "", "dp_shard-accumulate-bf16", f"mesh.dp_shard=2 {FOUR} train.precision=bfloat16"),
+    _layout("llama-tiny", "", "dp_shard-recompute-tied", f"mesh.dp_shard=2 recompute.policy=full {TIED}"),
+    _layout("llama-tiny", "", "dp_shard-frozen", f"mesh.dp_shard=2 {FROZEN}"),
+    _layout("llama-tiny", "", "dp_replicate", "mesh.dp_replicate=2 train.max_grad_norm=0.1"),
+    _layout("llama-tiny", "", "hsdp", "mesh.dp_replicate=2 mesh.dp_shard=2"),
+    _layout("llama-tiny", "", "tp", "mesh.tp=2"),
+    _layout("llama-tiny", "", "tp-whole-tied", f"mesh.tp=2 mesh.sequence_parallel=false {TIED}"),
+    _layout("llama-tiny", "RF", "tp-dp_shard", "mesh.tp=2 mesh.dp_shard=2"),
+    _layout("llama-tiny", "", "tp-dp_shard-int8", "mesh.tp=2 mesh.dp_shard=2 comm.gradients=int8"),
+    _layout("llama-tiny", "R", "pp-1f1b", f"mesh.pp=2 {FOUR} pipeline.schedule=1f1b"),
+    _layout("llama-tiny", "", "pp-uneven-frozen", f"mesh.pp=2 {FOUR} pipeline.layers_per_stage=[1,3] {FROZEN}"),
+    _layout("llama-tiny", "", "pp-f-then-b-recompute",
+            f"mesh.pp=2 {FOUR} pipeline.schedule=f-then-b recompute.policy=full"),
+    _layout("llama-tiny", "F", "pp-zb-h1-bf16", f"mesh.pp=2 {FOUR} pipeline.schedule=zb-h1 train.precision=bfloat16"),
+    _layout("llama-tiny", "R", "pp-zb-v-dp_shard-tied",
+            f"mesh.pp=2 mesh.dp_shard=2 {FOUR} pipeline.schedule=zb-v {TIED}"),
+    _layout("llama-tiny", "", "pp-interleaved-tied", f"mesh.pp=2 {FOUR} pipeline.chunks=2 {TIED}"),
+    _layout("llama-tiny", "", "pp-dualpipe-v", f"mesh.pp=2 {FOUR} pipeline.schedule=dualpipe-v"),
+    _layout("llama-tiny", "", "pp-v-half-tp", f"mesh.pp=2 mesh.tp=2 {FOUR} pipeline.schedule=v-half"),
+    _layout("llama-tiny", "RF", "loco4", "mesh.dp_shard=2 comm.gradients=loco4"),
+    _layout("llama-tiny", "", "loco4-int8-nodes",
+            "mesh.dp_shard=4 comm.gradients=loco4 comm.weights=int8 comm.ranks_per_node=2"),
+    _layout("llama-tiny", "", "loco4-hsdp-accumulate",
+            "mesh.dp_replicate=2 mesh.dp_shard=2 comm.gradients=loco4 train.num_microbatches=2"),
+    _layout("llama-tiny", "F", "secondary-shards",
+            "mesh.dp_shard=4 comm.secondary_shards=2 comm.weights=int8 train.precision=bfloat16"),
+    _layout("dit-digits", "", "dit-one", "train.num_microbatches=2 diffusion.prediction=velocity"),
+    _layout("dit-digits", "RF", "dit-dp_shard", "mesh.dp_shard=2"),
+    _layout("dit-digits", "", "dit-tp", "mesh.tp=2"),
+    _layout("dit-digits", "F", "dit-pp-zb-v-dp_shard", f"mesh.pp=2 mesh.dp_shard=2 {FOUR} pipeline.schedule=zb-v"),
+    _layout("dit-digits", "", "dit-loco4-bf16",
+            "mesh.dp_shard=2 comm.gradients=loco4 train.precision=bfloat16 recompute.policy=full"),
+    _layout("dit-digits", "", "dit-pp-frozen", f"mesh.pp=2 {FOUR} pipeline.schedule=f-then-b {FROZEN_PICTURES}"),
+    _layout("dit-digits-video", "RF", "video-pp-interleaved", f"mesh.pp=2 {FOUR} pipeline.chunks=2"),
+    _layout("dit-digits-video", "", "video-dp_shard-recompute", "mesh.dp_shard=2 recompute.policy=full"),
+    _layout("dit-digits-video", "", "video-dp_replicate-int8", "mesh.dp_replicate=2 comm.gradients=int8"),
+)  # fmt: skip
+
+CORPUS = "corpus.txt"
+
+
+def write_corpus(folder: Path) -> None:
+    """The text that Llamas train on: the same bytes each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (f"def step_{n}(x):\n    return x * {n} + {n * 7919 % 1000}\n" for n in range(1500))
+    (folder / CORPUS).write_text("".join(lines), "utf-8")
+
+
+def chosen(glob: str, *, fast: bool) -> Iterator[Layout]:
+    """The layouts whose name fits."""
+    return (layout for layout in LAYOUTS if fnmatchcase(layout.name, glob) and (layout.fast or not fast))

@@ -1,0 +1,95 @@
+"""What a checkout predicts of memory and traffic. The one file that knows how to ask; adapt it when that moves.
+
+Run as a script in the environment of the checkout, so it imports nothing of these tests: reads a JSON list of command
+lines (a preset and words each), and writes JSON: where `meshwright` was found, the way that was asked, and for each
+command line its figures by name, or `refused` and what the checkout said.
+
+Two ways. `api` is the functions of today, with every rank's traffic by purpose and link. `plan` is
+`meshwright plan WORDS --json -`, which gives one rank's totals. Totals are named alike in both, so that a side with one
+way is compared with a side of the other in what both know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Figures = dict[str, Any]
+
+RANKS_ASKED = 8
+"""Of larger meshes three are asked: the first, one from the middle, and the last."""
+
+
+def main() -> None:
+    """From standard input to standard output."""
+    import meshwright
+
+    lines, output = json.load(sys.stdin), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        way, ask = _way(lines[0])
+        found = [ask(line) for line in lines]
+    json.dump({"package": meshwright.__file__, "way": way, "figures": found}, output)
+
+
+def _way(line: Sequence[str]) -> tuple[str, Callable[[Sequence[str]], Figures]]:
+    """The first way that answers."""
+    try:
+        by_api(line)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        sys.stderr.write(f"predictions: the functions of before are gone ({error!r}); asking `meshwright plan`\n")
+        return "plan", by_plan
+    return "api", by_api
+
+
+def by_api(line: Sequence[str]) -> Figures:
+    """By functions."""
+    from meshwright.config.load import load
+    from meshwright.errors import MeshwrightError
+    from meshwright.plan.memory import predict_memory
+    from meshwright.plan.traffic import predict_traffic
+
+    try:
+        config = load(line[0], line[1:])
+    except MeshwrightError as error:
+        return {"refused": str(error)}
+    figures: Figures = {f"memory.{name}": n for name, n in dataclasses.asdict(predict_memory(config)).items()}
+    most = predict_traffic(config)
+    figures |= {f"traffic.{entry.what.value}": entry.sent.total() for entry in most.entries}
+    figures["rank that sends most"] = most.rank
+    num_ranks = config.mesh.axes().num_ranks()
+    for rank in range(num_ranks) if num_ranks <= RANKS_ASKED else (0, num_ranks // 2 - 1, num_ranks - 1):
+        for entry in predict_traffic(config, rank=rank).entries:
+            for name in ("sent", "exact"):
+                for link, num_bytes in dataclasses.asdict(getattr(entry, name)).items():
+                    figures[f"rank {rank}: {entry.what.value}, {name}, {link}"] = num_bytes
+    return figures
+
+
+def by_plan(line: Sequence[str]) -> Figures:
+    """By the command, in this process: starting one for each would take minutes."""
+    from meshwright.__main__ import main as command
+
+    output, errors, kept = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["meshwright", "plan", *line, "--json", "-"]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            command()
+        code: Any = 0
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.argv = kept
+    if code:
+        return {"refused": errors.getvalue()}
+    plan = json.loads(output.getvalue())
+    kinds = ("memory", "traffic")
+    return {f"{kind}.{name}": n for kind in kinds for name, n in plan[kind].items() if name != "total"}
+
+
+if __name__ == "__main__":
+    main()
