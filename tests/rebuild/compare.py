@@ -6,12 +6,13 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 from tests.rebuild.differences import prediction_differences, record_differences, step_differences, tensor_differences
 from tests.rebuild.grid import grid
@@ -19,6 +20,8 @@ from tests.rebuild.layouts import LAYOUTS, Layout, chosen, write_corpus
 from tests.rebuild.record import Record
 from tests.rebuild.running import Workshop
 from tests.rebuild.sides import NoSuchSide, Side, open_side
+
+T, U = TypeVar("T"), TypeVar("U")
 
 GRID = "grid"
 """The name, for `--only`, of the predictions of big layouts."""
@@ -40,15 +43,17 @@ class Comparison:
     def layout(self, layout: Layout) -> tuple[list[str], str]:
         """What differs in a layout, the first first; and what was compared."""
         theirs = layout.changed(self.new_words)
-        with ThreadPoolExecutor(self.jobs) as pool:
-            first = pool.submit(self.workshop.train, self.old, layout)
-            second = pool.submit(self.workshop.train, self.new, theirs)
-            (old, folder), (new, _) = first.result(), second.result()
+        (old, folder), (new, _) = self._on_both(self.workshop.train, layout, theirs)
         found, compared = list(record_differences(old, new)), f"{len(old.steps)} steps · {len(old.tensors)} tensors"
         if layout.resumes and not old.error:
             found += (f"NEW went on from OLD's checkpoint: {one}" for one in self._resumed(theirs, old, folder))
             compared += " · goes on from OLD's checkpoint"
         return found, compared
+
+    def _on_both(self, task: Callable[[Side, T], U], ours: T, theirs: T) -> tuple[U, U]:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            first, second = pool.submit(task, self.old, ours), pool.submit(task, self.new, theirs)
+            return first.result(), second.result()
 
     def _resumed(self, layout: Layout, old: Record, folder: Path) -> Iterator[str]:
         record = self.workshop.go_on(self.new, layout, folder)
@@ -62,7 +67,7 @@ class Comparison:
     def predictions(self, lines: dict[str, list[str]]) -> tuple[list[str], str]:
         """What differs in the predictions of command lines, by name; and what was compared."""
         changed = [[*line, *self.new_words] for line in lines.values()]
-        old, new = self.workshop.predict(self.old, list(lines.values())), self.workshop.predict(self.new, changed)
+        old, new = self._on_both(self.workshop.predict, list(lines.values()), changed)
         errors = [f"{name} failed:\n{side['error']}" for name, side in (("OLD", old), ("NEW", new)) if "error" in side]
         if errors:
             return errors, ""

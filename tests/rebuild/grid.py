@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 LLAMA_MESHES = (
     "mesh.dp_shard=8 mesh.tp=1",
@@ -22,8 +22,8 @@ DIT_MESHES = (
     "mesh.dp_replicate=4 mesh.dp_shard=8 mesh.pp=1",
     "mesh.dp_shard=8 mesh.tp=4 mesh.pp=1",
     "mesh.dp_shard=8 mesh.pp=4 train.num_microbatches=8",
-    "mesh.dp_shard=4 mesh.pp=2 mesh.tp=2 pipeline.chunks=2 train.num_microbatches=4",
-    "mesh.dp_shard=8 mesh.pp=2 pipeline.schedule=zb-v train.num_microbatches=4",
+    "mesh.dp_shard=4 mesh.pp=2 mesh.tp=2 pipeline.schedule=interleaved pipeline.chunks=2 train.num_microbatches=4",
+    "mesh.dp_shard=8 mesh.pp=2 pipeline.schedule=zb-v pipeline.chunks=2 train.num_microbatches=4",
     "mesh.dp_replicate=8 mesh.dp_shard=1 mesh.pp=1",
 )
 VARIANTS = (
@@ -40,24 +40,30 @@ VARIANTS = (
 LLAMA_VARIANTS = ("model.tie_embeddings=true", "mesh.sequence_parallel=false train.seq_len=4096")
 
 COMMON = "train.compile=false train.global_batch=1024"
+FEWER_LAYERS = "model.num_layers=16"
+"""Of the deepest models but for their first variant: planning takes as long as a model is deep."""
 
 
 def grid() -> Iterator[tuple[str, list[str]]]:
     """Name and words of each, some of which are refused: that is compared too."""
-    kinds: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-        "llama3-8b": (LLAMA_MESHES, (*VARIANTS, *LLAMA_VARIANTS), COMMON),
-        "llama3-70b": (LLAMA_MESHES, (*VARIANTS[::2], *LLAMA_VARIANTS), COMMON),
-        "llama3-405b": (LLAMA_MESHES, VARIANTS[1:4], COMMON),
-        "dit-xl-2": (DIT_MESHES, VARIANTS, COMMON),
-        "video-dit-xl": (DIT_MESHES, VARIANTS, f"{COMMON} pipeline.schedule=auto pipeline.chunks=1"),
-    }
-    for preset, (meshes, variants, common) in kinds.items():
+    for variant in (*VARIANTS, *LLAMA_VARIANTS):
+        for mesh in LLAMA_MESHES:
+            yield _line("llama3-8b", mesh, variant)
+    for preset in ("llama3-70b", "llama3-405b"):
+        for mesh in LLAMA_MESHES:
+            yield _line(preset, mesh, VARIANTS[0])
+            for variant in (*VARIANTS[2::2], *LLAMA_VARIANTS):
+                yield _line(preset, mesh, f"{variant} {FEWER_LAYERS}")
+    for preset in ("dit-xl-2", "video-dit-xl"):
+        for variant in VARIANTS:
+            for mesh in DIT_MESHES:
+                yield _line(preset, mesh, variant)
+    for preset in ("llama3-8b", "llama3-70b", "llama3-405b", "dit-xl-2", "video-dit-xl"):
         yield preset, [preset]
-        for mesh in meshes:
-            for variant in variants:
-                words = f"{mesh} {variant}".split()
-                yield " ".join([preset, *words]), [preset, *_last_of_each(f"{common} {mesh} {variant}".split())]
 
 
-def _last_of_each(words: list[str]) -> list[str]:
-    return list({word.partition("=")[0]: word for word in words}.values())
+def _line(preset: str, mesh: str, variant: str) -> tuple[str, list[str]]:
+    """With what the preset says of the pipeline taken back, where the mesh has one of its own."""
+    alone = "pipeline.schedule=auto pipeline.chunks=1" if "pipeline" not in mesh and preset == "video-dit-xl" else ""
+    words = f"{mesh} {variant} {alone}".split()
+    return " ".join([preset, *words]), [preset, *COMMON.split(), *words]
