@@ -1,6 +1,6 @@
 """Two checkouts side by side: what shows that a rebuild changed nothing but the shape.
 
-    python -m tests.rebuild.compare OLD NEW [--only GLOB] [--fast] [--keep DIR] [--jobs 2] [--steps 10]
+    python -m tests.rebuild.compare OLD NEW [--only GLOB] [--fast] [--keep DIR] [--jobs 1] [--steps 10]
 
 OLD and NEW are each the path of a checkout or a git revision of this repository. Both train every layout of
 `layouts` by their public command, and are compared bit for bit: each step's loss and gradient norm, validations, the

@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fast", action="store_true", help="few layouts, which cover the pairs")
     parser.add_argument("--steps", type=_steps, default=10, help="of each run")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs there; a revision's are not made again")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="2: both sides at the same time")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="1: one side after the other")
     parser.add_argument("--new-word", action="append", default=[], metavar="KEY=VALUE", help="one more word for NEW")
     parser.add_argument("--list", action="store_true", help="print the layouts and run nothing")
     return parser

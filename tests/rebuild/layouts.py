@@ -61,7 +61,7 @@ LAYOUTS = (
     _layout("llama-tiny", "", "accumulate-wsd", f"{FOUR} train.lr_schedule=wsd train.decay_steps=4"),
     _layout("llama-tiny", "", "one-chunks", f"pipeline.chunks=2 {FOUR}"),
     _layout("llama-tiny", "", "one-float64-tied", f"{TIED} train.precision=float64"),
-    _layout("llama-tiny", "", "compile", "train.compile=true mesh.dp_shard=2"),
+    _layout("llama-tiny", "", "compile", "train.compile=true model.num_layers=2"),
     _layout("llama-tiny", "RF", "dp_shard", "mesh.dp_shard=2"),
     _layout("llama-tiny", "", "dp_shard-kept", "mesh.dp_shard=2 mesh.reshard_after_forward=false"),
     _layout("llama-tiny", "", "dp_shard-accumulate-bf16", f"mesh.dp_shard=2 {FOUR} train.precision=bfloat16"),
