@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -93,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not layouts and not with_grid:
         _say(f"--only {given.only} fits no layout; --list names them")
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # worktrees are removed then too
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-")))
         folder = (given.keep or scratch / "runs").resolve()
