@@ -32,7 +32,12 @@ class Side:
     """Of a revision; none of a checkout, whose files may be any."""
 
     def run(self, arguments: Sequence[str], *, cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:
-        """Run Python in this side's environment, in a session of its own that ends with it."""
+        """Run Python in this side's environment, in a session of its own that ends with it.
+
+        Where the checkout is not there, before or after, it is a failure: an installed package would have run instead.
+        """
+        if not self._is_there():
+            return self._gone(arguments)
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
@@ -51,7 +56,15 @@ class Side:
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             errors += f"\nended after {LIMIT_S:g} s"
+        if not self._is_there():
+            return self._gone(arguments)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def _is_there(self) -> bool:
+        return (self.root / "src" / "meshwright" / "__init__.py").is_file()
+
+    def _gone(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(arguments, 1, "", f"the checkout {self.root} of {self.name} is gone")
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED and name[:6] != "SLURM_"}
@@ -73,13 +86,13 @@ def open_side(name: str, given: str, scratch: Path) -> Iterator[Side]:
     if found.returncode:
         raise NoSuchSide(f"{name}: {given} is neither a checkout with src/meshwright nor a revision of {ROOT}")
     tree, commit = scratch / f"tree-{name}", found.stdout.strip()
-    added = _git("worktree", "add", "--detach", "--force", str(tree), commit)
+    added = _git("worktree", "add", "--detach", "--lock", "--reason", "being compared", str(tree), commit)
     if added.returncode:
         raise NoSuchSide(f"{name}: no worktree of {given}: {added.stderr}")
     try:
         yield Side(name, tree, commit)
     finally:
-        _git("worktree", "remove", "--force", str(tree))
+        _git("worktree", "remove", "--force", "--force", str(tree))  # twice, as it is locked
 
 
 def _git(*words: str) -> subprocess.CompletedProcess[str]:

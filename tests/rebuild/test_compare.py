@@ -16,7 +16,7 @@ from tests.rebuild.differences import prediction_differences, record_differences
 from tests.rebuild.grid import grid
 from tests.rebuild.layouts import LAYOUTS, chosen
 from tests.rebuild.record import Record, read_record
-from tests.rebuild.sides import ROOT, NoSuchSide, open_side
+from tests.rebuild.sides import ROOT, NoSuchSide, Side, open_side
 from tests.rebuild.tensors import Tensor, read_tensors
 
 LOSS = 5.551379203796387
@@ -181,6 +181,19 @@ def test_a_side_is_a_checkout_or_a_revision(tmp_path):
         assert (side.root, side.commit) == (ROOT, "")
     with pytest.raises(NoSuchSide, match="no-such-thing is neither"), open_side("NEW", "no-such-thing", tmp_path):
         pass
+
+
+def test_a_checkout_that_is_gone_is_no_run_of_what_is_installed(tmp_path):
+    (tmp_path / "src" / "meshwright").mkdir(parents=True)
+    package = tmp_path / "src" / "meshwright" / "__init__.py"
+    side = Side("OLD", tmp_path)
+    package.touch()
+    there = side.run(["-c", "import meshwright; print(meshwright.__file__)"], cwd=tmp_path)
+    assert (there.returncode, there.stdout.strip()) == (0, str(package))
+    amid = side.run(["-c", f"import os; os.unlink({str(package)!r})"], cwd=tmp_path)
+    after = side.run(["-c", "import meshwright"], cwd=tmp_path)
+    for done in (amid, after):
+        assert (done.returncode, done.stderr) == (1, f"the checkout {tmp_path} of OLD is gone")
 
 
 def compare(*words: str, keep: Path) -> subprocess.CompletedProcess[str]:
