@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm import Placement, compress
 from meshwright.comm.codecs import GROUP, Codec
-from meshwright.comm.compress import GRADIENTS, WEIGHTS
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
+from meshwright.comm.fsdp import GRADIENTS, WEIGHTS
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.shards import to_local
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.comm.codecs import decode, encode
-from meshwright.comm.compress import GRADIENTS
+from meshwright.comm.fsdp import GRADIENTS
 from tests.helpers import clean_environment
 
 ROOT = Path(__file__).parents[2]

@@ -50,7 +50,7 @@ def interpreter() -> Iterator[Gang]:
 def interpreted(rank, world_size, check, *args):
     """`check(kernels, *args)`, with kernels that a CPU interprets."""
     if "meshwright.comm.triton_programs" not in sys.modules:
-        import meshwright.comm.compress  # noqa: F401
+        import meshwright.comm.fsdp  # noqa: F401
 
         assert "meshwright.comm.triton_programs" not in sys.modules, "only tensors of a GPU need Triton"
         forget_triton()

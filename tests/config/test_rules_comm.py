@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.comm.compress import EXACT, GRADIENTS, WEIGHTS
+from meshwright.comm.fsdp import EXACT, GRADIENTS, WEIGHTS
 from meshwright.config.schema import CommConfig, RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from tests.helpers import assert_every_fix_works, outcome

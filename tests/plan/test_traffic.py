@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.comm.codecs import Codec
-from meshwright.comm.compress import GRADIENTS, WEIGHTS
+from meshwright.comm.fsdp import GRADIENTS, WEIGHTS
 from meshwright.config.load import load
 from meshwright.plan.encoded import encoded_bytes
 from meshwright.plan.messages import What

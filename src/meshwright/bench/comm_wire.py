@@ -21,8 +21,8 @@ from meshwright.bench.comm_cases import ALL_GATHER, BUILTIN, DTYPES, ERROR_AT_MO
 from meshwright.bench.measure import timer_on
 from meshwright.comm import collectives
 from meshwright.comm.collectives import all_gather_object, rank, world_size
-from meshwright.comm.compress import GRADIENTS, WEIGHTS
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
+from meshwright.comm.fsdp import GRADIENTS, WEIGHTS
 from meshwright.errors import RunError
 from meshwright.mesh.groups import process_group
 from meshwright.train.context import RankContext

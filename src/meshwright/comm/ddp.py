@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm.all_reduce import CompressedAllReduce
 from meshwright.comm.collectives import world_size
-from meshwright.comm.compress import EXACT, GRADIENTS, Compression, Way, check_name
 from meshwright.comm.compressed import SentBytes
 from meshwright.comm.error_state import starting_with
+from meshwright.comm.fsdp import EXACT, GRADIENTS, Compression, Way, check_name
 from meshwright.errors import LayoutError
 from meshwright.log import get_logger
 

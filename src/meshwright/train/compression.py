@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.comm.compress import EXACT, GRADIENTS, Compression, Replicas, compress
 from meshwright.comm.compressed import SentBytes
+from meshwright.comm.fsdp import EXACT, GRADIENTS, Compression, Replicas, compress
 from meshwright.comm.placement import place
 from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
