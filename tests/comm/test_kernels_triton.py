@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from meshwright.comm import codecs, feedback, kernels
-from meshwright.comm.codecs import QUANTISED_DTYPES, Codec
+from meshwright.comm.catalogue import Codec
+from meshwright.comm.codecs import QUANTISED_DTYPES
 from meshwright.errors import InputError
 from meshwright.testing.gang import Gang
 from tests.comm.agree import (

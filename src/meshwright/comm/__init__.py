@@ -1,6 +1,6 @@
 """The only room that moves bytes between ranks.
 
-The public names are imported from their files when they are asked for, so no file may
+`catalogue` does without torch. The public names are imported from their files when they are asked for, so no file may
 have the name of one of them: the package's attribute would be the file then.
 """
 
