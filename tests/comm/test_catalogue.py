@@ -113,7 +113,7 @@ def test_names_are_unlike():
 @pytest.mark.parametrize(
     ("name", "use", "what", "fix"),
     [
-        ("loco8", Use.GRADIENTS, "gradients", "gradients='loco4'"),
+        ("loco44", Use.GRADIENTS, "gradients", "gradients='loco4'"),
         ("loco4", Use.WEIGHTS, "weights", "weights='exact'"),
         ("int16", Use.INSIDE_NODE, "gradients inside a node", "inside_node='int8'"),
     ],

@@ -62,6 +62,7 @@ def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
         return x.contiguous().view(torch.uint8)
     if codec is Codec.BF16:
         return x.float().to(torch.bfloat16).contiguous().view(torch.uint8)
+    assert codec.is_quantised, f"{codec.value} is in the catalogue, and nothing here writes it"
     h_gk = grouped(x.float())
     if rotate:
         h_gk = _hadamard(h_gk)
