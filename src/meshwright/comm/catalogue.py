@@ -7,8 +7,8 @@ configuration and collectives read them here, without torch.
 [Note: adding a codec] A method with a codec that exists takes one row of `METHODS` here. A codec that does not exist
 takes a member of `Codec` here first, and its bytes:
 
-- `codecs.py`: `encode` and `_elements`, which reads a block. Quantised integers of 8, 4, 2 or 1 bits need nothing: the
-  reference follows `Codec.bits`.
+- `codecs.py`: `encode` and `_elements`, which reads a block. Quantised integers follow `Codec.bits`, tested with 8, 4
+  and 2.
 - `kernels_cpu.cpp` and `triton_programs.py`, which know 8, 4 and 2 bits; or `kernels.py`, whose `_kernels` and
   `requantise` say which codecs go to them: the quantised ones. Others go to the reference.
 
