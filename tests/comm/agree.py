@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import codecs, feedback
-from meshwright.comm.codecs import Codec
+from meshwright.comm.catalogue import Codec
 
-QUANTISED = [Codec.INT8, Codec.INT4, Codec.INT2]
+QUANTISED = [codec for codec in Codec if codec.is_quantised]
 
 
 def same(a: Tensor, b: Tensor) -> bool:

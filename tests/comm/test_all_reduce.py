@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm.all_reduce import AllReduceHook, CompressedAllReduce
-from meshwright.comm.codecs import Codec
-from meshwright.comm.compress import Compression
+from meshwright.comm.catalogue import Codec
+from meshwright.comm.fsdp import Compression
 from meshwright.errors import InputError
 from meshwright.mesh.shards import to_local
 

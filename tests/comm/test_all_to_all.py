@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import meshwright.comm
 from meshwright.comm import all_to_all, collectives
-from meshwright.comm.all_to_all import all_to_all_into
+from meshwright.comm.alltoallv import all_to_all_into
 from meshwright.errors import LayoutError, MeshwrightError
 
 # plan[a][b]: rows from rank a to rank b

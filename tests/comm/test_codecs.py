@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm.codecs import GROUP, QUANTISED_DTYPES, Codec, decode, decode_sum, encode, num_groups
+from meshwright.comm.catalogue import GROUP, Codec, num_groups
+from meshwright.comm.codecs import QUANTISED_DTYPES, decode, decode_sum, encode
 from meshwright.errors import InputError
 from tests.comm.data import KINDS, fresh
 
-QUANTISED = [Codec.INT8, Codec.INT4, Codec.INT2]
+QUANTISED = [codec for codec in Codec if codec.is_quantised]
 
 
 def there_and_back(x, codec, *, rotate=False):
@@ -45,8 +46,8 @@ def test_a_rotation_helps_heavy_tails():
 
 def test_bits_an_element():
     n = 2**20
-    assert [codec.encoded_bytes(n) * 8 / n for codec in QUANTISED] == [8.125, 4.125, 2.125]
-    assert Codec.EXACT.encoded_bytes(7) == 28 and Codec.EXACT.encoded_bytes(7, dtype=torch.float16) == 14
+    assert [codec.encoded_bytes(n) * 8 / n for codec in QUANTISED] == [codec.bits + 0.125 for codec in QUANTISED]
+    assert Codec.EXACT.encoded_bytes(7) == 28 and Codec.EXACT.encoded_bytes(7, element_bytes=2) == 14
     assert Codec.BF16.encoded_bytes(7) == 14
     assert [num_groups(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]
     assert [Codec.INT4.encoded_bytes(n) for n in (0, 1, 128, 129)] == [0, 80, 80, 144]
@@ -98,7 +99,7 @@ def test_blocks(num_elements, kind, dtype, codec, rotate, seed):
     x = fresh(kind, (2, num_elements), dtype, seed=seed)
     payloads = encode(x, codec, rotate=rotate)
     assert payloads.dtype == torch.uint8
-    assert payloads.shape == (2, codec.encoded_bytes(num_elements, dtype=dtype))
+    assert payloads.shape == (2, codec.encoded_bytes(num_elements, element_bytes=dtype.itemsize))
     assert torch.equal(payloads[1], encode(x[1], codec, rotate=rotate))
     found = decode(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate)
     assert found.dtype == dtype and found.shape == x.shape

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.comm import Compression, compress
-from meshwright.comm.codecs import Codec
+from meshwright.comm.catalogue import Codec
 from meshwright.comm.compressed import CompressedReduceScatter
 from meshwright.comm.error_state import ErrorLayout
 from meshwright.mesh.shards import to_local

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm import Placement, compress
-from meshwright.comm.codecs import GROUP, Codec
-from meshwright.comm.compress import GRADIENTS, WEIGHTS
+from meshwright.comm.catalogue import GROUP, Codec, Use, find_method, names
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.shards import to_local
@@ -181,29 +180,29 @@ def test_a_saved_error_goes_on_bitwise(gang):
 
 
 def poisoned(rank, world_size):
-    """By way, value and type: whether the poisoned element came as one, and whether any did in other groups."""
+    """By method, value and type: whether the poisoned element came as one, and whether any did in other groups."""
     found = {}
-    for name, way in GRADIENTS.items():
+    for method in map(find_method, names(Use.GRADIENTS)[1:]):
         for value in (torch.inf, -torch.inf, torch.nan):
             for dtype in DTYPES[1:]:
                 x, out = torch.ones(600, dtype=dtype), torch.empty(300, dtype=dtype)
                 if rank == 0:
                     x[400] = value  # element 100 of rank 1's piece
-                comm = CompressedReduceScatter("x", way.codec, rotate=way.rotate, feedback=way.feedback)
+                comm = CompressedReduceScatter("x", method.codec, rotate=method.rotate, feedback=method.feedback)
                 comm(out, x, dist.group.WORLD, dist.ReduceOp.AVG)
-                found[name, str(value), dtype] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
-    for name, codec in WEIGHTS.items():
+                found[method.name, str(value), dtype] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
+    for method in map(find_method, names(Use.WEIGHTS)[1:]):
         out = torch.ones(600)
         own = out[300 * rank :][:300]
         own[100] = torch.nan if rank == 0 else 1.0
-        CompressedAllGather("x", codec, rotate=codec.is_quantised)(out, own, dist.group.WORLD)
-        found[name] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
+        CompressedAllGather("x", method.codec, rotate=method.rotate)(out, own, dist.group.WORLD)
+        found[method.name] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
     return found
 
 
 def test_what_is_not_finite_arrives_so(gang):
     first, second = gang(2).run(poisoned)
-    weights = first.keys() & WEIGHTS.keys()
+    weights = first.keys() & set(names(Use.WEIGHTS))
     assert all(found == (key not in weights, True) for key, found in first.items())
     assert all(found == (False, True) for found in second.values())
 

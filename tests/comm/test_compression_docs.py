@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.comm.catalogue import Use, find_method, names
 from meshwright.comm.codecs import decode, encode
-from meshwright.comm.compress import GRADIENTS
 from tests.helpers import clean_environment
 
 ROOT = Path(__file__).parents[2]
@@ -39,17 +39,17 @@ def test_the_page_shows_the_file():
 
 
 def test_the_page_says_what_is_lost():
-    """Every way of the table, its bits, and its errors on fresh numbers."""
+    """Every method of the table, its bits, and its errors on fresh numbers."""
     row = r"^\| `([\w-]+)` \| ([\d.]+)[^|]*\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$"
     rows = re.findall(row, PAGE.read_text("utf-8"), re.MULTILINE)
-    assert [name for name, *_ in rows] == ["exact", *GRADIENTS]
+    assert [name for name, *_ in rows] == list(names(Use.GRADIENTS))
     n = 1 << 18
     gaussian = torch.randn(n)
     heavy = torch.randn(n) / (torch.randn(5, n).square().sum(0) / 5).sqrt()
     for name, bits, *errors in rows[1:]:
-        way = GRADIENTS[name]
-        assert float(bits) == pytest.approx(way.codec.encoded_bytes(n) * 8 / n, rel=1e-3)
+        method = find_method(name)
+        assert float(bits) == pytest.approx(method.codec.encoded_bytes(n) * 8 / n, rel=1e-3)
         for x, expected in zip((gaussian, heavy), map(float, errors), strict=True):
-            payload = encode(x, way.codec, rotate=way.rotate)
-            found = decode(payload, way.codec, num_elements=n, dtype=x.dtype, rotate=way.rotate)
+            payload = encode(x, method.codec, rotate=method.rotate)
+            found = decode(payload, method.codec, num_elements=n, dtype=x.dtype, rotate=method.rotate)
             assert float((found - x).norm() / x.norm()) == pytest.approx(expected, rel=0.05)

@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from meshwright.comm.codecs import Codec, decode, encode
+from meshwright.comm.catalogue import Codec
+from meshwright.comm.codecs import decode, encode
 from meshwright.comm.error_state import ErrorLayout, ErrorState, Feedback
 from meshwright.errors import RunError
 from tests.comm.test_feedback import gradients

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from meshwright.comm import kernels
-from meshwright.comm.codecs import QUANTISED_DTYPES, Codec, decode, decode_sum, encode
-from meshwright.comm.feedback import BETA, ERROR_CODEC, loco_quantise, requantise
+from meshwright.comm.catalogue import ERROR_CODEC, Codec
+from meshwright.comm.codecs import QUANTISED_DTYPES, decode, decode_sum, encode
+from meshwright.comm.feedback import BETA, loco_quantise, requantise
 from meshwright.errors import InputError
 
 QUANTISED = [Codec.INT8, Codec.INT4, Codec.INT2]

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.comm import build_cpu, codecs, feedback, kernels, kernels_cpu
-from meshwright.comm.codecs import QUANTISED_DTYPES, Codec
+from meshwright.comm.catalogue import Codec
+from meshwright.comm.codecs import QUANTISED_DTYPES
 from meshwright.comm.kernels_cpu import CpuKernels, Isa
 from meshwright.errors import RunError
 from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, same

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from meshwright.comm import codecs, feedback, kernels
-from meshwright.comm.codecs import QUANTISED_DTYPES, Codec
+from meshwright.comm.catalogue import Codec
+from meshwright.comm.codecs import QUANTISED_DTYPES
 from meshwright.errors import InputError
 from meshwright.testing.gang import Gang
 from tests.comm.agree import (
@@ -50,7 +51,7 @@ def interpreter() -> Iterator[Gang]:
 def interpreted(rank, world_size, check, *args):
     """`check(kernels, *args)`, with kernels that a CPU interprets."""
     if "meshwright.comm.triton_programs" not in sys.modules:
-        import meshwright.comm.compress  # noqa: F401
+        import meshwright.comm.fsdp  # noqa: F401
 
         assert "meshwright.comm.triton_programs" not in sys.modules, "only tensors of a GPU need Triton"
         forget_triton()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.comm import Compression, compress, place
-from meshwright.comm.codecs import GROUP, Codec
+from meshwright.comm.catalogue import GROUP, Codec
 from meshwright.comm.collectives import reduce_scatter_sum
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
 from meshwright.comm.error_state import ErrorLayout

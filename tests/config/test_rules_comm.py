@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.comm.compress import EXACT, GRADIENTS, WEIGHTS
+from meshwright.comm.catalogue import Use, names
+from meshwright.config.load import load
 from meshwright.config.schema import CommConfig, RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from tests.helpers import assert_every_fix_works, outcome
@@ -45,9 +46,9 @@ def test_what_is_fine(words):
     assert isinstance(outcome(words), RunConfig)
 
 
-def test_the_configuration_knows_the_ways_that_there_are():
-    def names(key: str) -> set[str]:
-        return set(CommConfig.model_fields[key].annotation.__args__)
-
-    assert names("gradients") == {EXACT, *GRADIENTS}
-    assert names("weights") == {EXACT, *WEIGHTS}
+@pytest.mark.parametrize("use", Use)
+def test_the_configuration_takes_the_methods_that_there_are(use):
+    assert CommConfig.model_fields[use].annotation.__args__ == names(use)
+    with pytest.raises(ConfigError) as refused:
+        load("llama-tiny", [f"comm.{use}=int3"])
+    assert f"comm.{use} is one of " + ", ".join(map(repr, names(use)[:-1])) in str(refused.value)

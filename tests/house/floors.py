@@ -30,6 +30,7 @@ TORCH_FREE = (
     "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/layout_meant.py", "mesh/given.py",
     "mesh/intervals.py",
     "testing/*",
+    "comm/__init__.py", "comm/catalogue.py",
     "models/spec.py", "models/dit_spec.py", "models/diffusion_spec.py",
     "data/sampler.py", "data/text.py", "data/tokenizer.py",
     "data/pictures.py", "data/digits.py", "data/image_files.py", "data/picture_grid.py",

@@ -6,14 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from meshwright.comm.codecs import Codec
-from meshwright.comm.compress import GRADIENTS, WEIGHTS
+from meshwright.comm.catalogue import encoded_bytes
 from meshwright.config.load import load
-from meshwright.plan.encoded import encoded_bytes
 from meshwright.plan.messages import What
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 
@@ -25,15 +20,6 @@ NUM_BLOCKS = 4
 def sent(what, words, **options):
     traffic = predict_traffic(load("llama-tiny", words), **options)
     return traffic.of(what).sent, traffic.of(what).exact
-
-
-@given(num_elements=st.integers(0, 100_000), element_bytes=st.sampled_from([2, 4]))
-def test_sizes_are_those_of_the_codecs(num_elements, element_bytes):
-    dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
-    ways = {way: found.codec for way, found in GRADIENTS.items()} | WEIGHTS | {codec.value: codec for codec in Codec}
-    for way, codec in ways.items():
-        expected = codec.encoded_bytes(num_elements, dtype=dtype)
-        assert encoded_bytes(way, num_elements, element_bytes=element_bytes) == expected
 
 
 def test_one_rank_sends_nothing():

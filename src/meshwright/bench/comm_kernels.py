@@ -18,7 +18,7 @@ from meshwright.bench.alternate import alternate
 from meshwright.bench.comm_cases import COPY, DTYPES, KernelTask
 from meshwright.bench.measure import timer_on
 from meshwright.comm import codecs, feedback, kernels
-from meshwright.comm.codecs import Codec
+from meshwright.comm.catalogue import ERROR_CODEC, Codec
 from meshwright.comm.kernels_cpu import find_kernels
 from meshwright.errors import RunError
 
@@ -128,7 +128,7 @@ def check_bits(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _no_error(num_elements: int, device: torch.device) -> Tensor:
-    num_bytes = feedback.ERROR_CODEC.encoded_bytes(num_elements)
+    num_bytes = ERROR_CODEC.encoded_bytes(num_elements)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 

@@ -20,8 +20,8 @@ from meshwright.bench.byte_counts import SentBytes
 from meshwright.bench.comm_cases import ALL_GATHER, BUILTIN, DTYPES, ERROR_AT_MOST, REDUCE_SCATTER, WAYS, WireTask
 from meshwright.bench.measure import timer_on
 from meshwright.comm import collectives
+from meshwright.comm.catalogue import Use, find_method
 from meshwright.comm.collectives import all_gather_object, rank, world_size
-from meshwright.comm.compress import GRADIENTS, WEIGHTS
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
 from meshwright.errors import RunError
 from meshwright.mesh.groups import process_group
@@ -74,8 +74,8 @@ def reduce_scatters(num_elements: int, dtype: torch.dtype) -> dict[str, Side]:
     x, out = _random(num_elements, dtype), torch.empty(num_elements // num_ranks, dtype=dtype)
     sides = {BUILTIN: Side(lambda: collectives.REDUCE_SCATTER(out, x, op=MEAN, group=group), out)}
     for name in WAYS[REDUCE_SCATTER]:
-        way = GRADIENTS[name]
-        comm = CompressedReduceScatter(name, way.codec, rotate=way.rotate, feedback=way.feedback)
+        method = find_method(name, Use.GRADIENTS)
+        comm = CompressedReduceScatter(name, method.codec, rotate=method.rotate, feedback=method.feedback)
         sides[name] = _reduce_scatter(comm, x, torch.empty_like(out))
     return sides
 
@@ -87,7 +87,8 @@ def all_gathers(num_elements: int, dtype: torch.dtype) -> dict[str, Side]:
     x, out = _random(num_elements // group.size(), dtype), torch.empty(num_elements, dtype=dtype)
     sides = {BUILTIN: Side(lambda: collectives.ALL_GATHER(out, x, group=group), out)}
     for name in WAYS[ALL_GATHER]:
-        comm = CompressedAllGather(name, WEIGHTS[name], rotate=WEIGHTS[name].is_quantised)
+        method = find_method(name, Use.WEIGHTS)
+        comm = CompressedAllGather(name, method.codec, rotate=method.rotate)
         sides[name] = _all_gather(comm, x, torch.empty_like(out))
     return sides
 

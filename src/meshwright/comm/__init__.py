@@ -1,8 +1,33 @@
-"""The only room that moves bytes between ranks."""
+"""The only room that moves bytes between ranks.
 
-from meshwright.comm.all_to_all import all_to_all
-from meshwright.comm.compress import Compression, Replicas, compress
-from meshwright.comm.ddp import compress_ddp
-from meshwright.comm.placement import Placement, place
+`catalogue` does without torch. The public names are imported from their files when they are asked for, so no file may
+have the name of one of them: the package's attribute would be the file then.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.comm.alltoallv import all_to_all
+    from meshwright.comm.ddp import compress_ddp
+    from meshwright.comm.fsdp import Compression, Replicas, compress
+    from meshwright.comm.placement import Placement, place
+
+_FILES = {
+    "Compression": "fsdp",
+    "Placement": "placement",
+    "Replicas": "fsdp",
+    "all_to_all": "alltoallv",
+    "compress": "fsdp",
+    "compress_ddp": "ddp",
+    "place": "placement",
+}
+"""Public names, and the files that they are in; all of them import torch."""
 
 __all__ = ["Compression", "Placement", "Replicas", "all_to_all", "compress", "compress_ddp", "place"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

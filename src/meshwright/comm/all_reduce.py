@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.comm import kernels
-from meshwright.comm.all_to_all import all_to_all
-from meshwright.comm.codecs import Codec
+from meshwright.comm.alltoallv import all_to_all
+from meshwright.comm.catalogue import Codec, codec_of_sum
 from meshwright.comm.collectives import all_gather_into, world_size
 from meshwright.comm.compressed import CompressedReduction, num_bytes
 from meshwright.comm.error_state import Feedback, KeepsErrors
@@ -49,7 +49,7 @@ class CompressedAllReduce(CompressedReduction):
         nodes: Sequence[int] | None = None,
     ) -> None:
         super().__init__(f"the pieces of {name}", codec, rotate=rotate, feedback=feedback, nodes=nodes)
-        self._codec_of_sum = codec if feedback or not codec.is_quantised else Codec.INT8
+        self._codec_of_sum = codec_of_sum(codec, feedback=feedback)
         self._of_sum = Feedback(f"the sum of {name}") if feedback else None
         if self._feedback is not None and self._of_sum is not None:
             KeepsErrors.__init__(self, {"pieces.": self._feedback, "sum.": self._of_sum})

@@ -1,5 +1,7 @@
 """Codecs: gradients and weights in fewer bits, and the torch reference that says what every bit of them is.
 
+`catalogue` lists them, with their sizes.
+
 A tensor of n elements becomes one *block* of `Codec.encoded_bytes(n)` bytes, scales included, so that one all-to-all
 carries everything. With G = 128 elements a group and the last group filled up with zeros, a block of `int8`, `int4` or
 `int2` is
@@ -32,61 +34,21 @@ it free of rounded constants, and divided by 32, exactly, on the way out.
 from __future__ import annotations
 
 import math
-from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.comm.catalogue import ALIGNMENT, GROUP, SCALE_BYTES, Codec, num_groups
 from meshwright.errors import InputError
 
-GROUP = 128
-"""Elements that share a scale."""
 ROTATED = 32
 """Elements that a rotation mixes."""
-ALIGNMENT = 16
-"""Bytes that the size of a quantised block is a multiple of."""
 QUANTISED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of elements that a lossy codec takes and gives."""
 
 _SMALLEST_NORMAL = 2.0**-126
 _NAN_BITS = 0x7FC0
-
-
-class Codec(Enum):
-    """How elements are written as bytes."""
-
-    EXACT = "exact"
-    BF16 = "bf16"
-    INT8 = "int8"
-    INT4 = "int4"
-    INT2 = "int2"
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether elements become integers with a scale a group."""
-        return self.value.startswith("int")
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code of a quantised codec."""
-        assert self.is_quantised, f"{self.value} has no codes"
-        return int(self.value.removeprefix("int"))
-
-    def encoded_bytes(self, num_elements: int, *, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the block of `num_elements` elements; their `dtype` matters to `exact` only."""
-        if self is Codec.EXACT:
-            return num_elements * dtype.itemsize
-        if self is Codec.BF16:
-            return num_elements * 2
-        groups = num_groups(num_elements)
-        used = groups * (GROUP * self.bits // 8 + 2)
-        return -(-used // ALIGNMENT) * ALIGNMENT
-
-
-def num_groups(num_elements: int) -> int:
-    """Groups of `num_elements` elements, the last of which may be partial."""
-    return -(-num_elements // GROUP)
 
 
 def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
@@ -100,6 +62,7 @@ def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
         return x.contiguous().view(torch.uint8)
     if codec is Codec.BF16:
         return x.float().to(torch.bfloat16).contiguous().view(torch.uint8)
+    assert codec.is_quantised, f"{codec.value} is in the catalogue, and nothing here writes it"
     h_gk = grouped(x.float())
     if rotate:
         h_gk = _hadamard(h_gk)
@@ -172,7 +135,7 @@ def check_payload(payload: Tensor, codec: Codec, *, num_elements: int, dtype: to
         InputError: it is not.
     """
     check(codec, dtype, rotate=rotate)
-    expected = codec.encoded_bytes(num_elements, dtype=dtype)
+    expected = codec.encoded_bytes(num_elements, element_bytes=dtype.itemsize)
     if payload.dtype != torch.uint8 or payload.shape[-1] != expected:
         raise InputError(
             f"a payload of {payload.shape[-1]} elements of {payload.dtype} is no block of {num_elements} elements",
@@ -232,7 +195,7 @@ def split_block(payload: Tensor, bits: int, *, num_elements: int) -> tuple[Tenso
     packed = payload[..., :bytes_of_codes].reshape(*payload.shape[:-1], groups, GROUP // fields)
     # Each field is shifted to the top and back, which brings its sign along.
     planes = [(packed << (8 - bits - k * bits)).view(torch.int8) >> (8 - bits) for k in range(fields)]
-    scales = payload[..., bytes_of_codes : bytes_of_codes + groups * 2]
+    scales = payload[..., bytes_of_codes : bytes_of_codes + groups * SCALE_BYTES]
     return torch.cat(planes, -1), _from_bytes(scales, torch.bfloat16)
 
 

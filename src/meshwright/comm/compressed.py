@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from meshwright.comm import kernels
-from meshwright.comm.all_to_all import all_to_all
-from meshwright.comm.codecs import Codec
+from meshwright.comm.alltoallv import all_to_all
+from meshwright.comm.catalogue import Codec
 from meshwright.comm.collectives import all_gather_into
 from meshwright.comm.error_state import Feedback, KeepsErrors
 from meshwright.comm.nodes import Links, links_of

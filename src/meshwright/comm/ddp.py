@@ -25,10 +25,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm.all_reduce import CompressedAllReduce
+from meshwright.comm.catalogue import EXACT, Method, Use, find_method
 from meshwright.comm.collectives import world_size
-from meshwright.comm.compress import EXACT, GRADIENTS, Compression, Way, check_name
 from meshwright.comm.compressed import SentBytes
 from meshwright.comm.error_state import starting_with
+from meshwright.comm.fsdp import Compression
 from meshwright.errors import LayoutError
 from meshwright.log import get_logger
 
@@ -47,13 +48,13 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
 
     Args:
         model: wrapped, without a communication hook.
-        gradients: exact, exact-via-all-to-all, bf16, int8, int4, or loco4 (4 bits with error feedback).
+        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback).
 
     Raises:
         ConfigError: a name that there is not.
         LayoutError: `model` is not wrapped, or has a communication hook already.
     """
-    check_name(gradients, [EXACT, *GRADIENTS], "gradients")
+    method = find_method(gradients, Use.GRADIENTS)
     if not isinstance(model, DistributedDataParallel):
         raise _error(
             f"a {type(model).__name__} is not wrapped in DistributedDataParallel",
@@ -61,7 +62,7 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
         )
     if gradients == EXACT:
         return Compression({}, {})
-    reduction = BucketReduction(model, GRADIENTS[gradients])
+    reduction = BucketReduction(model, method)
     try:
         # A function without annotations, as DDP compares them with types, and this file's are strings.
         model.register_comm_hook(None, lambda state, bucket: reduction.reduce(bucket))
@@ -73,8 +74,8 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
 class BucketReduction:
     """The all-reduces of a model's buckets."""
 
-    def __init__(self, model: DistributedDataParallel, way: Way) -> None:
-        self._group, self._way = model.process_group, way
+    def __init__(self, model: DistributedDataParallel, method: Method) -> None:
+        self._group, self._method = model.process_group, method
         parameters = list(model.module.parameters())
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._sizes = [parameter.numel() for parameter in parameters]
@@ -163,8 +164,8 @@ class BucketReduction:
         comm(gradients, group=self._group, factor=1.0 / world_size(self._group))
 
     def _new(self, bucket: Bucket) -> CompressedAllReduce:
-        way, name = self._way, f"DDP's bucket from parameter {bucket[0]}"
-        comm = CompressedAllReduce(name, way.codec, rotate=way.rotate, feedback=way.feedback)
+        method, name = self._method, f"DDP's bucket from parameter {bucket[0]}"
+        comm = CompressedAllReduce(name, method.codec, rotate=method.rotate, feedback=method.feedback)
         if self._loss_scale is not None:
             comm.follow_loss_scale(self._loss_scale)
         self._all_reduces[bucket] = comm
@@ -182,7 +183,7 @@ class BucketReduction:
 
     def _end_backward(self) -> None:
         is_as_saved = self._reduce_held() if self._held else False
-        if self._num_changed and self._way.feedback and self._errors_matter:
+        if self._num_changed and self._method.feedback and self._errors_matter:
             _log.warning("the error feedback of %d buckets starts from zero: DDP has other ones now", self._num_changed)
         self._num_changed = 0
         self._num_backwards += 1

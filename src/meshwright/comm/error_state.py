@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import kernels
-from meshwright.comm.codecs import Codec, decode, join_block, split_block
-from meshwright.comm.feedback import BETA, ERROR_CODEC
+from meshwright.comm.catalogue import ERROR_CODEC, Codec
+from meshwright.comm.codecs import decode, join_block, split_block
+from meshwright.comm.feedback import BETA
 from meshwright.errors import RunError
 from meshwright.log import get_logger
 

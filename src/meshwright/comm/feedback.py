@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.comm.catalogue import ERROR_CODEC, Codec
 from meshwright.comm.codecs import (
-    Codec,
     check,
     check_payload,
     decode_sum,
@@ -27,8 +27,6 @@ from meshwright.comm.codecs import (
 )
 from meshwright.errors import InputError
 
-ERROR_CODEC = Codec.INT8
-"""How the error is kept."""
 BETA = 0.8
 """How much of the old error stays; LoCo's value."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import codecs, feedback
-from meshwright.comm.codecs import Codec
+from meshwright.comm.catalogue import Codec
 from meshwright.comm.feedback import BETA
 from meshwright.comm.kernels_cpu import CpuKernels, find_kernels
 from meshwright.log import get_logger

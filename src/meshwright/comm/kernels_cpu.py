@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.build_cpu import BuildError, open_library
-from meshwright.comm.codecs import QUANTISED_DTYPES, Codec, check, check_payload
+from meshwright.comm.catalogue import Codec
+from meshwright.comm.codecs import QUANTISED_DTYPES, check, check_payload
 from meshwright.comm.feedback import BETA, check_feedback
 from meshwright.errors import RunError
 from meshwright.log import get_logger

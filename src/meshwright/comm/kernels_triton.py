@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import triton_programs
-from meshwright.comm.codecs import ALIGNMENT, GROUP, Codec, check, check_payload, num_groups
+from meshwright.comm.catalogue import ALIGNMENT, GROUP, Codec, num_groups
+from meshwright.comm.codecs import check, check_payload
 from meshwright.comm.feedback import BETA, check_feedback
 
 _NUM_WARPS = 8

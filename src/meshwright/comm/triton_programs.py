@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshwright.comm.codecs import GROUP
+from meshwright.comm.catalogue import GROUP
 
 _GROUP = tl.constexpr(GROUP)
 _BYTES_A_BIT = tl.constexpr(GROUP // 8)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from meshwright.comm import kernels
-from meshwright.comm.all_to_all import all_to_all
-from meshwright.comm.codecs import Codec
+from meshwright.comm.alltoallv import all_to_all
+from meshwright.comm.catalogue import Codec
 from meshwright.comm.compressed import CompressedReduceScatter, factor_of
 from meshwright.comm.error_state import ErrorLayout
 from meshwright.comm.nodes import Links

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.comm.catalogue import EXACT, Use, is_lossy, lossless_names
 from meshwright.config.breach import Breach, Way
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 
-LOSSLESS = {"comm.gradients": ("exact", "exact-via-all-to-all"), "comm.weights": ("exact",)}
-"""Values by which a run computes what it would without compression."""
-
 
 def lossy_keys(config: RunConfig) -> list[str]:
     """The keys of `comm` by which something is lost on the way."""
-    return [key for key, kept in LOSSLESS.items() if getattr(config.comm, key.split(".")[1]) not in kept]
+    return [f"comm.{use}" for use in (Use.GRADIENTS, Use.WEIGHTS) if is_lossy(getattr(config.comm, use))]
+
+
+def lossless_value(key: str) -> str:
+    """The value of `key`, one of the above, by which a run computes what it would without compression."""
+    return lossless_names(Use(key.removeprefix("comm.")))[-1]
 
 
 def has_drifting_copies(config: RunConfig) -> bool:
@@ -25,9 +28,9 @@ def has_drifting_copies(config: RunConfig) -> bool:
 def idle_notes(config: RunConfig) -> Iterator[str]:
     """What `comm` asks for of bytes that no rank sends, for people."""
     comm, mesh = config.comm, config.mesh
-    if comm.gradients != "exact" and mesh.axes().data_parallel() == 1:
+    if comm.gradients != EXACT and mesh.axes().data_parallel() == 1:
         yield f"comm.gradients = {comm.gradients} changes nothing: with dp_replicate = dp_shard = 1 none are reduced"
-    if comm.weights != "exact" and mesh.dp_shard == 1:
+    if comm.weights != EXACT and mesh.dp_shard == 1:
         yield f"comm.weights = {comm.weights} changes nothing: with dp_shard = 1 none are gathered"
 
 
@@ -39,7 +42,7 @@ def comm_breaches(config: RunConfig) -> Iterator[Breach]:
             f"{key} = {getattr(config.comm, key.split('.')[1])} with train.precision = float64",
             key,
             "what loses digits on the way takes float32 and bfloat16",
-            [{key: LOSSLESS[key][-1]}, {"train.precision": "float32"}],
+            [{key: lossless_value(key)}, {"train.precision": "float32"}],
         )
     yield from _secondary_shards(config)
     yield from _nodes(config)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from meshwright.comm.catalogue import GradientMethod, InsideNodeMethod, WeightMethod
 from meshwright.mesh.axes import Axes
 from meshwright.models.dit_spec import DiTSpec
 from meshwright.models.spec import LlamaSpec, RopeScaling
@@ -232,15 +233,15 @@ class RecomputeConfig(Section):
 class CommConfig(Section):
     """In how many bits gradients and weights travel between the ranks of dp_replicate and dp_shard."""
 
-    gradients: Literal["exact", "exact-via-all-to-all", "bf16", "int8", "int4", "loco4", "int2", "loco2"] = Field(
+    gradients: GradientMethod = Field(
         "exact",
         description="exact is FSDP2's own; exact-via-all-to-all is the way of the others without loss; loco4 and loco2 "
         "carry each step's error into the next (LoCo); the two of 2 bits are for experiments",
     )
-    weights: Literal["exact", "bf16", "int8"] = Field(
+    weights: WeightMethod = Field(
         "exact", description="in what weights are gathered for compute (qwZ); masters stay as they are"
     )
-    inside_node: Literal["exact", "bf16", "int8", "int4"] = Field(
+    inside_node: InsideNodeMethod = Field(
         "int8", description="in what gradients of fewer bits travel inside a node, when dp_shard spans several (qgZ)"
     )
     ranks_per_node: int | None = Field(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from meshwright.plan.encoded import encoded_bytes
+from meshwright.comm.catalogue import ERROR_CODEC, find_method
 from meshwright.plan.fsdp_units import fsdp_units
 from meshwright.plan.messages import Place, two_stages
 
-WITH_FEEDBACK = ("loco4", "loco2")
 COPIES = 2
 """The error of the steps that were taken, and that of the step under way."""
 
 
 def error_bytes(place: Place) -> int:
     """Of the gradient that a rank sends: all of it, or with two stages that of its place in the nodes."""
-    if place.config.comm.gradients not in WITH_FEEDBACK:
+    if not find_method(place.config.comm.gradients).feedback:
         return 0
     line, num_replicas = place.line("dp_shard"), len(place.line("dp_replicate"))
     far = two_stages(place, line)[1]
@@ -27,4 +26,4 @@ def error_bytes(place: Place) -> int:
 
 
 def _kept(num_elements: int) -> int:
-    return encoded_bytes("int8", num_elements, element_bytes=4)
+    return ERROR_CODEC.encoded_bytes(num_elements)

@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from meshwright.comm.catalogue import EXACT, encoded_bytes, find_method
 from meshwright.config.pipeline import layers_per_stage, lowered_table
-from meshwright.config.rules_comm import LOSSLESS, has_drifting_copies
+from meshwright.config.rules_comm import has_drifting_copies
 from meshwright.config.schema import RunConfig
 from meshwright.models.shapes import Part
 from meshwright.models.spec import LlamaSpec
 from meshwright.pipeline.shared import stage_groups
 from meshwright.pipeline.stages import layer_ranges
 from meshwright.pipeline.table import SENDS
-from meshwright.plan.encoded import encoded_bytes
 from meshwright.plan.fsdp_units import Unit, fsdp_units, trained_shapes
 from meshwright.plan.gathers import count_gathers
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-EXACT = "exact"
 LOSS_REDUCTIONS = 3
 """Of a cross-entropy over a divided vocabulary, a number a token each: the maximum, the sum, and the target's."""
 
@@ -114,24 +113,24 @@ def messages(place: Place) -> Iterator[Message]:
 
 
 def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
-    way, size = place.config.comm.gradients, place.reduce_bytes()
+    method, size = find_method(place.config.comm.gradients), place.reduce_bytes()
     line, replicas = place.line("dp_shard"), place.line("dp_replicate")
     near, far = two_stages(place, line)
-    inside = way if way in LOSSLESS["comm.gradients"] else place.config.comm.inside_node
+    inside = method.codec_inside_node(find_method(place.config.comm.inside_node).codec)
+    is_builtin = method.name == EXACT
     for elements in (unit.num_trained for unit in units):
-        if way == EXACT or not far:
-            num_bytes = encoded_bytes(way, elements, element_bytes=size)
-            yield Message(What.GRADIENTS, place.others(line), num_bytes, in_ring=way == EXACT)
+        num_bytes = method.codec.encoded_bytes(elements, element_bytes=size)
+        if is_builtin or not far:
+            yield Message(What.GRADIENTS, place.others(line), num_bytes, in_ring=is_builtin)
         else:
             # A piece for each node, which the rank of this node will send on or keep.
-            num_bytes = (len(far) + 1) * encoded_bytes(inside, elements, element_bytes=size)
-            yield Message(What.GRADIENTS, near, num_bytes)
-            yield Message(What.GRADIENTS, far, encoded_bytes(way, elements, element_bytes=size))
+            inside_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
+            yield Message(What.GRADIENTS, near, inside_bytes)
+            yield Message(What.GRADIENTS, far, num_bytes)
         share = -(-elements // len(replicas))
         # Reduced as pieces, of which then all gather the sums.
-        second = "int8" if way in ("int4", "int2") else way
-        for codec, in_ring in ((way, way == EXACT), (second, True)):
-            num_bytes = encoded_bytes(codec, share, element_bytes=size)
+        for codec, in_ring in ((method.codec, is_builtin), (method.codec_of_sum, True)):
+            num_bytes = codec.encoded_bytes(share, element_bytes=size)
             yield Message(What.REPLICAS, place.others(replicas), num_bytes, in_ring=in_ring)
 
 
@@ -158,9 +157,9 @@ def _weights(place: Place, part: Part, units: list[Unit]) -> Iterator[Message]:
     for unit, count in zip(units, counts, strict=True):
         # What was sent encoded once is sent among few as it was decoded.
         among_few = (line[start : start + few], count.among_secondary, EXACT)
-        for group, times, way in ((line, count.among_all, comm.weights), among_few):
+        for group, times, method in ((line, count.among_all, comm.weights), among_few):
             piece = unit.num_elements * len(line) // len(group)
-            encoded = encoded_bytes(way, piece, element_bytes=place.compute_bytes())
+            encoded = encoded_bytes(method, piece, element_bytes=place.compute_bytes())
             yield Message(What.WEIGHTS, place.others(group), times * encoded, in_ring=True)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.breach import as_words
-from meshwright.config.rules_comm import LOSSLESS, lossy_keys
+from meshwright.config.rules_comm import lossless_value, lossy_keys
 from meshwright.config.schema import DiTConfig, RunConfig
 from meshwright.errors import ConfigError
 
@@ -46,7 +46,7 @@ def as_proof(config: RunConfig) -> RunConfig:
             where=", ".join(lossy),
             rule="a layout is proved to compute what one device does; exact-via-all-to-all goes the way of compressed "
             "gradients, without loss",
-            fix=as_words({key: LOSSLESS[key][-1] for key in lossy}),
+            fix=as_words({key: lossless_value(key) for key in lossy}),
         )
     train = config.train.model_copy(update={"precision": "float64", "device": "cpu", "compile": False})
     model = config.model

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.comm.all_to_all import all_to_all_into
+from meshwright.comm.alltoallv import all_to_all_into
 from meshwright.comm.collectives import all_gather_onto
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comm.compress import EXACT
+from meshwright.comm.catalogue import EXACT
 from meshwright.config.pipeline import layers_per_stage, lowered_table
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError

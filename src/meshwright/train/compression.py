@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.comm.compress import EXACT, GRADIENTS, Compression, Replicas, compress
+from meshwright.comm.catalogue import EXACT, find_method
 from meshwright.comm.compressed import SentBytes
+from meshwright.comm.fsdp import Compression, Replicas, compress
 from meshwright.comm.placement import place
 from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
@@ -80,8 +81,7 @@ class RunCompression:
 
     def restore(self, path: Path, manifest: Manifest) -> str:
         """Go on with the errors of the checkpoint at `path`. In words, why they start from zero, if they do."""
-        way = GRADIENTS.get(self.identity["gradients"])
-        if not self._parts or way is None or not way.feedback:
+        if not self._parts or not find_method(self.identity["gradients"]).feedback:
             return ""
         saved = manifest.run.get("comm")
         if saved != self.identity:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.all_reduce import AllReduceHook, CompressedAllReduce
-from meshwright.comm.codecs import Codec
+from meshwright.comm.catalogue import EXACT, Codec, Method, Use, find_method
 from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter, SentBytes
 from meshwright.comm.error_state import starting_with
 from meshwright.comm.placement import Placement, place
@@ -24,31 +23,8 @@ from meshwright.log import get_logger
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How gradients are sent."""
-
-    codec: Codec
-    feedback: bool = False
-    rotate: bool = False
-
-
-EXACT = "exact"
 ROOT = "the root"
 """The module whose name is empty, in messages."""
-GRADIENTS = {
-    "exact-via-all-to-all": Way(Codec.EXACT),
-    "bf16": Way(Codec.BF16),
-    "int8": Way(Codec.INT8, rotate=True),
-    "int4": Way(Codec.INT4, rotate=True),
-    "loco4": Way(Codec.INT4, feedback=True),
-    "int2": Way(Codec.INT2),
-    "loco2": Way(Codec.INT2, feedback=True),
-}
-"""Ways of gradients by name, besides `exact`, which is FSDP2's own; the last two are to see what feedback does."""
-INSIDE_NODE = {codec.value: codec for codec in (Codec.EXACT, Codec.BF16, Codec.INT8, Codec.INT4)}
-"""Ways of gradients inside a node, where they are sent in two stages."""
-WEIGHTS = {"bf16": Codec.BF16, "int8": Codec.INT8}
 
 
 @dataclass(frozen=True)
@@ -165,10 +141,10 @@ def compress(
 
     Args:
         model: with `fully_shard` applied.
-        gradients: exact, exact-via-all-to-all, bf16, int8, int4, or loco4 (4 bits with error feedback).
-        weights: exact, bf16 or int8, in which they are gathered; masters stay as they are.
-        inside_node: exact, bf16, int8 or int4, of gradients in the first of two stages; exact-via-all-to-all is exact
-            in both.
+        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback).
+        weights: one of `catalogue.names(Use.WEIGHTS)`, by which they are gathered; masters stay as they are.
+        inside_node: one of `catalogue.names(Use.INSIDE_NODE)`, of gradients in the first of two stages;
+            exact-via-all-to-all is exact in both.
         nodes: the node of each rank of the world, instead of the hosts that they are on.
         placement: what `place` gave, instead of `nodes`; then no other rank needs to call.
         replicas: to reduce gradients over too, of a model that is sharded over the mesh of one replica: this is HSDP.
@@ -178,9 +154,9 @@ def compress(
         ConfigError: a name that there is not, or both `nodes` and `placement`.
         LayoutError: there is no FSDP2 module in `model`; or `nodes` or `placement` does not fit it.
     """
-    check_name(gradients, [EXACT, *GRADIENTS], "gradients")
-    check_name(weights, [EXACT, *WEIGHTS], "weights")
-    check_name(inside_node, list(INSIDE_NODE), "gradients inside a node", argument="inside_node")
+    of_gradients = find_method(gradients, Use.GRADIENTS)
+    of_weights = find_method(weights, Use.WEIGHTS)
+    inside = of_gradients.codec_inside_node(find_method(inside_node, Use.INSIDE_NODE).codec)
     _check_once(nodes, placement)
     modules = _fsdp_modules(model)
     if gradients == weights == EXACT:
@@ -191,15 +167,14 @@ def compress(
     all_gathers = {}
     for name, module in modules.items():
         if gradients != EXACT:
-            way = GRADIENTS[gradients]
-            comm = reductions[name] = _reduce_scatter(name, module, way, INSIDE_NODE[inside_node], placement)
+            comm = reductions[name] = _reduce_scatter(name, module, of_gradients, inside, placement)
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
             if replicas is not None:
-                hook = _all_reduce(name, replicas, way, placement)
+                hook = _all_reduce(name, replicas, of_gradients, placement)
                 reductions[f"{name}@replicas"] = hook.all_reduce
                 module.set_all_reduce_hook(hook)
         if weights != EXACT:
-            all_gathers[name] = _all_gather(name, WEIGHTS[weights], placement)
+            all_gathers[name] = _all_gather(name, of_weights, placement)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
 
@@ -216,52 +191,36 @@ def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
     return modules
 
 
-def _all_gather(name: str, codec: Codec, placement: Placement) -> CompressedAllGather:
-    return CompressedAllGather(name or ROOT, codec, rotate=codec.is_quantised, nodes=placement.nodes)
+def _all_gather(name: str, method: Method, placement: Placement) -> CompressedAllGather:
+    return CompressedAllGather(name or ROOT, method.codec, rotate=method.rotate, nodes=placement.nodes)
 
 
 def _reduce_scatter(
-    name: str, module: FSDPModule, way: Way, inside: Codec, placement: Placement
+    name: str, module: FSDPModule, method: Method, inside: Codec, placement: Placement
 ) -> CompressedReduceScatter:
     """In two stages where the placement of the module's group allows it."""
     group = shard_group(module)
     stages = None if group is None else placement.stages_of(group)
     if stages is None:
         return CompressedReduceScatter(
-            name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+            name or ROOT, method.codec, rotate=method.rotate, feedback=method.feedback, nodes=placement.nodes
         )
     return TwoStageReduceScatter(
         name or ROOT,
-        way.codec,
-        inside=Codec.EXACT if way.codec is Codec.EXACT else inside,
+        method.codec,
+        inside=inside,
         stages=stages,
         nodes=placement.nodes,
-        rotate=way.rotate,
-        feedback=way.feedback,
+        rotate=method.rotate,
+        feedback=method.feedback,
     )
 
 
-def _all_reduce(name: str, replicas: Replicas, way: Way, placement: Placement) -> AllReduceHook:
+def _all_reduce(name: str, replicas: Replicas, method: Method, placement: Placement) -> AllReduceHook:
     comm = CompressedAllReduce(
-        name or ROOT, way.codec, rotate=way.rotate, feedback=way.feedback, nodes=placement.nodes
+        name or ROOT, method.codec, rotate=method.rotate, feedback=method.feedback, nodes=placement.nodes
     )
     return AllReduceHook(comm, replicas.group, 1.0 if replicas.sums else 1.0 / replicas.group.size())
-
-
-def check_name(name: str, known: list[str], what: str, *, argument: str = "") -> None:
-    """Refuse a way of sending `what` that there is not.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ConfigError(
-            f"{what} cannot be sent as {name!r}",
-            where=f"compressed {argument or what}",
-            rule=f"{what} is one of {', '.join(known)}",
-            fix=f"{argument or what}={near[0]!r}",
-        )
 
 
 def _check_once(nodes: Sequence[int] | None, placement: Placement | None) -> None:
