@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from meshwright.config.load import load
-from meshwright.config.rules import NOT_READ
+from meshwright.config.facts import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
+from meshwright.models.dit.description import UNREAD
+from meshwright.plan.load import load
 
 SMALL = ("model.num_layers=2", "train.global_batch=8", "train.seq_len=64", "train.validation_samples=16",
          "train.sample_tokens=8", "train.threads=1")  # fmt: skip
@@ -40,7 +41,12 @@ def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
 
 def for_pictures(words: Iterable[str]) -> list[str]:
     """Words of a run without those that are for text."""
-    return [word for word in words if word.partition("=")[0] not in NOT_READ["dit"]]
+    return [word for word in words if word.partition("=")[0] not in UNREAD]
+
+
+def open_data(config: RunConfig) -> Any:
+    """What a run trains on."""
+    return config.family.open_data(run_facts(config))
 
 
 def quick_and_slow(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:

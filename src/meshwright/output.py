@@ -1,12 +1,14 @@
-"""Files that a command writes at its end: checked before it starts, so that nothing is computed for nowhere."""
+"""Files that a command or a run writes: what can't be written is an error that says so, early where it can be."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, RunError
 
 
 def check_output(path: Path, *, where: str) -> None:
@@ -43,6 +45,24 @@ def write_output(path: Path, text: str, *, where: str) -> None:
         path.write_text(text, "utf-8")
     except OSError as error:
         raise _cannot_write(path, error, where) from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Give `path`, and turn a failure to write it within the block into an error that says so.
+
+    Raises:
+        RunError: it can't be written.
+    """
+    try:
+        yield path
+    except OSError as error:
+        raise RunError(
+            f"can't write {path.name}: {error.strerror or error}",
+            where=str(path),
+            rule="a run keeps its record in its folder; the checkpoints saved before are intact",
+            fix="free some room there, then --resume auto",
+        ) from error
 
 
 def _cannot_write(path: Path, error: OSError, where: str) -> InputError:

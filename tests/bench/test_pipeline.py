@@ -31,7 +31,7 @@ from meshwright.bench.pipeline_wait import SleepingGradients, SleepingStage, mea
 from meshwright.bench.report import as_json
 from meshwright.errors import InputError
 from meshwright.mesh.groups import process_group
-from meshwright.nn.linear import run_products
+from meshwright.nn.defer import compute_deferred
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower, num_slots
 from meshwright.pipeline.verify import verify
@@ -146,7 +146,7 @@ def test_a_kernel_sleeps_once_for_each_computation(monkeypatch):
     store.defers = True
     stage(torch.ones(4)).sum().backward()
     assert len(slept) == 2, "F and I"
-    run_products(store.take())
+    compute_deferred(store.take())
     assert len(slept) == 3, "W"
 
 

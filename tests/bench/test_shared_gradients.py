@@ -14,18 +14,19 @@ from meshwright.bench.report import as_json
 from meshwright.bench.shared_gradients import PP, SyncTask, bench_shared_gradients, sync_figures
 from meshwright.bench.shared_sync import both_sides
 from meshwright.comm.collectives import all_reduce_sum
+from meshwright.config.facts import model_facts
 from meshwright.errors import InputError, RunError
-from meshwright.models.dit_spec import DiTSpec
 from meshwright.parallel import shared_grads
+from meshwright.plan.load import load
 from meshwright.testing.gang import GangError
 
 DIM, ROWS = 16, 11
-SPEC = DiTSpec(num_layers=2, dim=DIM, num_heads=4, head_dim=4, ffn_dim=24, image_size=8, patch_size=2, num_channels=1,
-               num_classes=ROWS - 1)  # fmt: skip
+CONFIG = load("dit-digits", ["model.num_layers=2", f"model.dim={DIM}", "model.num_heads=4", "model.ffn_dim=24",
+                             f"model.num_classes={ROWS - 1}"])  # fmt: skip
 
 
 def measure(rank, world_size, damage=False):
-    task = SyncTask(Path(), SPEC, world_size // PP, rounds=1, steps=1)
+    task = SyncTask(Path(), CONFIG, world_size // PP, rounds=1, steps=1)
     if not damage:
         return both_sides(task)
     shared_grads.all_reduce_sum = lambda x, group: x.mul_(2)  # as if both stages had the same gradient
@@ -37,7 +38,7 @@ def measure(rank, world_size, damage=False):
 
 def test_bytes_fall_as_one_over_dp_within_a_row(gang):
     answers = {dp: gang(PP * dp).run(measure)[0] for dp in (1, 2)}
-    whole = 4 * SPEC.embedder_params()
+    whole = 4 * model_facts(CONFIG).every[0].num_elements
     assert answers[1]["bytes"] == {"sharded": whole, "whole": whole}
     assert answers[2]["bytes"]["whole"] == whole
     assert 0 < answers[2]["bytes"]["sharded"] - whole / 2 <= 4 * DIM, "an odd number of rows"

@@ -14,6 +14,7 @@ from meshwright.bench.report import as_json
 from meshwright.bench.train import Measured, bench_train, case_figures, unmeasured_figures
 from meshwright.cluster.presets import device_for
 from meshwright.cluster.spec import Rate
+from meshwright.config.facts import model_facts
 from meshwright.errors import InputError
 
 GPU = "NVIDIA H200"
@@ -34,7 +35,7 @@ def test_the_cases_are_the_promised_ones():
     assert (one.config.mesh.axes().num_ranks(), two.config.mesh.axes().num_ranks()) == (1, 2)
     assert all(case.at_least == 0.97 and case.config.name == "llama-tiny" for case in (one, two))
     for case in cuda_cases():
-        assert 0.9e9 < case.config.model.spec().num_params() < 1.3e9
+        assert 0.9e9 < model_facts(case.config).num_params() < 1.3e9
         assert case.config.train.precision == "bfloat16"
         assert case.at_least == 0.98
         needed = case.config.train.global_batch * case.config.train.seq_len * case.num_steps
@@ -56,7 +57,7 @@ def test_a_step_faster_than_bare_is_a_ratio_over_one():
 def test_on_cuda_there_are_mfu_and_memory():
     case = cuda_cases()[0]
     figures = by_name(case_figures(case, measured(device=GPU)))
-    flops = case.config.model.spec().flops_per_token(case.config.train.seq_len) * case.tokens_a_step / 0.5
+    flops = model_facts(case.config).flops_per_token * case.tokens_a_step / 0.5
     assert figures["ours_mfu"].value == pytest.approx(flops / device_for(GPU).peak(Rate.BF16))
     assert figures["bare_memory"].value == 2**35
 

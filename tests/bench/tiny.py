@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from meshwright.bench.cases import Case
-from meshwright.config.schema import LlamaConfig, MeshConfig, RunConfig, TrainConfig
+from meshwright.plan.load import load
 
 
 def tiny_case(*, ranks: int = 1, precision: str = "float32", compile: bool = False, seed: int = 0) -> Case:
     """Two rounds of two steps on random tokens, on the CPU. bfloat16 takes the CUDA cases' path."""
-    config = RunConfig(
-        name="tiny",
-        model=LlamaConfig(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=97),
-        mesh=MeshConfig(dp_shard=ranks, reshard_after_forward=precision == "float32"),
-        train=TrainConfig(
-            global_batch=4, seq_len=16, precision=precision, compile=compile, device="cpu", threads=1, seed=seed
-        ),
-    )
+    model = "num_layers=2 dim=32 num_heads=4 num_kv_heads=2 ffn_dim=48 vocab_size=97"
+    train = f"global_batch=4 seq_len=16 precision={precision} compile={str(compile).lower()} device=cpu threads=1"
+    words = [*(f"model.{word}" for word in model.split()), *(f"train.{word}" for word in train.split())]
+    words += [f"train.seed={seed}", f"mesh.dp_shard={ranks}"]
+    words += [f"mesh.reshard_after_forward={str(precision == 'float32').lower()}", "train.warmup_steps=20"]
+    config = load(None, [*words, "train.lr=3e-3", "train.steps=500", "name=tiny"])
     return Case(
         "tiny",
         config,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint import directory, manifest
 from meshwright.checkpoint.durable import write_file
-from meshwright.config.load import load
 from meshwright.errors import CheckpointError
-from meshwright.models.spec import LlamaSpec, RopeScaling
+from meshwright.models.llama.description import LlamaSpec, RopeScaling
+from meshwright.plan.load import load
 from tests.helpers import alternatives
 
 FILES = {"layout.json": b'{"a": [1, 2]}\n', "rank-00000.safetensors": bytes(range(256)), "rank-00001.safetensors": b""}
@@ -245,6 +245,6 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
 
 
 def test_reading_checkpoints_needs_no_torch():
-    rooms = "manifest, directory, durable, layout, hf_llama, hf_config"
+    rooms = "manifest, directory, durable, layout"
     code = f"import sys\nfrom meshwright.checkpoint import {rooms}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})

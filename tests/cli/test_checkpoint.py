@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from meshwright.checkpoint import store
-from meshwright.config.load import load
-from meshwright.models.build import build_model
+from meshwright.config.facts import model_facts
+from meshwright.plan.load import load
 from tests.helpers import SMALL, meshwright, shown_error
+from tests.models.specs import build as build_model
 
 CONFIG = load(None, SMALL)
 
@@ -91,7 +92,7 @@ def test_the_words_of_an_imported_model_have_its_rotary_scaling(here, tmp_path):
     config = load(None, [*SMALL, "model.num_layers=1", "model.rope_scaling.factor=4.0", "model.norm_eps=1e-30"])
     model = build_model(config.model.spec(), dtype=torch.float32)
     tensors = {f"model.{name}": torch.ones(parameter.shape) for name, parameter in model.named_parameters()}
-    store.save(tmp_path / "run/checkpoints", 1, tensors, model=config.model.spec().identity(), run={}, keep=1)
+    store.save(tmp_path / "run/checkpoints", 1, tensors, model=dict(model_facts(config).identity), run={}, keep=1)
     here("checkpoint", "export", "run", "hf", torch=True)
     done = here("checkpoint", "import", "hf", "new", torch=True)
     assert done.returncode == 0 and told_model(done) == config.model.spec()

@@ -13,12 +13,13 @@ import pytest
 
 from meshwright.checkpoint import directory
 from meshwright.checkpoint.durable import write_file
-from meshwright.config.load import load
-from meshwright.train.corpus import open_training_corpus
+from meshwright.config.facts import model_facts
+from meshwright.plan.load import load
 from tests.helpers import (
     alternatives,
     assert_every_fix_works,
     meshwright,
+    open_data,
     outcome,
     shown_error,
     small_corpus,
@@ -146,7 +147,7 @@ def test_other_missing_data(fails_here, name):
 def test_pictures_for_a_model_of_text(fails_here, source, tmp_path):
     """A file of that name is text like any other."""
     error = fails_here("run", f"data.source={source}")
-    assert error["error"] == f"{source} are pictures, and a llama trains on text"
+    assert error["error"] == f"{source} are pictures, and this model trains on text"
     assert error["fix"] == f"the preset dit-{source}, or data.source=stdlib"
     assert outcome([], f"dit-{source}").data.source == source
     (tmp_path / source).write_text("a few words")
@@ -158,7 +159,7 @@ def test_missing_data_file_beside_a_similar_one(fails_here, tmp_path):
     error = fails_here("run", "data.source=corpsu.txt", "data.cache_dir=cache")
     words = alternatives(error["fix"])[0]
     assert words == [f"data.source={tmp_path / 'corpus.txt'}"]
-    open_training_corpus(load(None, [*words, f"data.cache_dir={tmp_path}/cache"]))
+    open_data(load(None, [*words, f"data.cache_dir={tmp_path}/cache"]))
 
 
 def test_missing_tokenizer(fails_here, corpus):
@@ -184,7 +185,7 @@ def test_sequence_longer_than_the_corpus(fails, tmp_path):
     error = fails("run", *words, "train.seq_len=4096")
     assert "train.seq_len = 4096 is longer" in error["error"]
     [fix] = alternatives(error["fix"])[0]
-    open_training_corpus(load(None, [*words, fix]))
+    open_data(load(None, [*words, fix]))
     assert int(fix.partition("=")[2]) > 64
 
 
@@ -192,7 +193,7 @@ def test_sequence_longer_than_the_corpus(fails, tmp_path):
 def test_sequence_longer_than_the_corpus_that_tp_divides(fails_here, tmp_path, more):
     words = [*small_corpus(tmp_path, num_bytes=1230), *more]
     [fix] = alternatives(fails_here("run", *words, "train.seq_len=256")["fix"])[0]
-    open_training_corpus(load(None, [*words, fix]))
+    open_data(load(None, [*words, fix]))
     assert ("false" in more[-1]) == (int(fix.partition("=")[2]) % 2 == 1)
 
 
@@ -208,7 +209,7 @@ def save_checkpoint(root: Path, *words: str, step: int = 5, corpus: str = "c") -
     folder = directory.begin(root, step)
     files = {"data": write_file(folder / "data", b"x" * 1000)}
     run = {"config": config.model_dump(), "corpus": corpus, "skipped_in_a_row": 0}
-    return directory.commit(folder, step=step, model=config.model.spec().identity(), run=run, files=files)
+    return directory.commit(folder, step=step, model=dict(model_facts(config).identity), run=run, files=files)
 
 
 def test_checkpoint_of_another_model(fails, corpus, tmp_path):
@@ -268,7 +269,7 @@ def test_folder_that_already_holds_a_run(fails, corpus, tmp_path):
 
 def test_another_runs_checkpoint_does_not_overwrite_this_folder(fails_here, corpus, tmp_path):
     config = load(None, corpus)
-    path = save_checkpoint(tmp_path / "old/checkpoints", corpus=open_training_corpus(config).fingerprint)
+    path = save_checkpoint(tmp_path / "old/checkpoints", corpus=open_data(config).fingerprint)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/metrics.jsonl").write_text('{"step": 1}\n')
     error = fails_here("run", *corpus, "--out", "mine", "--resume", path)

@@ -19,13 +19,13 @@ from meshwright.cli import progress as module
 from meshwright.cli.errors import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
-from meshwright.plan.messages import What
+from meshwright.plan.messages import Purpose
 from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
 from meshwright.train.reporter import Facts, LossUnit, Progress, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 
-TRAFFIC = Traffic(0, (TrafficEntry(What.GRADIENTS, LinkBytes(100_000, 30_000), LinkBytes(400_000, 300_000)),
-                      TrafficEntry(What.STAGES, LinkBytes(500_000, 0), LinkBytes(500_000, 0))))  # fmt: skip
+TRAFFIC = Traffic(0, (TrafficEntry(Purpose.GRADIENTS, LinkBytes(100_000, 30_000), LinkBytes(400_000, 300_000)),
+                      TrafficEntry(Purpose.STAGES, LinkBytes(500_000, 0), LinkBytes(500_000, 0))))  # fmt: skip
 
 SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_recognised": 0.75}), steps_here=30,
                   traffic=TRAFFIC, counted=None, folder=Path("runs/x-1"),

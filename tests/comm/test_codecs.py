@@ -47,6 +47,7 @@ def test_a_rotation_helps_heavy_tails():
 def test_bits_an_element():
     n = 2**20
     assert [codec.encoded_bytes(n) * 8 / n for codec in QUANTISED] == [codec.bits + 0.125 for codec in QUANTISED]
+    assert [codec.bits for codec in (Codec.INT8, Codec.INT4, Codec.INT2)] == [8, 4, 2]
     assert Codec.EXACT.encoded_bytes(7) == 28 and Codec.EXACT.encoded_bytes(7, element_bytes=2) == 14
     assert Codec.BF16.encoded_bytes(7) == 14
     assert [num_groups(n) for n in (0, 1, 128, 129)] == [0, 1, 1, 2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.load import load
+from meshwright.config.facts import model_facts
+from meshwright.plan.load import load
 
 # Counted from the sizes in the models' own config.json on Hugging Face, which round to the published 8.03, 70.6 and
 # 405.85 billion (The Llama 3 herd of models, 2024).
@@ -13,11 +14,11 @@ PUBLISHED = {"llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-4
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameter_counts_are_the_published_ones(name, count):
-    assert load(name).model.spec().num_params() == count
+    assert model_facts(load(name)).num_params() == count
 
 
 def test_the_tiny_preset_is_tiny():
-    assert load("llama-tiny").model.spec().num_params() == 853_120
+    assert model_facts(load("llama-tiny")).num_params() == 853_120
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

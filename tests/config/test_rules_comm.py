@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.comm.catalogue import Use, names
-from meshwright.config.load import load
 from meshwright.config.schema import CommConfig, RunConfig
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.plan.load import load
 from tests.helpers import assert_every_fix_works, outcome
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.load import load
-from meshwright.config.pipeline import action_words, layers_per_stage, lowered_table
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
+from meshwright.plan.pipeline import layers_per_stage, lowered_table
 from tests.helpers import assert_every_fix_works, outcome
 
 
@@ -79,7 +80,7 @@ def test_an_action_in_words():
     config = load(None, ["mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"])
     row = [part for action in lowered_table(config).actions[1] for part in action.parts()]
     position = [str(part) for part in row].index("1B0")
-    assert action_words(config, 3, position) == "1B0: backward of micro-batch 0 on stage 1"
+    assert make_plan(config).action_words(3, position) == "1B0: backward of micro-batch 0 on stage 1"
 
 
 def test_a_run_that_goes_on_with_one_stage_may_keep_its_schedule():

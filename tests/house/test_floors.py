@@ -19,8 +19,8 @@ FLOOR_BREACHES = {
     "up, from the root": ("__init__.py", "from meshwright.mesh import axes", "up: meshwright.mesh.axes"),
     "sideways": (
         "data/text.py",
-        "from meshwright.models.spec import X",
-        "imports sideways: meshwright.models.spec",
+        "from meshwright.nn.x import X",
+        "imports sideways: meshwright.nn.x",
     ),
     "sideways, bench": ("bench/run.py", "from meshwright.prove import x", "sideways: meshwright.prove.x"),
     "in a function": ("mesh/axes.py", "def f():\n    from meshwright.train import loop", ":2 imports up"),

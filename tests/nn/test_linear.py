@@ -1,4 +1,4 @@
-"""A weight's gradient that is put off is the gradient, and everything else of the backward happens once."""
+"""A weight's gradient that is deferred is the gradient, and everything else of the backward happens once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from meshwright.nn.block import TransformerBlock
-from meshwright.nn.linear import Linear, defer_weight_gradients, run_products
-from meshwright.nn.recompute import recomputed
+from meshwright.nn.defer import compute_deferred, defer_weight_gradients
+from meshwright.nn.linear import Linear
+from meshwright.nn.recompute import recompute
 
 
 def make_block():
@@ -29,22 +30,23 @@ def gradients(block, x, tables, *, splits):
     if store is not None:
         matrices = [p for p in block.parameters() if p.dim() == 2]
         assert all(p.grad is None for p in matrices) and x.grad is not None
-        pairs = store.take()
-        assert len(pairs) == len(matrices) == 7 and store.take() == []
-        run_products(pairs)
+        deferred = store.take()
+        assert len(deferred) == len(matrices) == 7 and store.take() == []
+        compute_deferred(deferred)
     return [x.grad, *(p.grad for p in block.parameters())]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_put_off_gradients_are_bitwise_those_of_one_backward(recomputes):
+def test_deferred_gradients_are_bitwise_those_of_one_backward(recomputes):
     block, x, tables = make_block()
-    block.recomputes = recomputes
+    if recomputes:
+        recompute(block)
     expected = [g.clone() for g in gradients(block, x, tables, splits=False)]
     for found, wanted in zip(gradients(block, x, tables, splits=True), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
-def test_a_block_that_is_not_to_put_off_does_its_whole_backward():
+def test_a_block_that_is_not_to_defer_does_its_whole_backward():
     block, x, tables = make_block()
     expected = [g.clone() for g in gradients(block, x, tables, splits=False)]
     store = defer_weight_gradients(block)
@@ -55,23 +57,23 @@ def test_a_block_that_is_not_to_put_off_does_its_whole_backward():
     assert all(torch.equal(p.grad, g) for p, g in zip([x, *block.parameters()], expected, strict=True))
 
 
-def test_put_off_gradients_add_up():
+def test_deferred_gradients_add_up():
     layer = Linear(3, 2)
     store = defer_weight_gradients(layer)
     store.defers = True
     inputs = [torch.randn(4, 3) for _ in range(3)]
-    pairs = []
+    deferred = []
     for x in inputs:
         layer(x).sum().backward()
-        pairs.append(store.take())
-    for kept in reversed(pairs):
-        run_products(kept)
+        deferred.append(store.take())
+    for kept in reversed(deferred):
+        compute_deferred(kept)
     expected = torch.ones(2, 12) @ torch.cat(inputs)
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize("leading", [(4,), (2, 3), (2, 3, 2)], ids=str)
-def test_a_biass_gradient_is_not_put_off(leading):
+def test_a_biass_gradient_is_not_deferred(leading):
     torch.manual_seed(0)
     layer, x = Linear(3, 2, bias=True), torch.randn(*leading, 3)
     weights = torch.randn(*leading, 2)
@@ -82,35 +84,28 @@ def test_a_biass_gradient_is_not_put_off(leading):
     store.defers = True
     (layer(x) * weights).sum().backward()
     assert layer.weight.grad is None and torch.equal(layer.bias.grad, expected[1])
-    run_products(store.take())
+    compute_deferred(store.take())
     assert torch.equal(layer.weight.grad, expected[0])
 
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_recomputed_forward_runs_exactly_once_more(splits):
-    layer, calls = Linear(3, 3), []
-    store = defer_weight_gradients(layer)
-    store.defers = splits
-
-    def forward(x):
-        calls.append(1)
-        return layer(layer(x).tanh())
-
-    x = torch.randn(2, 3, requires_grad=True)
-    y = recomputed(forward, x)
-    assert len(calls) == 1
-    y.sum().backward()
-    run_products(store.take())
-    assert len(calls) == 2 and layer.weight.grad is not None
-
-
-def test_a_stage_with_other_matrices_is_not_split():
-    class Mixed(nn.Module):
+    class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.ours, self.other = Linear(2, 2), nn.Linear(2, 2)
+            self.layer = Linear(3, 3)
 
-    mixed = Mixed()
-    assert defer_weight_gradients(mixed) is None and mixed.ours.weight_gradients is None
-    assert defer_weight_gradients(nn.Sequential(nn.Embedding(4, 2), Linear(2, 2), nn.RMSNorm(2))) is not None
-    assert defer_weight_gradients(nn.RMSNorm(2)) is None
+        def forward(self, x):
+            calls.append(1)
+            return self.layer(self.layer(x).tanh())
+
+    twice, calls = Twice(), []
+    recompute(twice)
+    layer, store = twice.layer, defer_weight_gradients(twice)
+    store.defers = splits
+    x = torch.randn(2, 3, requires_grad=True)
+    y = twice(x)
+    assert len(calls) == 1
+    y.sum().backward()
+    compute_deferred(store.take())
+    assert len(calls) == 2 and layer.weight.grad is not None

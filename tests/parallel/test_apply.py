@@ -62,7 +62,7 @@ def test_what_is_frozen_stays_so_under_tensor_parallel(gang, corpus, whole):
 def structure(rank, world_size, words):
     job, _ = make_job(rank, world_size, words)
     placements = {name: str(p.placements) for name, p in job.model.named_parameters() if isinstance(p, DTensor)}
-    units = [name for name, module in job.model.named_modules() if isinstance(module, FSDPModule)]
+    units = [name for name, module in job.parts()[0].module.named_modules() if isinstance(module, FSDPModule)]
     return len(list(job.model.parameters())), placements, units
 
 

@@ -9,34 +9,42 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshwright.config.facts import model_facts, run_facts
+from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
-from meshwright.models.build import build_model
-from meshwright.models.dit import DiT
-from meshwright.models.shapes import Part
-from meshwright.nn.linear import defer_weight_gradients, run_products
-from meshwright.parallel.apply import ParallelOptions, apply_parallel
+from meshwright.models.contract.build import build_part
+from meshwright.models.dit.module import DiT
+from meshwright.nn.defer import compute_deferred, defer_weight_gradients
+from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.data import reduce_gradients, set_gradient_sync
+from meshwright.parallel.part import part_of
 from meshwright.parallel.tensor import sync_partial_gradients
-from tests.models.dits import PICTURES, VIDEOS, fill, make_batch
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
+from meshwright.plan.verify import verify
+from tests.helpers import outcome
+from tests.models.dit.dits import PICTURES, VIDEOS, fill, make_batch, words_of
 
 BATCH = 4
 SHORT = [replace(spec, num_layers=1) for spec in (PICTURES, VIDEOS)]
 LAYOUTS = [Axes(tp=2), Axes(dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_replicate=2, dp_shard=2)]
 
 
-def lay(spec, axes, *, part=None, dtype=torch.float64, **options):
-    mesh = build_mesh(axes, torch.device("cpu"))
-    model = build_model(spec, dtype=dtype, part=part)
-    apply_parallel(model, mesh, axes, ParallelOptions(sequence_parallel=False, **options))
+def lay(spec, axes, *more, layers=None, stage=0):
+    config = load("dit-digits", [*words_of(spec, axes, layers), *more])
+    plan, mesh = make_plan(config), build_mesh(axes, torch.device("cpu"))
+    dtype = getattr(torch, plan.masters)
+    model = build_part(config.family, run_facts(config), dtype=dtype, part=part_of(plan, stage))
+    apply_plan(model, mesh, plan, plan.stages[stage], model_facts(config))
     model.to_empty(device="cpu")
     return fill(model)
 
 
 def loss_and_gradients(rank, world_size, spec, axes, splits):
     """The loss of this rank's samples, and its pieces of the gradients with their places."""
-    model = lay(spec, axes, recompute=splits)
+    model = lay(spec, axes, f"recompute.policy={'full' if splits else 'none'}")
     own = slice(
         *(axes.data_index(rank) * BATCH // axes.data_parallel() + n for n in (0, BATCH // axes.data_parallel()))
     )
@@ -46,7 +54,7 @@ def loss_and_gradients(rank, world_size, spec, axes, splits):
     loss = model(*(x[own] for x in make_batch(spec, BATCH))).square().sum() / BATCH
     loss.backward()
     if splits:
-        run_products(store.take())
+        compute_deferred(store.take())
         reduce_gradients(model)
     sync_partial_gradients(model)
     pieces = {}
@@ -61,7 +69,8 @@ def loss_and_gradients(rank, world_size, spec, axes, splits):
     [
         pytest.param(axes, spec, splits, id=f"{axes}, {name}", marks=() if axes in quick else pytest.mark.slow)
         for name, spec, splits, quick in (
-            ("pictures", SHORT[0], False, (Axes(tp=2),)), ("videos, put off", SHORT[1], True, (Axes(dp_shard=2, tp=2),))
+            ("pictures", SHORT[0], False, (Axes(tp=2),)),
+            ("videos, deferred", SHORT[1], True, (Axes(dp_shard=2, tp=2),)),
         )
         for axes in LAYOUTS
     ],
@@ -81,14 +90,14 @@ def test_every_gradient_is_that_of_the_plain_model(gang, spec, axes, splits):
             assert (piece - whole[index]).abs().max() <= 1e-12 * whole.abs().max(), name
 
 
-def structure(rank, world_size, axes, part):
-    model = lay(PICTURES, axes, part=part)
+def structure(rank, world_size, axes, layers, stage):
+    model = lay(PICTURES, axes, layers=layers, stage=stage)
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return {name: p.placements if isinstance(p, DTensor) else None for name, p in model.named_parameters()}, units
 
 
 def test_what_tensor_parallel_divides(gang):
-    placements, units = gang(2).run(structure, Axes(tp=2), None)[0]
+    placements, units = gang(2).run(structure, Axes(tp=2), None, 0)[0]
     assert units == [] and len(placements) == len(list(DiT(PICTURES).parameters()))
     columns, rows = ("wq", "wk", "wv", "fc1"), ("wo", "fc2")
     for name, (found,) in placements.items():
@@ -99,15 +108,18 @@ def test_what_tensor_parallel_divides(gang):
             assert found.is_shard(0 if layer in columns else 1), name
 
 
-@pytest.mark.parametrize("part", [Part(range(4)), Part(range(2), 0, 3), Part(range(2, 2), 1, 3), Part(range(0), 0, 3)])
-def test_blocks_are_the_units(gang, part):
-    placements, units = gang(2).run(structure, Axes(dp_shard=2), part)[0]
+@pytest.mark.parametrize(
+    ("layers", "stage", "blocks"),
+    [(None, 0, range(4)), ((2, 0, 2), 0, range(2)), ((2, 0, 2), 1, range(0)), ((0, 2, 2), 0, range(0))],
+)
+def test_blocks_are_the_units(gang, layers, stage, blocks):
+    placements, units = gang(2).run(structure, Axes(dp_shard=2), layers, stage)[0]
     assert all(found[0].is_shard(0) for found in placements.values())
-    assert units == ["", *(f"blocks.{layer}" for layer in part.layers)]
+    assert units == ["", *(f"blocks.{layer}" for layer in blocks)]
 
 
 def mixed_precision(rank, world_size):
-    model = lay(VIDEOS, Axes(dp_shard=2), dtype=torch.float32, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = lay(VIDEOS, Axes(dp_shard=2), "train.precision=bfloat16")
     found = model(*make_batch(VIDEOS, 2, dtype=torch.bfloat16))
     found.float().square().sum().backward()
     return found.dtype, {p.grad.dtype for p in model.parameters()}, found.float().detach()
@@ -120,28 +132,25 @@ def test_mixed_precision(gang):
         assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
 
 
-def empty_part(rank, world_size, axes, part):
+def empty_part(rank, world_size, axes, layers, stage):
     """What a part without layers gives for a stream, or for samples, and what gradient it hands back."""
-    model = lay(PICTURES, axes, part=part)
+    model = lay(PICTURES, axes, layers=layers, stage=stage)
     x, *told = make_batch(PICTURES, 2)
-    inputs = x if part.is_first else torch.randn(2, PICTURES.num_tokens(), PICTURES.dim).double().requires_grad_()
+    inputs = x if stage == 0 else torch.randn(2, PICTURES.num_tokens(), PICTURES.dim).double().requires_grad_()
     out = model(inputs, *told)
     out.sum().backward()
-    return out.shape == inputs.shape or part.is_first, inputs.grad is None or bool((inputs.grad == 1).all())
+    return out.shape == inputs.shape or stage == 0, inputs.grad is None or bool((inputs.grad == 1).all())
 
 
 @pytest.mark.parametrize("axes", [Axes(tp=2), Axes(dp_shard=2)], ids=str)
-@pytest.mark.parametrize("part", [Part(range(0), 0, 3), Part(range(2, 2), 1, 3)], ids=["first", "middle"])
-def test_a_part_without_layers(gang, axes, part):
-    assert gang(2).run(empty_part, axes, part) == [(True, True)] * 2
+@pytest.mark.parametrize(("layers", "stage"), [((0, 2, 2), 0), ((2, 0, 2), 1)], ids=["first", "middle"])
+def test_a_part_without_layers(gang, axes, layers, stage):
+    assert gang(2).run(empty_part, axes, layers, stage) == [(True, True)] * 2
 
 
-def with_sequence_parallel(rank, world_size):
-    axes = Axes(tp=2)
-    model = build_model(PICTURES, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="patches attend"):
-        apply_parallel(model, build_mesh(axes, torch.device("cpu")), axes, ParallelOptions(sequence_parallel=True))
-
-
-def test_patches_are_not_divided_as_a_sequence(gang):
-    gang(2).run(with_sequence_parallel)
+def test_patches_are_not_divided_as_a_sequence():
+    error = outcome([*words_of(PICTURES, Axes(tp=2)), "mesh.sequence_parallel=true"], "dit-digits")
+    assert "mesh.sequence_parallel" in error.what and "mesh.sequence_parallel=false" in error.fix
+    divided = load("dit-digits", words_of(PICTURES, Axes(tp=2))).with_keys({"mesh.sequence_parallel": True})
+    with pytest.raises(LayoutError, match="stream is not sharded over tp"):
+        verify(make_plan(divided))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,10 +12,6 @@ from meshwright.pipeline.execute import Executor, channel_keys
 from meshwright.pipeline.generate import ScheduleKind, generate
 from meshwright.pipeline.lower import LowerOptions, lower, num_slots
 from meshwright.pipeline.table import RECVS, ActionKind
-from meshwright.train import stages as stages_module
-from meshwright.train.build import build_job
-from meshwright.train.context import RankContext, StatusBoard
-from tests.prove.proofs import small_config
 
 SHAPE = (2, 3)
 OPEN_S = 300  # until ranks have met: nothing here waits for it
@@ -134,30 +128,3 @@ def test_an_output_that_does_not_fit_is_not_sent(gang, shape, dtype, words):
     what, where, fix = gang(2).run(give_misfit, shape, dtype)[0]
     assert what == f"stage 0 gives {words} and stage 1 takes [2, 3] float64"
     assert where == "the edge from stage 0 to stage 1" and "[2, 3] float64" in fix
-
-
-def build_pipeline(rank, world_size, config, odd_rank):
-    """The pipeline of a job of which one rank has another table; what the rank is told."""
-    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    job = build_job(config, context, CPU)
-    if rank == odd_rank:
-        row = job.schedule.actions[0]
-        swapped = (row[1], row[0], *row[2:])
-        job.schedule = replace(job.schedule, actions=(swapped, *job.schedule.actions[1:]))
-    try:
-        stages_module.Pipeline(job)
-    except ScheduleError as error:
-        return error.what, error.where, error.rule, error.fix
-    return None
-
-
-@pytest.mark.parametrize("odd_rank", [None, 1, 0])
-def test_ranks_with_different_tables_are_told_before_the_first_step(gang, odd_rank):
-    config = small_config("mesh.pp=2", "train.num_microbatches=4")
-    told = gang(2).run(build_pipeline, config, odd_rank)
-    if odd_rank is None:
-        assert told == [None, None]
-        return
-    assert told[0] == told[1]
-    what, where, rule, fix = told[0]
-    assert what.startswith("ranks 0 and 1 have different pipeline tables (") and where == "rank 1" and rule and fix

@@ -8,8 +8,9 @@ import sys
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.config.load import load
 from meshwright.mesh.shards import to_local
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.train.optimizer import STATE_NAMES
 from tests.helpers import small_corpus
@@ -37,6 +38,14 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+def planned(name, words=()):
+    return make_plan(load(name, words))
+
+
+def planned_words(words):
+    return make_plan(load_words(words))
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return small_corpus(tmp_path_factory.mktemp("memory"))
@@ -58,7 +67,7 @@ def held(rank, world_size, words):
 @pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
 def test_what_is_stored_between_steps_is_exact(gang, corpus, world_size, words):
     """On the rank that holds most, where they do not hold the same."""
-    predicted = predict_memory(load_words(["model.num_layers=1", *words]))
+    predicted = predict_memory(planned_words(["model.num_layers=1", *words]))
     most = tuple(map(max, zip(*run_on(gang, world_size, held, [*corpus, *words]), strict=True)))
     assert most == (predicted.parameters, predicted.gradients, predicted.optimizer)
 
@@ -82,8 +91,8 @@ def kept_errors(rank, world_size, words):
 )
 def test_error_feedback_is_exact(gang, corpus, world_size, words):
     words = ["comm.gradients=loco4", *words]
-    assert predict_memory(load_words(words)).errors in run_on(gang, world_size, kept_errors, [*corpus, *words])
-    assert predict_memory(load_words([*words, "comm.gradients=int4"])).errors == 0
+    assert predict_memory(planned_words(words)).errors in run_on(gang, world_size, kept_errors, [*corpus, *words])
+    assert predict_memory(planned_words([*words, "comm.gradients=int4"])).errors == 0
 
 
 def saved_for_backward(rank, world_size, words):
@@ -101,7 +110,7 @@ def saved_for_backward(rank, world_size, words):
 
     batch = step._task.batch(step.samples(1)[0])
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = to_local(job.model(batch.inputs, *batch.conditions))
+        out = to_local(job.parts()[0].module(batch.inputs, *batch.conditions))
     return sum(kept.values()) + 2 * out.numel() * max(4, out.element_size())
 
 
@@ -119,7 +128,7 @@ def saved_for_backward(rank, world_size, words):
     ],
 )
 def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words):
-    predicted = predict_memory(load_words(words)).activations
+    predicted = predict_memory(planned_words(words)).activations
     for found in run_on(gang, world_size, saved_for_backward, [*corpus, *words]):
         assert predicted == pytest.approx(found, rel=0.25)
 
@@ -127,7 +136,7 @@ def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words)
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b"])
 def test_presets_fit_the_devices_they_are_for(name):
     """80 GB each; published recipes of these sizes run there."""
-    predicted = predict_memory(load(name))
+    predicted = predict_memory(planned(name))
     assert all(value >= 0 for value in vars(predicted).values())
     assert predicted.parameters + predicted.gradients + predicted.optimizer < 80e9
 
@@ -136,23 +145,24 @@ def test_weights_that_neighbours_keep_take_their_part():
     """Of the blocks that are neither in use nor freed, as much as the neighbours are."""
     words = ["mesh.dp_shard=8", "model.num_layers=6", "train.global_batch=8"]
     freed, whole, halves, quarters = (
-        predict_memory(load(None, [*words, *more])).gathered
+        predict_memory(planned(None, [*words, *more])).gathered
         for more in ([], ["mesh.reshard_after_forward=false"], ["comm.secondary_shards=2"], ["comm.secondary_shards=4"])
     )
     assert whole - freed == 2 * (halves - freed) == 4 * (quarters - freed) > 0
 
 
 def test_larger_runs_take_more():
-    base = predict_memory(load(None, ["mesh.dp_shard=2"]))
+    base = predict_memory(planned(None, ["mesh.dp_shard=2"]))
     for word in ("train.global_batch=64", "train.seq_len=1024", "model.num_layers=16", "train.precision=float64",
                  "mesh.reshard_after_forward=false"):  # fmt: skip
-        assert predict_memory(load(None, ["mesh.dp_shard=2", word])).total() > base.total(), word
+        assert predict_memory(planned(None, ["mesh.dp_shard=2", word])).total() > base.total(), word
 
 
 def test_predicting_needs_no_torch_and_no_time():
     code = (
-        "import sys; from meshwright.config.load import load; from meshwright.plan.memory import predict_memory; "
-        "predict_memory(load('llama3-405b')); sys.exit('torch' in sys.modules)"
+        "import sys; from meshwright.plan.load import load; from meshwright.plan.make import make_plan; "
+        "from meshwright.plan.memory import predict_memory; "
+        "predict_memory(make_plan(load('llama3-405b'))); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.comm.p2p import Channel
+from meshwright.config.facts import run_facts
 from meshwright.mesh.shards import to_local
 from meshwright.nn.init import normal_piece
 from meshwright.pipeline.table import RECVS, Action, ActionKind
@@ -150,7 +151,7 @@ def sync_shared(times: int) -> Tamper:
 def copy_starts_elsewhere(job: Job, step: TrainStep) -> None:
     for part in job.parts().values():
         if part.part.is_last and not part.part.is_first:
-            weight = part.get_parameter("head.weight")
+            weight = part.module.get_parameter("head.weight")
             box = tuple(slice(0, size) for size in weight.shape)
             weight.copy_(normal_piece(job.config.train.seed + 1, "embed.weight", weight.shape, std=0.02, index=box))
 
@@ -163,7 +164,9 @@ def swap_chunks(job: Job, step: TrainStep) -> None:
     if job.pipeline_rank == 1:
         stages = step.pipeline._stages
         first, second = sorted(stages)
-        stages[first]._part, stages[second]._part = stages[second]._part, stages[first]._part
+        ours, theirs = stages[first], stages[second]
+        ours._module, theirs._module = theirs._module, ours._module
+        ours._is_last, theirs._is_last = theirs._is_last, ours._is_last
         run_row(job, step)
 
 
@@ -182,16 +185,14 @@ def hand_over_the_previous(job: Job, step: TrainStep) -> None:
 
 def layer_of_another_stage(job: Job, step: TrainStep) -> None:
     """Layers are counted from one too low: stage 1 has stage 0's layer again."""
-    if job.pipeline_rank == 1:
-        [part] = job.parts().values()
-        part.blocks = nn.ModuleDict({"0": part.blocks["1"]})
-        initialize(part, job.config.train.seed)
+    for part in job.parts().values() if job.pipeline_rank == 1 else ():
+        part.module.blocks = nn.ModuleDict({"0": part.module.blocks["1"]})
+        initialize(part.named_parameters(), job.family, run_facts(job.config))
 
 
 def run_layer_twice(job: Job, step: TrainStep) -> None:
-    if job.pipeline_rank == 1:
-        [part] = job.parts().values()
-        part.blocks["again"] = part.blocks["1"]
+    for part in job.parts().values() if job.pipeline_rank == 1 else ():
+        part.module.blocks["again"] = part.module.blocks["1"]
 
 
 def loss_on_every_rank(job: Job, step: TrainStep) -> None:

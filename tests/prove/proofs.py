@@ -13,20 +13,23 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from meshwright.config.load import load
-from meshwright.config.schema import DiTConfig, RunConfig
+from meshwright.config.schema import RunConfig
 from meshwright.data.pictures import Pictures
+from meshwright.models.dit.config import DiTConfig
 from meshwright.parallel import shared_grads
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
 from meshwright.prove.compare import compare
 from meshwright.prove.evidence import ReferenceEvidence
 from meshwright.prove.record import RankRecord, gather_evidence, record_rank
 from meshwright.prove.reference import compute_reference
 from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
+from meshwright.prove.stages import stages_of
 from meshwright.testing.gang import GangPool
 from meshwright.train import optimizer, stages, step
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_data
+from tests.helpers import open_data
 
 NUM_STEPS = 3
 SMALL = (
@@ -86,7 +89,7 @@ def few_pictures(config: RunConfig) -> Pictures | None:
 
 @cache
 def _pictures(source: str, num_frames: int) -> Pictures:
-    found = open_training_data(small_dit_config("dit-digits" if num_frames == 1 else "dit-digits-video"))
+    found = open_data(small_dit_config("dit-digits" if num_frames == 1 else "dit-digits-video"))
     assert isinstance(found, Pictures) and found.source == source
     return found
 
@@ -97,7 +100,7 @@ def record_on_rank(
     """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    corpus = data or open_training_data(config)
+    corpus = data or open_data(config)
     with restored(step, stages, optimizer, shared_grads, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
@@ -116,7 +119,8 @@ def restored(*modules: ModuleType) -> Iterator[None]:
 @cache
 def reference(config: RunConfig) -> ReferenceEvidence:
     """The reference of a configuration, computed once."""
-    return compute_reference(config, few_pictures(config) or open_training_data(config), num_steps=NUM_STEPS)
+    data, stages = few_pictures(config) or open_data(config), stages_of(make_plan(config))
+    return compute_reference(config, data, num_steps=NUM_STEPS, stages=stages)
 
 
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.config.facts import run_facts
 from meshwright.mesh.shards import to_local
 from meshwright.parallel.data import fsdp_modules
 from meshwright.prove.record import RecordingTask, Tamper
@@ -235,7 +236,8 @@ def decay_norms(job: Job, step: TrainStep) -> None:
 
 def other_seed_on_rank_1(job: Job, step: TrainStep) -> None:
     if job.context.rank == 1:
-        initialize(job.model, job.config.train.seed + 1)
+        f = replace(run_facts(job.config), seed=job.config.train.seed + 1)
+        initialize(job.model.named_parameters(), job.family, f)
 
 
 def skip_update_on_rank_1(job: Job, step: TrainStep) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.load import load
 from meshwright.errors import ConfigError
+from meshwright.plan.load import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.prove.proofs import prove_with, record_on_rank, small_config

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.pipeline import lowered_table
 from meshwright.errors import LayoutError
 from meshwright.pipeline.table import ActionKind
+from meshwright.plan.pipeline import lowered_table
 from meshwright.prove.drift import DEFAULT, Curve, Drift, as_json, from_json, load_sharing
 from meshwright.prove.drift_draw import draw_drift
 from meshwright.prove.drift_record import train_twice, without_sync
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_data
-from tests.helpers import alternatives
+from tests.helpers import alternatives, open_data
 from tests.prove.proofs import SMALL, SOURCE
 
 STEPS = 4
@@ -29,7 +28,7 @@ def drift_on_rank(rank, world_size, config, corpus):
 
 def drifts(gang, num_ranks, source, words):
     config = load_sharing(source, words)
-    return gang(num_ranks).run(drift_on_rank, config, open_training_data(config))
+    return gang(num_ranks).run(drift_on_rank, config, open_data(config))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.config.facts import model_facts
 from meshwright.pipeline.shared import SharedParameter
+from meshwright.plan.make import make_plan
 from meshwright.prove.report import render, to_json
 from meshwright.prove.stages import Stages, stages_of
 from meshwright.testing.gang import GangError, GangPool
@@ -71,7 +73,10 @@ def test_a_table_with_micro_batches_in_another_order_is_no_fault(gang: GangPool,
     assert result.passed, "\n".join(render(result))
 
 
-VEE = Stages((0, 1, 1, 0), (range(3), range(3, 5), range(5, 5), range(5, 12)),
+LAYERS = (range(3), range(3, 5), range(5, 5), range(5, 12))
+HOLDERS = {f"blocks.{layer}.{name}": (stage,) for stage, layers in enumerate(LAYERS) for layer in layers
+           for name in ("x", "ffn.up.weight")}  # fmt: skip
+VEE = Stages((0, 1, 1, 0), LAYERS, {**HOLDERS, "norm.weight": (3,), "head.weight": (3,)},
              (SharedParameter("embed.weight", ((0, "embed.weight"), (3, "head.weight"))),))  # fmt: skip
 
 
@@ -89,10 +94,14 @@ def test_stages_in_words() -> None:
 
 
 def test_only_a_pipeline_has_stages() -> None:
-    assert stages_of(small_config()) is None
-    found = stages_of(small_config("mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true"))
-    assert found == Stages((0, 1), (range(1), range(1, 2)),
-                           (SharedParameter("embed.weight", ((0, "embed.weight"), (1, "head.weight"))),))  # fmt: skip
+    assert stages_of(make_plan(small_config())) is None
+    config = small_config("mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true")
+    found = stages_of(make_plan(config))
+    assert found is not None and found.ranks == (0, 1) and found.layers == (range(1), range(1, 2))
+    assert found.shared == (SharedParameter("embed.weight", ((0, "embed.weight"), (1, "head.weight"))),)
+    assert sorted(found.holders) == sorted(model_facts(config).parameter_names())
+    assert found.of("norm.weight") == (1,) and found.of("blocks.0.attention.wq.weight") == (0,)
+    assert found.of("embed.weight") == (0, 1)
 
 
 def test_the_suite_is_large_enough() -> None:

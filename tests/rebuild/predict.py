@@ -48,26 +48,39 @@ def _way(line: Sequence[str]) -> tuple[str, Callable[[Sequence[str]], Figures]]:
 
 def by_api(line: Sequence[str]) -> Figures:
     """By functions."""
-    from meshwright.config.load import load
     from meshwright.errors import MeshwrightError
     from meshwright.plan.memory import predict_memory
     from meshwright.plan.traffic import predict_traffic
 
+    load, made, purpose = _functions()
     try:
         config = load(line[0], line[1:])
     except MeshwrightError as error:
         return {"refused": str(error)}
-    figures: Figures = {f"memory.{name}": n for name, n in dataclasses.asdict(predict_memory(config)).items()}
-    most = predict_traffic(config)
-    figures |= {f"traffic.{entry.what.value}": entry.sent.total() for entry in most.entries}
+    plan = made(config)
+    figures: Figures = {f"memory.{name}": n for name, n in dataclasses.asdict(predict_memory(plan)).items()}
+    most = predict_traffic(plan)
+    figures |= {f"traffic.{purpose(entry).value}": entry.sent.total() for entry in most.entries}
     figures["rank that sends most"] = most.rank
     num_ranks = config.mesh.axes().num_ranks()
     for rank in range(num_ranks) if num_ranks <= RANKS_ASKED else (num_ranks // 2 - 1, num_ranks - 1):
-        for entry in predict_traffic(config, rank=rank).entries:
+        for entry in predict_traffic(plan, rank=rank).entries:
             for name in ("sent", "exact"):
                 for link, num_bytes in dataclasses.asdict(getattr(entry, name)).items():
-                    figures[f"rank {rank}: {entry.what.value}, {name}, {link}"] = num_bytes
+                    figures[f"rank {rank}: {purpose(entry).value}, {name}, {link}"] = num_bytes
     return figures
+
+
+def _functions() -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
+    """Of loading, of making what is priced, and of an entry's purpose: with a plan, and as before there was one."""
+    try:
+        from meshwright.plan.load import load
+        from meshwright.plan.make import make_plan
+    except ImportError:
+        from meshwright.config.load import load as load_alone
+
+        return load_alone, lambda config: config, lambda entry: entry.what
+    return load, make_plan, lambda entry: entry.purpose
 
 
 def by_plan(line: Sequence[str]) -> Figures:

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.config.load import load
+from meshwright.config.facts import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.shards import local_box, to_local
+from meshwright.models.contract.task import Task
+from meshwright.models.tasks.generate import generate
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
+from meshwright.plan.value import RunPlan
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_data
+from meshwright.train.evaluate import PipelineForward
+from meshwright.train.stages import Pipeline
 from meshwright.train.step import StepResult, TrainStep
-from meshwright.train.tasks import build_task
-from meshwright.train.tasks.base import Task
-from tests.helpers import SMALL, for_pictures
+from tests.helpers import SMALL, for_pictures, open_data
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,14 @@ class Trace:
 
 def make_job(rank: int, world_size: int, words: Sequence[str]) -> tuple[Job, TrainStep]:
     """A small job of the default preset on this rank; the process group exists if it needs one."""
+    return job_of(load_words(words), rank, world_size)
+
+
+def job_of(config: RunConfig, rank: int, world_size: int, plan: RunPlan | None = None) -> tuple[Job, TrainStep]:
+    """A job of a configuration, or of a plan for it."""
     torch.set_num_threads(1)
-    config = load_words(words)
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    job = build_job(config, context, torch.device("cpu"))
+    job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
     return job, TrainStep(job, make_task(config), lambda: False)
 
 
@@ -73,12 +81,17 @@ def load_words(words: Sequence[str]) -> RunConfig:
 
 def make_task(config: RunConfig) -> Task:
     """What a run of `config` trains on."""
-    return build_task(config, open_training_data(config), torch.device("cpu"))
+    return config.family.task(run_facts(config), open_data(config), torch.device("cpu"))
+
+
+def generate_on(job: Job, prompt: Sequence[int], **named: Any) -> list[int]:
+    """Tokens that a job's model writes."""
+    return generate(PipelineForward(Pipeline(job)), prompt, seq_len=job.config.train.seq_len, **named)
 
 
 def pieces(job: Job, *, gradients: bool = False) -> Pieces:
     """Copies of this rank's pieces of the parameters, or of their gradients. Moves nothing between ranks."""
-    found = {name: p.grad if gradients else p.detach() for name, p in job.model.whole_model_parameters()}
+    found = {name: p.grad if gradients else p.detach() for name, p in job.model.named_parameters()}
     return {name: Piece(local_box(x).slices(), to_local(x).clone()) for name, x in found.items()}
 
 

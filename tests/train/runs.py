@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import list_checkpoints
-from meshwright.config.load import load
+from meshwright.plan.load import load
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_corpus
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.launch import launch
 from meshwright.train.reporter import Reporter
 from meshwright.train.runspec import RunSpec
-from tests.helpers import SMALL, clean_environment
+from tests.helpers import SMALL, clean_environment, open_data
 
 STEPS = ["train.steps=8", "checkpoint.every=2", "checkpoint.keep=3", "train.validate_every=4", *SMALL,
          "train.validation_samples=4", "train.sample_tokens=2", "train.seq_len=32"]  # fmt: skip
@@ -131,7 +130,7 @@ def choose(words: Sequence[str], *, out: Path | None, resume: str | None) -> Run
     config = load(None, [*STEPS, *words])
     with ExitStack() as hold:
         return choose_folder(
-            config, out=out, resume=resume, corpus=open_training_corpus(config).fingerprint, hold=hold
+            config, out=out, resume=resume, corpus=open_data(config).fingerprint, hold=hold
         )
 
 

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints, verify
-from meshwright.config.load import load
+from meshwright.plan.load import load
 from meshwright.train.launch import SAME_S
 from tests.helpers import meshwright, small_corpus
 from tests.train.runs import (
@@ -74,7 +74,7 @@ def test_what_a_run_prints(finished):
 
 def test_what_a_run_leaves(finished, words):
     names = {path.name for path in finished.out.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert names == {"config.toml", "plan.json", "metrics.jsonl", "loss.png", "checkpoints"}
     assert load(str(finished.out / "config.toml")) == load(None, words)
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     found = list_checkpoints(finished.out / "checkpoints")

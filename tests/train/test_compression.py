@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from meshwright.config.rules_comm import idle_notes
+from meshwright.plan.make import make_plan
 from meshwright.train.build import build_job
 from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.corpus import open_training_corpus
 from meshwright.train.folder import RunFolder
 from meshwright.train.loop import Trainer
 from meshwright.train.reporter import Reporter
+from tests.helpers import open_data
 from tests.train.jobs import Pieces, load_words, make_job, make_task, pieces
 from tests.train.runs import assert_bitwise_equal, final_state
 
@@ -39,8 +40,8 @@ def whole_run(rank: int, world_size: int, words: tuple[str, ...], out: Path, che
     config = load_words(words)
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     notes = Notes()
-    job = build_job(config, context, torch.device("cpu"))
-    Trainer(job, make_task(config), open_training_corpus(config).fingerprint, RunFolder(out, checkpoint), notes).run()
+    job = build_job(config, make_plan(config), context, torch.device("cpu"))
+    Trainer(job, make_task(config), open_data(config).fingerprint, RunFolder(out, checkpoint), notes).run()
     return notes.texts
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from meshwright.checkpoint import directory
 from meshwright.checkpoint.durable import write_file
-from meshwright.config.load import load
+from meshwright.config.facts import model_facts
 from meshwright.errors import CheckpointError, InputError
+from meshwright.plan.load import load
 from meshwright.train.folder import choose_folder
 
 CONFIG = load(None, ["name=mine"])
@@ -26,7 +27,7 @@ def save(folder, step, *, words=(), run=None, preset=None):
     temporary = directory.begin(folder / "checkpoints", step)
     files = {"data": write_file(temporary / "data", b"x" * 1000)}
     run = {"config": config.model_dump(), "corpus": "text", "skipped_in_a_row": 0} if run is None else run
-    model = config.model.spec().identity()
+    model = dict(model_facts(config).identity)
     return directory.commit(temporary, step=step, model=model, run=run, files=files)
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.config.load import load
 from meshwright.errors import RunError
+from meshwright.plan.load import load
 from meshwright.train.launch import launch
 from meshwright.train.reporter import Reporter
 from meshwright.train.runspec import RunSpec

@@ -9,8 +9,8 @@ import shlex
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints
-from meshwright.config.load import load
 from meshwright.errors import RunError
+from meshwright.plan.load import load
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.reporter import Reporter
 from meshwright.train.run import run_rank

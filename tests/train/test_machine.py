@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from meshwright.config.load import load
 from meshwright.errors import LayoutError
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
 from meshwright.train import launch, machine
 from meshwright.train.machine import CGROUP_LIMITS, check_machine, check_memory, check_ranks, machine_bytes
 from tests.helpers import meshwright, shown_error
@@ -28,7 +29,7 @@ def two_cores(monkeypatch):
 ])  # fmt: skip
 def test_too_many_ranks(words):
     with pytest.raises(LayoutError, match="ranks, for a machine with 2 cores") as caught:
-        check_machine(load(None, [*words, CPU]))
+        check_machine(config := load(None, [*words, CPU]), make_plan(config))
     assert caught.value.rule == "a machine is given at most 32 ranks a core, here 64"
     [word] = re.findall(r"mesh\.\w+=\d+", caught.value.fix)
     check_ranks(load(None, [*words, CPU, word]).mesh.axes().num_ranks())
@@ -49,22 +50,22 @@ def test_no_verb_starts_too_many():
                                    ["train.global_batch=1000000000"]])  # fmt: skip
 def test_far_more_memory_than_there_is(words):
     with pytest.raises(LayoutError, match=r"a rank would need .* TiB by prediction, and this machine has .* GiB"):
-        check_machine(load(None, [*words, CPU]))
+        check_machine(config := load(None, [*words, CPU]), make_plan(config))
 
 
 def test_memory_is_that_of_all_ranks_here():
     config = load(None, ["mesh.dp_replicate=4"])
-    one = machine.predict_memory(config).total()
-    check_memory(config, num_ranks=4, num_bytes=4 * one, place="here")
-    check_memory(config, num_ranks=4, num_bytes=int(2.7 * one), place="here")
-    check_memory(config, num_ranks=4, num_bytes=None, place="here")
+    one = machine.predict_memory(make_plan(config)).total()
+    check_memory(make_plan(config), num_ranks=4, num_bytes=4 * one, place="here")
+    check_memory(make_plan(config), num_ranks=4, num_bytes=int(2.7 * one), place="here")
+    check_memory(make_plan(config), num_ranks=4, num_bytes=None, place="here")
     with pytest.raises(LayoutError, match="4 ranks would need"):
-        check_memory(config, num_ranks=4, num_bytes=int(2.6 * one), place="here")
+        check_memory(make_plan(config), num_ranks=4, num_bytes=int(2.6 * one), place="here")
 
 
 def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CUDA_CONTROL", tmp_path)
-    check_machine(load(None, ["model.dim=100000000"]))
+    check_machine(config := load(None, ["model.dim=100000000"]), make_plan(config))
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):

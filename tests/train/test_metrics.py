@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import RunError
+from meshwright.models.tasks.text import text_unit
 from meshwright.train.curves import read_metrics
 from meshwright.train.metrics import MetricsFile, plot_loss
-from meshwright.train.tasks.text import text_unit
 
 
 def fill(path, last, *, after=0):

@@ -8,14 +8,14 @@ import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 
 import pytest
 
-from meshwright.config.load import load
-from meshwright.config.pipeline import action_words, lowered_table
 from meshwright.errors import RunError
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
+from meshwright.plan.pipeline import lowered_table
 from meshwright.train.launch import launch
 from meshwright.train.reporter import Reporter
 from meshwright.train.runspec import RunSpec
@@ -127,7 +127,7 @@ def ended(words, out, moment):
     num_ranks = config.mesh.axes().num_ranks()
     with pytest.raises(RunError) as caught:
         launch(signalling_body, (spec, moment, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None,
-               describe_action=partial(action_words, config))  # fmt: skip
+               describe_action=make_plan(config).action_words)  # fmt: skip
     assert time.monotonic() - float((out / "at").read_text()) < LIMIT_S
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
     assert caught.value.exit_code == 1 and "--resume auto" in caught.value.fix
@@ -137,7 +137,7 @@ def ended(words, out, moment):
 def place_of(words, moment):
     config = load(None, [*STEPS, *words])
     position = row_of(config, moment.rank).index(moment.action)
-    return f"in step {moment.step}, action {position + 1} ({action_words(config, moment.rank, position)})"
+    return f"in step {moment.step}, action {position + 1} ({make_plan(config).action_words(moment.rank, position)})"
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from meshwright.mesh.groups import process_group
-from meshwright.train.build import layout_needs_mesh
+from meshwright.parallel.apply import needs_mesh
+from meshwright.plan.make import make_plan
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, pieces, run_on, trace
 
@@ -35,7 +36,7 @@ def dtypes(rank, world_size, words):
     """Dtypes of the stored parameters and state, and of what a block computes in."""
     job, step = make_job(rank, world_size, words)
     seen = set()
-    job.model.blocks["0"].ffn.down.register_forward_hook(
+    job.parts()[0].module.blocks["0"].ffn.down.register_forward_hook(
         lambda module, inputs, output: seen.update((inputs[0].dtype, output.dtype, module.weight.dtype))
     )
     step(1)
@@ -103,6 +104,6 @@ def test_compiled_it_computes_the_same(gang, corpus, float32, world_size, layout
 
 def test_only_what_needs_a_mesh_has_one(corpus):
     for words, needed in (([], False), ([BF16], True), (["mesh.tp=2"], True), (["train.precision=float64"], False)):
-        from meshwright.config.load import load
+        from meshwright.plan.load import load
 
-        assert layout_needs_mesh(load(None, words)) is needed
+        assert needs_mesh(make_plan(load(None, words))) is needed

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from meshwright.checkpoint import store
+from meshwright.config.facts import run_facts
 from meshwright.data.pictures import Pictures
 from meshwright.train.build import refresh_copies
 from meshwright.train.optimizer import named_state
 from meshwright.train.step import TrainStep
-from meshwright.train.tasks import build_task
 from tests.helpers import for_pictures, meshwright
 from tests.prove.proofs import few_pictures
 from tests.train.runs import STEPS, assert_bitwise_equal, final_state, metrics
@@ -25,7 +25,7 @@ MIDDLE, LAST = 3, 5
 def continued(rank, world_size, words, pictures: Pictures, folder, resumes):
     """Train to the last step, saving in the middle; or go on from there. This rank's losses, copies and pieces."""
     job = make_job(rank, world_size, words)
-    step = TrainStep(job, build_task(job.config, pictures, job.device), lambda: False)
+    step = TrainStep(job, job.family.task(run_facts(job.config), pictures, job.device), lambda: False)
     tensors = named_state(job.model, job.optimizer)
     if resumes:
         store.load(folder / f"{MIDDLE:08d}", tensors)

@@ -7,15 +7,16 @@ import re
 import pytest
 import torch
 
-from meshwright.config.load import load
+from meshwright.config.facts import run_facts
 from meshwright.errors import DataError, LayoutError
 from meshwright.mesh.shards import local_box, to_local
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
 from meshwright.train.build import build_job
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.run import check_agreement
 from meshwright.train.stages import Pipeline
 from meshwright.train.step import TrainStep
-from meshwright.train.tasks import build_task
 from tests.helpers import quick_and_slow
 from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, few_pictures
 
@@ -28,7 +29,7 @@ def make_job(rank, world_size, words):
     torch.set_num_threads(1)
     config = load("dit-digits", [*words, "train.device=cpu"])
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    return build_job(config, context, torch.device("cpu"))
+    return build_job(config, make_plan(config), context, torch.device("cpu"))
 
 
 def copies_of(job):
@@ -36,7 +37,7 @@ def copies_of(job):
     found = {}
     for part in job.parts().values():
         for name, key in part.local_copies().items():
-            copy = part.get_parameter(name).detach()
+            copy = part.module.get_parameter(name).detach()
             box = local_box(copy)
             found.setdefault((key, box.offset, box.shape), []).append(to_local(copy).clone())
     return found
@@ -45,7 +46,7 @@ def copies_of(job):
 def train(rank, world_size, words, pictures, num_steps, sync=True):
     """The losses, and half-way and after the last step this rank's copies."""
     job = make_job(rank, world_size, words)
-    step = TrainStep(job, build_task(job.config, pictures, job.device), lambda: False)
+    step = TrainStep(job, job.family.task(run_facts(job.config), pictures, job.device), lambda: False)
     if not sync:
         step.pipeline.shared.sync = lambda number: None
     losses, seen = [], []
@@ -65,9 +66,9 @@ def run(gang, words, *, small=True, sync=True, num_steps=STEPS):
 
 
 def open_digits(config):
-    from meshwright.train.corpus import open_training_data
+    from tests.helpers import open_data
 
-    return open_training_data(config)
+    return open_data(config)
 
 
 def largest_difference(results, at):

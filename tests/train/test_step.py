@@ -100,3 +100,27 @@ def test_gradients_are_clipped_to_the_limit(corpus):
     clipped, whole = (torch.cat([g.flatten() for g in gradients]) for gradients in changes)
     assert whole.norm().item() == pytest.approx(norm, rel=1e-12)
     torch.testing.assert_close(clipped, whole * (1e-3 / norm), rtol=1e-12, atol=0)
+
+
+def counted(rank, world_size, words, extra):
+    """Losses of the first step by a fixed count of units, and where every sample has its own."""
+    losses = []
+    for is_fixed in (True, False):
+        _, step = make_job(rank, world_size, [*words, "train.precision=float64"])
+        if not is_fixed:
+            step._task.units_a_sample = None
+            step._task.count = lambda samples: sum(64 + extra * (i % 3) for i in samples)
+        losses.append(step(1).loss)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, ["train.num_microbatches=2"]), (2, ["mesh.dp_shard=2"]), (2, ["mesh.tp=2"]),
+     pytest.param(4, ["mesh.pp=2", "mesh.dp_replicate=2", "train.num_microbatches=2"], marks=pytest.mark.slow)],
+)  # fmt: skip
+@pytest.mark.parametrize("extra", [0, 5])
+def test_the_divisor_is_counted_over_the_global_batch(gang, corpus, world_size, layout, extra):
+    units = sum(64 + extra * (i % 3) for i in range(8))
+    for fixed, found in run_on(gang, world_size, counted, [*corpus, *layout], extra):
+        assert found == pytest.approx(fixed * 8 * 64 / units, rel=1e-12)

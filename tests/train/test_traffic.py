@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.data import fsdp_modules
 from meshwright.parallel.tensor import average_copies
-from meshwright.plan.messages import What
+from meshwright.plan.make import make_plan
+from meshwright.plan.messages import Purpose
 from meshwright.plan.traffic import predict_traffic
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job
@@ -37,13 +38,13 @@ class Counting:
 
 class CountingReduceScatter(Counting):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self._found[What.GRADIENTS] += (group.size() - 1) * output_tensor.numel() * output_tensor.element_size()
+        self._found[Purpose.GRADIENTS] += (group.size() - 1) * output_tensor.numel() * output_tensor.element_size()
         return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class CountingAllGather(Counting):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self._found[What.WEIGHTS] += (group.size() - 1) * input_tensor.numel() * input_tensor.element_size()
+        self._found[Purpose.WEIGHTS] += (group.size() - 1) * input_tensor.numel() * input_tensor.element_size()
         return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -86,10 +87,10 @@ LAYOUTS = quick_and_slow(
 
 @pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
 def test_gradients_and_weights_are_predicted_exactly(gang, corpus, world_size, words):
-    config = load_words([*words, *corpus])
+    plan = make_plan(load_words([*words, *corpus]))
     for rank, found in enumerate(gang(world_size).run(counted, [*words, *corpus])):
-        traffic = predict_traffic(config, rank=rank)
-        assert {what: traffic.of(what).sent.total() for what in (What.GRADIENTS, What.WEIGHTS)} == found
+        traffic = predict_traffic(plan, rank=rank)
+        assert {what: traffic.of(what).sent.total() for what in (Purpose.GRADIENTS, Purpose.WEIGHTS)} == found
 
 
 class Leaving(TorchDispatchMode):
@@ -146,7 +147,7 @@ ALL_KINDS = [
 def test_everything_that_is_sent_is_predicted_exactly(gang, corpus, world_size, words):
     words = words if "data.source=digits" in words else [*words, *corpus]
     for rank, found in enumerate(gang(world_size).run(all_leaving, words)):
-        assert predict_traffic(load_words(words), rank=rank).sent().total() == found
+        assert predict_traffic(make_plan(load_words(words)), rank=rank).sent().total() == found
 
 
 def compressed(rank, world_size, words):
@@ -177,7 +178,7 @@ def test_compressed_bytes_are_predicted_exactly(gang, corpus, world_size, words)
     full = ("" if "." in word else "mesh." if word.startswith("dp_") else "comm." for word in words)
     words = [*(section + word for section, word in zip(full, words, strict=True)), *corpus]
     for rank, found in enumerate(gang(world_size).run(compressed, words)):
-        traffic = predict_traffic(load_words(words), rank=rank)
+        traffic = predict_traffic(make_plan(load_words(words)), rank=rank)
         assert (found.inside, found.between) == (traffic.sent().inside_node, traffic.sent().between_nodes)
         assert (found.exact_inside, found.exact_between) == (traffic.exact().inside_node, traffic.exact().between_nodes)
 
@@ -202,5 +203,5 @@ def mean_of_copies(rank, world_size, words):
 def test_the_mean_of_copies_is_predicted_exactly(gang, corpus, more):
     words = ["mesh.tp=2", "mesh.dp_shard=2", "comm.gradients=int8", *more, *corpus]
     for rank, found in enumerate(gang(4).run(mean_of_copies, words)):
-        entry = predict_traffic(load_words(words), rank=rank).of(What.TENSOR)
+        entry = predict_traffic(make_plan(load_words(words)), rank=rank).of(Purpose.TENSOR)
         assert entry.sent.total() - entry.exact.total() == found and (found > 0) is not bool(more)

@@ -1,6 +1,6 @@
 """The opponent: the training loop a good engineer writes in plain PyTorch for the same model and the same batches.
 
-It uses none of Meshwright but what both sides must share to compute the same thing: the module (`models.llama`),
+It uses none of Meshwright but what both sides must share to compute the same thing: the family's module,
 the initial values, the order of samples and the learning rate of a step. It looks at nothing while it trains: no
 metrics, no check for non-finite losses, no wish to stop, and on CUDA no wait for the device.
 
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from meshwright.config.facts import model_facts, run_facts
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import Order
 from meshwright.data.text import Tokens
-from meshwright.models.llama import Llama
-from meshwright.models.spec import LlamaSpec
+from meshwright.models.contract.facts import Part
 from meshwright.train.build import initialize
 from meshwright.train.lr_schedule import learning_rate
 
@@ -58,19 +58,19 @@ def bare_step(config: RunConfig, batches: BareBatches, *, device: torch.device) 
     """The bare counterpart of a run: one process in float32 or bfloat16, or FSDP2 over all ranks in float32."""
     train = config.train
     with device:
-        spec = config.model.spec()
-        assert isinstance(spec, LlamaSpec), "the bare loop is a language model's"
-        model = Llama(spec)
-    initialize(model, train.seed)
+        f = run_facts(config)
+        model = config.family.build(f, Part(range(model_facts(config).num_layers)))
+    initialize(model.named_parameters(), config.family, f)
+    blocks = list(model.get_submodule("blocks").children())
     if train.compile:
-        for block in model.blocks.values():
+        for block in blocks:
             block.compile()
     if train.precision == "bfloat16":
         return mixed_loop(model, batches, train)
     num_ranks = config.mesh.axes().num_ranks()
     if num_ranks > 1:
         mesh = init_device_mesh(device.type, (num_ranks,))
-        for block in model.blocks.values():
+        for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return plain_loop(model, batches, train)

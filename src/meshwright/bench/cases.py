@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.config import rules
-from meshwright.config.load import load
-from meshwright.config.schema import DataConfig, LlamaConfig, MeshConfig, RunConfig, TrainConfig
+from meshwright.config.facts import model_facts
+from meshwright.config.schema import RunConfig
+from meshwright.plan.load import load
 from meshwright.units import format_count
 
 OURS, BARE = "ours", "bare"
@@ -53,7 +53,7 @@ class Case:
         train, axes = self.config.train, self.config.mesh.axes()
         layout = "one process" if axes.num_ranks() == 1 else f"{axes.num_ranks()} processes, FSDP2"
         return (
-            f"{self.name}: {self.config.name}, {format_count(self.config.model.spec().num_params())} parameters, "
+            f"{self.name}: {self.config.name}, {format_count(model_facts(self.config).num_params())} parameters, "
             f"batch {train.global_batch} × {train.seq_len} tokens, {train.precision}, {layout}, "
             f"{'compiled block by block' if train.compile else 'eager'}; {2 * self.rounds * self.steps} steps an arm, "
             f"against {self.opponent}"
@@ -76,12 +76,12 @@ def cpu_cases() -> tuple[Case, ...]:
 
 
 def cuda_cases() -> tuple[Case, ...]:
-    """A Llama of 1.1 B parameters (the shape of Llama 3.2 1B, with Llama 2's vocabulary) in bfloat16."""
+    """The default preset's family with 1.1 B parameters and 32,000 tokens, in bfloat16."""
     loop = "a plain PyTorch loop with bfloat16 weights and float32 masters"
     return tuple(
         Case(
             name,
-            llama_1b(compile=compile),
+            one_billion(compile=compile),
             0.98,
             loop,
             BFLOAT16_TOLERANCE,
@@ -93,25 +93,12 @@ def cuda_cases() -> tuple[Case, ...]:
     )
 
 
-def llama_1b(*, compile: bool) -> RunConfig:
+def one_billion(*, compile: bool) -> RunConfig:
     """The run of the CUDA cases: 75 GiB or so with both arms.
 
     Gathered parameters are kept until backward, because the bare loop keeps its bfloat16 weights too.
     """
-    config = RunConfig(
-        name="llama-1b",
-        model=LlamaConfig(
-            num_layers=16,
-            dim=2048,
-            num_heads=32,
-            num_kv_heads=8,
-            ffn_dim=8192,
-            vocab_size=32000,
-            rope_theta=500000.0,
-        ),
-        data=DataConfig(source="random tokens"),
-        mesh=MeshConfig(reshard_after_forward=False),
-        train=TrainConfig(global_batch=8, seq_len=2048, lr=3e-4, precision="bfloat16", compile=compile, device="cuda"),
-    )
-    rules.check(config, {})
-    return config
+    model = "num_layers=16 dim=2048 num_heads=32 num_kv_heads=8 ffn_dim=8192 vocab_size=32000 rope_theta=500000.0"
+    train = f"global_batch=8 seq_len=2048 lr=3e-4 precision=bfloat16 device=cuda compile={str(compile).lower()}"
+    words = [f"model.{word}" for word in model.split()] + [f"train.{word}" for word in train.split()]
+    return load(None, [*words, "name=one-billion", "data.source=random tokens", "mesh.reshard_after_forward=false"])

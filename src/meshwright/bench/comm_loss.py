@@ -19,9 +19,9 @@ from pathlib import Path
 from meshwright.bench.devices import refuse_cuda
 from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.report import Figure, Report, cpu_name, of_rounds
-from meshwright.config.load import load
+from meshwright.config.facts import run_facts
+from meshwright.plan.load import load
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_corpus
 from meshwright.train.curves import read_curves
 from meshwright.train.folder import RunFolder
 from meshwright.train.launch import launch
@@ -79,7 +79,7 @@ def train_all(ways: Sequence[str], seeds: Iterable[int], words: Sequence[str], s
 def validation_loss(way: str, *, seed: int, words: Sequence[str]) -> float:
     """Train once, with gradients sent in one way, and give the validation loss of the last step."""
     config = load(PRESET, [*words, f"comm.gradients={way}", f"train.seed={seed}"])
-    open_training_corpus(config)  # an error before any process starts; cached for the ranks
+    config.family.open_data(run_facts(config))  # an error before any process starts; cached for the ranks
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
         spec = RunSpec(config, Reporter, folder=RunFolder(Path(name), None))
         launch(train_body, spec, num_ranks=config.mesh.axes().num_ranks(), threads=config.train.threads)

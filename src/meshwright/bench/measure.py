@@ -21,16 +21,18 @@ from meshwright.bench.alternate import Alternation, Timer, Work, alternate
 from meshwright.bench.bare import BareBatches, bare_step
 from meshwright.bench.cases import BARE, OURS, Case
 from meshwright.comm.collectives import all_reduce_sum, barrier
-from meshwright.config.schema import LlamaConfig
+from meshwright.config.facts import model_facts, run_facts
+from meshwright.config.schema import RunConfig
 from meshwright.data.sampler import Order
 from meshwright.data.text import Corpus, Tokens, num_windows
 from meshwright.errors import RunError
 from meshwright.mesh.groups import process_group
-from meshwright.train.build import build_job, choose_device, layout_needs_mesh
+from meshwright.models.contract.facts import Role
+from meshwright.parallel.apply import needs_mesh
+from meshwright.plan.make import make_plan
+from meshwright.train.build import build_job, choose_device
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_corpus
 from meshwright.train.step import TrainStep
-from meshwright.train.tasks.text import TextTask
 
 
 @dataclass
@@ -68,7 +70,7 @@ def measure_case(context: RankContext, case: Case, result: Path) -> None:
         device=device,
         timeout_s=config.train.timeout_s,
         store_path=context.store_path,
-        needed=layout_needs_mesh(config),
+        needed=needs_mesh(make_plan(config)),
     ):
         arms, timed = compare(context, case, device)
         if context.rank == 0:
@@ -115,8 +117,9 @@ def _ours(context: RankContext, case: Case, tokens: Tokens, order: Order, device
     """The step that `meshwright run` runs."""
     nothing = tokens[:0]
     corpus = Corpus("", "", tokens, nothing, vocab_size=0, validation_bytes_per_token=None, fingerprint="")
-    task = TextTask(case.config, corpus, device)
-    step = TrainStep(build_job(case.config, context, device), task, context.board.stop_requested)
+    task = case.config.family.task(run_facts(case.config), corpus, device)
+    job = build_job(case.config, make_plan(case.config), context, device)
+    step = TrainStep(job, task, context.board.stop_requested)
     return Arm(OURS, step, lambda result: result.loss)
 
 
@@ -133,10 +136,17 @@ def _bare(context: RankContext, case: Case, tokens: Tokens, order: Order, device
 def _tokens(case: Case) -> Tokens:
     """What both arms train on."""
     if not case.random_tokens:
-        return open_training_corpus(case.config).train
-    generator, model = np.random.default_rng(case.config.train.seed), case.config.model
-    assert isinstance(model, LlamaConfig), "ids are for a language model"
-    return generator.integers(model.vocab_size, size=case.random_tokens, dtype=np.uint32)
+        corpus = case.config.family.open_data(run_facts(case.config))
+        assert isinstance(corpus, Corpus), "the bare loop is a language model's"
+        return corpus.train
+    generator = np.random.default_rng(case.config.train.seed)
+    return generator.integers(_vocab_size(case.config), size=case.random_tokens, dtype=np.uint32)
+
+
+def _vocab_size(config: RunConfig) -> int:
+    """Rows of the model's embedding."""
+    ends = model_facts(config).first
+    return next(p.shape[0] for kind in ends for p in kind.parameters if p.role is Role.EMBEDDING)
 
 
 def check_losses(case: Case, arms: Sequence[Arm]) -> None:

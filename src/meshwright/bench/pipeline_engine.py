@@ -30,7 +30,8 @@ from meshwright.bench.pipeline_cases import (
 )
 from meshwright.bench.pipeline_sides import CPU, BenchStage, TheirSide, our_executor
 from meshwright.mesh.groups import process_group
-from meshwright.nn.linear import Linear, defer_weight_gradients
+from meshwright.nn.defer import defer_weight_gradients
+from meshwright.nn.linear import Linear
 from meshwright.pipeline.table import Schedule
 from meshwright.train.context import RankContext
 
@@ -126,7 +127,7 @@ def _ours(schedule: Schedule, batch: Tensor) -> Callable[[], object]:
 
 
 def _modules(schedule: Schedule) -> list[nn.Module]:
-    """A stage whose backward is split needs a matrix to put off."""
+    """A stage whose backward is split needs a matrix to defer."""
     return [Linear(WIDTH, WIDTH) if schedule.splits_backward else Times() for _ in range(schedule.num_stages)]
 
 

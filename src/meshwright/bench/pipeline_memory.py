@@ -31,7 +31,7 @@ from meshwright.bench.pipeline_cases import (
 from meshwright.bench.pipeline_sides import CPU, BenchStage, TheirSide, our_executor
 from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.mesh.groups import process_group
-from meshwright.nn.recompute import recomputed
+from meshwright.nn.recompute import recompute
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.lower import lower
 from meshwright.pipeline.simulate import simulate
@@ -62,7 +62,8 @@ class CountedStage(nn.Module):
     def __init__(self, layers: Layers, *, recomputes: bool) -> None:
         super().__init__()
         self.layers = layers
-        self.recomputes = recomputes
+        if recomputes:
+            recompute(layers)
         self._live: LiveBytes | None = None
         self._turn: int | None = None
 
@@ -70,7 +71,7 @@ class CountedStage(nn.Module):
         """[n, d] to [n, d]."""
         if self._live is not None:
             self._live.sample()
-        y: Tensor = recomputed(self.layers, x_nd) if self.recomputes else self.layers(x_nd)
+        y: Tensor = self.layers(x_nd)
         y.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return y
 

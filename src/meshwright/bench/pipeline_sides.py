@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.comm.p2p import open_channels
-from meshwright.nn.linear import WeightGradients
+from meshwright.nn.defer import WeightGradients
 from meshwright.pipeline.buffers import Buffers, TensorSpec
 from meshwright.pipeline.execute import Executor, Stage, channel_keys
 from meshwright.pipeline.lower import LowerOptions, lower
@@ -127,7 +127,7 @@ class TheirSide:
             num_stages: over all ranks.
             num_microbatches: of a step.
             loss: on the last stage.
-            weights: gives a module's builder of the work that a split backward puts off (`dw_builder`); left out,
+            weights: gives a module's builder of the work that a split backward defers (`dw_builder`); left out,
                 PyTorch splits the graph.
         """
         self.stages = [

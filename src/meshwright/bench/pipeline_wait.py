@@ -28,7 +28,7 @@ from meshwright.bench.pipeline_cases import (
 from meshwright.bench.pipeline_sides import CPU, BenchStage, TheirSide, our_executor
 from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.mesh.groups import process_group
-from meshwright.nn.linear import Pair, WeightGradients
+from meshwright.nn.defer import DeferredGradient, WeightGradients
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.simulate import simulate
@@ -41,38 +41,38 @@ SHAPE = (4, 16)
 
 
 class SleepingGradients(WeightGradients):
-    """Weight gradients whose products sleep."""
+    """Deferred weight gradients whose computation sleeps."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
         self._kernel_s = kernel_s
 
-    def take(self) -> list[Pair]:
+    def take(self) -> list[DeferredGradient]:
         """One kernel for the whole stage."""
-        return _SleepingPairs(self._kernel_s)
+        return _SleepingDeferred(self._kernel_s)
 
 
-class _SleepingPairs(list[Pair]):
-    """No pairs, but going through them takes a kernel's time."""
+class _SleepingDeferred(list[DeferredGradient]):
+    """Nothing deferred, but going through them takes a kernel's time."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
         self._kernel_s = kernel_s
 
-    def __iter__(self) -> Iterator[Pair]:
+    def __iter__(self) -> Iterator[DeferredGradient]:
         time.sleep(self._kernel_s)
         return iter(())
 
 
 class SleepingStage(nn.Module):
-    """A stage of one kernel each way. Its backward sleeps for I, and for W too unless W is put off."""
+    """A stage of one kernel each way. Its backward sleeps for I, and for W too unless W is deferred."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.kernel_s = kernel_s
         self.store: WeightGradients | None = None
-        """Ours: it says whether W is put off."""
+        """Ours: it says whether W is deferred."""
         self.always_defers = False
         """PyTorch's: with a `dw_builder`, a backward never does W itself."""
 

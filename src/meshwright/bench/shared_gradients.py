@@ -1,4 +1,4 @@
-"""`bench shared-gradients`: adding up the gradients of shared parameters as they are sharded, against whole ones.
+"""`bench shared-gradients`: summing the gradients of shared parameters as they are sharded, against full ones.
 
 Torch-free: runs in the launcher, starts the ranks of each measurement and turns what they wrote into figures.
 """
@@ -16,9 +16,9 @@ from meshwright.bench.devices import refuse_cuda
 from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.ranks import Answer, measured, with_rounds
 from meshwright.bench.report import Figure, Report, cpu_name
-from meshwright.config.load import load
-from meshwright.config.schema import DiTConfig
-from meshwright.models.dit_spec import DiTSpec
+from meshwright.config.facts import model_facts
+from meshwright.config.schema import RunConfig
+from meshwright.plan.load import load
 from meshwright.train.context import RankContext
 
 PRESET = "dit-xl-2"
@@ -39,7 +39,7 @@ class SyncTask:
     """The measurement at one number of shards."""
 
     result: Path
-    spec: DiTSpec
+    config: RunConfig
     dp_shard: int
     rounds: int = 9
     steps: int = 3
@@ -54,14 +54,13 @@ def bench_shared_gradients(options: Options, say: Say) -> Report:
     """
     because = "it compares collectives of gloo processes; the bytes do not depend on the device"
     refuse_cuda(options, Part.SHARED_GRADIENTS, because=because)
-    model = load(PRESET).model
-    assert isinstance(model, DiTConfig), "the preset with embedders is a diffusion transformer"
+    config = load(PRESET)
     answers: dict[int, Answer] = {}
     for dp_shard in DP_SHARDS:
         say(f"pp {PP} × dp_shard {dp_shard} …")
-        task = partial(SyncTask, spec=model.spec(), dp_shard=dp_shard)
+        task = partial(SyncTask, config=config, dp_shard=dp_shard)
         answers[dp_shard] = measured(sync_body, with_rounds(task, options.rounds), num_ranks=PP * dp_shard)
-    figures = sync_figures(answers, row_bytes=4 * model.dim)
+    figures = sync_figures(answers, row_bytes=4 * model_facts(config).edge.shape[-1])
     return Report(Part.SHARED_GRADIENTS, cpu_name(), date.today().isoformat(), tuple(figures), NOTES)
 
 

@@ -21,14 +21,16 @@ from meshwright.bench.byte_counts import SentBytes
 from meshwright.bench.measure import timer_on
 from meshwright.bench.shared_gradients import PP, SHARDED, WHOLE, SyncTask
 from meshwright.comm.collectives import all_gather_object
+from meshwright.config.facts import model_facts, run_facts
+from meshwright.config.schema import RunConfig
 from meshwright.errors import RunError
 from meshwright.mesh.groups import process_group
 from meshwright.mesh.shards import local_box, to_local
-from meshwright.models.build import build_model
-from meshwright.models.dit_spec import DiTSpec
-from meshwright.models.shapes import Part
+from meshwright.models.contract.build import build_part
+from meshwright.models.contract.facts import Part
 from meshwright.nn.init import normal_piece
 from meshwright.parallel.shared_grads import SharedGradients, pipelines_on
+from meshwright.pipeline.shared import SharedParameter
 from meshwright.train.build import initialize
 from meshwright.train.context import RankContext
 
@@ -38,15 +40,17 @@ CPU = torch.device("cpu")
 class Side:
     """One way of adding up: a stage on this rank, its gradients, the sum."""
 
-    def __init__(self, spec: DiTSpec, mesh: DeviceMesh, *, sharded: bool) -> None:
+    def __init__(self, config: RunConfig, mesh: DeviceMesh, *, sharded: bool) -> None:
         self._stage = mesh.get_local_rank("pp")
         part = Part(range(0), stage=self._stage, num_stages=PP)
-        module = build_model(spec, dtype=torch.float32, part=part)
+        f = run_facts(config)
+        module = build_part(config.family, f, dtype=torch.float32, part=part)
         if sharded:
             fully_shard(module, mesh=mesh["dp_shard"])
         module.to_empty(device=CPU)
-        initialize(module, 0)
-        declared = module.shared_parameters()
+        initialize(module.named_parameters(), config.family, f)
+        keys = sorted(p.name for kind in model_facts(config).every for p in kind.parameters)
+        declared = [SharedParameter(key, tuple((stage, key) for stage in range(PP))) for key in keys]
         self.sum = SharedGradients(declared, {self._stage: module}, pipelines=pipelines_on(mesh)).sync_all
         self._parameters: dict[str, nn.Parameter] = {p.key: module.get_parameter(p.key) for p in declared}
         self._own = {key: self._piece(key, self._stage) for key in self._parameters}
@@ -86,7 +90,7 @@ def measure_sync(context: RankContext, task: SyncTask) -> None:
 def both_sides(task: SyncTask) -> dict[str, Any]:
     """Bytes, the most of all ranks, and seconds by round, of each side. All ranks call it together."""
     mesh = init_device_mesh("cpu", (PP, task.dp_shard), mesh_dim_names=("pp", "dp_shard"))
-    sides = {name: Side(task.spec, mesh, sharded=name == SHARDED) for name in (SHARDED, WHOLE)}
+    sides = {name: Side(task.config, mesh, sharded=name == SHARDED) for name in (SHARDED, WHOLE)}
     num_bytes = {name: max(all_gather_object(_checked_bytes(name, side))) for name, side in sides.items()}
     timer = partial(_filled_first, timer_on(CPU), sides.values())
     arms: dict[str, Callable[[], object]] = {name: side.sum for name, side in sides.items()}

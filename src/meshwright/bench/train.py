@@ -20,8 +20,8 @@ from meshwright.bench.parts import Options, Part, Say
 from meshwright.bench.report import Figure, Report, cpu_name
 from meshwright.cluster.presets import device_for
 from meshwright.cluster.spec import Rate
+from meshwright.config.facts import model_facts, run_facts
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_corpus
 from meshwright.train.launch import launch
 
 
@@ -68,7 +68,7 @@ def bench_train(options: Options, say: Say) -> Report:
 def run_case(case: Case) -> Measured:
     """Start the ranks of a case, and read what they measured."""
     if not case.random_tokens:
-        open_training_corpus(case.config)  # an error before any process starts; cached for the ranks
+        case.config.family.open_data(run_facts(case.config))  # an error before any process starts; cached for the ranks
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         task = Task(case, Path(folder) / "result.json")
         launch(measure_body, task, num_ranks=case.config.mesh.axes().num_ranks(), threads=case.config.train.threads)
@@ -115,7 +115,7 @@ def _cuda_figures(case: Case, measured: Measured, device: str, side: str, tokens
     if known is None:
         mfu = Figure(f"{name}_mfu", None, note=f"the peak rate of {device} is in no preset of cluster/")
     else:
-        flops = tokens_per_s * case.config.model.spec().flops_per_token(case.config.train.seq_len)
+        flops = tokens_per_s * model_facts(case.config).flops_per_token
         mfu = Figure(f"{name}_mfu", flops / known.peak(Rate.BF16), f"of {known.peak(Rate.BF16) / 1e12:g} TFLOP/s")
     return mfu, Figure(f"{name}_memory", measured.memory_bytes[side], "bytes")
 

@@ -55,7 +55,7 @@ class Manifest:
     step: int
     """Optimizer steps done when it was saved."""
     model: dict[str, Any]
-    """The model's identity (`LlamaSpec.identity()`), as JSON gives it back."""
+    """The model's identity (`ModelFacts.identity`), as JSON gives it back."""
     run: dict[str, Any]
     """What the trainer needs to go on, as JSON gives it back."""
     files: dict[str, FileEntry]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 from meshwright.checkpoint.manifest import list_checkpoints, model_words, newest_valid, read_manifest, verify
 from meshwright.cli.style import paint
 from meshwright.errors import CheckpointError
+from meshwright.models.contract.family import OtherWeights, family_names, find_family
 from meshwright.units import format_bytes
 
 app = typer.Typer(help="List, verify, export and import checkpoints.", no_args_is_help=True)
@@ -57,27 +59,51 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
 ) -> None:
-    """Write the model's weights as safetensors with Hugging Face's Llama names."""
-    from meshwright.checkpoint.convert import export_safetensors
-
+    """Write the model's weights in the format that others know the model by, with its names."""
     path = _newest_valid(checkpoint)
-    # The longest text the model has seen; a checkpoint of weights alone does not know it.
-    trained = read_manifest(path).run.get("config", {}).get("train", {})
-    export_safetensors(path, out, max_seq_len=trained.get("seq_len"))
+    _weights_of(path).export(path, out)
     print(f"{path} → {out}")
 
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(help="A folder with safetensors and config.json of a Llama.")],
+    source: Annotated[Path, typer.Argument(help="A folder with safetensors and config.json.")],
     out: Annotated[Path, typer.Argument(help="The run folder whose checkpoints it becomes the first of.")],
 ) -> None:
     """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
-    from meshwright.checkpoint.convert import import_safetensors
-
-    path = import_safetensors(source, out / "checkpoints")
+    path = _weights_like(source).load(source, out / "checkpoints")
     print(f"{source} → {path}")
     print(f"model  {model_words(read_manifest(path).model)}")
+
+
+def _weights_of(checkpoint: Path) -> OtherWeights:
+    """The other format of a checkpoint's family.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    kind = str(read_manifest(checkpoint).model.get("kind"))
+    found = find_family(kind).other_weights()
+    if found is None:
+        known = ", ".join(name for name in family_names() if find_family(name).other_weights() is not None)
+        raise CheckpointError(
+            f"the checkpoint is of a {kind}, whose weights have no other format",
+            where=str(checkpoint),
+            rule=f"weights are exported of {known}",
+            fix=f"export a checkpoint of {known}",
+        )
+    return found
+
+
+def _weights_like(source: Path) -> OtherWeights:
+    """The format that a folder's config.json names; where it names none, the first one, which says what is wrong."""
+    known = [found for found in (find_family(name).other_weights() for name in family_names()) if found is not None]
+    try:
+        config = json.loads((source / "config.json").read_text("utf-8"))
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+    except (OSError, ValueError):
+        model_type = None
+    return next((weights for weights in known if weights.model_type == model_type), known[0])
 
 
 def _newest_valid(folder: Path) -> Path:

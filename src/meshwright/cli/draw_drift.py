@@ -25,9 +25,9 @@ def drift(
     steps: Annotated[int, typer.Option(min=1, help="Steps to train, twice.")] = 30,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
 ) -> None:
-    """Train a layout with and without adding up the gradients of shared parameters, and show the copies drift apart."""
-    from meshwright.config.pipeline import lowered_table
+    """Train a layout with and without summing the gradients of shared parameters, and show the copies drift apart."""
     from meshwright.picture import check_picture
+    from meshwright.plan.make import make_plan
     from meshwright.prove.drift import load_sharing, measure_drift
     from meshwright.train.launch import context_from_environment
 
@@ -41,7 +41,7 @@ def drift(
     if out is not None:
         check_picture(out)
     config = load_sharing(*split_words(words))
-    facts = f"{config.name} · {config.mesh.axes()} · {lowered_table(config).num_stages} stages · {steps} steps"
+    facts = f"{config.name} · {config.mesh.axes()} · {len(make_plan(config).stages)} stages · {steps} steps"
     _say(f"{facts}, twice …")
     found = measure_drift(config, num_steps=steps)
     _say("")

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, draw, presets, prove, run
+from meshwright.cli import bench, checkpoint, doctor, draw, plan, presets, prove, run
 from meshwright.cli.errors import show_error
 from meshwright.cli.style import tolerate
 from meshwright.errors import MeshwrightError
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(plan.plan)
 app.command()(run.run)
 app.command()(prove.prove)
 app.command()(presets.presets)

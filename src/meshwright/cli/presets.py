@@ -16,7 +16,9 @@ def presets(
 ) -> None:
     """List the presets with their size and layout, or print one."""
     from meshwright.config.dump import keys_table, to_toml
-    from meshwright.config.load import load, preset_names
+    from meshwright.config.facts import model_facts
+    from meshwright.config.load import preset_names
+    from meshwright.plan.load import load
 
     if keys:
         print(keys_table(), end="")
@@ -28,9 +30,9 @@ def presets(
         for preset in preset_names():
             config = load(preset)
             axes, train = config.mesh.axes(), config.train
-            batch = f"{train.global_batch} × {config.tokens_a_sample()}"
+            batch = f"{train.global_batch} × {model_facts(config).tokens}"
             print(
-                f"{preset:<16} {format_count(config.model.spec().num_params()):>8} parameters · "
+                f"{preset:<16} {format_count(model_facts(config).num_params()):>8} parameters · "
                 f"{axes.num_ranks()} ranks ({axes}) · batch {batch} · {train.precision}"
             )
 

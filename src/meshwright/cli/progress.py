@@ -9,8 +9,9 @@ import sys
 import time
 
 from meshwright.cli.style import CLEAR_LINE, is_terminal, paint, tolerate
+from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
-from meshwright.train.reporter import Facts, LossUnit, Progress, Reporter, Summary, Validation
+from meshwright.train.reporter import Facts, Progress, Reporter, Summary, Validation
 from meshwright.units import format_bytes, format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -163,7 +164,7 @@ def _links(traffic: Traffic) -> str:
 def _purposes(traffic: Traffic) -> str:
     """What for, most first."""
     entries = sorted(traffic.entries, key=lambda entry: -entry.sent.total())
-    return " · ".join(f"{entry.what} {format_bytes(entry.sent.total())}" for entry in entries)
+    return " · ".join(f"{entry.purpose} {format_bytes(entry.sent.total())}" for entry in entries)
 
 
 def _joined(parts: dict[str, str]) -> str:

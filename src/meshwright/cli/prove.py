@@ -6,7 +6,6 @@ import json
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,14 +30,19 @@ def prove(
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    plan_path: Annotated[
+        Path | None, typer.Option("--plan", help="Prove this plan: one of meshwright plan -o, or changed by hand.")
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the result as JSON; - for stdout.")
     ] = None,
 ) -> None:
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
-    from meshwright.config.load import load
-    from meshwright.config.pipeline import action_words
-    from meshwright.prove.spec import ProofSpec, as_proof
+    from meshwright.config.facts import run_facts
+    from meshwright.plan.adopt import adopt_plan
+    from meshwright.plan.load import load
+    from meshwright.plan.make import make_plan
+    from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64
     from meshwright.train.launch import context_from_environment, launch
 
     if context_from_environment() is not None:
@@ -51,15 +55,15 @@ def prove(
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)
     source, overrides = split_words(words)
-    config = as_proof(load(source, overrides))
+    given = load(source, overrides)
+    config = as_proof(given)
+    plan = make_plan(config) if plan_path is None else plan_in_float64(adopt_plan(plan_path, given))
 
     # The configuration is right: from here on numpy may be imported.
-    from meshwright.train.corpus import open_training_data
-
-    open_training_data(config)
+    config.family.open_data(run_facts(config))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
-        spec = ProofSpec(config, steps, Path(folder))
+        spec = ProofSpec(config, plan, steps, Path(folder))
         axes = config.mesh.axes()
         _say(f"{config.name} · {axes} · {steps} steps in float64 …")
         launch(
@@ -67,7 +71,7 @@ def prove(
             spec,
             num_ranks=axes.num_ranks(),
             threads=config.train.threads,
-            describe_action=partial(action_words, config),
+            describe_action=plan.action_words,
         )
         _say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=config.train.threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,11 +28,16 @@ def run(
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the folder's newest valid checkpoint; or a checkpoint's path.")
     ] = None,
+    plan_path: Annotated[
+        Path | None, typer.Option("--plan", help="Do what this plan says: of meshwright plan -o, or changed by hand.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Train: start the processes that the mesh needs here, or join those that a launcher started."""
-    from meshwright.config.load import load
-    from meshwright.config.pipeline import action_words
+    from meshwright.config.facts import run_facts
+    from meshwright.plan.adopt import adopt_plan
+    from meshwright.plan.load import load
+    from meshwright.plan.make import make_plan
     from meshwright.train.launch import context_from_environment, launch, run_as_rank
 
     path = path_of("--out", out)
@@ -42,30 +48,31 @@ def run(
 
     # The configuration is right: from here on numpy may be imported.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.corpus import open_training_data
     from meshwright.train.folder import choose_folder
     from meshwright.train.machine import check_machine
     from meshwright.train.runspec import RunSpec
 
     num_ranks = config.mesh.axes().num_ranks()
+    plan = None if plan_path is None else adopt_plan(plan_path, config)
+    made = plan or make_plan(config)
     if context is None:
-        check_machine(config)
+        check_machine(config, made)
     _say_waiting("reading the corpus", quiet=quiet)
-    corpus = open_training_data(config)
+    corpus = config.family.open_data(run_facts(config))
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     if context is not None:
-        run_as_rank(run_body, context, RunSpec(config, reporter, out=path, resume=resume))
+        run_as_rank(run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))
         return
     with ExitStack() as hold:
         folder = choose_folder(config, out=path, resume=resume, corpus=corpus.fingerprint, hold=hold)
         _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
         launch(
             run_body,
-            RunSpec(config, reporter, folder=folder),
+            RunSpec(config, reporter, plan=made, folder=folder),
             num_ranks=num_ranks,
             threads=config.train.threads,
             on_interrupt=_say_stopping,
-            describe_action=partial(action_words, config),
+            describe_action=made.action_words,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,9 +118,9 @@ class Compression:
 def compress(
     model: nn.Module,
     *,
-    gradients: str = EXACT,
-    weights: str = EXACT,
-    inside_node: str = Codec.INT8.value,
+    gradients: str | Mapping[str, str] = EXACT,
+    weights: str | Mapping[str, str] = EXACT,
+    inside_node: str | Mapping[str, str] = Codec.INT8.value,
     nodes: Sequence[int] | None = None,
     placement: Placement | None = None,
     replicas: Replicas | None = None,
@@ -141,7 +141,8 @@ def compress(
 
     Args:
         model: with `fully_shard` applied.
-        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback).
+        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback); or one for
+            each FSDP2 module, by its name in `model`.
         weights: one of `catalogue.names(Use.WEIGHTS)`, by which they are gathered; masters stay as they are.
         inside_node: one of `catalogue.names(Use.INSIDE_NODE)`, of gradients in the first of two stages;
             exact-via-all-to-all is exact in both.
@@ -154,29 +155,40 @@ def compress(
         ConfigError: a name that there is not, or both `nodes` and `placement`.
         LayoutError: there is no FSDP2 module in `model`; or `nodes` or `placement` does not fit it.
     """
-    of_gradients = find_method(gradients, Use.GRADIENTS)
-    of_weights = find_method(weights, Use.WEIGHTS)
-    inside = of_gradients.codec_inside_node(find_method(inside_node, Use.INSIDE_NODE).codec)
+    for names, use in ((gradients, Use.GRADIENTS), (weights, Use.WEIGHTS), (inside_node, Use.INSIDE_NODE)):
+        for name in [names] if isinstance(names, str) else names.values():
+            find_method(name, use)
     _check_once(nodes, placement)
     modules = _fsdp_modules(model)
-    if gradients == weights == EXACT:
+    of_gradients = _methods(gradients, modules, Use.GRADIENTS)
+    of_weights = _methods(weights, modules, Use.WEIGHTS)
+    of_inside = _methods(inside_node, modules, Use.INSIDE_NODE)
+    sends = [method.name != EXACT for method in of_gradients.values()]
+    if not any(sends) and all(method.name == EXACT for method in of_weights.values()):
         return Compression({}, {})
     if placement is None:
-        placement = place([model] if gradients != EXACT else [], nodes=nodes)
+        placement = place([model] if any(sends) else [], nodes=nodes)
     reductions: dict[str, Reduction] = {}
     all_gathers = {}
     for name, module in modules.items():
-        if gradients != EXACT:
-            comm = reductions[name] = _reduce_scatter(name, module, of_gradients, inside, placement)
+        method = of_gradients[name]
+        if method.name != EXACT:
+            inside = method.codec_inside_node(of_inside[name].codec)
+            comm = reductions[name] = _reduce_scatter(name, module, method, inside, placement)
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
             if replicas is not None:
-                hook = _all_reduce(name, replicas, of_gradients, placement)
+                hook = _all_reduce(name, replicas, method, placement)
                 reductions[f"{name}@replicas"] = hook.all_reduce
                 module.set_all_reduce_hook(hook)
-        if weights != EXACT:
-            all_gathers[name] = _all_gather(name, of_weights, placement)
+        if of_weights[name].name != EXACT:
+            all_gathers[name] = _all_gather(name, of_weights[name], placement)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
+
+
+def _methods(names: str | Mapping[str, str], modules: Iterable[str], use: Use) -> dict[str, Method]:
+    """The method of each module."""
+    return {module: find_method(names if isinstance(names, str) else names[module], use) for module in modules}
 
 
 def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from meshwright.config.schema import RunConfig, sections_in
+from meshwright.config.schema import RunConfig
+from meshwright.models.contract.family import family_names, find_family
+from meshwright.settings.section import ModelSection, sections_in
 
 
 def to_toml(config: RunConfig) -> str:
@@ -40,14 +42,15 @@ def _value(value: Any) -> str:
 def keys_table() -> str:
     """Every key with type, default and meaning, as the Markdown of `docs/config.md`."""
     lines = ["# Every key", "", "Written by `meshwright presets --keys`; a test compares.", ""]
-    _section_tables(RunConfig, "", lines)
+    _section_tables(RunConfig, "", "", lines)
+    for kind in family_names():
+        for name, section in find_family(kind).sections.items():
+            _section_tables(section, f"{name}.", f" of a {kind}", lines)
     return "\n".join(lines) + "\n"
 
 
-def _section_tables(model: type[BaseModel], prefix: str, lines: list[str]) -> None:
+def _section_tables(model: type[BaseModel], prefix: str, condition: str, lines: list[str]) -> None:
     nested: list[tuple[str, type[BaseModel]]] = []
-    kind = model.model_fields.get("kind")
-    condition = f" of a {get_args(kind.annotation)[0]}" if kind is not None else ""
     title = f"## `[{prefix.rstrip('.')}]`{condition}" if prefix else "## Top level"
     lines += [
         title,
@@ -59,14 +62,15 @@ def _section_tables(model: type[BaseModel], prefix: str, lines: list[str]) -> No
     ]
     for name, field in model.model_fields.items():
         sections = sections_in(field.annotation)
-        nested += [(f"{prefix}{name}.", section) for section in sections]
+        # The families' own come after all others, and this one stands for them.
+        nested += [(f"{prefix}{name}.", section) for section in sections if section is not ModelSection]
         if not sections:
             given = None if field.is_required() else field.default
             default = "none" if given is None else f"`{_value(given)}`"
             lines.append(f"| `{prefix}{name}` | {_type_words(field.annotation)} | {default} | {field.description} |")
     lines.append("")
     for name, section in nested:
-        _section_tables(section, name, lines)
+        _section_tables(section, name, condition, lines)
 
 
 def _type_words(annotation: Any) -> str:

@@ -16,11 +16,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from meshwright.config import rules
-from meshwright.config.breach import as_word, as_words
 from meshwright.config.draft import Draft, shorten
-from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, sections_in
+from meshwright.config.rules import Rules, check, repair
+from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
 from meshwright.errors import ConfigError
+from meshwright.models.contract.family import KEY, family_names, find_family
+from meshwright.settings.section import sections_in
+from meshwright.settings.violation import as_word, as_words
 
 DEFAULT_PRESET = "llama-tiny"
 
@@ -32,7 +34,12 @@ def preset_names() -> list[str]:
 
 
 def load(
-    source: str | None, overrides: Sequence[str] = (), *, defaults: Sequence[str] = (), num_ranks: int | None = None
+    source: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Sequence[str] = (),
+    num_ranks: int | None = None,
+    rules: Rules | None = None,
 ) -> RunConfig:
     """Read a preset or a file, apply the command line's words, validate, and check the cross-section rules.
 
@@ -41,57 +48,81 @@ def load(
         overrides: `section.key=value` words; values are TOML, and a bare word is a string.
         defaults: words of the same form that a verb sets; source and overrides go over them.
         num_ranks: ranks that a launcher started, None when the verb starts them.
+        rules: what to check besides types; those of the configuration alone when None.
 
     Raises:
-        ConfigError: an unknown preset, key or type; LayoutError: a mesh that does not fit.
+        ConfigError: an unknown preset, family, key or type; LayoutError: a mesh that does not fit.
     """
     source = source or DEFAULT_PRESET
+    label, tree = _read(source)
+    keys = _Keys(_kind_of(tree, label, [*defaults, *overrides]), rules)
     draft = Draft()
     for word in defaults:
-        _set(draft, word, origin="default of this command")
-    label, tree = _read(source)
-    _put(draft, "", tree, origin=label)
+        keys.set(draft, word, origin="default of this command")
+    keys.put(draft, "", tree, origin=label)
     for word in overrides:
-        _set(draft, word, origin="command line")
+        keys.set(draft, word, origin="command line")
+    keys.check_foreign()
     draft.values.setdefault("name", Path(source).stem)
+    draft.values.setdefault("model", {})["kind"] = keys.kind
     try:
-        config = RunConfig.model_validate(draft.values)
+        config = keys.type.model_validate(draft.values)
     except ValidationError as error:
-        raise _explain(error, draft, num_ranks=num_ranks) from None
-    rules.check(config, draft.origins, num_ranks=num_ranks)
+        raise _explain(error, draft, keys, num_ranks=num_ranks) from None
+    check(config, draft.origins, num_ranks=num_ranks, rules=rules)
     return config
 
 
-def known_keys() -> list[str]:
-    """Every dotted key of the configuration."""
-    return list(_fields())
+def known_keys(kind: str | None = None) -> list[str]:
+    """Every dotted key of a run of one family; of the default preset's when None."""
+    return list(_fields(kind or default_kind()))
+
+
+def default_kind() -> str:
+    """The family of what names none: the default preset's."""
+    kind: str = _read(DEFAULT_PRESET)[1]["model"]["kind"]
+    return kind
+
+
+def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
+    """The family that a file and words ask for, the last one to do so."""
+    model = tree.get("model")
+    kind, origin = (model.get("kind"), label) if isinstance(model, Mapping) else (None, label)
+    fallback = default_kind() if kind is None else kind
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == KEY:
+            kind, origin = value.strip("\"'"), "command line"
+    if kind is None:
+        return default_kind()
+    try:
+        find_family(kind if isinstance(kind, str) else repr(kind))
+    except ConfigError as error:
+        fix = error.fix if error.fix and not error.fix.startswith(KEY) else f"{KEY}={fallback}"
+        fix = f"{KEY}={default_kind()}" if kind == fallback and fix == f"{KEY}={kind}" else fix
+        raise ConfigError(error.what, where=f"{origin}, {KEY}", rule=error.rule, fix=fix) from error.__cause__
+    return str(kind)
 
 
 @cache
-def _fields(kind: str | None = None) -> Mapping[str, Any]:
-    """Every dotted key's field; where kinds of models have keys of one name, that of `kind`, or the first's."""
-    found: dict[str, Any] = {}
-    for key, field, is_section in _walk(RunConfig, "", kind):
-        if not is_section:
-            found.setdefault(key, field)
-    return found
+def _fields(kind: str) -> Mapping[str, Any]:
+    """The field of every dotted key of a run of a family."""
+    return {key: field for key, field, is_section in _walk(run_type(kind), "") if not is_section}
 
 
 @cache
-def _sections() -> Mapping[str, Any]:
+def _sections(kind: str) -> Mapping[str, Any]:
     """The field of every section, by its dotted name."""
-    return {key: field for key, field, is_section in _walk(RunConfig, "", None) if is_section}
+    return {key: field for key, field, is_section in _walk(run_type(kind), "") if is_section}
 
 
-def _walk(model: type[BaseModel], prefix: str, kind: str | None) -> Iterator[tuple[str, Any, bool]]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, bool]]:
     """Name and field of all keys and sections, and whether it is a section."""
     for name, field in model.model_fields.items():
         nested = sections_in(field.annotation)
         yield f"{prefix}{name}", field, bool(nested)
         for section in nested:
-            own = section.model_fields.get("kind")
-            if kind is None or own is None or kind in get_args(own.annotation):
-                yield from _walk(section, f"{prefix}{name}.", kind)
+            yield from _walk(section, f"{prefix}{name}.")
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
@@ -128,18 +159,138 @@ def _no_source(source: str) -> ConfigError:
     )
 
 
-def _set(draft: Draft, word: str, *, origin: str) -> None:
-    key, equals, text = word.partition("=")
-    if not equals or not key:
-        is_source = word in preset_names() or word.endswith(".toml")
-        raise ConfigError(
-            f"{shorten(word)!r} is not an override",
-            where=origin,
-            rule="an override is section.key=value; a preset or a file comes first, before all of them",
-            fix=f"name {word} first" if is_source else f"{_nearest_key(key) or 'train.steps'}=…",
+class _Keys:
+    """The keys of a run of one family: sets them in a draft, and explains those that there are not."""
+
+    def __init__(self, kind: str, rules: Rules | None) -> None:
+        self.kind, self.rules = kind, rules
+        self.type = run_type(kind)
+        self._foreign: dict[str, ConfigError] = {}
+        """Keys of other families that ask for something, by what is said of them."""
+
+    def set(self, draft: Draft, word: str, *, origin: str) -> None:
+        """One `section.key=value` word."""
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            is_source = word in preset_names() or word.endswith(".toml")
+            raise ConfigError(
+                f"{shorten(word)!r} is not an override",
+                where=origin,
+                rule="an override is section.key=value; a preset or a file comes first, before all of them",
+                fix=f"name {word} first" if is_source else f"{self._nearest(key) or 'train.steps'}=…",
+            )
+        field = _fields(self.kind).get(key) or _sections(self.kind).get(key)
+        self.put(draft, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
+
+    def put(self, draft: Draft, key: str, value: Any, *, origin: str) -> None:
+        """Set a key, or all keys of a section given whole; `key` is empty for the whole configuration."""
+        if key in _fields(self.kind):
+            draft.put(key, value, origin)
+            return
+        sections = _sections(self.kind)
+        if isinstance(value, Mapping) and (not key or key in sections):
+            if not value:
+                draft.put(key, {}, origin) if key else None
+            for name, inner in value.items():
+                self.put(draft, f"{key}.{name}" if key else name, inner, origin=origin)
+        elif key in sections and value is None:
+            draft.put(key, None, origin)
+        elif key in sections:
+            first = next(name for name in _fields(self.kind) if name.startswith(f"{key}."))
+            raise ConfigError(
+                f"{key} is a section, not a key",
+                where=f"{origin}, {key}",
+                rule="a section's keys are set one by one",
+                fix=f"{first}=…",
+            )
+        else:
+            self._put_foreign(key, value, origin)
+
+    def _put_foreign(self, key: str, value: Any, origin: str) -> None:
+        """A key of another family: at its default it asks for nothing, as in files of runs saved before.
+
+        Raises:
+            ConfigError: it is one of the model's, or no family has it.
+        """
+        leaf, value = _first_leaf(key, value)
+        others = [kind for kind in family_names() if leaf in _fields(kind)]
+        if not others:
+            raise self._unknown(leaf, origin)
+        if leaf.startswith("model."):
+            # A preset's keys can't be left out: there the kind is what was set wrongly.
+            is_of_preset = origin.startswith("preset ")
+            raise ConfigError(
+                f"a {self.kind} has no {leaf}",
+                where=f"{origin}, {leaf}",
+                rule=f"model.kind={self.kind} has the keys "
+                + ", ".join(k for k in _fields(self.kind) if k.startswith("model.")),
+                fix=f"leave model.kind={self.kind} out, or start from a preset of a {self.kind}"
+                if is_of_preset
+                else f"leave {leaf} out",
+            )
+        leaves = _leaves(key, value) if key != leaf else [(leaf, value)]
+        owners = " or ".join(others)
+        for name, found in leaves:
+            field = _fields(others[0]).get(name)
+            if field is None:
+                raise self._unknown(name, origin)
+            self._foreign.pop(name, None)
+            if found != field.default:
+                self._foreign[name] = ConfigError(
+                    f"{name} = {as_word(found)} has no effect",
+                    where=f"{origin}, {name}",
+                    rule=f"it is for a {owners}, and model.kind is {self.kind}",
+                    fix=f"{name}={as_word(field.default)} or leave {name} out, or start from a preset of a {owners}",
+                )
+
+    def check_foreign(self) -> None:
+        """See that no key of another family asks for something in the end.
+
+        Raises:
+            ConfigError: one does.
+        """
+        for error in self._foreign.values():
+            raise error
+
+    def _unknown(self, key: str, origin: str) -> ConfigError:
+        section, where = key.split(".")[0], f"{origin}, {shorten(key)}"
+        if section in PLANNED_SECTIONS:
+            return ConfigError(
+                f"the section {section} is not available yet",
+                where=where,
+                rule=f"this version has the sections {', '.join(self.type.model_fields)}",
+                fix=f"leave {shorten(key)} out",
+            )
+        near = self._nearest(key)
+        return ConfigError(
+            f"unknown key {shorten(key)}",
+            where=where,
+            rule="keys are those of docs/config.md",
+            fix=f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys",
         )
-    field = _fields().get(key) or _sections().get(key)
-    _put(draft, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
+
+    def _nearest(self, key: str) -> str | None:
+        names = list(_fields(self.kind))
+        exact_tail = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+        return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values in a table."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    """The first key in a table of an unknown section, which says more than the section's name; and the table."""
+    leaf, inner = key, value
+    while isinstance(inner, Mapping) and inner:
+        name, inner = next(iter(inner.items()))
+        leaf = f"{leaf}.{name}"
+    return leaf, value
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
@@ -161,95 +312,24 @@ def _parse_value(text: str, annotation: Any) -> Any:
     return text if is_more or (str in kinds and not isinstance(tree["value"], wanted)) else tree["value"]
 
 
-def _put(draft: Draft, key: str, value: Any, *, origin: str) -> None:
-    """Set a key, or all keys of a section given whole; `key` is empty for the whole configuration."""
-    if key in _fields():
-        draft.put(key, value, origin)
-        return
-    sections = _sections()
-    if isinstance(value, Mapping) and (not key or key in sections):
-        if not value:
-            draft.put(key, {}, origin) if key else None
-        for name, inner in value.items():
-            _put(draft, f"{key}.{name}" if key else name, inner, origin=origin)
-    elif key in sections and value is None:
-        draft.put(key, None, origin)
-    elif key in sections:
-        first = next(name for name in _fields() if name.startswith(f"{key}."))
-        raise ConfigError(
-            f"{key} is a section, not a key",
-            where=f"{origin}, {key}",
-            rule="a section's keys are set one by one",
-            fix=f"{first}=…",
-        )
-    else:
-        raise _unknown_key(_first_leaf(key, value), origin)
-
-
-def _first_leaf(key: str, value: Any) -> str:
-    """The first key in a table of an unknown section, which says more than the section's name."""
-    while isinstance(value, Mapping) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return key
-
-
-def _unknown_key(key: str, origin: str) -> ConfigError:
-    section, where = key.split(".")[0], f"{origin}, {shorten(key)}"
-    if section in PLANNED_SECTIONS:
-        return ConfigError(
-            f"the section {section} is not available yet",
-            where=where,
-            rule=f"this version has the sections {', '.join(RunConfig.model_fields)}",
-            fix=f"leave {shorten(key)} out",
-        )
-    near = _nearest_key(key)
-    return ConfigError(
-        f"unknown key {shorten(key)}",
-        where=where,
-        rule="keys are those of docs/config.md",
-        fix=f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys",
-    )
-
-
-def _nearest_key(key: str) -> str | None:
-    names = known_keys()
-    exact_tail = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
-    return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
-
-
-def _explain(error: ValidationError, draft: Draft, *, num_ranks: int | None) -> ConfigError:
+def _explain(error: ValidationError, draft: Draft, keys: _Keys, *, num_ranks: int | None) -> ConfigError:
     """The first of pydantic's complaints as one of our errors."""
     first = error.errors()[0]
-    place = [part for part in first["loc"] if isinstance(part, str)]
+    key = ".".join(part for part in first["loc"] if isinstance(part, str))
     items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
-    kind = place.pop(1) if place[0] == "model" and len(place) > 2 else None
-    key = ".".join(place) if place != ["model"] else "model.kind"
-    if first["type"] == "extra_forbidden":
-        origin = draft.origins.get(key, "default")
-        # A preset's keys can't be left out: there the kind is what was set wrongly.
-        is_of_preset = origin.startswith("preset ") and "model.kind" in draft.origins
-        return ConfigError(
-            f"a {kind} has no {key}",
-            where=f"{origin}, {key}",
-            rule=f"model.kind={kind} has the keys {', '.join(k for k in _fields(kind) if k.startswith('model.'))}",
-            fix=f"leave model.kind={kind} out, or start from a preset of a {kind}" if is_of_preset
-            else f"leave {key} out",
-        )  # fmt: skip
-    field = _fields(kind).get(key)
+    field = _fields(keys.kind).get(key)
     rule = first["msg"][:1].lower() + first["msg"][1:]
     meaning = getattr(field, "description", "") or ""
     allowed = first.get("ctx", {}).get("expected")
-    found = first["input"]["kind"] if key == "model.kind" and isinstance(first["input"], dict) else first["input"]
     return ConfigError(
-        f"{key}{items} = {shorten(repr(found))} is not allowed here",
+        f"{key}{items} = {shorten(repr(first['input']))} is not allowed here",
         where=f"{draft.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
-        fix=_way_back(draft, key, getattr(field, "default", None), num_ranks=num_ranks),
+        fix=_way_back(draft, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
     )
 
 
-def _way_back(draft: Draft, key: str, default: Any, *, num_ranks: int | None) -> str:
+def _way_back(draft: Draft, keys: _Keys, key: str, default: Any, *, num_ranks: int | None) -> str:
     """The word that sets a key to what stood there before, or to its default, whichever makes a valid run."""
     choices = [(default, "the default")]
     if key in draft.replaced:
@@ -257,12 +337,12 @@ def _way_back(draft: Draft, key: str, default: Any, *, num_ranks: int | None) ->
         choices.insert(0, (value, f"as in {origin}"))
     for value, what in choices:
         try:
-            config = RunConfig.model_validate(draft.with_value(key, value))
+            config = keys.type.model_validate(draft.with_value(key, value))
         except ValidationError:
             continue
-        more = rules.repair(config, num_ranks)
+        more = repair(config, num_ranks, keys.rules)
         if more is not None:
-            way = f"{key}={as_word(value)} ({what})"
-            return f"{way} with {as_words(more)}" if more else way
+            word = f"{key}={as_word(value)} ({what})"
+            return f"{word} with {as_words(more)}" if more else word
     value, what = choices[0]
     return f"{key}={as_word(value)} ({what})"

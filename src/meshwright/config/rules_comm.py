@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.comm.catalogue import EXACT, Use, is_lossy, lossless_names
-from meshwright.config.breach import Breach, Way
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.settings.violation import Fix, Violation
 
 
 def lossy_keys(config: RunConfig) -> list[str]:
@@ -20,11 +20,6 @@ def lossless_value(key: str) -> str:
     return lossless_names(Use(key.removeprefix("comm.")))[-1]
 
 
-def has_drifting_copies(config: RunConfig) -> bool:
-    """Whether parameters that are whole on all ranks of tp get other gradients on each, as neighbours are rounded."""
-    return config.mesh.tp > 1 and config.mesh.axes().data_parallel() > 1 and bool(lossy_keys(config))
-
-
 def idle_notes(config: RunConfig) -> Iterator[str]:
     """What `comm` asks for of bytes that no rank sends, for people."""
     comm, mesh = config.comm, config.mesh
@@ -34,10 +29,10 @@ def idle_notes(config: RunConfig) -> Iterator[str]:
         yield f"comm.weights = {comm.weights} changes nothing: with dp_shard = 1 none are gathered"
 
 
-def comm_breaches(config: RunConfig) -> Iterator[Breach]:
-    """The rules of `comm` that `config` breaks."""
+def comm_violations(config: RunConfig) -> Iterator[Violation]:
+    """The rules of `comm` that `config` violates."""
     for key in lossy_keys(config) if config.train.precision == "float64" else ():
-        yield Breach(
+        yield Violation(
             ConfigError,
             f"{key} = {getattr(config.comm, key.split('.')[1])} with train.precision = float64",
             key,
@@ -48,14 +43,14 @@ def comm_breaches(config: RunConfig) -> Iterator[Breach]:
     yield from _nodes(config)
 
 
-def _secondary_shards(config: RunConfig) -> Iterator[Breach]:
+def _secondary_shards(config: RunConfig) -> Iterator[Violation]:
     size, ranks = config.comm.secondary_shards, config.mesh.dp_shard
     if size is None:
         return
     if ranks % size or size == ranks:
         fitting = [n for n in range(2, ranks) if ranks % n == 0]
-        nearest: list[Way] = [{"comm.secondary_shards": min(fitting, key=lambda n: abs(n - size))}] if fitting else []
-        yield Breach(
+        nearest: list[Fix] = [{"comm.secondary_shards": min(fitting, key=lambda n: abs(n - size))}] if fitting else []
+        yield Violation(
             LayoutError,
             f"comm.secondary_shards = {size} and mesh.dp_shard = {ranks}",
             "comm.secondary_shards",
@@ -63,7 +58,7 @@ def _secondary_shards(config: RunConfig) -> Iterator[Breach]:
             [*nearest, {"mesh.dp_shard": 2 * size}, {"comm.secondary_shards": None}],
         )
     if not config.mesh.reshard_after_forward:
-        yield Breach(
+        yield Violation(
             ConfigError,
             f"comm.secondary_shards = {size} with mesh.reshard_after_forward = false",
             "comm.secondary_shards",
@@ -72,11 +67,11 @@ def _secondary_shards(config: RunConfig) -> Iterator[Breach]:
         )
 
 
-def _nodes(config: RunConfig) -> Iterator[Breach]:
+def _nodes(config: RunConfig) -> Iterator[Violation]:
     size, ranks = config.comm.ranks_per_node, config.mesh.axes().num_ranks()
     if size is not None and ranks % size:
         fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        yield Breach(
+        yield Violation(
             LayoutError,
             f"comm.ranks_per_node = {size} does not divide {ranks} ranks",
             "comm.ranks_per_node",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.config.breach import Breach
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.settings.violation import Violation
 
 SMALLEST_FLOAT32 = 2.0**-126
 """The smallest normal one: devices may take smaller ones for 0."""
 
 
-def number_breaches(config: RunConfig) -> Iterator[Breach]:
+def number_violations(config: RunConfig) -> Iterator[Violation]:
     """The epsilons that are 0 where they are added, so that 0 is divided by 0."""
     if config.train.precision == "float64":
         return
@@ -20,7 +20,7 @@ def number_breaches(config: RunConfig) -> Iterator[Breach]:
         value = getattr(section, name, 1.0)
         if value < SMALLEST_FLOAT32:
             key = f"{'train' if section is config.train else 'model'}.{name}"
-            yield Breach(
+            yield Violation(
                 ConfigError,
                 f"{key} = {value} is 0 in float32",
                 key,

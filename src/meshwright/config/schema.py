@@ -1,131 +1,21 @@
-"""The configuration's sections and keys, their types, defaults and meaning.
+"""The run's own sections and keys, their types, defaults and meaning; a family brings `model` and what else it needs.
 
-Frozen pydantic models that refuse unknown keys. What a key means stands once, in its description;
-`docs/config.md` is written from these. Rules that cross sections live in `rules`, reading of files and command
-lines in `load`.
+Frozen pydantic models that refuse unknown keys. What a key means stands once, in its description; `docs/config.md` is
+written from these. Rules that cross sections live in `rules`, reading of files and command lines in `load`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, SerializeAsAny, create_model
 
 from meshwright.comm.catalogue import GradientMethod, InsideNodeMethod, WeightMethod
 from meshwright.mesh.axes import Axes
-from meshwright.models.dit_spec import DiTSpec
-from meshwright.models.spec import LlamaSpec, RopeScaling
-
-
-class Section(BaseModel):
-    """A section: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-Counts = Annotated[tuple[int, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-"""Whole numbers, written as a list."""
-
-
-def _as_names(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-Names = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_as_names),
-]
-"""Words, written as a list, or one alone."""
-
-
-class RopeScalingConfig(Section):
-    """Llama 3.1's rotary scaling."""
-
-    factor: float = Field(8.0, gt=0, description="how many times longer the longest wavelengths get")
-    low_freq_factor: float = Field(1.0, gt=0, description="wavelengths over original_seq_len / this are stretched")
-    high_freq_factor: float = Field(4.0, gt=0, description="wavelengths under original_seq_len / this are kept")
-    original_seq_len: int = Field(8192, gt=0, description="context length before stretching, in tokens")
-
-
-class LlamaConfig(Section):
-    """The dimensions of a Llama."""
-
-    kind: Literal["llama"] = Field("llama", description="architecture: llama, or dit (a diffusion transformer)")
-    num_layers: int = Field(4, ge=1, description="transformer blocks")
-    dim: int = Field(128, ge=1, description="width of the residual stream")
-    num_heads: int = Field(4, ge=1, description="query heads")
-    num_kv_heads: int = Field(4, ge=1, description="key/value heads (grouped-query attention when fewer)")
-    head_dim: int | None = Field(None, ge=2, description="width of a head; dim / num_heads when not given")
-    ffn_dim: int = Field(352, ge=1, description="hidden width of the feed-forward layer")
-    vocab_size: int = Field(256, ge=2, description="size of the vocabulary")
-    tie_embeddings: bool = Field(False, description="output head uses the embedding's weight")
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
-    rope_scaling: RopeScalingConfig | None = Field(None, description="Llama 3.1's rotary scaling")
-    norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
-
-    def spec(self) -> LlamaSpec:
-        """The model as the value that `models` builds from."""
-        scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
-        return LlamaSpec(
-            num_layers=self.num_layers,
-            dim=self.dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            ffn_dim=self.ffn_dim,
-            vocab_size=self.vocab_size,
-            head_dim=self.head_dim or self.dim // self.num_heads,
-            rope_theta=self.rope_theta,
-            rope_scaling=scaling,
-            norm_eps=self.norm_eps,
-            tie_embeddings=self.tie_embeddings,
-        )
-
-
-class DiTConfig(Section):
-    """The dimensions of a diffusion transformer."""
-
-    kind: Literal["dit"] = Field(description="architecture")
-    num_layers: int = Field(4, ge=1, description="transformer blocks")
-    dim: int = Field(128, ge=1, description="width of the residual stream")
-    num_heads: int = Field(4, ge=1, description="attention heads")
-    head_dim: int | None = Field(None, ge=1, description="width of a head; dim / num_heads when not given")
-    ffn_dim: int = Field(512, ge=1, description="hidden width of the feed-forward layer")
-    image_size: int = Field(8, ge=1, description="height and width of a picture, in pixels")
-    patch_size: int = Field(2, ge=1, description="height and width of a patch, which is a token")
-    num_channels: int = Field(1, ge=1, description="numbers a pixel: 1 grey, 3 colours")
-    num_frames: int = Field(1, ge=1, description="frames a sample; over 1 it is a video")
-    patch_frames: int = Field(1, ge=1, description="frames that a patch goes through")
-    num_classes: int = Field(10, ge=1, description="classes that a picture can be of")
-    zero_init: bool = Field(
-        True, description="gates and output start at zero (adaLN-Zero); prove sets false, to see gradients at step 1"
-    )
-
-    def spec(self) -> DiTSpec:
-        """The model as the value that `models` builds from."""
-        facts = self.model_dump(exclude={"kind", "head_dim"})
-        return DiTSpec(head_dim=self.head_dim or self.dim // self.num_heads, **facts)
-
-
-def _model_kind(value: Any) -> str:
-    return str(value.get("kind", "llama") if isinstance(value, dict) else value.kind)
-
-
-ModelConfig = Annotated[
-    Annotated[LlamaConfig, Tag("llama")] | Annotated[DiTConfig, Tag("dit")],
-    Discriminator(_model_kind, custom_error_type="literal_error", custom_error_context={"expected": "'llama', 'dit'"}),
-]
-
-
-class DiffusionConfig(Section):
-    """How a diffusion transformer is trained, and how pictures are drawn from it."""
-
-    num_timesteps: int = Field(1000, ge=2, description="steps from a picture to noise")
-    schedule: Literal["cosine", "linear"] = Field("cosine", description="how noise grows over the steps")
-    prediction: Literal["noise", "velocity"] = Field("noise", description="what the model predicts")
-    label_dropout: float = Field(0.1, ge=0, lt=1, description="part of the samples trained without their class")
-    guidance: float = Field(2.0, ge=0, description="scale of classifier-free guidance in sampling; 1 is without")
-    sampling_steps: int = Field(50, ge=1, description="DDIM steps that draw a picture")
-    num_samples: int = Field(100, ge=0, description="pictures drawn at each validation, class after class; 0: none")
+from meshwright.models.contract.family import Family, find_family
+from meshwright.settings.section import Counts, ModelSection, Names, Section
 
 
 class DataConfig(Section):
@@ -263,32 +153,63 @@ class CheckpointConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A whole run.
+
+    `run_type` gives the type with a family's sections.
+    """
 
     name: str = Field(
         "run", pattern=r"^[^/\x00]+$", description="the preset it came from; names the run folder, so it has no slash"
     )
-    model: ModelConfig = LlamaConfig()
+    model: SerializeAsAny[ModelSection]
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
-    diffusion: DiffusionConfig = DiffusionConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     comm: CommConfig = CommConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    def tokens_a_sample(self) -> int:
-        """Tokens of a sample: of text as many as it is told, of a picture its patches."""
-        return self.model.spec().num_tokens() if isinstance(self.model, DiTConfig) else self.train.seq_len
+    @property
+    def family(self) -> Family:
+        """The family of its model."""
+        return find_family(self.model.kind)
+
+    def family_sections(self) -> dict[str, Section]:
+        """The sections that the family brings, by name."""
+        return {name: getattr(self, name) for name in self.family.sections}
+
+    def with_keys(self, values: Mapping[str, Any]) -> RunConfig:
+        """The same with other values of some dotted keys, not validated."""
+        sections: dict[str, Any] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections[section] = sections.get(section, getattr(self, section)).model_copy(update={name: value})
+        return self.model_copy(update=sections)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The type is made at run time, so pickle does not find it by name.
+        return _restored, (self.model.kind, self.model_dump_json())
+
+
+@cache
+def run_type(kind: str) -> type[RunConfig]:
+    """The type of runs of a family: its sections have their own types and defaults.
+
+    Raises:
+        ConfigError: there is no such family.
+    """
+    fields: dict[str, Any] = {
+        # A family that somebody brings has its kind's name only here.
+        name: (section, section(kind=kind) if issubclass(section, ModelSection) else section())
+        for name, section in find_family(kind).sections.items()
+    }
+    return create_model("RunConfig", __base__=RunConfig, __module__=__name__, **fields)
+
+
+def _restored(kind: str, text: str) -> RunConfig:
+    return run_type(kind).model_validate_json(text)
 
 
 PLANNED_SECTIONS = ("capture", "attention")
 """Sections of parts that are not built yet: naming one is answered with that, not with `unknown key`."""
-
-
-def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a key's type is, or may be: several where a kind decides."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for inner in get_args(annotation) for section in sections_in(inner)]

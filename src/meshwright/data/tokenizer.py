@@ -22,7 +22,7 @@ Tokens = NDArray[np.unsignedinteger]
 
 BYTES = "bytes"
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Names of the end-of-text token: GPT-2 and Qwen, Llama 3, Llama 2 and Mistral, Gemma, DeepSeek."""
+"""Names of the end-of-text token, in the tokenizers that many models share."""
 
 _INVALID_BYTE = 0xFF
 _CHUNK_CHARS = 2**20
@@ -160,7 +160,7 @@ def _chunks(text: str) -> Iterator[str]:
     """A long text in parts of about a million characters, so that memory is bounded and cores share the work.
 
     Cuts only after a single line end between two non-blank characters, where pre-tokenizers of GPT-2's kind
-    (and with them Llama 3's and Qwen's) cut too, so that their ids are those of the whole text.
+    (as many byte-level ones) cut too, so that their ids are those of the whole text.
     """
     start = 0
     while len(text) - start > _CHUNK_CHARS:

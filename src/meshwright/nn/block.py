@@ -1,5 +1,4 @@
-"""The block, the unit that the rest of Meshwright counts in; and Llama's: pre-norm, with a SwiGLU feed-forward layer
-(Shazeer 2020).
+"""A pre-norm transformer block with a SwiGLU feed-forward layer (Shazeer 2020).
 
 Shapes: b batch, t time, d model width, h head_dim.
 """
@@ -11,16 +10,6 @@ from torch import Tensor, nn
 
 from meshwright.nn.attention.module import Attention
 from meshwright.nn.linear import Linear
-from meshwright.nn.recompute import recomputed
-
-
-class Block(nn.Module):
-    """What FSDP2 gathers, `torch.compile` compiles, recomputation recomputes and pipeline stages hold, as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recomputes = False
-        """Keep only the inputs for the backward, and compute the forward again there."""
 
 
 class FeedForward(nn.Module):
@@ -38,7 +27,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class TransformerBlock(Block):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
@@ -52,11 +41,6 @@ class TransformerBlock(Block):
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         """[b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""
-        if self.recomputes:
-            return recomputed(self._forward, x_btd, cos_th, sin_th)
-        return self._forward(x_btd, cos_th, sin_th)
-
-    def _forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_th, sin_th)
         out: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
         return out

@@ -1,8 +1,6 @@
-"""A linear layer that can put the gradient of its weight off (Qi et al. 2024, "Zero bubble pipeline parallelism").
+"""A linear layer that can defer the gradient of its weight (`nn/defer.py`).
 
-Splitting a whole backward graph afterwards runs a Python autograd Function twice and recomputes a checkpointed block
-once per layer. Here the layer itself stores the pair that its weight's gradient is the product of, and the product is
-run later; everything else of the backward happens once, the bias's gradient too: it costs no product.
+It stores the pair that the gradient is the product of. The bias's gradient is not deferred: it costs no product.
 
 Shapes: d input features, e output features, … any leading dims.
 """
@@ -16,41 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Pair = tuple[nn.Parameter, Tensor, Tensor]
-"""A weight [e, d], its input […, d], and the gradient of its output […, e]."""
-
-
-class WeightGradients:
-    """The weight gradients of a stage that were put off."""
-
-    def __init__(self) -> None:
-        self.defers = False
-        """Whether backwards that run now put them off."""
-        self._pairs: list[Pair] = []
-
-    def put(self, pair: Pair) -> None:
-        """Keep a pair for later."""
-        self._pairs.append(pair)
-
-    def take(self) -> list[Pair]:
-        """What was put off since the last time."""
-        pairs, self._pairs = self._pairs, []
-        return pairs
-
-
-@torch.no_grad()
-def run_products(pairs: Iterable[Pair]) -> None:
-    """Compute what was put off, into the weights' gradients."""
-    for weight, x, gradient in pairs:
-        product = _product(x, gradient)
-        if weight.grad is None:
-            weight.grad = product
-        else:
-            weight.grad += product
+from meshwright.nn.defer import WeightGradients
 
 
 class Linear(nn.Linear):
-    """`x @ weight.T + bias`; with `weight_gradients` set, backwards may put the weight's gradient off."""
+    """`x @ weight.T + bias`; with `weight_gradients` set, backwards may defer the weight's gradient."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -64,24 +32,9 @@ class Linear(nn.Linear):
         out: Tensor = _DeferringLinear.apply(*inputs)  # type: ignore[no-untyped-call]
         return out
 
-
-def defer_weight_gradients(module: nn.Module) -> WeightGradients | None:
-    """Let the linear layers of a stage put their weights' gradients off.
-
-    Returns:
-        Where they go; None if the stage has a matrix of which that can't be done, so that its backward can't be split.
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-    deferring = {id(layer.weight) for layer in layers}
-    # A lookup's gradient is as cheap as a norm's: it stays with the gradient of the inputs.
-    lookups = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    matrices = {id(parameter) for parameter in module.parameters() if parameter.dim() >= 2}
-    if not layers or matrices - deferring - lookups:
-        return None
-    store = WeightGradients()
-    for layer in layers:
-        layer.weight_gradients = store
-    return store
+    def deferred_parameters(self) -> Iterable[nn.Parameter]:
+        """The weight."""
+        return [self.get_parameter("weight")]
 
 
 class _DeferringLinear(torch.autograd.Function):
@@ -100,7 +53,7 @@ class _DeferringLinear(torch.autograd.Function):
         of_x = gradient @ weight if needs_x else None
         of_weight = None
         if needs_weight and ctx.store.defers:
-            ctx.store.put((weight, x, gradient))
+            ctx.store.put(weight, _product, x, gradient)
         elif needs_weight:
             of_weight = _product(x, gradient)
         of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None

@@ -13,60 +13,57 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.nn.block import Block
+from meshwright.comm.catalogue import EXACT
+from meshwright.mesh.groups import submesh
 from meshwright.parallel.fsdp import finish_backward
+from meshwright.parallel.part import RankModel
+from meshwright.plan.value import RunPlan, Stage, Unit
 
 
-def apply_data_parallel(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    reshard_after_forward: bool | int,
-) -> None:
-    """Shard a model, or a part of it, over `mesh`, in place: its blocks, a vocabulary's two ends, and the rest.
+def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
+    """Shard a stage's module with FSDP2, unit by unit, in place.
 
     Args:
-        mesh: one axis (FSDP2) or two, replicas first (HSDP).
-        param_dtype: dtype of gathered parameters and of compute; None keeps the parameters'.
-        reduce_dtype: dtype gradients are reduced in; None keeps the gradients'.
-        reshard_after_forward: free a block's gathered parameters after its forward (ZeRO-3); a number keeps them
-            divided over as many neighbours instead, which the backward gathers among (hpZ of ZeRO++, Wang et al. 2023).
+        module: of the stage.
+        mesh: of all axes.
+        plan: of the run.
+        stage: of the plan, which says the units.
     """
     # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    children = dict(model.named_children())
-    embed, norm, head = (children.get(name) for name in ("embed", "norm", "head"))
-    if embed is None or head is None or head.weight is not embed.weight:
-        # Ends smaller than a block aren't worth collectives of their own: they stay in the root's unit.
-        largest = max(map(num_elements, blocks), default=0)
-        if isinstance(embed, nn.Embedding) and num_elements(embed) > largest:
-            fully_shard(embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-            # A lookup's backward needs the indices only: don't gather the weight for it.
-            embed.set_unshard_in_backward(False)  # type: ignore[operator]
-        if norm is not None and head is not None and num_elements(head) > largest:
-            # The last to be gathered are the first that backward needs: keep them.
-            fully_shard([norm, head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # A tied weight stays in the root's unit, which both its modules reach.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    if mesh.size() == 1:
+    inner = [(kind, layer, unit) for kind, layer in plan.held(stage) for unit in kind.units]
+    for kind, layer, unit in sorted(inner, key=lambda one: not one[0].is_block):
+        found = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
+        _shard(found, mesh, plan, unit)
+        if not unit.in_backward:
+            for one in found:
+                one.set_unshard_in_backward(False)  # type: ignore[operator]
+    _shard([module], mesh, plan, stage.root)
+    if plan.mesh.size(*stage.root.sharded, *stage.root.replicas) == 1:
         return  # nothing is divided by then, and on one rank FSDP2 would spend a pass over memory dividing by 1
-    for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for wrapped in fsdp_modules(module):
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
 
 
-def num_elements(module: nn.Module) -> int:
-    """Elements of a module's parameters, over all ranks."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def _shard(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
+    """One unit, over one axis (FSDP2) or two, replicas first (HSDP). Compressed gradients are reduced over replicas by
+    their own hook."""
+    is_native = bool(unit.replicas) and unit.gradients == EXACT
+    is_mixed = unit.compute != plan.masters
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, unit.compute) if is_mixed else None,
+        reduce_dtype=getattr(torch, unit.reduce) if is_mixed else None,
+    )
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=submesh(mesh, ["dp_replicate", "dp_shard"] if is_native else ["dp_shard"]),
+        mp_policy=policy,
+        reshard_after_forward=unit.freed,
+    )
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(model: nn.Module | RankModel) -> list[FSDPModule]:
     """Every FSDP2 unit of the model: FSDP2's setters do not recurse."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -81,14 +78,14 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward only if it is the step's `last`; until then they add up locally."""
+    """Reduce gradients in the next backward only if it is the step's `last`; until then they accumulate locally."""
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_is_last_backward(last)
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce what backwards without a reduction have added up: what put-off gradients of weights are part of."""
+    """Reduce what backwards without a reduction have accumulated: which deferred gradients of weights are part of."""
     set_gradient_sync(model, True)
     if isinstance(model, FSDPModule):
         finish_backward(model)

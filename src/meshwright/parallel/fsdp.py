@@ -1,11 +1,16 @@
 """What FSDP2 has no public call for.
 
-Private PyTorch names are used here and nowhere else in this room: `FSDPModule._get_fsdp_state` and
-`_root_post_backward_final_callback`. Checked on 2.13; `torch.distributed.pipelining` of 2.11 calls the same.
+Private PyTorch names are used here and nowhere else in this room: `FSDPModule._get_fsdp_state`, its
+`_root_post_backward_final_callback` and `_fsdp_param_group`, and of that `fsdp_params`, `mesh_info`,
+`post_forward_mesh_info`, and `FSDPParam._unsharded_param`. Checked on 2.11 and 2.13;
+`torch.distributed.pipelining` of 2.11 calls the first two as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -17,3 +22,27 @@ def finish_backward(root: FSDPModule) -> None:
     """
     state = root._get_fsdp_state()
     state._root_post_backward_final_callback()
+
+
+def unit_of(module: FSDPModule) -> tuple[set[nn.Parameter], bool | int] | None:
+    """The parameters, sharded, that FSDP2 gathers together with a module, and what it does with them after a forward.
+
+    True frees them, False keeps them, a number keeps them among as many ranks. None for a module with none of its own.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return None
+    after = group.post_forward_mesh_info
+    freed: bool | int = after is not None
+    if after is not None and after is not group.mesh_info:
+        freed = after.shard_mesh_size
+    return {one.sharded_param for one in group.fsdp_params}, freed
+
+
+def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Sharded and gathered parameters of a module's unit: autograd gives the gathered ones their gradients. After its
+    first forward."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    for one in group.fsdp_params if group is not None else ():
+        if hasattr(one, "_unsharded_param"):
+            yield one.sharded_param, one._unsharded_param

@@ -7,7 +7,7 @@ one for every micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,22 +105,6 @@ class Buffers:
 
     def _spec(self, receive: Action) -> TensorSpec:
         return self._edges[receive.stage - 1 if receive.kind is ActionKind.RECV_FORWARD else receive.stage]
-
-
-def check_fingerprints(fingerprints: Sequence[str]) -> None:
-    """See that all ranks have the same table, by its hash.
-
-    Raises:
-        ScheduleError: a rank has another one.
-    """
-    for rank, found in enumerate(fingerprints):
-        if found != fingerprints[0]:
-            raise ScheduleError(
-                f"ranks 0 and {rank} have different pipeline tables ({fingerprints[0][:12]} and {found[:12]})",
-                where=f"rank {rank}",
-                rule="every rank runs its row of the same table",
-                fix="the same configuration, schedule file and version of Meshwright on every node",
-            )
 
 
 def _words(spec: TensorSpec) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.comm.p2p import Channel, Transfer
-from meshwright.nn.linear import WeightGradients, run_products
+from meshwright.nn.defer import DeferredGradient, WeightGradients, compute_deferred
 from meshwright.pipeline.buffers import Buffers
 from meshwright.pipeline.table import BACKWARDS, COMPUTE, Action, ActionKind, Schedule
 from meshwright.pipeline.timeline import Span
@@ -33,7 +33,7 @@ class Stage(Protocol):
     """What the executor asks of a stage."""
 
     weight_gradients: WeightGradients | None
-    """Where gradients of weights are put off; None if this stage's backward can't be split."""
+    """Where gradients of weights are deferred; None if this stage's backward can't be split."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """The stage's output, or the loss on the last; `x` is None on the first."""
@@ -218,7 +218,7 @@ class Executor:
 
     def _bind_weights(self, position: int, action: Action) -> Operation:
         live, key = self._live, (action.stage, action.microbatch)
-        return lambda: run_products(live.weights.pop(key, ()))
+        return lambda: compute_deferred(live.weights.pop(key, ()))
 
     def _bind_send(self, action: Action) -> Operation:
         live, key = self._live, (action.kind, action.stage, action.microbatch)
@@ -305,7 +305,7 @@ class _Live:
         """None where nothing is trained from the start to there."""
         self.gradients: dict[tuple[int, int], Tensor] = {}
         """Of a stage's outputs; like the inputs, until they are used or, if received, freed."""
-        self.weights: dict[tuple[int, int], list[Any]] = {}
+        self.weights: dict[tuple[int, int], list[DeferredGradient]] = {}
         self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
         self.outgoing: dict[tuple[int, int], tuple[Tensor, Transfer]] = {}
         """Outputs on their way, until they are freed."""

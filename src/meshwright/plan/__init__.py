@@ -1,1 +1,1 @@
-"""What a run will cost, before it starts. Torch-free."""
+"""A run as one value: made from the configuration, verified, priced, and obeyed by what runs it. Torch-free."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from meshwright.pipeline.table import BACKWARDS, Action, ActionKind
-from meshwright.plan.fsdp_units import Unit
+from meshwright.plan.unit_sizes import UnitSizes
 
 
 @dataclass
@@ -33,15 +33,14 @@ class _State(Enum):
     WHOLE = auto()
 
 
-def count_gathers(actions: Iterable[Action], units: Sequence[Unit], *, secondary: bool = False) -> list[Gathers]:
+def count_gathers(actions: Iterable[Action], units: Sequence[UnitSizes]) -> list[Gathers]:
     """By unit.
 
     Args:
         actions: those of one stage, in the order of its rank's row.
         units: the stage's, in the order in which their forwards end.
-        secondary: a unit that is freed after its forward is kept whole among a few ranks.
     """
-    fsdp = _Fsdp(units, secondary=secondary)
+    fsdp = _Fsdp(units)
     for action in actions:
         if action.kind is ActionKind.FORWARD:
             fsdp.forward()
@@ -57,9 +56,8 @@ def count_gathers(actions: Iterable[Action], units: Sequence[Unit], *, secondary
 class _Fsdp:
     """What FSDP2 does with one stage."""
 
-    def __init__(self, units: Sequence[Unit], *, secondary: bool) -> None:
+    def __init__(self, units: Sequence[UnitSizes]) -> None:
         self._units = units
-        self._freed = _State.SECONDARY if secondary else _State.SHARDED
         self._states = [_State.SHARDED for _ in units]
         self._keeps = False
         self._order: list[int] = []
@@ -72,14 +70,15 @@ class _Fsdp:
         for i, unit in enumerate(self._units):
             self._gather(i, _State.WHOLE)
             if unit.is_freed:
-                self._states[i] = self._freed
+                is_kept = unit.unit.num_secondary() is not None
+                self._states[i] = _State.SECONDARY if is_kept else _State.SHARDED
             self._places[i].append(len(self._order))
             self._order.append(i)
 
     def backward(self) -> None:
         reached = [i for i, unit in enumerate(self._units) if unit.has_backward]
         for i in reversed(reached):
-            if self._units[i].in_backward:
+            if self._units[i].unit.in_backward:
                 self._gather(i, _State.WHOLE)
             self._prefetch(i)
             if self._units[i].has_input_gradient:
@@ -107,7 +106,7 @@ class _Fsdp:
     def _prefetch(self, i: int) -> None:
         place = self._places[i].pop() if self._places[i] else 0
         ahead = self._order[place - 1] if place > 0 else None
-        if ahead is None or not self._units[ahead].in_backward:
+        if ahead is None or not self._units[ahead].unit.in_backward:
             return
         if self._states[ahead] in (_State.SHARDED, _State.SECONDARY):
             self._gather(ahead, _State.ARRIVING)

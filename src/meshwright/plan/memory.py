@@ -1,4 +1,4 @@
-"""Memory of one rank, predicted by type from the config alone.
+"""Memory of one rank, predicted by type: a fold over the plan.
 
 Exact for what is stored between steps; activations are counted operation by operation for a block as it stands, and
 the two gathered blocks are what FSDP2 holds at once while it prefetches.
@@ -6,20 +6,14 @@ the two gathered blocks are what FSDP2 holds at once while it prefetches.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
-from meshwright.config.pipeline import layers_per_stage, lowered_table
-from meshwright.config.schema import RunConfig
-from meshwright.models.shapes import Part
-from meshwright.models.spec import LlamaSpec, ModelSpec
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
-from meshwright.pipeline.stages import layer_ranges
-from meshwright.plan.errors import error_bytes
-from meshwright.plan.fsdp_units import trained_shapes
-from meshwright.plan.messages import BYTES, Place, place_of
-
-OPTIMIZER_MOMENTS = 2
+from meshwright.plan.feedback import feedback_bytes
+from meshwright.plan.value import BYTES, RunPlan, Stage
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     gathered: int
-    """Parameters of the blocks that are whole on this rank at once, and their gradients."""
+    """Parameters of the blocks that are full on this rank at once, and their gradients."""
     activations: int
     """Of all micro-batches that are under way at once."""
     buffers: int
@@ -43,88 +37,82 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def predict_memory(config: RunConfig, *, ranks_per_node: int | None = None) -> MemoryEstimate:
-    """Predict the peak of one rank, without the Python process and its libraries.
-
-    Args:
-        config: of the run.
-        ranks_per_node: as of `traffic.predict_traffic`.
-    """
-    ranges = layer_ranges(layers_per_stage(config))
-    parts = [Part(layers, stage=stage, num_stages=len(ranges)) for stage, layers in enumerate(ranges)]
-    peaks = simulate(lowered_table(config), Costs([_stage_costs(config, part) for part in parts])).peak_bytes
-    size = config.mesh.axes().num_ranks() // config.mesh.pp
-    places = (place_of(config, position * size, ranks_per_node=ranks_per_node) for position in range(config.mesh.pp))
-    return max((_on_rank(place, peak) for place, peak in zip(places, peaks, strict=True)), key=MemoryEstimate.total)
+def predict_memory(plan: RunPlan) -> MemoryEstimate:
+    """Predict the peak of the rank that holds most, without the Python process and its libraries."""
+    peaks = _peaks(plan)
+    size = plan.mesh.num_ranks() // plan.mesh.size("pp")
+    return max((_on_rank(plan, place * size, peak) for place, peak in enumerate(peaks)), key=MemoryEstimate.total)
 
 
-def _on_rank(place: Place, peak: PeakBytes) -> MemoryEstimate:
-    config, parts = place.config, place.parts()
-    axes = config.mesh.axes()
-    compute = BYTES[config.train.precision]
-    master = max(4, compute)
-    sizes = [
-        (shape.on_rank(tp=axes.tp, dp_shard=axes.dp_shard), is_trained)
-        for part in parts
-        for shape, is_trained in trained_shapes(config, part).items()
-    ]
-    stored, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    num_layers = sum(len(part.layers) for part in parts)
-    gathered = 0
-    if axes.data_parallel() > 1:
-        block, others = _gathered_parts(config)
-        gathered = 2 * (min(2, num_layers) * block + others) * compute
-        if not config.mesh.reshard_after_forward or config.comm.secondary_shards:
-            # What stays of the others from forward to backward: whole, or among a few ranks.
-            gathered += max(0, num_layers - 2) * block * compute // (config.comm.secondary_shards or 1)
+@lru_cache(maxsize=8)
+def _peaks(plan: RunPlan) -> tuple[PeakBytes, ...]:
+    return tuple(simulate(plan.schedule, Costs([_stage_costs(plan, stage) for stage in plan.stages])).peak_bytes)
+
+
+def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
+    stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
+    master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
+    moments = {role: len(one.names) * BYTES[one.dtype] for one in plan.optimizer.states for role in one.roles}
+    for stage in stages:
+        for _, _, parameter in plan.parameters(stage):
+            elements = plan.elements(parameter, sharded=stage.root.sharded)
+            stored += elements
+            if parameter.trained:
+                trained += elements
+                state += elements * moments[parameter.role]
+    saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
     return MemoryEstimate(
-        parameters=stored * master,
+        parameters=stored * master + saved,
         gradients=trained * master,
-        optimizer=OPTIMIZER_MOMENTS * trained * master,
-        gathered=gathered,
+        optimizer=state,
+        gathered=_gathered(plan, stages),
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
-        errors=error_bytes(place),
+        errors=feedback_bytes(plan, rank),
     )
 
 
-def _gathered_parts(config: RunConfig) -> tuple[int, int]:
-    """Elements of a block, and of the larger of what else a stage gathers at once, whole but for tensor parallel."""
-    spec, tp = config.model.spec(), config.mesh.tp
-    if isinstance(spec, LlamaSpec):
-        return spec.params_per_layer() // tp, spec.vocab_size * spec.dim // tp
-    return spec.params_per_layer() // tp, spec.embedder_params()
+def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
+    """Two blocks and the ends that are largest at once, with their gradients, as if tp divided all of a block."""
+    if plan.mesh.size(*plan.mesh.view("batch")) == 1:
+        return 0
+    blocks = [plan.kind(name) for stage in stages for name in stage.kinds]
+    tp, compute = plan.mesh.size(*plan.mesh.view("tp")), BYTES[stages[0].root.compute]
+    block = max((kind.num_elements // tp for kind in plan.kinds if kind.is_block), default=0)
+    gathered = 2 * (min(2, len(blocks)) * block + _ends(plan)) * compute
+    freed = [unit.freed for kind in blocks for unit in kind.units]
+    if freed and freed[0] is not True:
+        # What stays of the others from forward to backward: full, or among a few ranks.
+        gathered += max(0, len(blocks) - 2) * block * compute // max(1, int(freed[0]))
+    return gathered
 
 
-def _stage_costs(config: RunConfig, part: Part) -> StageCosts:
+def _ends(plan: RunPlan) -> int:
+    """Elements of the ends that every stage has; where there are none, of the matrices of the largest end."""
+    ends = [kind for kind in plan.kinds if not kind.is_block]
+    if any(kind.everywhere for kind in ends):
+        return sum(plan.elements(p) for kind in ends if kind.everywhere for p in kind.parameters)
+    matrices = ([p for p in kind.parameters if len(p.shape) > 1] for kind in ends)
+    return max((sum(plan.elements(p) for p in found) for found in matrices), default=0)
+
+
+def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     """Bytes of one micro-batch on a stage: what its forward leaves for its backward, and the output with its
     gradient."""
-    axes, spec, train = config.mesh.axes(), config.model.spec(), config.train
-    compute = BYTES[train.precision]
-    tokens = train.global_batch // (axes.data_parallel() * train.num_microbatches) * config.tokens_a_sample()
-    stream = 1 / axes.tp if config.mesh.sequence_parallel else 1.0
-    block = tokens * _kept_per_token(spec, tp=axes.tp, stream=stream) * compute
-    num_layers = len(part.layers)
-    kept, recompute = (num_layers * block, 0.0)
-    if config.recompute.policy == "full":
-        kept, recompute = num_layers * tokens * stream * spec.dim * compute, block if num_layers else 0.0
-    outputs = spec.vocab_size / axes.tp if isinstance(spec, LlamaSpec) else float(spec.patch_dim())
-    output = 2 * tokens * outputs * max(4, compute) if part.is_last else 0.0
+    compute, samples = BYTES[stage.root.compute], plan.batch.samples
+    edge = plan.edge
+    stream = math.prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
+    kept = recompute = 0
+    for kind, _ in plan.held(stage):
+        if kind.recompute == "full":
+            kept += stream
+            recompute = max(recompute, kind.saved_elements)
+        else:
+            kept += kind.saved_elements
+    output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
     return StageCosts(
-        activation_bytes=int(kept + output),
-        recompute_bytes=int(recompute),
-        buffer_bytes=int(tokens * stream * spec.dim * compute),
+        activation_bytes=samples * (kept * compute + output),
+        recompute_bytes=samples * recompute * compute,
+        buffer_bytes=samples * stream * compute,
     )
 
-
-def _kept_per_token(spec: ModelSpec, *, tp: int, stream: float) -> float:
-    """Elements that a block's forward leaves for its backward, for each token; `stream`: the part a rank has of it."""
-    queries = spec.num_heads * spec.head_dim
-    if isinstance(spec, LlamaSpec):
-        # Two block inputs and two norm outputs in the stream (norms and residuals; whole again before the products),
-        # queries, keys and values before and after rotation, the attention output, four of the feed-forward's width.
-        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / tp
-        return (2 + 2 * stream) * spec.dim + 2 * heads + queries / tp + 4 * spec.ffn_dim / tp
-    # Of each half: its input, the norm's output, the modulated one, and what the gate multiplies; queries, keys, values
-    # and the attention output; the feed-forward before and after its GELU.
-    return 8 * spec.dim + 4 * queries / tp + 2 * spec.ffn_dim / tp

@@ -1,56 +1,51 @@
 """What one rank sends in a step, message by message: to whom, what for, and how many bytes.
 
 An all-to-all and a transfer go to the ranks that they are for. The other collectives go in rings that cross each node
-once, as NCCL's do: every rank hands on as much as it would to all others one by one, and of each node one rank hands
+once, as NCCL's do: every rank passes on as much as it would to all others one by one, and of each node one rank passes
 it to the next node.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-from meshwright.comm.catalogue import EXACT, encoded_bytes, find_method
-from meshwright.config.pipeline import layers_per_stage, lowered_table
-from meshwright.config.rules_comm import has_drifting_copies
-from meshwright.config.schema import RunConfig
-from meshwright.models.shapes import Part
-from meshwright.models.spec import LlamaSpec
+from meshwright.comm.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
 from meshwright.pipeline.shared import stage_groups
-from meshwright.pipeline.stages import layer_ranges
 from meshwright.pipeline.table import SENDS
-from meshwright.plan.fsdp_units import Unit, fsdp_units, trained_shapes
 from meshwright.plan.gathers import count_gathers
+from meshwright.plan.mesh import Atoms, Mesh
+from meshwright.plan.unit_sizes import UnitSizes, unit_sizes
+from meshwright.plan.value import BYTES, RunPlan, Stage, StepSum
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-LOSS_REDUCTIONS = 3
-"""Of a cross-entropy over a divided vocabulary, a number a token each: the maximum, the sum, and the target's."""
 
-
-class What(StrEnum):
+class Purpose(StrEnum):
     """What bytes are sent for."""
 
     GRADIENTS = "gradients"
     """Reduced and scattered over dp_shard."""
     REPLICAS = "replicas"
-    """Gradients added up over dp_replicate."""
+    """Gradients summed over dp_replicate."""
     WEIGHTS = "weights"
     """Gathered over dp_shard."""
     TENSOR = "tensor"
-    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of what is whole on each rank."""
+    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of replicated parameters."""
     STAGES = "stages"
     """Activations and their gradients, from stage to stage."""
+    BUFFERS = "buffers"
+    """Updates of buffers, summed over the ranks that counted different samples."""
     SHARED = "shared parameters"
-    """Their gradients, added up over the stages that have a copy."""
+    """Their gradients, summed over the stages that have a copy."""
 
 
 @dataclass(frozen=True)
 class Message:
     """The same number of bytes to each of some ranks, or as much around the ring of them."""
 
-    what: What
+    purpose: Purpose
     peers: tuple[int, ...]
     """Global ranks, without the one that sends."""
     num_bytes: int
@@ -58,192 +53,144 @@ class Message:
     in_ring: bool = False
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank of a configuration's mesh."""
+def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
+    """All of a rank's step of training; without its one sum of loss and gradient norm.
 
-    config: RunConfig
-    rank: int
-    ranks_per_node: int
-
-    def line(self, axis: str) -> tuple[int, ...]:
-        """The ranks along `axis`, this one included."""
-        axes = self.config.mesh.axes()
-        position = axes.coordinate(self.rank)
-        return tuple(axes.rank(**{**position, axis: i}) for i in range(axes.size(axis)))
-
-    def others(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that are not this one."""
-        return tuple(rank for rank in ranks if rank != self.rank)
-
-    def node(self, rank: int) -> int:
-        """The node that a rank is on."""
-        return rank // self.ranks_per_node
-
-    def compute_bytes(self) -> int:
-        """Of an element of weights and activations."""
-        return BYTES[self.config.train.precision]
-
-    def reduce_bytes(self) -> int:
-        """Of an element of a gradient that is reduced."""
-        return max(4, self.compute_bytes())
-
-    def parts(self) -> list[Part]:
-        """The stages on this rank."""
-        table, ranges = lowered_table(self.config), layer_ranges(layers_per_stage(self.config))
-        stages = table.stages_of(self.config.mesh.axes().coordinate(self.rank)["pp"])
-        return [Part(ranges[stage], stage=stage, num_stages=table.num_stages) for stage in stages]
+    Args:
+        plan: of the run.
+        rank: of the mesh.
+        exact: as they would be without compression.
+    """
+    for number in plan.stages_of(rank):
+        stage = plan.stages[number]
+        sizes = unit_sizes(plan, stage)
+        yield from _gradients(plan, rank, sizes, exact=exact)
+        yield from _weights(plan, rank, number, sizes, exact=exact)
+        yield from _tensor(plan, rank, stage, exact=exact)
+        yield from _buffers(plan, rank, stage)
+    yield from _stages(plan, rank)
+    yield from _shared(plan, rank)
 
 
-def place_of(config: RunConfig, rank: int, *, ranks_per_node: int | None) -> Place:
-    """A rank's place, with as many ranks a node as the configuration says, else as given, else all on one."""
-    per_node = config.comm.ranks_per_node or ranks_per_node or config.mesh.axes().num_ranks()
-    return Place(config, rank, per_node)
+def _others(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(other for other in ranks if other != rank)
 
 
-def messages(place: Place) -> Iterator[Message]:
-    """All of a step of training; without its one sum of loss and gradient norm."""
-    for part in place.parts():
-        units = fsdp_units(place.config, part)
-        yield from _gradients(place, units)
-        yield from _weights(place, part, units)
-        yield from _tensor(place, part)
-    yield from _stages(place)
-    yield from _shared(place)
-
-
-def _gradients(place: Place, units: list[Unit]) -> Iterator[Message]:
-    method, size = find_method(place.config.comm.gradients), place.reduce_bytes()
-    line, replicas = place.line("dp_shard"), place.line("dp_replicate")
-    near, far = two_stages(place, line)
-    inside = method.codec_inside_node(find_method(place.config.comm.inside_node).codec)
-    is_builtin = method.name == EXACT
-    for elements in (unit.num_trained for unit in units):
-        num_bytes = method.codec.encoded_bytes(elements, element_bytes=size)
-        if is_builtin or not far:
-            yield Message(What.GRADIENTS, place.others(line), num_bytes, in_ring=is_builtin)
+def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+    for one in sizes:
+        unit, elements, size = one.unit, one.num_trained, BYTES[one.unit.reduce]
+        name = EXACT if exact else unit.gradients
+        method, line = find_method(name), plan.mesh.line(rank, unit.sharded)
+        replicas = plan.mesh.line(rank, unit.replicas)
+        near, far = two_stages(plan.mesh, rank, line)
+        if name == EXACT or not far:
+            num_bytes = encoded_bytes(name, elements, element_bytes=size)
+            yield Message(Purpose.GRADIENTS, _others(rank, line), num_bytes, in_ring=name == EXACT)
         else:
             # A piece for each node, which the rank of this node will send on or keep.
-            inside_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
-            yield Message(What.GRADIENTS, near, inside_bytes)
-            yield Message(What.GRADIENTS, far, num_bytes)
+            inside = method.codec_inside_node(find_method(unit.inside_node).codec)
+            num_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
+            yield Message(Purpose.GRADIENTS, near, num_bytes)
+            yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
         share = -(-elements // len(replicas))
         # Reduced as pieces, of which then all gather the sums.
-        for codec, in_ring in ((method.codec, is_builtin), (method.codec_of_sum, True)):
+        second = codec_of_sum(method.codec, feedback=method.feedback)
+        for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
             num_bytes = codec.encoded_bytes(share, element_bytes=size)
-            yield Message(What.REPLICAS, place.others(replicas), num_bytes, in_ring=in_ring)
+            yield Message(Purpose.REPLICAS, _others(rank, replicas), num_bytes, in_ring=in_ring)
 
 
-def two_stages(place: Place, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def two_stages(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The others of `line` on this node, and those at the same place on other nodes; nobody where it is on one node, or
     has more ranks on some nodes than on others."""
     nodes: dict[int, list[int]] = {}
-    for rank in line:
-        nodes.setdefault(rank // place.ranks_per_node, []).append(rank)
-    own = nodes[place.rank // place.ranks_per_node]
+    for other in line:
+        nodes.setdefault(mesh.node(other), []).append(other)
+    own = nodes[mesh.node(rank)]
     if len(nodes) < 2 or any(len(node) != len(own) for node in nodes.values()):
         return (), ()
-    local = own.index(place.rank)
-    return place.others(tuple(own)), place.others(tuple(node[local] for node in nodes.values()))
+    local = own.index(rank)
+    return _others(rank, tuple(own)), _others(rank, tuple(node[local] for node in nodes.values()))
 
 
-def _weights(place: Place, part: Part, units: list[Unit]) -> Iterator[Message]:
-    comm, line = place.config.comm, place.line("dp_shard")
-    row = lowered_table(place.config).actions[place.config.mesh.axes().coordinate(place.rank)["pp"]]
-    actions = [one for action in row for one in action.parts() if one.stage == part.stage]
-    few = comm.secondary_shards or len(line)
-    start = line.index(place.rank) // few * few
-    counts = count_gathers(actions, units, secondary=comm.secondary_shards is not None)
-    for unit, count in zip(units, counts, strict=True):
+def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+    row = plan.schedule.actions[plan.mesh.position(rank, "pp")]
+    actions = [one for action in row for one in action.parts() if one.stage == number]
+    for one, count in zip(sizes, count_gathers(actions, sizes), strict=True):
+        unit, line = one.unit, plan.mesh.line(rank, one.unit.sharded)
+        few = unit.num_secondary() or len(line)
+        start = line.index(rank) // few * few
         # What was sent encoded once is sent among few as it was decoded.
         among_few = (line[start : start + few], count.among_secondary, EXACT)
-        for group, times, method in ((line, count.among_all, comm.weights), among_few):
-            piece = unit.num_elements * len(line) // len(group)
-            encoded = encoded_bytes(method, piece, element_bytes=place.compute_bytes())
-            yield Message(What.WEIGHTS, place.others(group), times * encoded, in_ring=True)
+        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), among_few):
+            piece = one.num_elements * len(line) // len(group)
+            encoded = encoded_bytes(name, piece, element_bytes=BYTES[unit.compute])
+            yield Message(Purpose.WEIGHTS, _others(rank, group), times * encoded, in_ring=True)
 
 
-def _stream_elements(config: RunConfig) -> int:
-    """Of a micro-batch's activations between two blocks, before tp divides them."""
-    axes, train = config.mesh.axes(), config.train
-    samples = train.global_batch // (axes.data_parallel() * train.num_microbatches)
-    return samples * config.tokens_a_sample() * config.model.dim
+def _tensor(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
+    """What operators move, as if everything were trained, and sums of gradients that tensor parallel leaves partial."""
+    totals: Counter[Atoms] = Counter()
+    samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
+    for kind, _ in plan.held(stage):
+        for one in kind.collectives:
+            again = one.recomputed if kind.recompute == "full" else 0
+            piece = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
+            moved = 2 * piece if one.op == "all_reduce" else piece
+            totals[one.axes] += microbatches * (one.forward + one.backward + again) * moved
+    for step_sum in plan.sums:
+        if step_sum.op == "sum" or not exact:
+            totals[step_sum.axes] += _summed(plan, stage, step_sum)
+    for axes, num_bytes in totals.items():
+        yield Message(Purpose.TENSOR, _others(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
 
 
-def _tensor(place: Place, part: Part) -> Iterator[Message]:
-    """With and without sequence parallel a product's input is gathered, or the sum of its gradients is, and its output
-    is summed: an all-reduce, or an all-gather and a reduce-scatter. As if everything were trained."""
-    config, line = place.config, place.line("tp")
-    if len(line) == 1:
-        return
-    exchanges = len(part.layers) * _exchanges_of_a_block(config)
-    loss_bytes = 0
-    if isinstance(config.model.spec(), LlamaSpec):
-        exchanges += 2 * (part.is_first + part.is_last)
-        tokens = _stream_elements(config) // config.model.dim
-        if part.is_last:
-            loss_bytes = 2 * LOSS_REDUCTIONS * -(-tokens // len(line)) * place.reduce_bytes()
-    piece = -(-_stream_elements(config) // len(line)) * place.compute_bytes()
-    total = config.train.num_microbatches * (exchanges * piece + loss_bytes)
-    total += _norm_bytes(place, part, len(line)) + _copies_bytes(place, part, len(line))
-    yield Message(What.TENSOR, place.others(line), total, in_ring=True)
+def _summed(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
+    """Bytes to each other rank: parameter by parameter before they are sharded; a mean goes over all shards at once."""
+    ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
+    found = [p for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in names]
+    if step_sum.op == "mean":
+        elements = -(-sum(plan.elements(p, sharded=stage.root.sharded) for p in found) // ranks)
+    else:
+        elements = sum(-(-prod(p.shape) // ranks) for p in found)
+    return 2 * elements * BYTES[step_sum.dtype]
 
 
-def _exchanges_of_a_block(config: RunConfig) -> int:
-    """All-gathers and reduce-scatters of the stream in forward and backward; an all-reduce is two."""
-    once = 2 * 2 * 2  # attention and feed-forward, what goes in and what comes out, forward and backward
-    if config.recompute.policy != "full":
-        return once
-    if not isinstance(config.model.spec(), LlamaSpec):
-        return once + 4
-    # Recomputation ends with the last thing that was kept, which is before a Llama block's last sum.
-    return once + (3 if config.mesh.sequence_parallel else 2)
+def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """An all-reduce of each over one axis after the other."""
+    for kind, _ in plan.held(stage):
+        for buffer in kind.buffers:
+            for axis in buffer.summed:
+                elements = -(-prod(buffer.shape) // plan.mesh.size(axis))
+                line = plan.mesh.line(rank, (axis,))
+                yield Message(Purpose.BUFFERS, _others(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
 
 
-def _norm_bytes(place: Place, part: Part, tp: int) -> int:
-    """The sum of what each rank's tokens give to parameters that are whole on all of them, once a step."""
-    config = place.config
-    if not config.mesh.sequence_parallel:
-        return 0
-    shapes = trained_shapes(config, part)
-    trained = [shape for shape, is_trained in shapes.items() if is_trained and shape.tp_dim is None]
-    # A gradient that was added up over micro-batches has the type that it is reduced in.
-    size = place.compute_bytes() if config.train.num_microbatches == 1 else place.reduce_bytes()
-    return sum(2 * -(-prod(shape.shape) // tp) * size for shape in trained)
-
-
-def _copies_bytes(place: Place, part: Part, tp: int) -> int:
-    """The mean of what each rank got for parameters that are whole on all of them, where that is not the same."""
-    if not has_drifting_copies(place.config):
-        return 0
-    dp_shard = place.config.mesh.dp_shard
-    trained = [shape for shape, is_trained in trained_shapes(place.config, part).items() if is_trained]
-    total = sum(shape.on_rank(tp=tp, dp_shard=dp_shard) for shape in trained if shape.tp_dim is None)
-    return 2 * -(-total // tp) * place.reduce_bytes()
-
-
-def _stages(place: Place) -> Iterator[Message]:
-    config, table, line = place.config, lowered_table(place.config), place.line("pp")
-    divided = config.mesh.tp if config.mesh.sequence_parallel else 1
-    num_bytes = _stream_elements(config) // divided * place.compute_bytes()
-    for action in table.actions[line.index(place.rank)]:
+def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
+    table, line, edge = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.edge
+    elements = prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
+    num_bytes = plan.batch.samples * elements * BYTES[edge.dtype]
+    for action in table.actions[line.index(rank)]:
         for one in action.parts():
             if one.kind in SENDS:
-                yield Message(What.STAGES, (line[table.stage_ranks[one.peer().stage]],), num_bytes)
+                yield Message(Purpose.STAGES, (line[table.stage_ranks[one.peer().stage]],), num_bytes)
 
 
-def _shared(place: Place) -> Iterator[Message]:
+def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
     """Of the rank of dp_shard that holds most, where they do not hold the same."""
-    config, table, line = place.config, lowered_table(place.config), place.line("pp")
-    shared = config.model.spec().shared_parameters(table.num_stages)
-    parts, axes = {part.stage: trained_shapes(config, part) for part in place.parts()}, config.mesh.axes()
+    table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
+    copies = {
+        (number, kind.full_name(parameter.name, layer)): (parameter, plan.stages[number])
+        for number in plan.stages_of(rank)
+        for kind, layer, parameter in plan.parameters(plan.stages[number])
+        if parameter.trained
+    }
     for group in stage_groups(shared):
         ranks = tuple(dict.fromkeys(line[table.stage_ranks[stage]] for stage in group))
-        if place.rank not in ranks:
+        if rank not in ranks:
             continue
-        sites = [next(site for site in one.sites if site[0] in parts) for one in shared if one.stages() == group]
-        copies = {(stage, shape.name): shape for stage, part in parts.items() for shape in part if part[shape]}
-        trained = [copies[site] for site in sites if site in copies]
-        total = sum(shape.on_rank(tp=axes.tp, dp_shard=axes.dp_shard) for shape in trained)
-        num_bytes = 2 * -(-total // len(ranks)) * place.reduce_bytes()
-        yield Message(What.SHARED, place.others(ranks), num_bytes, in_ring=True)
+        first = [next((site for site in one.sites if site in copies), None) for one in shared if one.stages() == group]
+        trained = [copies[site] for site in first if site is not None]
+        total = sum(plan.elements(parameter, sharded=stage.root.sharded) for parameter, stage in trained)
+        num_bytes = 2 * -(-total // len(ranks)) * BYTES[plan.stages[0].root.reduce]
+        yield Message(Purpose.SHARED, _others(rank, ranks), num_bytes, in_ring=True)

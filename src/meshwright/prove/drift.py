@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.config.load import load
+from meshwright.config.facts import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError, MeshwrightError
-from meshwright.prove.stages import stages_of
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_data
 from meshwright.train.launch import launch
 
 DEFAULT = ("dit-digits", ("mesh.pp=2", "pipeline.chunks=2"))
@@ -76,7 +76,7 @@ def load_sharing(source: str | None, overrides: Sequence[str]) -> RunConfig:
         raise LayoutError(
             "no parameter of this layout is on several stages, so nothing can drift",
             where=" ".join(["command line,", source, *overrides]),
-            rule="the embedders of a dit are shared by all stages, tied embeddings (model.tie_embeddings) by the first "
+            rule="what every stage needs is shared by all of them, tied embeddings (model.tie_embeddings) by the first "
             "and the last; stages come from mesh.pp or pipeline.chunks",
             fix=" ".join(_way_to_share(source, overrides)),
         )
@@ -88,7 +88,7 @@ def measure_drift(config: RunConfig, *, num_steps: int) -> Drift:
     """Train the layout with and without the sum of shared gradients, on processes of this machine."""
     steps = max(num_steps, config.train.steps)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    open_training_data(config)
+    config.family.open_data(run_facts(config))
     with tempfile.TemporaryDirectory(prefix="meshwright-drift-") as folder:
         spec = DriftSpec(config, num_steps, Path(folder) / "result.json")
         launch(drift_body, spec, num_ranks=config.mesh.axes().num_ranks(), threads=config.train.threads)
@@ -117,8 +117,7 @@ def from_json(text: str) -> Drift:
 
 
 def _shares(config: RunConfig) -> bool:
-    stages = stages_of(config)
-    return stages is not None and bool(stages.shared)
+    return bool(make_plan(config).shared)
 
 
 def _way_to_share(source: str, overrides: Sequence[str]) -> tuple[str, ...]:

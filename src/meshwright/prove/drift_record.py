@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import all_gather_object
+from meshwright.config.facts import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.data.pictures import Pictures
-from meshwright.data.text import Corpus
 from meshwright.mesh.groups import process_group
 from meshwright.mesh.shards import to_local
+from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.task import Task
+from meshwright.parallel.apply import needs_mesh
 from meshwright.pipeline.table import ActionKind, Schedule
+from meshwright.plan.make import make_plan
 from meshwright.prove.drift import Curve, Drift, DriftSpec, as_json
-from meshwright.train.build import Job, build_job, layout_needs_mesh
+from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_data
 from meshwright.train.step import TrainStep
-from meshwright.train.tasks import build_task
-from meshwright.train.tasks.base import Task
 
 Copies = dict[str, Tensor]
 """A stage's pieces of shared parameters, by key."""
@@ -37,24 +37,25 @@ def record_drift(context: RankContext, spec: DriftSpec) -> None:
         device=torch.device("cpu"),
         timeout_s=config.train.timeout_s,
         store_path=context.store_path,
-        needed=layout_needs_mesh(config),
+        needed=needs_mesh(make_plan(config)),
     ):
-        drift = train_twice(config, context, open_training_data(config), num_steps=spec.num_steps)
+        drift = train_twice(config, context, config.family.open_data(run_facts(config)), num_steps=spec.num_steps)
     if context.rank == 0:
         spec.result.write_text(as_json(drift), "utf-8")
 
 
-def train_twice(config: RunConfig, context: RankContext, corpus: Corpus | Pictures, *, num_steps: int) -> Drift:
+def train_twice(config: RunConfig, context: RankContext, corpus: TrainingData, *, num_steps: int) -> Drift:
     """With SYNC_SHARED and without, on the CPU, as this rank of an existing process group."""
-    task = build_task(config, corpus, torch.device("cpu"))
+    task = config.family.task(run_facts(config), corpus, torch.device("cpu"))
     synced, unsynced = (_train(config, context, task, num_steps=num_steps, syncs=syncs) for syncs in (True, False))
     return Drift(synced, unsynced, task.unit.name)
 
 
 def _train(config: RunConfig, context: RankContext, task: Task, *, num_steps: int, syncs: bool) -> Curve:
-    job = build_job(config, context, torch.device("cpu"))
+    plan = make_plan(config)
     if not syncs:
-        job.schedule = without_sync(job.schedule)
+        plan = replace(plan, schedule=without_sync(plan.schedule))
+    job = build_job(config, plan, context, torch.device("cpu"))
     run_step = TrainStep(job, task, stop_requested=lambda: False)
     losses, apart = [], []
     for step in range(1, num_steps + 1):
@@ -77,7 +78,8 @@ def largest_distance(job: Job) -> float:
 
     All shared parameters of a stage together, as a bias that started at zero is infinitely far away at once.
     """
-    own = {stage: _copies(part.local_copies(), dict(part.named_parameters())) for stage, part in job.parts().items()}
+    parts = job.parts().items()
+    own = {stage: _copies(part.local_copies(), dict(part.module.named_parameters())) for stage, part in parts}
     everyone = all_gather_object(own)
     num_lines = len(everyone) // job.axes.pp
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.stages import Stages
+
+DTYPE = torch.float64
+"""In which both sides of a proof compute."""
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.facts import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.data.pictures import Pictures
-from meshwright.data.text import Corpus
 from meshwright.mesh.shards import local_box, to_local
+from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.task import Batch, Task
 from meshwright.pipeline.table import ActionKind
-from meshwright.prove.evidence import INITIAL, LayoutEvidence, Shard, UnequalCopies
+from meshwright.plan.make import make_plan
+from meshwright.plan.value import RunPlan
+from meshwright.prove.evidence import DTYPE, INITIAL, LayoutEvidence, Shard, UnequalCopies
 from meshwright.prove.stages import stages_of
 from meshwright.train.build import Job, build_job
 from meshwright.train.context import RankContext
-from meshwright.train.stages import Batch
 from meshwright.train.step import TrainStep
-from meshwright.train.tasks import build_task
-from meshwright.train.tasks.base import Task
 
 Pieces = dict[str, tuple[tuple[int, ...], Tensor]]
 """Per parameter: offset and value of this rank's piece."""
@@ -58,6 +58,10 @@ class RecordingTask(Task):
         self.read.extend(samples)
         return self._task.batch(samples)
 
+    def count(self, samples: range) -> int:
+        """As the task's."""
+        return self._task.count(samples)
+
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """As the task's."""
         return self._task.loss_sum(out, targets)
@@ -76,15 +80,26 @@ Tamper = Callable[[Job, TrainStep], None]
 
 
 def record_rank(
-    config: RunConfig, context: RankContext, corpus: Corpus | Pictures, *, num_steps: int, tamper: Tamper | None = None
+    config: RunConfig,
+    context: RankContext,
+    corpus: TrainingData,
+    *,
+    num_steps: int,
+    plan: RunPlan | None = None,
+    tamper: Tamper | None = None,
 ) -> RankRecord:
     """Train `num_steps` steps of `config` as this rank of an existing process group, on CPU.
 
     Args:
+        config: of the run, as it is proved.
+        context: of the rank.
+        corpus: what it trains on.
+        num_steps: at least one.
+        plan: of the layout; made from the configuration when None.
         tamper: called on the job before the first step; only the seeded-fault suite passes one.
     """
-    job = build_job(config, context, torch.device("cpu"))
-    task = RecordingTask(build_task(config, corpus, job.device))
+    job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
+    task = RecordingTask(config.family.task(run_facts(config), corpus, job.device))
     run_step = TrainStep(job, task, stop_requested=lambda: False)
     record = RankRecord()
     if tamper is not None:
@@ -96,7 +111,7 @@ def record_rank(
         task.read = []
         loss = run_step.accumulate(step)
         if step == 1:
-            gradients = {name: p.grad for name, p in job.model.whole_model_parameters() if p.grad is not None}
+            gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
             record.gradients = _pieces(gradients)
             record.unequal += _unequal(job, "gradient of step 1", lambda parameter: parameter.grad)
         result = run_step.update(step, loss)
@@ -117,7 +132,7 @@ def _unequal(
     first: dict[str, tuple[int, nn.Parameter]] = {}
     found = []
     for stage, part in job.parts().items():
-        for name, parameter in part.whole_model_parameters():
+        for name, parameter in part.named_parameters():
             at, original = first.setdefault(name, (stage, parameter))
             a, b = value(original), value(parameter)
             if original is parameter or (a is None and b is None):
@@ -140,14 +155,17 @@ def _by_microbatch(read: list[int], job: Job) -> list[int]:
 
 
 def _weights(job: Job) -> Pieces:
-    return _pieces({name: parameter.detach() for name, parameter in job.model.whole_model_parameters()})
+    buffers = {name: buffer.to(DTYPE) for name, buffer in job.model.named_buffers(saved_only=True)}
+    return _pieces({**{name: parameter.detach() for name, parameter in job.model.named_parameters()}, **buffers})
 
 
 def _pieces(tensors: dict[str, Tensor]) -> Pieces:
     return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}
 
 
-def gather_evidence(config: RunConfig, records: list[RankRecord]) -> LayoutEvidence:
+def gather_evidence(
+    config: RunConfig, records: list[RankRecord], *, plan: RunPlan | None = None
+) -> LayoutEvidence:
     """The ranks' records, by rank, as one value."""
 
     def by_name(kind: str) -> dict[str, list[Shard]]:
@@ -167,7 +185,7 @@ def gather_evidence(config: RunConfig, records: list[RankRecord]) -> LayoutEvide
         parameters=by_name("parameters"),
         initial=by_name("initial"),
         after_first=by_name("after_first"),
-        stages=stages_of(config),
+        stages=stages_of(plan or make_plan(config)),
         unequal=tuple(
             UnequalCopies(rank, name, (a, b), what, largest)
             for rank, record in enumerate(records)

@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.facts import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.data.pictures import Pictures
-from meshwright.data.text import Corpus
-from meshwright.models.build import build_model
-from meshwright.models.part import ModelPart
+from meshwright.models.contract.build import build_part, tie
+from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.fill import Computed, Constant
+from meshwright.models.contract.task import Reference
 from meshwright.nn.init import normal_piece
-from meshwright.prove.evidence import ReferenceEvidence
-from meshwright.prove.samples import DTYPE, Samples, open_samples
+from meshwright.nn.stepwise import auxiliary_losses, step_buffers
+from meshwright.prove.evidence import DTYPE, ReferenceEvidence
 from meshwright.prove.stage_parts import stage_gradients
+from meshwright.prove.stages import Stages
 from meshwright.train.lr_schedule import learning_rate
 
 ByName = dict[str, Tensor]
@@ -37,13 +40,24 @@ class _Batch:
     """Per parameter, [data_parallel, num_microbatches, *shape]."""
 
 
-def compute_reference(config: RunConfig, data: Corpus | Pictures, *, num_steps: int) -> ReferenceEvidence:
-    """Train `num_steps` steps as `config` says, in float64, and keep what a proof compares with."""
+def compute_reference(
+    config: RunConfig, data: TrainingData, *, num_steps: int, stages: Stages | None = None
+) -> ReferenceEvidence:
+    """Train `num_steps` steps as `config` says, in float64, and keep what a proof compares with.
+
+    Args:
+        config: of the run, as it is proved.
+        data: what it trains on.
+        num_steps: at least one.
+        stages: of the layout, to say which stage's part of a shared gradient is wrong; no proof rests on them.
+    """
     train = config.train
-    model, samples_of = _build(config), open_samples(config, data)
+    model, samples_of = _build(config), config.family.reference(run_facts(config), data)
     initial = _values(model)
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _trained(model).items()}
-    by_stage = stage_gradients(config, initial, samples_of, list(range(train.global_batch)))
+    by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
+    for _, handle in auxiliary_losses(model):
+        handle.scale = 1.0 / train.global_batch
     losses, norms, samples = [], [], []
     first: _Batch | None = None
     after_first: ByName = {}
@@ -54,6 +68,8 @@ def compute_reference(config: RunConfig, data: Corpus | Pictures, *, num_steps: 
         gradients = {name: partial.sum((0, 1)) for name, partial in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         _adamw(model, gradients, moments, config, step=step, clip=min(1.0, train.max_grad_norm / norm))
+        for _, buffer in step_buffers(model):
+            buffer.commit(buffer.pending())
         after_first = after_first or _values(model)
         losses.append(float(batch.partial_losses.sum()))
         norms.append(norm)
@@ -73,28 +89,37 @@ def compute_reference(config: RunConfig, data: Corpus | Pictures, *, num_steps: 
     )
 
 
-def _build(config: RunConfig) -> ModelPart:
-    model = build_model(config.model.spec(), dtype=DTYPE)
+def _build(config: RunConfig) -> nn.Module:
+    f, facts = run_facts(config), model_facts(config)
+    model = build_part(config.family, f, dtype=DTYPE)
     model.to_empty(device="cpu")
-    model.tie()
+    tie(model, facts)
     with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            fill = config.family.initial(f, name)
+            if isinstance(fill, Constant):
+                tensor.fill_(fill.value)
+            elif isinstance(fill, Computed):
+                tensor.copy_(fill.compute())
+            else:
+                tensor.copy_(normal_piece(config.train.seed, name, tensor.shape, std=fill.std))
         for name, parameter in model.named_parameters():
-            std = model.initial_std(name)
-            value = torch.ones(()) if std is None else normal_piece(config.train.seed, name, parameter.shape, std=std)
-            parameter.copy_(value)
             parameter.requires_grad_(not any(fnmatchcase(name, glob) for glob in config.train.freeze))
     return model
 
 
-def _trained(model: ModelPart) -> dict[str, nn.Parameter]:
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _values(model: ModelPart) -> ByName:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def _values(model: nn.Module) -> ByName:
+    """Parameters and saved buffers."""
+    saved = model.state_dict()
+    tensors = chain(model.named_parameters(), model.named_buffers())  # of what is tied once
+    return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
 
 
-def _forward_backward(model: ModelPart, config: RunConfig, samples: Samples, indices: list[int]) -> _Batch:
+def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, indices: list[int]) -> _Batch:
     """Losses and gradients of a batch, for each share of it and each micro-batch apart."""
     train, axes = config.train, config.mesh.axes()
     cells = (axes.data_parallel(), train.num_microbatches)
@@ -105,7 +130,8 @@ def _forward_backward(model: ModelPart, config: RunConfig, samples: Samples, ind
     for cell in range(math.prod(cells)):
         share, microbatch = divmod(cell, train.num_microbatches)
         loss = samples.loss(model, indices[cell * per_cell : (cell + 1) * per_cell])
-        losses[share, microbatch] = loss.detach()
+        auxiliary = [value for _, handle in auxiliary_losses(model) if (value := handle.take()) is not None]
+        losses[share, microbatch] = loss.detach() + sum(auxiliary)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         for name, gradient in zip(names, gradients, strict=True):
             partial[name][share, microbatch] = gradient
@@ -114,7 +140,7 @@ def _forward_backward(model: ModelPart, config: RunConfig, samples: Samples, ind
 
 @torch.no_grad()
 def _adamw(
-    model: ModelPart,
+    model: nn.Module,
     gradients: ByName,
     moments: dict[str, tuple[Tensor, Tensor]],
     config: RunConfig,

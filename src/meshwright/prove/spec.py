@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from meshwright.config.breach import as_words
+from meshwright.comm.catalogue import is_lossy
 from meshwright.config.rules_comm import lossless_value, lossy_keys
-from meshwright.config.schema import DiTConfig, RunConfig
+from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.pipeline.table import Schedule
+from meshwright.plan.value import RunPlan
+from meshwright.settings.violation import as_words
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class ProofSpec:
     """What is proved, and where its parts meet."""
 
     config: RunConfig
+    plan: RunPlan
     num_steps: int
     folder: Path
     """Ranks leave their records here, the comparison its result."""
@@ -33,13 +38,39 @@ class ProofSpec:
 def as_proof(config: RunConfig) -> RunConfig:
     """The run as it is proved: float64, on the CPU, everything else as given.
 
-    But for gates that start at zero: nearly all gradients of the first step are zero behind them, and a proof of zeros
-    proves nothing.
+    But for what the family sets: behind gates that start at zero nearly all gradients of the first step are zero, and a
+    proof of zeros proves nothing.
 
     Raises:
         ConfigError: gradients or weights lose digits between ranks.
     """
-    lossy = lossy_keys(config)
+    _refuse_lossy(lossy_keys(config))
+    train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False}
+    return config.with_keys({**train, **config.family.proof})
+
+
+def plan_in_float64(plan: RunPlan) -> RunPlan:
+    """A plan as it is proved: every float is float64, and nothing is compiled.
+
+    Raises:
+        ConfigError: gradients or weights lose digits between ranks.
+    """
+    units = [unit for stage in plan.stages for unit in plan.units(stage)]
+    lossy = [f"comm.{use}" for use in ("gradients", "weights") if any(is_lossy(getattr(u, use)) for u in units)]
+    _refuse_lossy(lossy)
+    found: RunPlan = _in_float64(plan)
+    return replace(found, kinds=tuple(replace(kind, compiled=False) for kind in found.kinds))
+
+
+def _in_float64(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type | Schedule):
+        return replace(value, **{field.name: _in_float64(getattr(value, field.name)) for field in fields(value)})
+    if isinstance(value, tuple):
+        return tuple(_in_float64(one) for one in value)
+    return "float64" if value in ("float32", "bfloat16") else value
+
+
+def _refuse_lossy(lossy: list[str]) -> None:
     if lossy:
         raise ConfigError(
             f"a proof with {' and '.join(lossy)} that lose digits on the way",
@@ -48,8 +79,3 @@ def as_proof(config: RunConfig) -> RunConfig:
             "gradients, without loss",
             fix=as_words({key: lossless_value(key) for key in lossy}),
         )
-    train = config.train.model_copy(update={"precision": "float64", "device": "cpu", "compile": False})
-    model = config.model
-    if isinstance(model, DiTConfig):
-        model = model.model_copy(update={"zero_init": False})
-    return config.model_copy(update={"train": train, "model": model})

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.facts import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.models.build import build_model
-from meshwright.models.part import ModelPart
-from meshwright.models.shapes import Part
-from meshwright.prove.samples import DTYPE, Samples
-from meshwright.prove.stages import Stages, stages_of
+from meshwright.models.contract.build import build_part, tie
+from meshwright.models.contract.facts import Part
+from meshwright.models.contract.task import Reference
+from meshwright.nn.stepwise import auxiliary_losses
+from meshwright.prove.evidence import DTYPE
+from meshwright.prove.stages import Stages
 
 
 class _Parts(nn.Module):
     """A model's parts, each fed with what the one before gives."""
 
-    def __init__(self, parts: list[ModelPart]) -> None:
+    def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
@@ -33,18 +35,23 @@ class _Parts(nn.Module):
 
 
 def stage_gradients(
-    config: RunConfig, weights: dict[str, Tensor], samples: Samples, indices: list[int]
+    config: RunConfig, stages: Stages | None, weights: dict[str, Tensor], samples: Reference, indices: list[int]
 ) -> dict[str, Tensor]:
     """By key, [stage, *shape]; of parameters that are trained and on several stages.
 
     Args:
+        config: of the run.
+        stages: that the model is divided into.
         weights: the whole model's, which it starts from.
+        samples: of the run.
         indices: the samples of the batch.
     """
-    stages = stages_of(config)
     if stages is None or not any(len(parameter.sites) > 1 for parameter in stages.shared):
         return {}
+    scale = 1.0 / config.train.global_batch
     parts = [_part(config, stages, stage, weights) for stage in range(len(stages.ranks))]
+    for _, handle in (one for part in parts for one in auxiliary_losses(part)):
+        handle.scale = scale
     copies = [
         (parameter.key, stage, parts[stage].get_parameter(name))
         for parameter in stages.shared
@@ -58,12 +65,13 @@ def stage_gradients(
     return result
 
 
-def _part(config: RunConfig, stages: Stages, stage: int, weights: dict[str, Tensor]) -> ModelPart:
+def _part(config: RunConfig, stages: Stages, stage: int, weights: dict[str, Tensor]) -> nn.Module:
     part = Part(stages.layers[stage], stage=stage, num_stages=len(stages.ranks))
-    model = build_model(config.model.spec(), dtype=DTYPE, part=part)
+    model = build_part(config.family, run_facts(config), dtype=DTYPE, part=part)
     model.to_empty(device="cpu")
-    model.tie()
+    tie(model, model_facts(config))
+    keys = {name: one.key for one in stages.shared for at, name in one.sites if at == stage}
     with torch.no_grad():
-        for name, parameter in model.whole_model_parameters():
-            parameter.copy_(weights[name])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[keys.get(name, name)])
     return model

@@ -1,18 +1,16 @@
 """Where a pipeline has its parameters: which stages hold one, and on which rank of the pipeline a stage is.
 
-From the configuration alone, so that a finding about some parameters can be one about a stage.
+Names from the plan, nothing else, so that a finding about some parameters can be one about a stage.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshwright.config.pipeline import has_stages, layers_per_stage, lowered_table
-from meshwright.config.schema import RunConfig
 from meshwright.pipeline.shared import SharedParameter
-from meshwright.pipeline.stages import layer_ranges
+from meshwright.plan.value import RunPlan
 from meshwright.prove.words import join_words
 
 
@@ -24,10 +22,12 @@ class Stages:
     """Of each stage, its rank of the pipeline."""
     layers: tuple[range, ...]
     """Of each stage, its blocks."""
+    holders: Mapping[str, tuple[int, ...]]
+    """The stages that hold a parameter, by its name."""
     shared: tuple[SharedParameter, ...] = ()
     """Parameters with copies on several stages."""
     splits_backward: bool = False
-    """Gradients of weights are put off: B is I and W."""
+    """Gradients of weights are deferred: B is I and W."""
 
     @property
     def last(self) -> int:
@@ -41,14 +41,7 @@ class Stages:
 
     def of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter."""
-        if self.sharing(name):
-            return self.sharing(name)
-        block = re.match(r"blocks\.(\d+)\.", name)
-        if block is not None:
-            return tuple(stage for stage, layers in enumerate(self.layers) if int(block[1]) in layers)
-        if name.startswith("embed."):
-            return (0,)
-        return (self.last,)
+        return self.sharing(name) or self.holders.get(name, (self.last,))
 
     def sharing(self, name: str) -> tuple[int, ...]:
         """The stages that have copies of a shared parameter; none if it isn't shared."""
@@ -65,16 +58,20 @@ class Stages:
         return f"{_numbered('stage', found)} ({_numbered('pp rank', ranks)})"
 
 
-def stages_of(config: RunConfig) -> Stages | None:
-    """A configuration's stages; None without a pipeline."""
-    if not has_stages(config):
+def stages_of(plan: RunPlan) -> Stages | None:
+    """A plan's stages; None without a pipeline."""
+    if len(plan.stages) == 1:
         return None
-    table = lowered_table(config)
+    holders: dict[str, list[int]] = defaultdict(list)
+    for number, stage in enumerate(plan.stages):
+        for kind, layer, parameter in plan.parameters(stage):
+            holders[kind.key(parameter, layer)].append(number)
     return Stages(
-        table.stage_ranks,
-        tuple(layer_ranges(layers_per_stage(config))),
-        shared=config.model.spec().shared_parameters(table.num_stages),
-        splits_backward=table.splits_backward,
+        plan.schedule.stage_ranks,
+        tuple(range(*stage.layers) for stage in plan.stages),
+        {name: tuple(found) for name, found in holders.items()},
+        shared=plan.shared_parameters(),
+        splits_backward=plan.schedule.splits_backward,
     )
 
 

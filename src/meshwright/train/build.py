@@ -1,43 +1,39 @@
-"""From a config to the live parts of a job on this rank: mesh, model, optimizer.
+"""From a plan to the live parts of a job on this rank: mesh, model, optimizer.
 
 The model is laid on the mesh on the meta device and only then given storage, so no rank ever holds more than its
-piece of it.
+shard of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comm.catalogue import EXACT
-from meshwright.config.pipeline import layers_per_stage, lowered_table
+from meshwright.config.facts import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
-from meshwright.models.build import build_model
-from meshwright.models.chunks import Chunks
-from meshwright.models.part import ModelPart
-from meshwright.models.shapes import Part
+from meshwright.models.contract.build import build_part, tie
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.fill import Computed, Constant, Fill
+from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.init import normal_piece
-from meshwright.parallel.apply import ParallelOptions, apply_parallel, needs_mesh
-from meshwright.pipeline.stages import layer_ranges
+from meshwright.parallel.apply import apply_plan, needs_mesh
+from meshwright.parallel.observed import check_placements
+from meshwright.parallel.part import RankModel, StagePart, part_of
 from meshwright.pipeline.table import Schedule
+from meshwright.plan.value import RunPlan
 from meshwright.train.compression import RunCompression
 from meshwright.train.context import RankContext
 from meshwright.train.optimizer import STATE_NAMES, build_optimizer
-
-MASTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-"""Dtype that parameters and optimizer state are kept in, by `train.precision`."""
-
-COMPUTE_DTYPES = MASTER_DTYPES | {"bfloat16": torch.bfloat16}
-"""Dtype of activations."""
 
 
 @dataclass
@@ -45,16 +41,24 @@ class Job:
     """The live parts of a run on one rank."""
 
     config: RunConfig
+    plan: RunPlan
     context: RankContext
-    axes: Axes
     device: torch.device
     mesh: DeviceMesh | None
-    model: ModelPart | Chunks
-    """The whole model, or this rank's parts of it."""
+    model: RankModel
+    """This rank's stages."""
     optimizer: torch.optim.AdamW
-    schedule: Schedule
-    """The lowered table of a step."""
     compression: RunCompression
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The mesh's axes."""
+        return self.config.mesh.axes()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The lowered table of a step."""
+        return self.plan.schedule
 
     @property
     def data_index(self) -> int:
@@ -64,25 +68,31 @@ class Job:
     @property
     def pipeline_rank(self) -> int:
         """Position in the pipeline."""
-        return self.axes.coordinate(self.context.rank)["pp"]
+        return self.plan.mesh.position(self.context.rank, "pp")
 
     @property
     def microbatch_size(self) -> int:
         """Samples of a micro-batch."""
-        train = self.config.train
-        return train.global_batch // (self.axes.data_parallel() * train.num_microbatches)
+        return self.plan.batch.samples
 
-    def parts(self) -> dict[int, ModelPart]:
+    @property
+    def family(self) -> Family:
+        """The family of its model."""
+        return self.config.family
+
+    def parts(self) -> dict[int, StagePart]:
         """The stages on this rank, by number."""
-        return self.model.parts() if isinstance(self.model, Chunks) else {0: self.model}
+        return self.model.parts
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """Parameters without the copies of shared ones, which the first of their stages counts."""
-        parts = self.parts()
-        declared = next(iter(parts.values())).shared_parameters()
-        further = {site for parameter in declared for site in parameter.sites[1:]}
-        named = ((stage, name, p) for stage, part in parts.items() for name, p in part.named_parameters())
-        return [parameter for stage, name, parameter in named if (stage, name) not in further]
+        omitted = set(self.plan.norm_omits)
+        return [
+            parameter
+            for number, part in self.parts().items()
+            for key, parameter in part.named_parameters()
+            if (number, key) not in omitted
+        ]
 
 
 def choose_device(config: RunConfig, context: RankContext) -> torch.device:
@@ -107,80 +117,59 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
     return device
 
 
-def parallel_options(config: RunConfig) -> ParallelOptions:
-    """How the config lays the model on its mesh."""
-    mixed = config.train.precision == "bfloat16"
-    return ParallelOptions(
-        sequence_parallel=config.mesh.sequence_parallel,
-        reshard_after_forward=config.comm.secondary_shards or config.mesh.reshard_after_forward,
-        param_dtype=torch.bfloat16 if mixed else None,
-        reduce_dtype=torch.float32 if mixed else None,
-        replicas_apart=config.comm.gradients != EXACT,
-        recompute=config.recompute.policy == "full",
-        compile=config.train.compile,
-    )
-
-
-def layout_needs_mesh(config: RunConfig) -> bool:
-    """Whether the run needs a process group and a mesh at all."""
-    return needs_mesh(config.mesh.axes(), parallel_options(config))
-
-
-def build_job(config: RunConfig, context: RankContext, device: torch.device) -> Job:
-    """Build everything on this rank. The process group exists already if the layout needs one."""
-    axes = config.mesh.axes()
-    options = parallel_options(config)
-    mesh = build_mesh(axes, device) if layout_needs_mesh(config) else None
-    schedule = lowered_table(config)
+def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
+    """Build everything on this rank. The process group exists already if the plan needs one."""
+    mesh = build_mesh(config.mesh.axes(), device) if needs_mesh(plan) else None
+    f, facts = run_facts(config), model_facts(config)
     parts = {}
-    for stage, part in _parts(config, schedule, axes.coordinate(context.rank)["pp"]).items():
-        module = build_model(config.model.spec(), dtype=MASTER_DTYPES[config.train.precision], part=part)
-        freeze(module, config.train.freeze)
-        apply_parallel(module, mesh, axes, options)
+    for number in plan.stages_of(context.rank):
+        dtype = getattr(torch, plan.masters)
+        module = build_part(config.family, f, dtype=dtype, part=part_of(plan, number))
+        part = StagePart(plan, number, module)
+        freeze(part)
+        apply_plan(module, mesh, plan, part.stage, facts)
+        check_placements(part)
         module.to_empty(device=device)
-        module.tie()
-        initialize(module, config.train.seed)
-        parts[stage] = module
-    model = Chunks(parts) if schedule.num_stages > 1 else parts[0]
+        tie(module, facts)
+        initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
+        parts[number] = part
+    model = RankModel(parts)
     return Job(
         config=config,
+        plan=plan,
         context=context,
-        axes=axes,
         device=device,
         mesh=mesh,
         model=model,
         optimizer=build_optimizer(model, config.train),
-        schedule=schedule,
-        compression=RunCompression(config, parts, mesh, rank=context.rank),
+        compression=RunCompression(config, plan, parts, mesh, rank=context.rank),
     )
 
 
-def _parts(config: RunConfig, schedule: Schedule, pipeline_rank: int) -> dict[int, Part]:
-    """What each stage on a rank of the pipeline holds."""
-    layers = layer_ranges(layers_per_stage(config))
-    return {
-        stage: Part(layers[stage], stage=stage, num_stages=schedule.num_stages)
-        for stage in schedule.stages_of(pipeline_rank)
-    }
+def freeze(part: StagePart) -> None:
+    """Leave the parameters that the plan does not train as they start."""
+    for kind, layer, parameter in part.plan.parameters(part.stage):
+        if not parameter.trained:
+            part.module.get_parameter(kind.full_name(parameter.name, layer)).requires_grad_(False)
 
 
-def freeze(model: ModelPart, globs: Sequence[str]) -> None:
-    """Leave the parameters whose name in the whole model matches one of `globs` as they start."""
-    for name, parameter in model.whole_model_parameters():
-        if any(fnmatchcase(name, glob) for glob in globs):
-            parameter.requires_grad_(False)
+def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: RunFacts) -> None:
+    """Fill parameters' local shards and buffers, by their names in the whole model, the same on every layout."""
+    for name, tensor in tensors:
+        _fill(tensor, name, family.initial(f, name), f.seed)
 
 
 @torch.no_grad()
-def initialize(model: ModelPart, seed: int) -> None:
-    """Fill every parameter's local piece with its initial values, the same on every layout."""
-    for name, parameter in model.whole_model_parameters():
-        std = model.initial_std(name)
-        local, box = to_local(parameter), local_box(parameter)
-        if not std:
-            local.fill_(1.0 if std is None else 0.0)
-        elif box.numel():
-            local.copy_(normal_piece(seed, name, parameter.shape, std=std, index=box.slices()))
+def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
+    local, box = to_local(tensor), local_box(tensor)
+    if not box.numel():
+        return
+    if isinstance(fill, Constant):
+        local.fill_(fill.value)
+    elif isinstance(fill, Computed):
+        local.copy_(fill.compute()[box.slices()])
+    else:
+        local.copy_(normal_piece(seed, name, tensor.shape, std=fill.std, index=box.slices()))
 
 
 @torch.no_grad()
@@ -191,7 +180,7 @@ def refresh_copies(job: Job) -> None:
     """
     first: dict[str, nn.Parameter] = {}
     for part in job.parts().values():
-        for name, copy in part.whole_model_parameters():
+        for name, copy in part.named_parameters():
             original = first.setdefault(name, copy)
             if original is not copy:
                 to_local(copy).copy_(to_local(original))

@@ -6,7 +6,7 @@ tensor of bytes a rank, whatever the number of modules, and says what layout it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +21,54 @@ from meshwright.comm.catalogue import EXACT, find_method
 from meshwright.comm.compressed import SentBytes
 from meshwright.comm.fsdp import Compression, Replicas, compress
 from meshwright.comm.placement import place
-from meshwright.config.pipeline import layers_per_stage
 from meshwright.config.schema import RunConfig
-from meshwright.models.part import ModelPart
-from meshwright.plan.messages import What
+from meshwright.parallel.part import StagePart
+from meshwright.plan.compare import hashes
+from meshwright.plan.messages import Purpose
 from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
+from meshwright.plan.value import RunPlan, Unit
 
 
 class RunCompression:
     """The compressed collectives of this rank's stages; of none, where nothing is sent or all is sent as it is."""
 
     def __init__(
-        self, config: RunConfig, parts: Mapping[int, ModelPart], mesh: DeviceMesh | None, *, rank: int
+        self,
+        config: RunConfig,
+        plan: RunPlan,
+        parts: Mapping[int, StagePart],
+        mesh: DeviceMesh | None,
+        *,
+        rank: int,
     ) -> None:
-        comm, axes = config.comm, config.mesh.axes()
         self._name = f"comm.rank{rank}"
         self._parts: dict[int, Compression] = {}
+        gradients = sorted({unit.gradients for stage in plan.stages for unit in plan.units(stage)})
+        self._has_feedback = any(find_method(name).feedback for name in gradients)
         self.identity: dict[str, Any] = {
-            "gradients": comm.gradients,
-            "mesh": list(axes.sizes()),
-            "layers_per_stage": list(layers_per_stage(config)),
+            "gradients": gradients[0] if len(gradients) == 1 else gradients,
+            "mesh": list(config.mesh.axes().sizes()),
+            "layers_per_stage": [len(stage.kinds) for stage in plan.stages],
             "freeze": list(config.train.freeze),
+            "layout": hashes(plan).layout,
         }
-        """What the errors belong to: where it is the same, they are of the same elements."""
-        if mesh is None or axes.data_parallel() == 1 or comm.gradients == comm.weights == EXACT:
+        """What the errors belong to: where it is the same, they are of the same elements. The plan's hash says it all;
+        the others tell people what differs, and are all that checkpoints of before there were plans have."""
+        units = [unit for stage in plan.stages for unit in plan.units(stage)]
+        if mesh is None or not plan.mesh.view("batch") or all(u.gradients == u.weights == EXACT for u in units):
             return
-        placement = place(parts.values(), nodes=_nodes(config), timeout_s=config.train.timeout_s)
+        modules = {number: part.module for number, part in parts.items()}
+        placement = place(modules.values(), nodes=_nodes(plan), timeout_s=config.train.timeout_s)
         self.identity["nodes"] = list(placement.nodes)
-        for stage, part in parts.items():
-            self._parts[stage] = compress(
-                part,
-                gradients=comm.gradients,
-                weights=comm.weights,
-                inside_node=comm.inside_node,
+        for number, part in parts.items():
+            by_module = dict(_unit_modules(part))
+            self._parts[number] = compress(
+                part.module,
+                gradients={name: unit.gradients for name, unit in by_module.items()},
+                weights={name: unit.weights for name, unit in by_module.items()},
+                inside_node={name: unit.inside_node for name, unit in by_module.items()},
                 placement=placement,
-                replicas=Replicas(mesh.get_group("dp_replicate"), sums=True) if axes.dp_replicate > 1 else None,
+                replicas=Replicas(mesh.get_group("dp_replicate"), sums=True) if plan.mesh.view("replicas") else None,
             )
 
     def settle(self, *, taken: bool) -> None:
@@ -84,7 +97,7 @@ class RunCompression:
         if not self._parts or not find_method(self.identity["gradients"]).feedback:
             return ""
         saved = manifest.run.get("comm")
-        if saved != self.identity:
+        if saved is None or any(self.identity.get(key) != value for key, value in saved.items()):
             return f"error feedback starts from zero: the checkpoint {_difference(saved, self.identity)}"
         if self._name in store.tensor_names(path):
             packed = store.read_tensors(path, [self._name])[self._name]
@@ -114,18 +127,27 @@ class CountingSteps:
             return None
         found = self._counted
         sent = LinkBytes(found.inside, found.between)
-        return Traffic(0, (TrafficEntry(What.GRADIENTS, sent, LinkBytes(found.exact_inside, found.exact_between)),))
+        return Traffic(0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(found.exact_inside, found.exact_between)),))
 
 
-def _nodes(config: RunConfig) -> list[int] | None:
-    """The node of each rank, where the configuration says it."""
-    size = config.comm.ranks_per_node
-    return None if size is None else [rank // size for rank in range(config.mesh.axes().num_ranks())]
+def _nodes(plan: RunPlan) -> list[int] | None:
+    """The node of each rank, where the plan has several; else the hosts that they are on say it."""
+    nodes = [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())]
+    return nodes if len(set(nodes)) > 1 else None
+
+
+def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
+    """The name of each module that FSDP2 wraps, and its unit."""
+    for kind, layer in part.plan.held(part.stage):
+        for unit in kind.units:
+            yield from ((kind.full_name(path, layer), unit) for path in unit.modules)
+    yield "", part.stage.root
 
 
 def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
     """How a checkpoint's layout differs, for people."""
     if saved is None:
         return "has none"
-    key = next(key for key in now if saved.get(key) != now[key])
-    return f"was saved with {key} = {saved.get(key)}, and this run has {now[key]}"
+    keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # a hash says least
+    key = next(key for key in keys if saved.get(key) != now.get(key))
+    return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"

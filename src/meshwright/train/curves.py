@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.breach import as_word
 from meshwright.config.draft import shorten
 from meshwright.errors import InputError
+from meshwright.settings.violation import as_word
 
 
 @dataclass(frozen=True)

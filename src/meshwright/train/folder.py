@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,20 +24,18 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from meshwright.config.breach import as_words
+from meshwright.config.facts import model_facts
 from meshwright.config.schema import RunConfig
-from meshwright.errors import CheckpointError, InputError, RunError
+from meshwright.errors import CheckpointError, InputError
+from meshwright.settings.violation import as_words
 from meshwright.train.curves import read_metrics
 from meshwright.train.lock import hold_folder
 
 AUTO = "auto"
 RUNS = Path("runs")
 
-DECIDES_SAMPLES = {
-    "train": ("seed", "seq_len", "global_batch"),
-    "diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout"),
-}
-"""Keys, by section, that decide what a step trains on and what is asked of the model."""
+DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch")}
+"""Keys, by section, that decide what a step trains on; families have more."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +91,6 @@ def choose_folder(
         return RunFolder(path, None, (f"no checkpoint in {path / 'checkpoints'}: starting at step 0",))
     check_continues(read_manifest(newest), config, newest, corpus)
     return RunFolder(path, newest, (*notes, f"resuming from {newest}"))
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """Gives `path`, and turns a failure to write it within the block into an error that says so.
-
-    Raises:
-        RunError: it can't be written.
-    """
-    try:
-        yield path
-    except OSError as error:
-        raise RunError(
-            f"can't write {path.name}: {error.strerror or error}",
-            where=str(path),
-            rule="a run keeps its record in its folder; the checkpoints saved before are intact",
-            fix="free some room there, then --resume auto",
-        ) from error
 
 
 def _from_checkpoint(
@@ -198,16 +178,17 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
     Raises:
         CheckpointError: it is of another model, a key that decides the samples differs, or what was frozen is trained.
     """
-    check_model(manifest, config.model.spec().identity())
+    check_model(manifest, model_facts(config).identity)
     saved: dict[str, Any] = manifest.run.get("config", {})
-    for section, key in ((section, key) for section, keys in DECIDES_SAMPLES.items() for key in keys):
+    decides = {**DECIDES_SAMPLES, **config.family.decides_samples}
+    for section, key in ((section, key) for section, keys in decides.items() for key in keys):
         now = getattr(getattr(config, section), key)
         before = saved.get(section, {}).get(key, now)
         if before != now:
             raise CheckpointError(
                 f"{section}.{key} = {now}, but the checkpoint was trained with {before}",
                 where=str(path),
-                rule=f"a resumed run sees the samples it would have seen: {', '.join(DECIDES_SAMPLES[section])} stay",
+                rule=f"a resumed run sees the samples it would have seen: {', '.join(decides[section])} stay",
                 fix=f"{section}.{key}={before}",
             )
     _check_frozen(saved.get("train", {}).get("freeze", ()), config, path)
@@ -222,7 +203,7 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
 
 def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
     """A checkpoint has no optimizer state of what was frozen, so that stays frozen."""
-    names = config.model.spec().parameter_names()
+    names = model_facts(config).parameter_names()
 
     def matching(globs: Sequence[str]) -> list[str]:
         return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]

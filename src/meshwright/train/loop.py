@@ -10,19 +10,24 @@ from shlex import quote
 from meshwright.checkpoint import store
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.dump import to_toml
+from meshwright.config.facts import model_facts
 from meshwright.config.rules_comm import idle_notes
 from meshwright.errors import RunError
+from meshwright.models.contract.task import Task
+from meshwright.output import writing
+from meshwright.plan.compare import hashes
+from meshwright.plan.text import to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
 from meshwright.train.compression import CountingSteps
-from meshwright.train.folder import RunFolder, writing
+from meshwright.train.evaluate import PipelineForward
+from meshwright.train.folder import RunFolder
 from meshwright.train.lr_schedule import warmup_notes
 from meshwright.train.metrics import Recorder, plot_loss
 from meshwright.train.optimizer import named_state
 from meshwright.train.reporter import Reporter, Summary, Validation
 from meshwright.train.step import StepResult, TrainStep
 from meshwright.train.stop import StopSignal
-from meshwright.train.tasks.base import Task
 from meshwright.train.trace import write_trace
 from meshwright.train.validate import validate
 from meshwright.train.ways_back import Proven, not_finite, stopped_unsaved
@@ -40,6 +45,7 @@ class Trainer:
         self._reporter = reporter
         self._stop = StopSignal(job.context)
         self._step = TrainStep(job, task, self._stop.requested)
+        self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
         self._skipped_in_a_row = 0
         self._proven = Proven(-1, started=False)
@@ -90,6 +96,8 @@ class Trainer:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
+        with writing(self._folder.path / "plan.json") as path:
+            path.write_text(to_json(self._job.plan), "utf-8")
         config = self._job.config
         for note in (*self._folder.notes, *idle_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
@@ -143,11 +151,12 @@ class Trainer:
             self._folder.checkpoints,
             step,
             named_state(self._job.model, self._job.optimizer) | self._job.compression.state(),
-            model=self._job.config.model.spec().identity(),
+            model=dict(model_facts(self._job.config).identity),
             run={
                 "config": self._job.config.model_dump(),
                 "corpus": self._corpus,
                 "comm": self._job.compression.identity,
+                "plan": vars(hashes(self._job.plan)),
                 "skipped_in_a_row": 0,  # nothing is saved amid skipped steps; earlier versions ask for it
             },
             keep=self._job.config.checkpoint.keep,
@@ -195,7 +204,7 @@ class Trainer:
         self._job.context.post("validating", step)
         self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
         loss = validate(self._step.pipeline, self._task)
-        found = Validation(loss, self._task.after_validation(self._step.pipeline, step, self._folder.path))
+        found = Validation(loss, self._task.after_validation(self._forward, step, self._folder.path))
         self._reporter.validated(step, found)
         return found
 
@@ -204,12 +213,12 @@ class Trainer:
         last = max(done, self._job.config.train.steps)
         self._job.context.post("generating text", last)
         self._reporter.waiting("generating text")
-        sample = self._task.sample(self._step.pipeline)
+        sample = self._task.sample(self._forward)
         self._job.context.post("finishing", last)
         if self._job.context.rank != 0:
             return
         if self._step.timeline is not None:
-            write_trace(self._folder.path, self._job.config, self._step.timeline)
+            write_trace(self._folder.path, self._job.schedule, self._step.timeline)
             self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
         out, unit = self._folder.path / "loss.png", self._task.unit
         plot_loss(self._folder.metrics, out, title=self._job.config.name, unit=unit)
@@ -219,7 +228,7 @@ class Trainer:
                 seconds=seconds,
                 validation=validation,
                 steps_here=last - done,
-                traffic=predict_traffic(self._job.config, ranks_per_node=self._job.context.local_ranks),
+                traffic=predict_traffic(self._job.plan),
                 counted=self._counting.total(),
                 folder=self._folder.path,
                 checkpoint=self._saved,

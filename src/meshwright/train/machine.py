@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from meshwright.config import rules
-from meshwright.config.breach import as_words
+from meshwright.config.rules import repair
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.rules import violations
+from meshwright.plan.value import RunPlan
+from meshwright.settings.violation import as_words
 from meshwright.units import format_bytes
 
 RANKS_A_CORE = 32
@@ -45,7 +47,7 @@ def check_ranks(num_ranks: int, *, fix: str = "a mesh of fewer ranks") -> None:
         )
 
 
-def check_machine(config: RunConfig) -> None:
+def check_machine(config: RunConfig, plan: RunPlan) -> None:
     """Check that a run whose processes are all started here may fit; where CUDA devices are, ranks look at theirs.
 
     Raises:
@@ -54,22 +56,22 @@ def check_machine(config: RunConfig) -> None:
     num_ranks = config.mesh.axes().num_ranks()
     check_ranks(num_ranks, fix=_smaller_mesh(config))
     if config.train.device == "cpu" or (config.train.device == "auto" and not CUDA_CONTROL.exists()):
-        check_memory(config, num_ranks=num_ranks, num_bytes=machine_bytes(), place="this machine")
+        check_memory(plan, num_ranks=num_ranks, num_bytes=machine_bytes(), place="this machine")
 
 
-def check_memory(config: RunConfig, *, num_ranks: int, num_bytes: int | None, place: str) -> None:
+def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place: str) -> None:
     """Check that `num_ranks` ranks may fit into `num_bytes` of memory; None where nobody knows how much there is.
 
     Raises:
         LayoutError: they are predicted to need far more.
     """
-    one = predict_memory(config).total()
+    one = predict_memory(plan).total()
     if num_bytes is None or num_ranks * one <= EXCESS * num_bytes:
         return
     ranks = "a rank" if num_ranks == 1 else f"{num_ranks} ranks"
     raise LayoutError(
         f"{ranks} would need {format_bytes(num_ranks * one)} by prediction, and {place} has {format_bytes(num_bytes)}",
-        where=f"model, train.global_batch = {config.train.global_batch}, {config.tokens_a_sample()} tokens a sample",
+        where=f"model, train.global_batch = {plan.batch.global_batch}, {plan.batch.tokens} tokens a sample",
         rule=f"what a run is predicted to need is at most {EXCESS:g} times the memory there is",
         fix="a smaller model.dim, model.num_layers, train.global_batch or train.seq_len; or torchrun on more machines",
     )
@@ -100,6 +102,6 @@ def _smaller_mesh(config: RunConfig) -> str:
         rest = axes.num_ranks() // getattr(axes, axis)
         for size in range(min(most // rest, getattr(axes, axis)), 0, -1):
             changed = config.model_copy(update={"mesh": config.mesh.model_copy(update={axis: size})})
-            if rules.repair(changed, None) == {}:
+            if repair(changed, None, violations) == {}:
                 return as_words({f"mesh.{axis}": size})
     return "a mesh of fewer ranks"

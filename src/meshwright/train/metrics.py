@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.errors import InputError
+from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.output import writing
 from meshwright.train.build import Job
 from meshwright.train.curves import read_metrics
-from meshwright.train.folder import RunFolder, writing
-from meshwright.train.reporter import LossUnit, Progress, Reporter, Validation
+from meshwright.train.folder import RunFolder
+from meshwright.train.reporter import Progress, Reporter, Validation
 from meshwright.train.step import StepResult
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class Recorder:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens_per_s": train.global_batch * self._job.config.tokens_a_sample() / seconds,
+            "tokens_per_s": train.global_batch * self._job.plan.batch.tokens / seconds,
             "memory_bytes": memory_bytes(self._job.device),
             "samples": [(step - 1) * train.global_batch, step * train.global_batch - 1],
             "skipped": result.skipped,

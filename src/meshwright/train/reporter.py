@@ -9,20 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
-
-
-@dataclass(frozen=True)
-class LossUnit:
-    """What a loss is shown in."""
-
-    name: str
-    scale: float = 1.0
-    """Of this unit in one of the loss's own."""
-
-    def words(self, loss: float) -> str:
-        """A loss for people."""
-        return f"{loss * self.scale:.3f} {self.name}"
 
 
 @dataclass(frozen=True)

@@ -5,32 +5,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.comm.hang import naming_collectives
-from meshwright.config.pipeline import action_words
+from meshwright.config.facts import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.data.pictures import Pictures
-from meshwright.data.text import Corpus
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.mesh.groups import process_group
+from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.task import Task
+from meshwright.parallel.apply import needs_mesh
+from meshwright.plan.make import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.traffic import predict_traffic
-from meshwright.train.build import build_job, choose_device, layout_needs_mesh
+from meshwright.plan.value import RunPlan
+from meshwright.plan.verify import verify
+from meshwright.train.agree import agree_on_plan, shared_nodes
+from meshwright.train.build import build_job, choose_device
 from meshwright.train.context import RankContext
-from meshwright.train.corpus import open_training_data
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.loop import Trainer
 from meshwright.train.machine import check_memory, machine_bytes
 from meshwright.train.metrics import memory_bytes
 from meshwright.train.reporter import Facts, Reporter
 from meshwright.train.runspec import RunSpec
-from meshwright.train.tasks import build_task
-from meshwright.train.tasks.base import Task
 
 CORPUS = "corpus"
 
@@ -44,66 +45,70 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     config = spec.config
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    context.board.describe(partial(action_words, config))  # for errors under another launcher, which knows no table
+    plan = spec.plan or make_plan(config)
+    context.board.describe(plan.action_words)  # for errors under another launcher, which knows no table
     device = choose_device(config, context)
-    _check_memory(config, context, device)
+    _check_memory(plan, context, device)
     group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
         device=device,
         timeout_s=config.train.timeout_s,
         store_path=context.store_path,
-        needed=layout_needs_mesh(config),
+        needed=needs_mesh(plan),
     )
     with group, naming_collectives(), ExitStack() as hold:
-        corpus = open_training_data(config)
+        f = run_facts(config)
+        corpus = config.family.open_data(f)
         check_agreement(config, corpus)
+        plan = spec.plan or make_plan(config, nodes=shared_nodes(context.num_ranks))
+        verify(plan)
+        agree_on_plan(plan)
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
-        task = build_task(config, corpus, device)
-        reporter.started(_facts(config, corpus, task, device, folder, ranks_per_node=context.local_ranks))
-        Trainer(build_job(config, context, device), task, corpus.fingerprint, folder, reporter).run()
+        task = config.family.task(f, corpus, device)
+        reporter.started(_facts(config, plan, corpus, task, device, folder))
+        Trainer(build_job(config, plan, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
-def _check_memory(config: RunConfig, context: RankContext, device: torch.device) -> None:
+def _check_memory(plan: RunPlan, context: RankContext, device: torch.device) -> None:
     if device.type == "cuda":
         num_bytes = torch.cuda.get_device_properties(device).total_memory
-        check_memory(config, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
+        check_memory(plan, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
     else:
-        check_memory(config, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
+        check_memory(plan, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
 
 
 def _facts(
     config: RunConfig,
-    corpus: Corpus | Pictures,
+    plan: RunPlan,
+    corpus: TrainingData,
     task: Task,
     device: torch.device,
     folder: RunFolder,
-    *,
-    ranks_per_node: int,
 ) -> Facts:
     axes = config.mesh.axes()
     return Facts(
         name=config.name,
-        num_params=config.model.spec().num_params(),
+        num_params=model_facts(config).num_params(),
         corpus=corpus.description,
         mesh=str(axes),
         num_ranks=axes.num_ranks(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",
         global_batch=config.train.global_batch,
-        seq_len=config.tokens_a_sample(),
+        seq_len=plan.batch.tokens,
         steps=config.train.steps,
         # What Python and PyTorch themselves take is measured, the rest predicted.
-        predicted_bytes=memory_bytes(device) + predict_memory(config, ranks_per_node=ranks_per_node).total(),
-        traffic=predict_traffic(config, ranks_per_node=ranks_per_node),
+        predicted_bytes=memory_bytes(device) + predict_memory(plan).total(),
+        traffic=predict_traffic(plan),
         folder=folder.path,
         unit=task.unit,
     )
 
 
 def _agree_on_folder(
-    context: RankContext, spec: RunSpec, corpus: Corpus | Pictures, hold: ExitStack
+    context: RankContext, spec: RunSpec, corpus: TrainingData, hold: ExitStack
 ) -> RunFolder:
     """Rank 0 chooses, and keeps other runs out; its error, if it has one, is every rank's."""
     choice: RunFolder | MeshwrightError | None = None
@@ -123,7 +128,7 @@ def _agree_on_folder(
     return choice
 
 
-def check_agreement(config: RunConfig, corpus: Corpus | Pictures) -> None:
+def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
     """Ranks started apart may have other files: compare what decides the numbers before the first step."""
     facts = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
     for rank, fact in enumerate(facts):

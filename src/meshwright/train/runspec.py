@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.schema import RunConfig
+from meshwright.plan.value import RunPlan
 from meshwright.train.folder import RunFolder
 from meshwright.train.reporter import Reporter
 
@@ -18,6 +19,8 @@ class RunSpec:
     config: RunConfig
     make_reporter: Callable[[], Reporter]
     """Makes the reporter on rank 0; picklable."""
+    plan: RunPlan | None = None
+    """What the launcher made, or read; None where each rank makes it, as another launcher started the ranks."""
     folder: RunFolder | None = None
     """Decided by the launcher; None when rank 0 decides because another launcher started the ranks."""
     out: Path | None = None

@@ -7,52 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from meshwright.comm.collectives import all_gather_object
 from meshwright.comm.p2p import Channel, open_channels
-from meshwright.config.rules_comm import has_drifting_copies
+from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
-from meshwright.models.part import ModelPart
-from meshwright.nn.linear import WeightGradients, defer_weight_gradients
+from meshwright.models.contract.task import Batch
+from meshwright.nn.defer import WeightGradients, defer_weight_gradients, undeferred
 from meshwright.parallel.data import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
+from meshwright.parallel.observed import FirstGradients
+from meshwright.parallel.part import StagePart
 from meshwright.parallel.shared_grads import SharedGradients
 from meshwright.parallel.tensor import average_copies, sync_partial_gradients
-from meshwright.pipeline.buffers import Buffers, TensorSpec, check_fingerprints
+from meshwright.pipeline.buffers import Buffers, TensorSpec
 from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
 from meshwright.pipeline.table import Schedule
-from meshwright.train.build import COMPUTE_DTYPES, Job
-
-
-class Batch(Protocol):
-    """A micro-batch. Stages ask only for what they need, and nothing else has to be made."""
-
-    @property
-    def inputs(self) -> Tensor:
-        """What the first stage takes."""
-
-    @property
-    def targets(self) -> Tensor:
-        """What the last stage's output is compared with."""
-
-    @property
-    def conditions(self) -> tuple[Any, ...]:
-        """What every stage is told besides."""
-
-
-@dataclass(frozen=True)
-class SimpleBatch:
-    """A micro-batch that is compared with nothing."""
-
-    inputs: Tensor
-    conditions: tuple[Any, ...] = ()
-
-    @property
-    def targets(self) -> Tensor:
-        """Stands where targets are asked for."""
-        return self.inputs
+from meshwright.plan.value import By
+from meshwright.train.build import Job
 
 
 @dataclass
@@ -68,25 +41,32 @@ class Feed:
 class ModelStage(Stage):
     """A part of the model as a stage."""
 
-    def __init__(self, job: Job, part: ModelPart, feed: Feed, shared: SharedGradients) -> None:
-        self._part = part
+    def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients) -> None:
+        self._module, self._is_last = part.module, part.part.is_last
+        self._run = job.family.run
         self._feed = feed
         self._shared = shared
         self._has_backward = True
-        self._drifting = job.mesh if has_drifting_copies(job.config) else None
-        splits = job.schedule.splits_backward
-        self.weight_gradients: WeightGradients | None = defer_weight_gradients(part) if splits else None
+        means = [one for one in job.plan.sums if one.by is By.OURS and one.op == "mean"]
+        self._drifting = job.mesh if means else None
+        self._first: FirstGradients | None = FirstGradients(part)
+        self.weight_gradients: WeightGradients | None = None
+        if part.stage.splits_backward:
+            _check_deferral(part)
+            self.weight_gradients = defer_weight_gradients(part.module)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """The stream [b, t, d], or the loss on the last stage."""
         batch = self._feed.batch(microbatch)
-        out: Tensor = self._part(batch.inputs if x is None else x, *batch.conditions)
+        out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
-        return self._feed.finish(out, batch.targets) if self._part.part.is_last else out
+        return self._feed.finish(out, batch.targets) if self._is_last else out
 
     def before_backward(self, *, reduces: bool) -> None:
         """Set FSDP2's gradient sync."""
-        set_gradient_sync(self._part, reduces)
+        set_gradient_sync(self._module, reduces)
+        if self._first is not None:
+            self._first.watch()
 
     def reduce(self, *, done: bool) -> None:
         """Reduce over the ranks that hold the same stage.
@@ -94,21 +74,24 @@ class ModelStage(Stage):
         A first stage that is frozen has no backward, at the end of which FSDP2 would free what it gathered.
         """
         if not done or not self._has_backward:
-            reduce_gradients(self._part)
-        sync_partial_gradients(self._part)
+            reduce_gradients(self._module)
+        sync_partial_gradients(self._module)
+        if self._first is not None:
+            self._first.check()
+            self._first = None
         if self._drifting is not None:
-            average_copies(self._part, self._drifting)
+            average_copies(self._module, self._drifting)
 
     def unshard(self) -> None:
         """Gather all parameters."""
-        keep_unsharded(self._part)
+        keep_unsharded(self._module)
 
     def reshard(self) -> None:
         """Free what was gathered."""
-        reshard(self._part)
+        reshard(self._module)
 
     def sync_shared(self, number: int) -> None:
-        """Add up the gradients of a group of shared parameters."""
+        """Sum the gradients of a group of shared parameters."""
         self._shared.sync(number)
 
 
@@ -119,7 +102,6 @@ class Pipeline:
         self.job = job
         self.feed = Feed(_no_batch, _no_loss)
         self._channels = _open_channels(job)
-        self._check_tables()
         self.shared = _shared_gradients(job)
         self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
 
@@ -147,11 +129,6 @@ class Pipeline:
             post=job.context.post_action,
         )
 
-    def _check_tables(self) -> None:
-        """All ranks must run the same table."""
-        if self.job.axes.pp > 1:
-            check_fingerprints(all_gather_object(self.job.schedule.fingerprint()))
-
 
 def _no_batch(microbatch: int) -> Batch:
     raise AssertionError("the step sets the feed first")
@@ -159,6 +136,22 @@ def _no_batch(microbatch: int) -> Batch:
 
 def _no_loss(out: Tensor, targets: Tensor) -> Tensor:
     raise AssertionError("the step sets the feed first")
+
+
+def _check_deferral(part: StagePart) -> None:
+    """See that a stage's backward can be split: every matrix's gradient can be deferred.
+
+    Raises:
+        LayoutError: one can't, by its name.
+    """
+    if names := undeferred(part.module):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise LayoutError(
+            f"stage {part.number} can't defer the gradient of {names[0]}{more}, and its backward is split",
+            where="pipeline.schedule",
+            rule="a schedule that splits backwards needs matrices in layers that defer their gradients",
+            fix="pipeline.schedule=1f1b; or meshwright.nn.linear.Linear, or a layer with `deferred_parameters`",
+        )
 
 
 def _open_channels(job: Job) -> Mapping[ChannelKey, Channel]:
@@ -179,19 +172,18 @@ def _pipelines(axes: Axes) -> list[list[int]]:
 
 def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
     """What goes from a stage to the next on this rank."""
-    train, mesh = job.config.train, job.config.mesh
-    tokens = job.config.tokens_a_sample()
-    length = tokens // mesh.tp if mesh.sequence_parallel else tokens
-    return TensorSpec((batch_size, length, job.config.model.dim), COMPUTE_DTYPES[train.precision])
+    edge, mesh = job.plan.edge, job.plan.mesh
+    shape = list(edge.shape)
+    for shard in edge.shards:
+        shape[shard.dim] //= mesh.size(*shard.axes)
+    return TensorSpec((batch_size, *shape), getattr(torch, edge.dtype))
 
 
 def _shared_gradients(job: Job) -> SharedGradients:
     """What this rank's stages share with others."""
-    parts = job.parts()
-    declared = next(iter(parts.values())).shared_parameters()
     return SharedGradients(
-        declared,
-        parts,
+        job.plan.shared_parameters(),
+        {number: part.module for number, part in job.parts().items()},
         pipelines=_pipelines(job.axes),
         stage_ranks=job.schedule.stage_ranks,
         timeout_s=job.config.train.timeout_s,

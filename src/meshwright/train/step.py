@@ -19,12 +19,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.data.sampler import share
+from meshwright.models.contract.task import Batch, Task
 from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build import Job
 from meshwright.train.lr_schedule import learning_rate
+from meshwright.train.once import OncePerStep
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
-from meshwright.train.stages import Batch, Pipeline
-from meshwright.train.tasks.base import Task
+from meshwright.train.stages import Pipeline
 from meshwright.train.trace import run_traced
 
 
@@ -58,6 +59,7 @@ class TrainStep:
         self._stop_requested = stop_requested
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
+        self._once = OncePerStep(job)
         self.pipeline = Pipeline(job)
         self.timeline: Timeline | None = None
         """Of the last step, when it was traced."""
@@ -86,6 +88,7 @@ class TrainStep:
         lr = learning_rate(step, job.config.train)
         if finite:
             self._optimize(lr, grad_norm)
+        self._once.settle(taken=finite)
         job.compression.settle(taken=finite)
         job.optimizer.zero_grad(set_to_none=True)
         return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
@@ -99,8 +102,9 @@ class TrainStep:
         job = self._job
         train = job.config.train
         samples = self.samples(step)
-        num_units = train.global_batch * self._task.units_a_sample
+        num_units = self._count_units(samples)
         losses: list[Tensor] = []
+        self._once.begin(train.global_batch)
 
         @cache
         def batch(microbatch: int) -> Batch:
@@ -117,8 +121,19 @@ class TrainStep:
                 self.timeline = run_traced(self._executor, job)
             else:
                 self._executor.run()
-        # Only the last stage's rank has losses; the sum over all ranks is the batch's.
+        losses += self._once.auxiliary_losses()
+        # Only the last stage's rank has the task's losses; the sum over all ranks is the batch's.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)
+
+    def _count_units(self, samples: list[range]) -> int:
+        """The divisor of the batch's loss: counted over all ranks before the first backward, where samples differ."""
+        task, axes = self._task, self._job.axes
+        if task.units_a_sample is not None:
+            return self._job.config.train.global_batch * task.units_a_sample
+        own = sum(task.count(part) for part in samples)
+        counts = torch.tensor(own, dtype=torch.int64, device=self._job.device)
+        # Ranks of a pipeline stage and of tp count the same samples again.
+        return int(all_reduce_sum(counts).item()) * axes.data_parallel() // axes.num_ranks()
 
     def samples(self, step: int) -> list[range]:
         """The samples of this rank's micro-batches in the step numbered `step`, from 1."""

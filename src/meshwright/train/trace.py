@@ -16,16 +16,14 @@ from pathlib import Path
 import torch
 
 from meshwright.comm.collectives import all_gather_object, barrier
-from meshwright.config.pipeline import lowered_table
-from meshwright.config.schema import RunConfig
+from meshwright.output import writing
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.draw import draw_comparison
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import ActionKind
+from meshwright.pipeline.table import ActionKind, Schedule
 from meshwright.pipeline.timeline import Span, Timeline, to_chrome_trace, to_json
 from meshwright.train.build import Job
-from meshwright.train.folder import writing
 
 K = ActionKind
 
@@ -62,9 +60,8 @@ def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
     return Costs(stages)
 
 
-def write_trace(folder: Path, config: RunConfig, measured: Timeline) -> list[Path]:
+def write_trace(folder: Path, schedule: Schedule, measured: Timeline) -> list[Path]:
     """Leave `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` in a run folder."""
-    schedule = lowered_table(config)
     predicted = simulate(schedule, measured_costs(measured, schedule.num_stages)).timeline
     both = {"predicted": predicted, "measured": measured}
     texts = {"timeline.json": to_json(both), "trace.json": to_chrome_trace(both, time_us=1e6)}

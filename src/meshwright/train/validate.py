@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.parallel.data import reshard
+from meshwright.models.contract.task import Task
 from meshwright.pipeline.lower import forward_only, lower
+from meshwright.train.evaluate import evaluation
 from meshwright.train.stages import Pipeline
 from meshwright.train.step import vocab_context
-from meshwright.train.tasks.base import Task
 
 
 def validate(pipeline: Pipeline, task: Task) -> float:
@@ -30,11 +30,8 @@ def validate(pipeline: Pipeline, task: Task) -> float:
     table = lower(forward_only(len(batches), job.schedule.stage_ranks))
     executor = pipeline.executor(table, batch_size=job.microbatch_size)
     pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish
-    job.model.eval()
-    with vocab_context(job):
+    with evaluation(job), vocab_context(job):
         executor.run()
-    job.model.train()
-    reshard(job.model)
     # Ranks of tp hold the same numbers, and all but the last stage's none; the ratio is that of one copy.
     loss, count = all_reduce_sum(totals).tolist()
     return float(loss / count)

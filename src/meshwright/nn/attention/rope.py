@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), in the rotate-half convention of Hugging Face's Llama.
+"""Rotary position embedding (Su et al. 2021), in the rotate-half convention of Hugging Face's models.
 
 Frequencies are computed when they are used: a table costs less than its upkeep as a buffer through meta devices,
 casts and sharding.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stretch:
-    """Llama 3.1's frequency scaling (Llama 3 herd of models, section 3.4); lengths in tokens."""
+    """Frequency scaling for longer contexts (Grattafiori et al. 2024, section 3.4); lengths in tokens."""
 
     factor: float
     low_freq_factor: float

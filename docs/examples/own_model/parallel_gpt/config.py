@@ -1,0 +1,19 @@
+"""The keys of the section `model`. Imports no torch, so plans and errors answer at once."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from meshwright.settings.section import ModelSection
+
+
+class GptConfig(ModelSection):
+    """The dimensions of a small GPT."""
+
+    num_layers: int = Field(4, ge=1, description="blocks")
+    dim: int = Field(64, ge=1, description="width of the stream")
+    num_heads: int = Field(4, ge=1, description="attention heads")
+    ffn_dim: int = Field(256, ge=1, description="hidden width of the MLP")
+    vocab_size: int = Field(256, ge=2, description="size of the vocabulary")
+    max_len: int = Field(256, ge=1, description="positions that are learned")
+    activation_weight: float = Field(1e-3, ge=0, description="weight of the mean square of each block's output")

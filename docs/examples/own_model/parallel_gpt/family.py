@@ -1,0 +1,97 @@
+"""What Meshwright is told of the model: its parameters, how tensor parallel divides it, and what it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshwright.errors import LayoutError
+from meshwright.models.contract import facts
+from meshwright.models.contract.facts import KindFacts, ModelFacts, Part, Role, linear, vectors
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.fill import ONES, ZEROS, Fill, Normal
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
+from meshwright.settings.violation import Violation
+from parallel_gpt.config import GptConfig
+
+STYLES: Mapping[str, Mapping[str, Style]] = {
+    "block": {"norm": STREAM, "attention": gather(), "attention.w[qkv]": COLUMN, "attention.[qk]_norm": DIVIDED,
+              "attention.wo": ROW, "mlp": gather(), "mlp.fc1": COLUMN, "mlp.fc2": ROW},
+    "embed": {"embed": VOCABULARY},
+    "head": {"norm": STREAM, "head": HEAD},
+}  # fmt: skip
+
+
+class Gpt(Family):
+    sections = {"model": GptConfig}
+
+    def rules(self, f: RunFacts) -> Iterable[Violation]:
+        c, tp, where = f.section(GptConfig), f.axes.tp, "mesh.sequence_parallel"
+        if tp > 1 and f.sequence_parallel:
+            yield Violation(LayoutError, f"{where} with positions", where, "each rank adds all", [{where: False}])
+        for what, count in (("heads", c.num_heads), ("MLP columns", c.ffn_dim), ("tokens", c.vocab_size)):
+            if count % tp:
+                fixes = [{"mesh.tp": size} for size in range(tp, 0, -1) if count % size == 0]
+                yield Violation(LayoutError, f"mesh.tp = {tp} of {count} {what}", "mesh.tp", "tp divides them", fixes)
+        if f.seq_len > c.max_len:
+            what, rule = f"train.seq_len = {f.seq_len}, model.max_len = {c.max_len}", "every position is learned"
+            yield Violation(LayoutError, what, "train.seq_len", rule, [{"model.max_len": f.seq_len}])
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        c, t = f.section(GptConfig), f.seq_len
+        d, ffn = c.dim, c.ffn_dim
+        attention = [one for name in ("wq", "wk", "wv") for one in linear(f"attention.{name}", d, d)]
+        attention += vectors(d // c.num_heads, "attention.q_norm.weight", "attention.k_norm.weight")
+        attention += linear("attention.wo", d, d, bias=True)
+        mlp = [*linear("mlp.fc1", d, ffn, bias=True), *linear("mlp.fc2", ffn, d, bias=True)]
+        block = KindFacts(
+            "block",
+            "blocks.{layer}",
+            (*vectors(d, "norm.weight", "norm.bias"), *attention, *mlp),
+            saved=facts.Saved(full=3.0 * d, divided=6.0 * d + 2.0 * ffn),
+            flops=8.0 * d * d + 4.0 * d * ffn + 2.0 * d * t,
+            auxiliary=(facts.AuxiliaryLoss("activation", c.activation_weight),),
+        )
+        tokens, places = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
+        seen = facts.BufferFacts("seen.value", (c.vocab_size,), "int64", updated=True)
+        ends = *vectors(d, "norm.weight", "norm.bias"), *linear("head", d, c.vocab_size, tied_to="embed.weight")
+        last = KindFacts("head", "", ends, output=c.vocab_size, output_divided=True, flops=2.0 * d * c.vocab_size)
+        return ModelFacts(
+            kinds=(block,),
+            layers=("block",) * c.num_layers,
+            edge=facts.EdgeFacts("stream", (t, d), sequence_dim=None),
+            tokens=t,
+            identity=c.model_dump(exclude={"activation_weight"}),
+            first=(KindFacts("embed", "", (*tokens, *places), (seen,)),),
+            last=(last,),
+            flops_per_token=3.0 * (c.num_layers * block.flops + last.flops),
+        )
+
+    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
+        return STYLES
+
+    def build(self, f: RunFacts, part: Part) -> Any:
+        from parallel_gpt.module import Gpt as Module  # torch is imported here, not before
+
+        return Module(f.section(GptConfig), part)
+
+    def initial(self, f: RunFacts, name: str) -> Fill:
+        if name.endswith(".bias") or name == "seen.value":
+            return ZEROS
+        return ONES if "norm" in name else Normal(0.02)
+
+    def open_data(self, f: RunFacts) -> Any:
+        from meshwright.models.tasks.text_data import open_text
+
+        return open_text(f, vocab_size=f.section(GptConfig).vocab_size)
+
+    def task(self, f: RunFacts, data: Any, device: Any) -> Any:
+        from meshwright.models.tasks.text import TextTask
+
+        return TextTask(f, data, device)
+
+    def reference(self, f: RunFacts, data: Any) -> Any:
+        from meshwright.models.tasks.text_reference import TextReference
+
+        return TextReference(f, data)

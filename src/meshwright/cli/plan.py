@@ -1,0 +1,99 @@
+"""`meshwright plan`: what a run will do and what it costs, before it starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.style import paint
+from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.output import check_output, write_output
+
+if TYPE_CHECKING:
+    from meshwright.plan.value import RunPlan
+
+STDOUT = Path("-")
+JSON_OPTION, OUT_OPTION = "command line, --json", "command line, -o"
+
+
+def plan(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml|PLAN.json] [KEY=VALUE]...", help=WORDS_HELP)
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures and the plan as JSON; - for stdout.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the plan, for run --plan FILE.")] = None,
+    diff: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Name what differs from a plan file, or from quoted words.")
+    ] = None,
+) -> None:
+    """Show a run's memory, traffic, stages, units and reductions, verified, without starting it."""
+    from meshwright.plan.text import to_json
+    from meshwright.plan.verify import verify
+
+    for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
+        if path is not None and path != STDOUT:
+            check_output(path, where=where)
+    name, made = _plan_of(words)
+    verify(made, where=name)
+    if diff is not None:
+        _show_differences(made, _plan_of(shlex.split(diff))[1])
+    elif json_path != STDOUT:
+        from meshwright.cli.plan_page import page
+
+        for line in page(name, made):
+            print(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
+    if json_path is not None:
+        text = json.dumps(_figures(name, made), indent=1)
+        print(text) if json_path == STDOUT else write_output(json_path, text + "\n", where=JSON_OPTION)
+    if out is not None:
+        write_output(out, to_json(made), where=OUT_OPTION)
+
+
+def _plan_of(words: list[str] | None) -> tuple[str, RunPlan]:
+    """The plan of a preset, a configuration's file or words; or the one in a file."""
+    from meshwright.plan.adopt import read_plan
+    from meshwright.plan.load import load
+    from meshwright.plan.make import make_plan
+
+    source, overrides = split_words(words)
+    if source is not None and source.endswith(".json"):
+        return source, read_plan(Path(source))
+    config = load(source, overrides)
+    return config.name, make_plan(config)
+
+
+def _figures(name: str, made: RunPlan) -> dict[str, Any]:
+    """What programs read: bytes by type and purpose, the hashes, and the plan itself."""
+    from meshwright.plan.compare import hashes
+    from meshwright.plan.memory import predict_memory
+    from meshwright.plan.text import encode
+    from meshwright.plan.traffic import predict_traffic
+
+    memory, traffic, found = predict_memory(made), predict_traffic(made), hashes(made)
+    return {
+        "name": name,
+        "fingerprint": found.fingerprint,
+        "model": found.model,
+        "layout": found.layout,
+        "ranks": made.mesh.num_ranks(),
+        "memory": {**vars(memory), "total": memory.total()},
+        "traffic": {**{str(one.purpose): one.sent.total() for one in traffic.entries}, "total": traffic.sent().total()},
+        "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
+        "plan": encode(made),
+    }
+
+
+def _show_differences(first: RunPlan, second: RunPlan) -> None:
+    from meshwright.plan.compare import differences
+
+    found = differences(first, second)
+    for one in found:
+        print(f"{one.path}\n  {one.first}\n  {one.second}")
+    print(f"{len(found)} fields differ" if len(found) != 1 else "1 field differs")

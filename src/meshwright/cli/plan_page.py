@@ -1,0 +1,179 @@
+"""A plan as a page of at most 80 columns."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from meshwright.plan.compare import hashes
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.mesh import Atoms
+from meshwright.plan.traffic import Traffic, predict_traffic
+from meshwright.plan.value import BYTES, Collective, RunPlan, Unit
+from meshwright.units import format_bytes, format_count
+
+COLUMNS = 80
+MAX_ROWS = 8
+"""Stages that are shown one by one; of more, those that differ from the one before."""
+
+
+def page(name: str, plan: RunPlan) -> Iterator[str]:
+    """Its lines; a line that is not indented is a heading."""
+    yield f"{name} · {format_count(_num_params(plan))} parameters"
+    yield from _batch(plan)
+    memory = predict_memory(plan)
+    yield f"memory of the rank that holds most  {format_bytes(memory.total())}"
+    yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
+    yield from _traffic(plan, predict_traffic(plan))
+    yield "stages" if len(plan.stages) > 1 else "stage"
+    yield from _stages(plan)
+    yield "units, gathered and reduced as one"
+    yield from _units(plan)
+    if collectives := list(_collectives(plan)):
+        yield "collectives of operators, for a micro-batch"
+        yield from collectives
+    if plan.sums or plan.shared:
+        yield "sums after the last backward"
+        yield from _sums(plan)
+    found = hashes(plan)
+    yield "hashes"
+    yield f"  model {found.model} · layout {found.layout} · plan {found.fingerprint}"
+
+
+def _num_params(plan: RunPlan) -> int:
+    """Elements of the whole model's parameters; a shared one counts once."""
+    whole = {
+        kind.key(parameter, layer): math.prod(parameter.shape)
+        for stage in plan.stages
+        for kind, layer, parameter in plan.parameters(stage)
+    }
+    return sum(whole.values())
+
+
+def _batch(plan: RunPlan) -> Iterator[str]:
+    batch, compute = plan.batch, plan.stages[0].root.compute
+    used = [f"{atom} {size}" for atom, size in plan.mesh.atoms if size > 1]
+    kept = f", {plan.masters} masters" if compute != plan.masters else ""
+    yield from _items(
+        (
+            f"{' × '.join(used)} = {plan.mesh.num_ranks()} ranks" if used else "one rank",
+            f"batch {batch.global_batch} × {batch.tokens} tokens",
+            f"{batch.num_microbatches} × {batch.samples} samples a rank",
+            f"{compute}{kept}",
+            f"schedule {plan.schedule.kind}",
+        )
+    )
+
+
+def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
+    if not traffic.entries:
+        yield "traffic  none: there is one rank"
+        return
+    sent, exact = traffic.sent(), traffic.exact()
+    without = f" (uncompressed {format_bytes(exact.total())})" if exact.total() != sent.total() else ""
+    yield f"each rank sends per step, at most  {format_bytes(sent.total())}{without}"
+    for one in sorted(traffic.entries, key=lambda one: -one.sent.total()):
+        links = [(one.sent.inside_node, "inside a node"), (one.sent.between_nodes, "between nodes")]
+        told = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
+        yield f"  {one.purpose:<18} {told}"
+    if plan.mesh.nodes == plan.mesh.num_ranks() > MAX_ROWS:
+        yield "  as if all ranks were on one node: comm.ranks_per_node=8 says otherwise"
+
+
+def _stages(plan: RunPlan) -> Iterator[str]:
+    yield "  stage  pp rank  layers       parameters"
+    before, skipped = "", 0
+    for number, stage in enumerate(plan.stages):
+        first, stop = stage.layers
+        layers = f"{first}–{stop - 1}" if stop > first else "none"
+        elements = sum(math.prod(parameter.shape) for _, _, parameter in plan.parameters(stage))
+        ends = " ".join((*stage.before, *stage.after))
+        row = f"{layers if len(plan.stages) <= MAX_ROWS else stop - first:<12} {format_count(elements):>8}  {ends}"
+        if len(plan.stages) > MAX_ROWS and row == before and number < len(plan.stages) - 1:
+            skipped += 1
+            continue
+        if skipped:
+            yield f"  … {skipped} more like it"
+        before, skipped = row, 0
+        yield f"  {number:>5}  {stage.pp_rank:>7}  {layers:<12} {format_count(elements):>8}  {ends}".rstrip()
+
+
+def _units(plan: RunPlan) -> Iterator[str]:
+    layers = Counter(name for stage in plan.stages for name in stage.kinds)
+    for kind in plan.kinds:
+        for unit in kind.units:
+            of = [parameter for parameter in kind.parameters if parameter.name in unit.parameters]
+            times = f" × {layers[kind.name]}" if kind.is_block else ""
+            elements = sum(math.prod(parameter.shape) for parameter in of)
+            frozen = sum(not parameter.trained for parameter in of)
+            more = [f"{frozen} of {len(of)} frozen"] if frozen else []
+            more += ["recomputed"] if kind.recompute != "none" else []
+            more += ["compiled"] if kind.compiled else []
+            yield from _item(f"{kind.name}{times}", format_count(elements), _unit_words(unit), *more)
+    roots = set()
+    for stage in plan.stages:
+        held = [(f"{kind.name}/{p.name}", math.prod(p.shape)) for kind, _, p in plan.parameters(stage)]
+        roots.add(sum(size for name, size in held if name in stage.root.parameters))
+    sizes = " … ".join(dict.fromkeys(map(format_count, sorted(roots))))
+    yield from _item("root of a stage", sizes, _unit_words(plan.stages[0].root))
+
+
+def _unit_words(unit: Unit) -> str:
+    over = f"sharded over {_axes(unit.sharded)}" if unit.sharded else "not sharded"
+    over += f", replicated over {_axes(unit.replicas)}" if unit.replicas else ""
+    kept = unit.num_secondary()
+    after = "freed after the forward" if unit.freed is True else "kept until the backward"
+    after = f"kept among {kept} ranks until the backward" if kept else after
+    sent = [f"{what} {method}" for what, method in (("gradients", unit.gradients), ("weights", unit.weights))
+            if method != "exact"]  # fmt: skip
+    return " · ".join([over, *([after] if unit.sharded else []), *sent])
+
+
+def _collectives(plan: RunPlan) -> Iterator[str]:
+    totals: Counter[tuple[str, Atoms, int]] = Counter()
+    for stage in plan.stages:
+        for kind, _ in plan.held(stage):
+            for one in kind.collectives:
+                totals[one.op, one.axes, _bytes(plan, one)] += _times(one, recomputed=kind.recompute != "none")
+    for (op, axes, size), times in totals.items():
+        yield f"  {op.replace('_', '-'):<15} over {_axes(axes)}  {times:>6} × {format_bytes(size)}"
+
+
+def _bytes(plan: RunPlan, one: Collective) -> int:
+    return plan.batch.samples * one.elements * BYTES[one.dtype]
+
+
+def _times(one: Collective, *, recomputed: bool) -> int:
+    return one.forward + one.backward + (one.recomputed if recomputed else 0)
+
+
+def _sums(plan: RunPlan) -> Iterator[str]:
+    who = {"ours": "by Meshwright", "fsdp": "by FSDP2", "dtensor": "by DTensor"}
+    for one in plan.sums:
+        yield from _item(one.op, f"over {_axes(one.axes)}", f"{len(one.parameters)} parameters of a kind", who[one.by])
+    stages = Counter(tuple(stage for stage, _ in sites) for _, sites in plan.shared)
+    for held, count in stages.items():
+        where = f"stages {held[0]} and {held[1]}" if len(held) == 2 else f"{len(held)} stages"
+        yield from _item("sum", f"over {where}", f"{count} shared parameter{'s' if count > 1 else ''}", "by Meshwright")
+
+
+def _axes(axes: Sequence[str]) -> str:
+    return " × ".join(axes)
+
+
+def _item(*parts: str) -> Iterator[str]:
+    return _items(parts)
+
+
+def _items(parts: Iterable[str]) -> Iterator[str]:
+    """Parts with a middle dot between them; lines break between parts only, or between the words of a long one."""
+    line = " "
+    for part in parts:
+        for inner in part.split(" · "):
+            joined = f"{line} · {inner}" if line.strip() else f"  {inner}"
+            if len(joined) > COLUMNS:
+                yield line
+                joined = f"    {inner}"
+            line = joined
+    yield line

@@ -1,0 +1,73 @@
+"""The diffusion transformer's block and its final layer, which a condition modulates (adaLN; Peebles and Xie 2023).
+
+What a block adds to the stream passes a gate. Where modulation starts at zero every gate is shut, and the block starts
+as the identity (adaLN-Zero); that is the initial values' affair, not the block's.
+
+Shapes: b batch, t patches, d model width, e numbers in a patch.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.nn.attention.bidirectional import BidirectionalAttention
+from meshwright.nn.linear import Linear
+
+NORM_EPS = 1e-6
+
+
+class GeluFeedForward(nn.Module):
+    """fc2(gelu(fc1(x))), with GELU's approximation by tanh (Hendrycks and Gimpel 2016)."""
+
+    def __init__(self, dim: int, *, ffn_dim: int) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, ffn_dim, bias=True)
+        self.fc2 = Linear(ffn_dim, dim, bias=True)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """[b, t, d] to [b, t, d]."""
+        out: Tensor = self.fc2(F.gelu(self.fc1(x_btd), approximate="tanh"))
+        return out
+
+
+class DiTBlock(nn.Module):
+    """x + gate · attention(modulated(x)), then x + gate · mlp(modulated(x)); gates, too, are the condition's."""
+
+    def __init__(self, dim: int, *, num_heads: int, head_dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.modulation = Linear(dim, 6 * dim, bias=True)
+        self.attention = BidirectionalAttention(dim, num_heads=num_heads, head_dim=head_dim)
+        self.mlp = GeluFeedForward(dim, ffn_dim=ffn_dim)
+
+    def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
+        """[b, t, d] and the condition [b, d] to [b, t, d]."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _modulation(self.modulation, cond_bd, 6)
+        x_btd = x_btd + gate_a * self.attention(_modulated(x_btd, shift_a, scale_a))
+        out: Tensor = x_btd + gate_m * self.mlp(_modulated(x_btd, shift_m, scale_m))
+        return out
+
+
+class FinalLayer(nn.Module):
+    """The modulated stream's projection to patches."""
+
+    def __init__(self, dim: int, *, patch_dim: int) -> None:
+        super().__init__()
+        self.modulation = Linear(dim, 2 * dim, bias=True)
+        self.head = Linear(dim, patch_dim, bias=True)
+
+    def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
+        """[b, t, d] and the condition [b, d] to patches [b, t, e]."""
+        shift, scale = _modulation(self.modulation, cond_bd, 2)
+        out: Tensor = self.head(_modulated(x_btd, shift, scale))
+        return out
+
+
+def _modulation(layer: Linear, cond_bd: Tensor, num_parts: int) -> tuple[Tensor, ...]:
+    """Vectors for every patch alike, each [b, 1, d]."""
+    out: Tensor = layer(F.silu(cond_bd))
+    return out.unsqueeze(1).chunk(num_parts, dim=-1)
+
+
+def _modulated(x_btd: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(x_btd, x_btd.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift

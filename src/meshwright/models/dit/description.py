@@ -1,0 +1,139 @@
+"""A diffusion transformer as values: its dimensions, parameters and counts (Peebles and Xie 2023, "Scalable diffusion
+models with transformers"). Torch-free, and tested against the real module.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.models.contract.facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Role, Saved, linear
+
+FREQUENCY_DIM = 256
+"""Sines and cosines that a timestep or a frame rate is given as (Peebles and Xie's code)."""
+
+
+@dataclass(frozen=True)
+class DiTSpec:
+    """Dimensions of a diffusion transformer for images, or for videos where `num_frames` is over 1."""
+
+    num_layers: int
+    dim: int
+    num_heads: int
+    head_dim: int
+    ffn_dim: int
+    image_size: int
+    patch_size: int
+    num_channels: int
+    num_classes: int
+    num_frames: int = 1
+    patch_frames: int = 1
+    zero_init: bool = True
+    """Gates and the output start at zero, so that every block starts as the identity (adaLN-Zero)."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether samples have frames, and a frame rate that the model is told."""
+        return self.num_frames > 1
+
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """Of a sample: channels, frames, height, width."""
+        return (self.num_channels, self.num_frames, self.image_size, self.image_size)
+
+    def num_tokens(self) -> int:
+        """Space-time patches of a sample."""
+        return self.num_frames // self.patch_frames * (self.image_size // self.patch_size) ** 2
+
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return self.num_channels * self.patch_frames * self.patch_size**2
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides names and shapes of the parameters and what they mean."""
+        facts = asdict(self)
+        del facts["zero_init"]  # decides initial values only
+        return {"kind": "dit", **facts}
+
+
+UNREAD = {
+    "data.tokenizer": "text",
+    "data.token_dtype": "text",
+    "train.seq_len": "text",
+    "train.sample_tokens": "text",
+}
+"""Keys of the run without effect on images, and what they are for."""
+
+
+def describe(spec: DiTSpec) -> ModelFacts:
+    """A diffusion transformer. Modulation and embedders are computed once a sample: a token has its share of them."""
+    dim, tokens = spec.dim, spec.num_tokens()
+    block = _block(spec)
+    mlps = ("time_embed", *(["fps_embed"] if spec.is_video else []))
+    mlp = {name: _mlp(name, dim) for name in mlps}
+    labels = linear("label_embed", dim, spec.num_classes + 1, role=Role.EMBEDDING)
+    embedders = KindFacts(
+        "embedders",
+        "",
+        (*mlp["time_embed"], *labels, *mlp.get("fps_embed", ())),
+        flops=len(mlps) * 2.0 * dim * (FREQUENCY_DIM + dim) / tokens,
+    )
+    patches = KindFacts(
+        "patches", "", linear("embed", spec.patch_dim(), dim, bias=True), flops=2.0 * dim * spec.patch_dim()
+    )
+    final = KindFacts(
+        "final",
+        "",
+        (
+            *linear("final.modulation", dim, 2 * dim, bias=True),
+            *linear("final.head", dim, spec.patch_dim(), bias=True, role=Role.HEAD),
+        ),
+        output=float(spec.patch_dim()),
+        flops=2.0 * dim * spec.patch_dim() + 4.0 * dim**2 / tokens,
+    )
+    forward = spec.num_layers * block.flops + final.flops + patches.flops + embedders.flops
+    return ModelFacts(
+        kinds=(block,),
+        layers=(block.name,) * spec.num_layers,
+        edge=EdgeFacts("stream", (tokens, dim), sequence_dim=None),
+        tokens=tokens,
+        identity=spec.identity(),
+        first=(patches,),
+        every=(embedders,),
+        last=(final,),
+        flops_per_token=3.0 * forward,
+        unread=UNREAD,
+    )
+
+
+def _block(spec: DiTSpec) -> KindFacts:
+    dim, inner, ffn = spec.dim, spec.num_heads * spec.head_dim, spec.ffn_dim
+    parameters = (
+        *linear("modulation", dim, 6 * dim, bias=True),
+        *linear("attention.wq", dim, inner, bias=True),
+        *linear("attention.wk", dim, inner),  # a key's bias cancels in the softmax
+        *linear("attention.wv", dim, inner, bias=True),
+        *linear("attention.wo", inner, dim, bias=True),
+        *linear("mlp.fc1", dim, ffn, bias=True),
+        *linear("mlp.fc2", ffn, dim, bias=True),
+    )
+    tokens = spec.num_tokens()
+    matmuls = 2.0 * (4 * dim * inner + 2 * dim * ffn)
+    return KindFacts(
+        "block",
+        "blocks.{layer}",
+        parameters,
+        # Of each half: its input, the norm's output, the modulated one, and what the gate multiplies; queries, keys,
+        # values and the attention output; the feed-forward before and after its GELU.
+        saved=Saved(full=8.0 * dim, divided=4.0 * inner + 2.0 * ffn),
+        flops=matmuls + 4.0 * inner * tokens + 12.0 * dim**2 / tokens,
+    )
+
+
+def _mlp(name: str, dim: int) -> tuple[ParameterFacts, ...]:
+    return (*linear(f"{name}.fc1", FREQUENCY_DIM, dim, bias=True), *linear(f"{name}.fc2", dim, dim, bias=True))
+
+
+def init_std(fan_in: int, fan_out: int) -> float:
+    """Standard deviation of Xavier's initialisation (Glorot and Bengio 2010), which DiT's linear layers start with."""
+    return math.sqrt(2.0 / (fan_in + fan_out))

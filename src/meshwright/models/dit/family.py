@@ -1,0 +1,104 @@
+"""The diffusion transformer as a family: what it describes, how tensor parallel divides it, and what it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.models.contract.facts import ModelFacts, Part
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.fill import ZEROS, Fill, Normal
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.styles import COLUMN, ROW, Style, gather
+from meshwright.models.dit.config import DiffusionConfig, DiTConfig
+from meshwright.models.dit.description import DiTSpec, describe, init_std
+from meshwright.models.dit.rules import violations
+from meshwright.settings.violation import Violation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshwright.data.pictures import Pictures
+    from meshwright.models.contract.task import Reference, Task
+
+INIT_STD = 0.02
+"""Of the embedders' weights; and of modulation and the final projection where those don't start at zero."""
+
+STYLES: Mapping[str, Mapping[str, Style]] = {
+    "block": {
+        "attention": gather(),
+        "attention.wq": COLUMN,
+        "attention.wk": COLUMN,
+        "attention.wv": COLUMN,
+        "attention.wo": ROW,
+        "mlp": gather(),
+        "mlp.fc1": COLUMN,
+        "mlp.fc2": ROW,
+    },
+}
+
+
+class DiTFamily(Family):
+    """Diffusion transformers for images, and for videos where there are several frames (Peebles and Xie 2023)."""
+
+    sections = {"model": DiTConfig, "diffusion": DiffusionConfig}
+    proof = {"model.zero_init": False}
+    decides_samples = {"diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout")}
+
+    def rules(self, f: RunFacts) -> Iterable[Violation]:
+        """Its dimensions, its sampling, and what tp divides."""
+        return violations(f.section(DiTConfig), f.section(DiffusionConfig), f)
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        """The model as a value."""
+        return describe(_spec(f))
+
+    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
+        """Blocks are divided; what makes and applies the condition is replicated."""
+        return STYLES
+
+    def build(self, f: RunFacts, part: Part) -> nn.Module:
+        """The plain module."""
+        from meshwright.models.dit.module import DiT
+
+        return DiT(_spec(f), part)
+
+    def initial(self, f: RunFacts, name: str) -> Fill:
+        """As Peebles and Xie start them."""
+        path, spec = name.split("."), _spec(f)
+        if path[-1] == "bias":
+            return ZEROS
+        if path[0] in ("time_embed", "fps_embed", "label_embed"):
+            return Normal(INIT_STD)
+        if path[0] == "final" or "modulation" in path:
+            return ZEROS if spec.zero_init else Normal(INIT_STD)
+        if path[0] == "embed":
+            return Normal(init_std(spec.patch_dim(), spec.dim))
+        # The sum of both sides counts, so a matrix and the one that leads back start alike.
+        return Normal(init_std(spec.dim, spec.ffn_dim if "mlp" in path else spec.num_heads * spec.head_dim))
+
+    def open_data(self, f: RunFacts) -> Pictures:
+        """The images that the section `data` names."""
+        from meshwright.models.dit.image_data import open_images
+
+        return open_images(f)
+
+    def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
+        """To take noise out."""
+        from meshwright.models.dit.task import PictureTask
+
+        return PictureTask(f, data, device)
+
+    def reference(self, f: RunFacts, data: Any) -> Reference:
+        """The squared error of what is predicted of the noise."""
+        from meshwright.models.dit.reference import PictureReference
+
+        return PictureReference(f, data)
+
+
+def _spec(f: RunFacts) -> DiTSpec:
+    return f.section(DiTConfig).spec()
+
+
+FAMILY = DiTFamily()

@@ -1,0 +1,1 @@
+"""Llama, its data and its formats."""

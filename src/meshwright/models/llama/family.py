@@ -1,0 +1,108 @@
+"""Llama as a family: what it describes, how tensor parallel divides it, and what it trains on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.models.contract.facts import ModelFacts, Part
+from meshwright.models.contract.family import Family, OtherWeights
+from meshwright.models.contract.fill import ONES, Fill, Normal
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.styles import COLUMN, FINAL_ROW, HEAD, ROW, STREAM, VOCABULARY, Style, gather
+from meshwright.models.llama.config import LlamaConfig
+from meshwright.models.llama.description import LlamaSpec, describe
+from meshwright.models.llama.rules import violations
+from meshwright.settings.violation import Violation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshwright.data.text import Corpus
+    from meshwright.models.contract.task import Reference, Task
+
+INIT_STD = 0.02
+
+STYLES: Mapping[str, Mapping[str, Style]] = {
+    "block": {
+        "attention_norm": STREAM,
+        "attention": gather(3),
+        "attention.wq": COLUMN,
+        "attention.wk": COLUMN,
+        "attention.wv": COLUMN,
+        "attention.wo": ROW,
+        "ffn_norm": STREAM,
+        "ffn": gather(),
+        "ffn.gate": COLUMN,
+        "ffn.up": COLUMN,
+        "ffn.down": FINAL_ROW,
+    },
+    "embed": {"embed": VOCABULARY},
+    "head": {"norm": STREAM, "head": HEAD},
+}
+
+
+class LlamaFamily(Family):
+    """Llama (Touvron et al. 2023; The Llama 3 herd of models, 2024), trained on text."""
+
+    sections = {"model": LlamaConfig}
+
+    def rules(self, f: RunFacts) -> Iterable[Violation]:
+        """Its dimensions, and what tp divides."""
+        return violations(f.section(LlamaConfig), f)
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        """The model as a value."""
+        return describe(_spec(f), f.seq_len)
+
+    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
+        """Megatron's division: columns, then rows (Shoeybi et al. 2019)."""
+        return STYLES
+
+    def build(self, f: RunFacts, part: Part) -> nn.Module:
+        """The plain module."""
+        from meshwright.models.llama.module import Llama
+
+        return Llama(_spec(f), part)
+
+    def initial(self, f: RunFacts, name: str) -> Fill:
+        """Norms start at one. Products that write into the residual stream start smaller, so that its variance does not
+        grow with depth (GPT-2; Radford et al. 2019, section 2.3)."""
+        if "norm" in name:
+            return ONES
+        if name.endswith(("wo.weight", "down.weight")):
+            return Normal(INIT_STD / math.sqrt(2.0 * _spec(f).num_layers))
+        return Normal(INIT_STD)
+
+    def open_data(self, f: RunFacts) -> Corpus:
+        """The text that the section `data` names."""
+        from meshwright.models.tasks.text_data import open_text
+
+        return open_text(f, vocab_size=_spec(f).vocab_size)
+
+    def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
+        """The next token."""
+        from meshwright.models.tasks.text import TextTask
+
+        return TextTask(f, data, device)
+
+    def reference(self, f: RunFacts, data: Any) -> Reference:
+        """Cross-entropy of the next token."""
+        from meshwright.models.tasks.text_reference import TextReference
+
+        return TextReference(f, data)
+
+    def other_weights(self) -> OtherWeights:
+        """Hugging Face's format."""
+        from meshwright.models.llama.convert import HuggingFace
+
+        return HuggingFace()
+
+
+def _spec(f: RunFacts) -> LlamaSpec:
+    return f.section(LlamaConfig).spec()
+
+
+FAMILY = LlamaFamily()

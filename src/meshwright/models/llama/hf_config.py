@@ -1,0 +1,293 @@
+"""Hugging Face's `config.json` of a Llama: what we read of it, checked, and what we write.
+
+Torch-free. It is written for readers of both generations: transformers 4 reads `rope_theta`, `rope_scaling`
+and `torch_dtype`; transformers 5 puts the first two together as `rope_parameters` and says `dtype`, and
+still accepts the old keys. Checked against transformers 4.45 and 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright.errors import CheckpointError
+from meshwright.models.llama.hf_names import ARCHITECTURE
+
+OURS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+}
+"""The values of keys that stand for parts which our Llama has in one way only."""
+
+DEFAULT_THETA = 10000.0
+
+
+class Described(BaseModel):
+    """What is used of a JSON object, each value of its own type; other keys are let be."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Described_T = TypeVar("Described_T", bound=Described)
+
+
+class Rope(Described):
+    """`rope_parameters`, or `rope_scaling` as it was called before."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    """What `rope_type` was called before."""
+    rope_theta: Positive | None = None
+    partial_rotary_factor: float | None = None
+
+    def kind(self) -> str:
+        """How frequencies are scaled."""
+        return self.rope_type or self.type or "default"
+
+
+class Llama3Rope(Rope):
+    """Of Llama 3.1."""
+
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Count | None = None
+
+
+class Architecture(Described):
+    """Whose configuration it is."""
+
+    model_type: str
+    architectures: list[str] | None = None
+
+
+class Llama(Described):
+    """The dimensions of a Llama. Where transformers takes null for a key left out, so do we."""
+
+    num_hidden_layers: Count
+    hidden_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    intermediate_size: Count
+    vocab_size: Count
+    max_position_embeddings: Count | None = None
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive | None = None
+    tie_word_embeddings: bool | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a Hugging Face directory.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        state = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        state = f"is not JSON: {error}"
+    else:
+        if isinstance(content, dict):
+            return content
+        state = "is not a JSON object"
+    raise CheckpointError(
+        f"{path.name} {state}",
+        where=str(path),
+        rule="a Hugging Face model directory holds config.json and safetensors",
+        fix="give the directory of a Llama in Hugging Face's format",
+    )
+
+
+def described(kind: type[Described_T], content: Mapping[str, Any], *, where: str, inside: str = "") -> Described_T:
+    """`content` as the value `kind`.
+
+    Args:
+        kind: what it is to be.
+        content: a JSON object.
+        where: its file, for errors.
+        inside: the key of that file that holds it; the whole file when empty.
+
+    Raises:
+        CheckpointError: names the first key that is missing or that has a value which can't be.
+    """
+    try:
+        return kind.model_validate(dict(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ([inside] if inside else []) + list(first["loc"]))
+        if first["type"] == "missing":
+            raise _no_key(key, where) from None
+        name = Path(where).name
+        raise CheckpointError(
+            f"{name} has {key} = {_short(first['input'])}",
+            where=f"{where}, {key}",
+            rule=first["msg"][:1].lower() + first["msg"][1:],
+            fix=f"take the {name} that belongs to these weights",
+        ) from None
+
+
+def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Our description of the model that a `config.json` describes.
+
+    Args:
+        config: its content.
+        where: its path, for errors.
+
+    Raises:
+        CheckpointError: not a Llama, one with parts that ours lacks, or a key is missing or can't be.
+    """
+    _check_architecture(config, where)
+    llama = described(Llama, config, where=where)
+    num_heads, num_kv_heads = llama.num_attention_heads, llama.num_key_value_heads or llama.num_attention_heads
+    if num_heads % num_kv_heads:
+        raise _unsupported("num_key_value_heads", num_kv_heads, where, f"it divides num_attention_heads = {num_heads}")
+    head_dim = llama.head_dim or llama.hidden_size // num_heads
+    if head_dim < 2 or head_dim % 2:
+        raise _unsupported("head_dim", head_dim, where, "rotary embedding turns pairs: it is even and not zero")
+    return {
+        "kind": "llama",
+        "num_layers": llama.num_hidden_layers,
+        "dim": llama.hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "ffn_dim": llama.intermediate_size,
+        "vocab_size": llama.vocab_size,
+        "head_dim": head_dim,
+        **_rope_of(llama, where),
+        "norm_eps": llama.rms_norm_eps,
+        "tie_embeddings": bool(llama.tie_word_embeddings),
+    }
+
+
+def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
+    """The `config.json` of a model.
+
+    Args:
+        model: our description.
+        dtype: of the weights, as torch calls it (`bfloat16`).
+        max_seq_len: tokens the model can take; when None, what the rotary scaling stretches to, or 2048.
+    """
+    scaling = model["rope_scaling"]
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling["factor"],
+            "low_freq_factor": scaling["low_freq_factor"],
+            "high_freq_factor": scaling["high_freq_factor"],
+            "original_max_position_embeddings": scaling["original_seq_len"],
+        }
+    if max_seq_len is None:
+        max_seq_len = 2048 if scaling is None else int(scaling["original_seq_len"] * scaling["factor"])
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "num_hidden_layers": model["num_layers"],
+        "hidden_size": model["dim"],
+        "num_attention_heads": model["num_heads"],
+        "num_key_value_heads": model["num_kv_heads"],
+        "head_dim": model["head_dim"],
+        "intermediate_size": model["ffn_dim"],
+        "vocab_size": model["vocab_size"],
+        "max_position_embeddings": max_seq_len,
+        "rope_theta": model["rope_theta"],
+        "rope_scaling": None if scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": model["rope_theta"]},
+        "rms_norm_eps": model["norm_eps"],
+        "tie_word_embeddings": model["tie_embeddings"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        # The defaults are tokens 1 and 2 of Llama 2's vocabulary; whoever has the tokenizer knows better.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _check_architecture(config: Mapping[str, Any], where: str) -> None:
+    found = described(Architecture, config, where=where)
+    architectures = found.architectures or [ARCHITECTURE]
+    if found.model_type != "llama" or ARCHITECTURE not in architectures:
+        raise CheckpointError(
+            f"not a Llama: model_type {found.model_type}, architectures {', '.join(architectures)}",
+            where=where,
+            rule=f"weights are imported from a {ARCHITECTURE} of model_type llama",
+            fix="give the directory of a Llama in Hugging Face's format",
+        )
+    for key, values in OURS.items():
+        if config.get(key) not in values:
+            raise _unsupported(key, config[key], where, _one_of(key, values))
+
+
+def _rope_of(llama: Llama, where: str) -> dict[str, Any]:
+    # transformers 5 gives the older key precedence as well.
+    key = "rope_scaling" if llama.rope_scaling else "rope_parameters"
+    content = llama.rope_scaling or llama.rope_parameters or {}
+    rope = described(Rope, content, where=where, inside=key)
+    theta = rope.rope_theta or llama.rope_theta or DEFAULT_THETA
+    kinds = ("default", "llama3")
+    if rope.kind() not in kinds:
+        raise _unsupported("rope_type", rope.kind(), where, _one_of("rope_type", kinds))
+    if rope.partial_rotary_factor not in OURS["partial_rotary_factor"]:
+        rule = _one_of("partial_rotary_factor", (1.0,))
+        raise _unsupported("partial_rotary_factor", rope.partial_rotary_factor, where, rule)
+    if rope.kind() == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    scaled = described(Llama3Rope, content, where=where, inside=key)
+    if scaled.low_freq_factor >= scaled.high_freq_factor:
+        rule = f"it is more than low_freq_factor = {scaled.low_freq_factor}"
+        raise _unsupported(f"{key}.high_freq_factor", scaled.high_freq_factor, where, rule)
+    original = scaled.original_max_position_embeddings or llama.max_position_embeddings
+    if original is None:
+        raise _no_key("max_position_embeddings", where)
+    scaling = {
+        "factor": scaled.factor,
+        "low_freq_factor": scaled.low_freq_factor,
+        "high_freq_factor": scaled.high_freq_factor,
+        "original_seq_len": original,
+    }
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _no_key(key: str, where: str) -> CheckpointError:
+    name = Path(where).name
+    return CheckpointError(
+        f"{name} has no {key}",
+        where=where,
+        rule=f"{name} describes the weights beside it",
+        fix=f"take the {name} that belongs to these weights",
+    )
+
+
+def _one_of(key: str, allowed: tuple[Any, ...]) -> str:
+    return f"{key} is {' or '.join(repr(choice) for choice in allowed if choice is not None) or 'not set'}"
+
+
+def _unsupported(key: str, value: Any, where: str, rule: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key} = {_short(value)} is something our Llama doesn't have",
+        where=where,
+        rule=rule,
+        fix="import another model",
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

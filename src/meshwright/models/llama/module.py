@@ -1,0 +1,72 @@
+"""Llama (Touvron et al. 2023; The Llama 3 herd of models, 2024) as a plain module.
+
+It knows no mesh, no precision policy and no checkpointing: `parallel/` lays it on a mesh from outside. Parameter names
+are the checkpoint's names.
+
+Shapes: b batch, t time, d model width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from torch import Tensor, nn
+
+from meshwright.models.contract.facts import Part
+from meshwright.models.llama.description import LlamaSpec
+from meshwright.nn.attention.rope import Stretch, rope_tables
+from meshwright.nn.block import TransformerBlock
+from meshwright.nn.linear import Linear
+
+
+class Llama(nn.Module):
+    """Token embedding, blocks, final norm and output head; or the part of them that a pipeline stage has.
+
+    A part's parameters have the names that they have in the whole model. Where the embedding is tied and the part has
+    the head but not the embedding, it has a copy of its own.
+    """
+
+    def __init__(self, spec: LlamaSpec, part: Part | None = None) -> None:
+        super().__init__()
+        self.spec, self.part = spec, part or Part(range(spec.num_layers))
+        if self.part.is_first:
+            self.embed = nn.Embedding(spec.vocab_size, spec.dim)
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): TransformerBlock(
+                    spec.dim,
+                    num_heads=spec.num_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_dim,
+                    ffn_dim=spec.ffn_dim,
+                    norm_eps=spec.norm_eps,
+                )
+                for layer in self.part.layers
+            }
+        )
+        if self.part.is_last:
+            self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+            self.head = Linear(spec.dim, spec.vocab_size)
+            if spec.tie_embeddings and self.part.is_first:
+                self.head.weight = self.embed.weight
+        scaling = spec.rope_scaling
+        self._stretch = None if scaling is None else Stretch(**asdict(scaling))
+
+    def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
+        """Next-token logits [b, t, v] of token ids [b, t].
+
+        A part that isn't the first takes the stream [b, t, d] instead, one that isn't the last gives it. Where the
+        stream is divided along the sequence, `seq_len` is the full length t.
+        """
+        x_btd: Tensor = self.embed(inputs) if self.part.is_first else inputs
+        cos_th, sin_th = rope_tables(
+            seq_len or inputs.shape[1],
+            self.spec.head_dim,
+            theta=self.spec.rope_theta,
+            stretch=self._stretch,
+            device=inputs.device,
+            dtype=x_btd.dtype,
+        )
+        for block in self.blocks.values():
+            x_btd = block(x_btd, cos_th, sin_th)
+        return self.head(self.norm(x_btd)) if self.part.is_last else x_btd

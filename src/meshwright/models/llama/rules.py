@@ -1,0 +1,66 @@
+"""Rules of a Llama: its dimensions, and what tensor parallel divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.heads import undivided_heads
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.llama.config import LlamaConfig
+from meshwright.settings.sizes import by_distance, divisors, round_up
+from meshwright.settings.violation import Violation
+
+
+def violations(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
+    """The rules of a Llama that a run violates."""
+    yield from _model(model)
+    yield from _tensor_parallel(model, f)
+
+
+def _model(model: LlamaConfig) -> Iterator[Violation]:
+    yield from undivided_heads(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
+    head_dim = model.spec().head_dim
+    if head_dim % 2:
+        yield Violation(
+            ConfigError,
+            f"a head is {head_dim} wide",
+            "model.head_dim" if model.head_dim is not None else "model.dim",
+            "rotary embedding turns pairs: head_dim is even",
+            [{"model.head_dim": head_dim + 1}],
+        )
+    if model.num_heads % model.num_kv_heads:
+        sizes = by_distance(divisors(model.num_heads), model.num_kv_heads)
+        heads_then = round_up(model.num_heads, model.num_kv_heads)
+        yield Violation(
+            ConfigError,
+            f"model.num_kv_heads = {model.num_kv_heads} does not divide model.num_heads = {model.num_heads}",
+            "model.num_kv_heads",
+            "grouped-query attention gives every key/value head the same number of query heads",
+            [*({"model.num_kv_heads": size} for size in sizes), {"model.num_heads": heads_then}],
+        )
+
+
+def _tensor_parallel(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
+    tp = f.axes.tp
+    counts = {
+        "attention heads": model.num_heads,
+        "key/value heads": model.num_kv_heads,
+        "feed-forward columns (model.ffn_dim)": model.ffn_dim,
+        "vocabulary entries (model.vocab_size)": model.vocab_size,
+    }
+    if f.sequence_parallel:
+        counts["tokens a sample (train.seq_len, with mesh.sequence_parallel)"] = f.seq_len
+    name = next((name for name, count in counts.items() if count % tp), None)
+    if name is None:
+        return
+    sizes = by_distance(divisors(math.gcd(*counts.values())), tp)
+    yield Violation(
+        LayoutError,
+        f"mesh.tp = {tp} does not divide {counts[name]} {name}",
+        "mesh.tp",
+        "tp divides the numbers of heads, of key/value heads, ffn_dim, vocab_size, "
+        "and seq_len when sequence_parallel is on",
+        [{"mesh.tp": size} for size in sizes],
+    )

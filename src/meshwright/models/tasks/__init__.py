@@ -1,0 +1,1 @@
+"""Tasks that several families train on."""

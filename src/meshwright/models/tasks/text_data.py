@@ -1,0 +1,34 @@
+"""The text of a run, checked against its model and sequence length. Torch-free: errors come before processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.data.documents import STDLIB
+from meshwright.data.pictures import DIGITS, DIGITS_VIDEO
+from meshwright.data.text import Corpus, check_vocab, check_windows, open_corpus
+from meshwright.errors import DataError
+from meshwright.models.contract.run_facts import RunFacts
+
+PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
+"""The preset that trains on images, by their `data.source`."""
+
+
+def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
+    """Open the text that a run names, for a model with embeddings of `vocab_size` tokens.
+
+    Raises:
+        DataError: missing, empty, too short, images, or with ids the model has no embedding for.
+    """
+    data = f.data
+    if data.source in PRESETS and not Path(data.source).exists():
+        raise DataError(
+            f"{data.source} are pictures, and this model trains on text",
+            where=f"data.source, {data.source}",
+            rule="a model of text takes text files or token files",
+            fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
+        )
+    corpus = open_corpus(data.source, tokenizer=data.tokenizer, token_dtype=data.token_dtype, cache_dir=data.cache_dir)
+    check_windows(corpus, f.seq_len, multiple_of=f.axes.tp if f.sequence_parallel else 1)
+    check_vocab(corpus, vocab_size)
+    return corpus

@@ -1,0 +1,65 @@
+"""A plan from a file, made by `meshwright plan -o` or changed by hand, for a run of a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError, InputError
+from meshwright.plan.compare import differences, hashes
+from meshwright.plan.make import make_plan
+from meshwright.plan.text import from_json
+from meshwright.plan.value import RunPlan
+from meshwright.plan.verify import verify
+
+OF_CONFIGURATION = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
+"""Fields that other parts of a run read off the configuration: a plan may not differ there."""
+
+
+def read_plan(path: Path) -> RunPlan:
+    """The plan in a file.
+
+    Raises:
+        InputError: it can't be read; ConfigError: it is no plan, or one of another version.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"can't read {path}: {getattr(error, 'strerror', None) or error}",
+            where="command line, --plan",
+            rule="a plan is a file that meshwright plan writes",
+            fix=f"meshwright plan … -o {path}",
+        ) from None
+    return from_json(text, where=str(path))
+
+
+def adopt_plan(path: Path, config: RunConfig) -> RunPlan:
+    """The plan in a file, verified, as what a run of `config` does.
+
+    It may divide layers into other stages and parameters into other units, recompute, compile or send otherwise, with
+    another schedule; but it is of the same model, mesh and batch.
+
+    Raises:
+        InputError, ConfigError: as of `read_plan`; or the plan is of another model, mesh or batch. LayoutError: it is
+            wrong.
+    """
+    plan = read_plan(path)
+    verify(plan, where=str(path))
+    made = make_plan(config, nodes=plan.mesh.nodes)
+    if hashes(plan).model != hashes(made).model:
+        raise _of_another("model", "parameters' names and shapes are those of the configuration's model", path)
+    for one in differences(plan, made):
+        if one.path.startswith(OF_CONFIGURATION) or one.path.endswith(".trained"):
+            what = f"{one.path}, which is {one.first} in the plan and {one.second} by the configuration"
+            raise _of_another(what, "mesh, batch, dtypes and what is trained are set in the configuration", path)
+    return plan
+
+
+def _of_another(what: str, rule: str, path: Path) -> ConfigError:
+    return ConfigError(
+        f"the plan is of another {what}",
+        where=str(path),
+        rule=rule,
+        fix=f"the preset and words that the plan was made with; or meshwright plan … -o {path} with these",
+    )

@@ -1,0 +1,187 @@
+"""Compare plans: hashes of the parts that matter to a checkpoint and to ranks, and every field that differs.
+
+A checkpoint is loaded where the hash of the model is the same, on any layout; its error feedback, which belongs to the
+elements that a rank sends, where that of the layout is; and ranks run together where everything is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.plan.text import canonical, encode
+from meshwright.plan.value import Kind, Parameter, RunPlan, Stage, Unit
+
+DIGITS = 16
+LONGEST = 60
+"""Characters of a value that differs, as it is shown."""
+MISSING = "missing"
+"""What is shown where one of two plans has nothing."""
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """Of a plan; the same on every machine."""
+
+    model: str
+    """Names and shapes of the whole model's parameters and saved buffers: may this checkpoint be loaded?"""
+    layout: str
+    """What each rank sends of which gradients, encoded how: may its error feedback be loaded?"""
+    fingerprint: str
+    """Everything: do the ranks have one plan?"""
+
+
+def hashes(plan: RunPlan) -> Hashes:
+    """The hashes of a plan: 16 hex digits of the SHA-256 of canonical JSON, without floats."""
+    return Hashes(*(_hash(part) for part in (_model(plan), _layout(plan), encode(plan))))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:DIGITS]
+
+
+def _model(plan: RunPlan) -> Any:
+    """Whatever the stages, the mesh, the precision, and what is frozen."""
+    shapes: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for kind, layer in plan.held(stage):
+            for parameter in kind.parameters:
+                shapes[kind.key(parameter, layer)] = list(parameter.shape)
+            for buffer in kind.buffers:
+                if buffer.saved:
+                    shapes[kind.full_name(buffer.name, layer)] = list(buffer.shape)
+    return shapes
+
+
+def _layout(plan: RunPlan) -> Any:
+    """Whatever the schedule, the micro-batches, and how weights are gathered. Kinds are told by what they hold."""
+    mesh = plan.mesh
+    return {
+        "atoms": [[name, size] for name, size in mesh.atoms if size > 1],
+        "nodes": [mesh.node(rank) for rank in range(mesh.num_ranks())],
+        "stages": [_layout_of_stage(plan, stage) for stage in plan.stages],
+    }
+
+
+def _layout_of_stage(plan: RunPlan, stage: Stage) -> Any:
+    # A unit's elements on the wire are its members' shards, one after the other: what each is, and how it is sharded.
+    blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
+    ends = [_units(plan.kind(name)) for name in (*stage.before, *stage.after)]
+    members = [
+        _member(parameter)
+        for kind, _, parameter in plan.parameters(stage)
+        if f"{kind.name}/{parameter.name}" in stage.root.parameters
+    ]
+    return {
+        "pp_rank": stage.pp_rank,
+        "layers": list(stage.layers),
+        "units": [blocks[name] for name in stage.kinds],
+        "ends": ends,
+        "root": [_unit(stage.root), members],
+    }
+
+
+def _units(kind: Kind) -> Any:
+    by_name = {parameter.name: parameter for parameter in kind.parameters}
+    return [[_unit(unit), [_member(by_name[name]) for name in unit.parameters]] for unit in kind.units]
+
+
+def _unit(unit: Unit) -> Any:
+    return {name: encode(getattr(unit, name)) for name in ("sharded", "replicas", "gradients", "inside_node")}
+
+
+def _member(parameter: Parameter) -> Any:
+    return {name: encode(getattr(parameter, name)) for name in ("name", "shape", "used", "stored_dim", "trained")}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field that two plans have different values in."""
+
+    path: str
+    """`kinds[block].units[block].freed`."""
+    first: str
+    """Of the one plan, as JSON, shortened."""
+    second: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.first} | {self.second}"
+
+
+def differences(first: RunPlan, second: RunPlan) -> list[Difference]:
+    """The fields that differ, in the order of the plan's: kinds, units and parameters are compared by name, stages by
+    number. Of a row of the schedule only the first action that differs is told."""
+    return list(_differ(encode(first), encode(second), ""))
+
+
+def _differ(first: Any, second: Any, path: str) -> Iterator[Difference]:
+    if first == second and type(first) is type(second):
+        return
+    if isinstance(first, dict) and isinstance(second, dict):
+        for name in first:
+            yield from _differ(first[name], second[name], f"{path}.{name}" if path else name)
+    elif isinstance(first, list) and isinstance(second, list):
+        yield from _differ_lists(first, second, path)
+    else:
+        yield Difference(path, _short(first), _short(second))
+
+
+def _differ_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
+    one, two = _named(first), _named(second)
+    if one is not None and two is not None:
+        for name in (*one, *(name for name in two if name not in one)):
+            place = f"{path}[{name}]"
+            if name in one and name in two:
+                yield from _differ(one[name], two[name], place)
+            else:
+                yield Difference(place, *(_short(found[name]) if name in found else MISSING for found in (one, two)))
+        if list(one) != list(two) and one.keys() == two.keys():
+            yield Difference(f"{path}, order", _short(list(one)), _short(list(two)))
+    elif path == "schedule.actions":
+        yield from _differ_actions(first, second, path)
+    elif any(isinstance(value, dict | list) for value in (*first, *second)):
+        for number in range(max(len(first), len(second))):
+            place = f"{path}[{number}]"
+            if number < min(len(first), len(second)):
+                yield from _differ(first[number], second[number], place)
+            else:
+                yield Difference(
+                    place, *(_short(found[number]) if number < len(found) else MISSING for found in (first, second))
+                )
+    else:
+        yield Difference(path, _short(first), _short(second))
+
+
+def _differ_actions(first: list[str], second: list[str], path: str) -> Iterator[Difference]:
+    for rank in range(max(len(first), len(second))):
+        rows = [rows[rank].split() if rank < len(rows) else None for rows in (first, second)]
+        one, two = rows
+        if one is None or two is None:
+            yield Difference(f"{path}[{rank}]", *(MISSING if row is None else f"{len(row)} actions" for row in rows))
+        elif one != two:
+            same = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+            cells = (row[same] if same < len(row) else "the end of the row" for row in (one, two))
+            yield Difference(f"{path}[{rank}][{same}]", *cells)
+
+
+def _named(values: list[Any]) -> dict[str, Any] | None:
+    """A list's values by name: objects that have one, and pairs that begin with one; None where it has others."""
+    found: dict[str, Any] = {}
+    for value in values:
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            name, rest = value["name"], value
+        elif isinstance(value, list) and [isinstance(one, str) for one in value] == [True, False]:
+            name, rest = value
+        else:
+            return None
+        if name in found:
+            return None
+        found[name] = rest
+    return found
+
+
+def _short(value: Any) -> str:
+    text = canonical(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"

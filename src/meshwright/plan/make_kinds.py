@@ -1,0 +1,173 @@
+"""Kinds of a plan from a family's description and styles: how tensor parallel shards each parameter, which axes its
+gradient is partial over, and what its operators move.
+
+With and without sequence parallel a product's input is gathered, or its gradients are summed, and its output is summed:
+an all-gather and a reduce-scatter, or an all-reduce, which is both (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from meshwright.config.facts import run_facts
+from meshwright.config.schema import RunConfig
+from meshwright.models.contract.facts import KindFacts, ModelFacts, ParameterFacts
+from meshwright.models.contract.styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.plan.mesh import Mesh
+from meshwright.plan.value import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
+
+TENSOR = "tensor"
+USED = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
+"""The dim of a weight that a style shards."""
+
+
+class KindMaker:
+    """Makes each kind once, and another one for blocks that are frozen otherwise."""
+
+    def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh) -> None:
+        self._config, self._facts, self._mesh = config, facts, mesh
+        self._tp = mesh.view("tp")
+        self._styles = config.family.styles(run_facts(config)) if self._tp else {}
+        self._divides_stream = bool(self._tp) and config.mesh.sequence_parallel
+        self._data = mesh.view("batch") + mesh.view("cp")
+        self._made: dict[tuple[object, ...], Kind] = {}
+
+    def made(self) -> tuple[Kind, ...]:
+        """All of them, in the order of their first use."""
+        return tuple(self._made.values())
+
+    def kind(self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()) -> Kind:
+        """The kind of a block or an end.
+
+        Args:
+            facts: the family's description.
+            layer: of a block.
+            untied: a stage has what its tied parameters are tied to, so they are none of its own.
+            units: of its parameters; none of them leaves all to the root.
+        """
+        own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
+        names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
+        trained = tuple(not any(fnmatchcase(name, glob) for glob in self._config.train.freeze) for name in names)
+        identity = (facts.name, facts.path, trained, untied, units)
+        if identity not in self._made:
+            taken = sum(kind.described == facts.name for kind in self._made.values())
+            name = facts.name if not taken else f"{facts.name}.{taken + 1}"
+            parameters = tuple(
+                self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
+            )
+            tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
+            self._made[identity] = replace(self._kind(name, facts, parameters, units, layer), tied=tied)
+        return self._made[identity]
+
+    def _kind(
+        self, name: str, facts: KindFacts, parameters: tuple[Parameter, ...], units: tuple[Unit, ...], layer: int | None
+    ) -> Kind:
+        is_block, stream = layer is not None, self.stream_part()
+        saved = facts.saved.elements(tp=self._mesh.size(*self._tp), stream=stream)
+        output = facts.output / (self._mesh.size(*self._tp) if facts.output_divided else 1)
+        return Kind(
+            name=name,
+            described=facts.name,
+            path=facts.path,
+            parameters=parameters,
+            units=tuple(replace(unit, parameters=tuple(p.name for p in parameters)) for unit in units),
+            buffers=tuple(self._buffer(facts, number) for number in range(len(facts.buffers))),
+            styles=tuple(self._styles.get(facts.name, {}).items()),
+            collectives=tuple(self._collectives(facts)) if self._tp else (),
+            auxiliary=tuple(
+                Auxiliary(one.name, self._tp if one.on_stream and self._divides_stream else ())
+                for one in facts.auxiliary
+            ),
+            recompute=self._config.recompute.policy if is_block else "none",
+            compiled=self._config.train.compile and is_block,
+            saved_elements=int(self._facts.tokens * saved),
+            output_elements=int(self._facts.tokens * output),
+            everywhere=facts in self._facts.every,
+        )
+
+    def stream_part(self) -> float:
+        """The part of the stream's tokens that a rank has."""
+        return 1 / self._mesh.size(*self._tp) if self._divides_stream else 1.0
+
+    def _style_of(self, facts: KindFacts, name: str) -> Style | None:
+        """The style of the module that a parameter or buffer is in."""
+        module = name.rpartition(".")[0]
+        styles = self._styles.get(facts.name, {})
+        return next((style for glob, style in styles.items() if fnmatchcase(module, glob)), None)
+
+    def _parameter(self, facts: KindFacts, one: ParameterFacts, trained: bool) -> Parameter:
+        style = self._style_of(facts, one.name)
+        kind = None if style is None else style.kind
+        used: tuple[Shard, ...] = ()
+        if kind in USED:
+            is_bias = len(one.shape) == 1
+            # A row's bias is added to the sum: all ranks have it.
+            used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else USED[kind], self._tp),)
+        work = self._data + (self._tp if self._meets_a_part(kind) else ())
+        return Parameter(one.name, one.shape, one.role.value, used, work, trained=trained, key=one.tied_to)
+
+    def _meets_a_part(self, kind: StyleKind | None) -> bool:
+        """Whether what a module with replicated parameters is applied to is divided over tp."""
+        return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._divides_stream)
+
+    def _buffer(self, facts: KindFacts, number: int) -> Buffer:
+        one = facts.buffers[number]
+        style = self._style_of(facts, one.name)
+        parts = self._tp if self._meets_a_part(None if style is None else style.kind) else ()
+        work = self._data + parts if one.updated else ()
+        return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved)
+
+    def _collectives(self, facts: KindFacts) -> Iterator[Collective]:
+        """What the styles of a kind move, module by module."""
+        for path, style in self._styles.get(facts.name, {}).items():
+            if style.kind is StyleKind.GATHER:
+                inner = [p for p in facts.parameters if p.name.startswith(f"{path}.") and len(p.shape) == 2]
+                columns = [p for p in inner if self._is(facts, p, StyleKind.COLUMN)]
+                yield from self._gathered(columns[0].shape[1])
+            elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY, StyleKind.HEAD):
+                weight = next(p for p in facts.parameters if p.name == f"{path}.weight")
+                if style.kind is StyleKind.HEAD:
+                    yield from self._gathered(weight.shape[1])
+                    yield self._moves("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
+                else:
+                    width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
+                    yield from self._summed(width, recomputed=style.kept)
+
+    def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
+        style = self._style_of(facts, parameter.name)
+        return style is not None and style.kind is kind
+
+    def _gathered(self, width: int) -> Iterator[Collective]:
+        """An input from the stream."""
+        if self._divides_stream:
+            yield self._moves("all_gather", width, None, forward=1, recomputed=1)
+            yield self._moves("reduce_scatter", width, None, backward=1)
+        else:
+            yield self._moves("all_reduce", width, None, backward=1)
+
+    def _summed(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
+        """An output into the stream."""
+        again = int(recomputed)
+        if self._divides_stream:
+            yield self._moves("reduce_scatter", width, None, forward=1, recomputed=again)
+            yield self._moves("all_gather", width, None, backward=1)
+        else:
+            yield self._moves("all_reduce", width, None, forward=1, recomputed=again)
+
+    def _reduce_dtype(self) -> str:
+        return "float32" if self._config.train.precision == "bfloat16" else self._config.train.precision
+
+    def _moves(
+        self, op: str, width: int, dtype: str | None, *, forward: int = 0, backward: int = 0, recomputed: int = 0
+    ) -> Collective:
+        elements = self._facts.tokens * width
+        dtype = dtype or self._config.train.precision
+        return Collective(TENSOR, op, self._tp, elements, dtype, forward, backward, recomputed)
+
+
+def largest_matrix(facts: KindFacts) -> int:
+    """Elements of a kind's largest parameter."""
+    return max((prod(parameter.shape) for parameter in facts.parameters), default=0)

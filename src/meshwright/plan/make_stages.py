@@ -1,0 +1,105 @@
+"""Stages of a plan: which layers and ends each holds, its FSDP units, and what goes from one to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.config.schema import RunConfig
+from meshwright.models.contract.facts import KindFacts, ModelFacts
+from meshwright.pipeline.stages import layer_ranges
+from meshwright.pipeline.table import Schedule
+from meshwright.plan.make_kinds import KindMaker, largest_matrix
+from meshwright.plan.mesh import Mesh
+from meshwright.plan.pipeline import layers_per_stage
+from meshwright.plan.value import Edge, Kind, Shard, Stage, Unit
+
+
+class StageMaker:
+    """Divides a model into the stages of a table."""
+
+    def __init__(
+        self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, makes: KindMaker
+    ) -> None:
+        self._config, self._facts, self._mesh, self._table, self._makes = config, facts, mesh, table, makes
+        self.edge = self._stream()
+        """What goes from one to the next."""
+
+    def stages(self) -> tuple[Stage, ...]:
+        """In the model's order."""
+        ranges = layer_ranges(layers_per_stage(self._config))
+        return tuple(self._stage(number, layers) for number, layers in enumerate(ranges))
+
+    def _stage(self, number: int, layers: range) -> Stage:
+        facts, last = self._facts, self._table.num_stages - 1
+        firsts, lasts = facts.first if number == 0 else (), facts.last if number == last else ()
+        before = [self._end(kind, firsts, lasts, layers) for kind in firsts]
+        before += [self._makes.kind(kind, None) for kind in facts.every]
+        blocks = [self._makes.kind(facts.kind_of(n), n, units=(self._unit("block", ("",)),)) for n in layers]
+        after = [self._end(kind, firsts, lasts, layers) for kind in lasts]
+        return Stage(
+            pp_rank=self._table.stage_ranks[number],
+            layers=(layers.start, layers.stop),
+            kinds=tuple(kind.name for kind in blocks),
+            before=tuple(kind.name for kind in before),
+            after=tuple(kind.name for kind in after),
+            root=self._root([*before, *blocks, *after]),
+            edge_in=self.edge if number else None,
+            edge_out=self.edge if number < last else None,
+            splits_backward=self._table.splits_backward,
+        )
+
+    def _end(
+        self, facts: KindFacts, firsts: tuple[KindFacts, ...], lasts: tuple[KindFacts, ...], layers: range
+    ) -> Kind:
+        """An end, whose vocabulary is a unit of its own where it is larger than a block: a smaller one isn't worth a
+        collective. A parameter that is tied within a stage stays in the root's unit, which both its modules reach."""
+        names = {p.name for kind in (*firsts, *lasts) for p in kind.parameters}
+        untied = any(p.tied_to in names for p in facts.parameters)
+        targets = {p.tied_to for kind in (*firsts, *lasts) for p in kind.parameters}
+        is_tied = untied or any(p.name in targets for p in facts.parameters)
+        block = max((self._facts.kind_of(n).num_elements for n in layers), default=0)
+        units: tuple[Unit, ...] = ()
+        if facts.unit and not is_tied and largest_matrix(facts) > block:
+            is_lookup = all(p.role.value == "embedding" for p in facts.parameters)
+            # The last to be gathered are the first that backward needs: keep them. A lookup's backward needs indices.
+            is_last = facts in lasts
+            units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
+        return self._makes.kind(facts, None, untied=untied, units=units)
+
+    def _unit(
+        self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True
+    ) -> Unit:
+        comm, mesh, train = self._config.comm, self._mesh, self._config.train
+        if freed is None:
+            kept = comm.secondary_shards or self._config.mesh.reshard_after_forward
+        return Unit(
+            name=name,
+            modules=modules,
+            parameters=(),
+            sharded=mesh.view("fsdp"),
+            replicas=mesh.view("replicas"),
+            freed=kept if freed is None else freed,
+            in_backward=backward,
+            compute=train.precision,
+            reduce="float32" if train.precision == "bfloat16" else train.precision,
+            gradients=comm.gradients,
+            weights=comm.weights,
+            inside_node=comm.inside_node,
+        )
+
+    def _root(self, kinds: list[Kind]) -> Unit:
+        """What no unit of a kind has."""
+        left = [
+            f"{kind.name}/{parameter.name}"
+            for kind in dict.fromkeys(kinds)
+            for parameter in kind.parameters
+            if not any(parameter.name in unit.parameters for unit in kind.units)
+        ]
+        unit = self._unit("root", ("",), freed=False)
+        return replace(unit, parameters=tuple(left))
+
+    def _stream(self) -> Edge:
+        facts, tp = self._facts.edge, self._mesh.view("tp")
+        divides = bool(tp) and self._config.mesh.sequence_parallel and facts.sequence_dim is not None
+        shards = (Shard(facts.sequence_dim or 0, tp),) if divides else ()
+        return Edge(facts.name, facts.shape, self._config.train.precision, shards)

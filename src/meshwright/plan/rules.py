@@ -1,0 +1,144 @@
+"""All rules of a run: those of its configuration, and of what a plan makes of it, its table and its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.config import rules as config_rules
+from meshwright.config.facts import model_facts
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError, LayoutError, ScheduleError
+from meshwright.pipeline.generate import schedule_kind
+from meshwright.pipeline.stages import balanced
+from meshwright.pipeline.table import Schedule
+from meshwright.plan.pipeline import compute_table, has_stages, is_file, read_table, schedule_name
+from meshwright.settings.violation import Fix, Violation, as_word
+
+
+def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
+    """Every rule that a run violates; only the first is sure, as later ones assume that earlier ones hold.
+
+    Args:
+        config: the run.
+        num_ranks: ranks that a launcher started, None when the verb starts them.
+    """
+    yield from config_rules.violations(config, num_ranks)
+    yield from _pipeline(config)
+
+
+def _pipeline(config: RunConfig) -> Iterator[Violation]:
+    if not has_stages(config):
+        yield from _without_stages(config)
+        return
+    try:
+        table = compute_table(config)
+    except ScheduleError as error:
+        if is_file(schedule_name(config)):
+            raise
+        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, _other_schedules(config))
+        return
+    yield from _file(config, table)
+    yield from _layers(config, table)
+    if config.train.compile and table.splits_backward:
+        yield Violation(
+            ConfigError,
+            f"train.compile with {schedule_name(config)}, whose backward comes in two parts",
+            "train.compile",
+            "a compiled block can't put the gradients of its weights off",
+            [{"train.compile": False}, *_other_schedules(config)[-1:]],
+        )
+
+
+def _without_stages(config: RunConfig) -> Iterator[Violation]:
+    """A schedule has no effect here, and a run that goes on with fewer ranks keeps its own; but there has to be one."""
+    chosen = schedule_name(config)
+    try:
+        read_table(chosen) if is_file(chosen) else schedule_kind(chosen)
+    except ScheduleError as error:
+        if is_file(chosen):
+            raise
+        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, [{"pipeline.schedule": "auto"}])
+    given = config.pipeline.layers_per_stage
+    if given is not None and len(given) > 1:
+        yield Violation(
+            LayoutError,
+            f"pipeline.layers_per_stage = {as_word(given)}, and the model has one stage",
+            "pipeline.layers_per_stage",
+            "layers are divided over mesh.pp × pipeline.chunks stages",
+            [{"pipeline.chunks": len(given)}, {"pipeline.layers_per_stage": None}],
+        )
+
+
+def _other_schedules(config: RunConfig) -> list[Fix]:
+    without_chunks: Fix = {"pipeline.chunks": None} if config.pipeline.chunks else {}
+    return [
+        *([without_chunks] if without_chunks else []),
+        {"train.num_microbatches": 2 * config.mesh.pp},
+        {"pipeline.schedule": "1f1b", **without_chunks},
+    ]
+
+
+def _file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
+    """A table from a file is for one number of ranks and of micro-batches."""
+    if table.num_ranks != config.mesh.pp:
+        yield Violation(
+            LayoutError,
+            f"{table.kind} is a schedule for {table.num_ranks} ranks, and mesh.pp = {config.mesh.pp}",
+            "pipeline.schedule",
+            "a table has a line for each rank of the pipeline",
+            [{"mesh.pp": table.num_ranks}, {"pipeline.schedule": "1f1b"}],
+        )
+    if table.num_microbatches != config.train.num_microbatches:
+        yield Violation(
+            LayoutError,
+            f"{table.kind} is a schedule for {table.num_microbatches} micro-batches, and train.num_microbatches = "
+            f"{config.train.num_microbatches}",
+            "pipeline.schedule",
+            "a table has actions for each micro-batch of the step",
+            [{"train.num_microbatches": table.num_microbatches}, {"pipeline.schedule": "1f1b"}],
+        )
+
+
+def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
+    given, stages, layers = config.pipeline.layers_per_stage, table.num_stages, model_facts(config).num_layers
+    allowed = config.pipeline.allow_empty_stages
+    if stages > layers and not allowed and given is None:
+        pp = config.mesh.pp
+        fewer: list[Fix] = [{"pipeline.chunks": layers // pp}] if config.pipeline.chunks and layers >= pp else []
+        fewer += [{"mesh.pp": pp * layers // stages}] if pp * layers >= stages else []
+        yield Violation(
+            LayoutError,
+            f"{stages} stages for model.num_layers = {layers} layers",
+            "pipeline.chunks" if pp == 1 else "mesh.pp",
+            "every stage has a layer, unless empty stages are allowed",
+            [*fewer, {"pipeline.allow_empty_stages": True}, {"model.num_layers": stages}],
+        )
+    if given is None:
+        return
+    fits = balanced([1.0] * layers, stages, allow_empty=allowed or stages > layers)
+    fixes: list[Fix] = [{"pipeline.layers_per_stage": fits}, {"pipeline.layers_per_stage": None}]
+    what = f"pipeline.layers_per_stage = {as_word(given)}"
+    if len(given) != stages:
+        yield Violation(
+            LayoutError,
+            f"{what} has {len(given)} entries for {stages} stages",
+            "pipeline.layers_per_stage",
+            "an entry for each of mesh.pp × chunks stages, in the model's order",
+            fixes,
+        )
+    elif sum(given) != layers or min(given) < 0:
+        yield Violation(
+            LayoutError,
+            f"{what} has {sum(given)} layers for model.num_layers = {layers}",
+            "pipeline.layers_per_stage",
+            "the stages together have every layer once",
+            [*fixes, {"model.num_layers": sum(given)}] if min(given) >= 0 else fixes,
+        )
+    elif min(given) == 0 and not allowed:
+        yield Violation(
+            LayoutError,
+            f"{what} leaves stage {given.index(0)} without a layer",
+            "pipeline.layers_per_stage",
+            "every stage has a layer, unless empty stages are allowed",
+            [{"pipeline.allow_empty_stages": True}, *fixes],
+        )

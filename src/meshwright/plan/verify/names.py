@@ -1,0 +1,169 @@
+"""Verify names in a plan: kinds, parameters, axes, dtypes, codecs and dims that are named exist; names are unique."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from meshwright.comm.catalogue import METHODS, Use
+from meshwright.plan.mesh import Atoms
+from meshwright.plan.value import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.verify.fault import Fault, ref, words
+
+FLOATS = ("float32", "bfloat16", "float64", "float16")
+WIDE = ("float32", "float64")
+"""Dtypes that parameters are kept in, and gradients reduced in."""
+KNOWN = "what is named exists"
+
+
+def name_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Names of nothing, and names of two things."""
+    if not plan.stages:
+        yield Fault("there is no stage", "a plan has the stages of its schedule", "stages")
+        return
+    yield from _unique("kinds", (kind.name for kind in plan.kinds))
+    for kind in plan.kinds:
+        yield from _kind(plan, kind)
+    for number, stage in enumerate(plan.stages):
+        yield from _stage(plan, number, stage)
+    refs = {ref(kind, parameter) for kind in plan.kinds for parameter in kind.parameters}
+    for number, one in enumerate(plan.sums):
+        field = f"sums[{number}]"
+        yield from _atoms(plan, one.axes, field)
+        yield from _dtype(one.dtype, field, FLOATS)
+        yield from _in(one.op, ("sum", "mean"), f"{field}.op")
+        for name, count in Counter(one.parameters).items():
+            yield from _in(name, refs, f"{field}.parameters", parameter=name)
+            if count > 1:
+                yield Fault(f"{name} is listed {count} times", "a sum has each parameter once", field, parameter=name)
+        if not one.axes or not one.parameters:
+            yield Fault("a sum of nothing, or over nothing", "a sum has parameters and axes", field)
+    yield from _dtype(plan.masters, "masters", WIDE)
+    yield from _edge(plan, plan.edge, "edge")
+    for key, sites in plan.shared:
+        for site, name in sites:
+            if not 0 <= site < len(plan.stages):
+                what = f"{key} is shared with stage {site} ({name}), which is not there"
+                yield Fault(what, KNOWN, f"shared[{key}]", parameter=key, axis="pp")
+    yield from _atoms(plan, tuple(axis for axis in plan.loss.summed if axis != "pp"), "loss.summed")
+    yield from _atoms(plan, plan.loss.equal, "loss.equal")
+    for number, state in enumerate(plan.optimizer.states):
+        yield from _dtype(state.dtype, f"optimizer.states[{number}]", FLOATS)
+
+
+def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
+    field = f"kinds[{kind.name}]"
+    yield from _unique(f"{field}.parameters", (p.name for p in kind.parameters))
+    yield from _unique(f"{field}.buffers", (b.name for b in kind.buffers))
+    yield from _unique(f"{field}.units", (unit.name for unit in kind.units))
+    yield from _unique(f"{field}.styles", (glob for glob, _ in kind.styles))
+    yield from _in(kind.recompute, ("none", "full"), f"{field}.recompute")
+    if set(kind.path.replace("{layer}", "")) & set("{}"):
+        rule = "a block's path has {layer}, and nothing else in braces"
+        yield Fault(f"the path {kind.path!r}", rule, f"{field}.path")
+    for parameter in kind.parameters:
+        yield from _parameter(plan, kind, parameter)
+    for buffer in kind.buffers:
+        place = f"{field}.buffers[{buffer.name}]"
+        yield from _dtype(buffer.dtype, place)
+        yield from _atoms(plan, buffer.work, f"{place}.work", of=f"{kind.name}/{buffer.name}")
+        yield from _atoms(plan, buffer.summed, f"{place}.summed", of=f"{kind.name}/{buffer.name}")
+    for unit in kind.units:
+        yield from _unit(plan, unit, f"{field}.units[{unit.name}]", {p.name for p in kind.parameters}, kind)
+    for number, one in enumerate(kind.collectives):
+        yield from _atoms(plan, one.axes, f"{field}.collectives[{number}]")
+        yield from _dtype(one.dtype, f"{field}.collectives[{number}]")
+    for auxiliary in kind.auxiliary:
+        yield from _atoms(plan, auxiliary.work, f"{field}.auxiliary[{auxiliary.name}]")
+
+
+def _parameter(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+    field, name = f"kinds[{kind.name}].parameters[{parameter.name}]", ref(kind, parameter)
+    dims = len(parameter.shape)
+    if any(size < 1 for size in parameter.shape) or not dims:
+        rule = "a parameter has a dim, which FSDP2 shards, and elements"
+        yield Fault(f"{name} has the shape {parameter.shape}", rule, f"{field}.shape", parameter=name)
+        return
+    for dim, what in ((parameter.stored_dim, "stored"), *((shard.dim, "used") for shard in parameter.used)):
+        if not 0 <= dim < dims:
+            what = f"{name} is {what} sharded along dim {dim} of {dims}"
+            yield Fault(what, "a dim that is sharded exists", field, parameter=name)
+    for shard in parameter.used:
+        yield from _atoms(plan, shard.axes, f"{field}.used", of=name)
+        if not shard.axes:
+            yield Fault(f"{name} is sharded over nothing", "a shard has an axis", f"{field}.used", parameter=name)
+    yield from _atoms(plan, parameter.work, f"{field}.work", of=name)
+
+
+def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind | None, *stages: int) -> Iterator[Fault]:
+    for name in unit.parameters:
+        if name not in members:
+            known = f"{kind.name}/{name}" if kind else name
+            what = f"unit {unit.name} has {known}, which is not there"
+            yield Fault(what, KNOWN, f"{field}.parameters", parameter=known, stages=stages)
+    yield from _unique(f"{field}.modules", unit.modules)
+    yield from _atoms(plan, unit.sharded, f"{field}.sharded")
+    yield from _atoms(plan, unit.replicas, f"{field}.replicas")
+    yield from _dtype(unit.compute, f"{field}.compute", FLOATS)
+    yield from _dtype(unit.reduce, f"{field}.reduce", WIDE)
+    for name, use in zip((unit.gradients, unit.weights, unit.inside_node), Use, strict=True):
+        allowed = [method.name for method in METHODS if use in method.uses]
+        if name not in allowed:
+            what = f"{use.words()} of unit {unit.name} cannot be sent as {name!r}"
+            yield Fault(what, f"{use.words()} are sent as one of {words(allowed)}", f"{field}.{use.value}")
+
+
+def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
+    kinds, field = {kind.name: kind for kind in plan.kinds}, f"stages[{number}]"
+    named = (*stage.before, *stage.kinds, *stage.after)
+    for name in dict.fromkeys(named):
+        yield from _in(name, kinds, field)
+    own = [kinds[name] for name in dict.fromkeys(named) if name in kinds]
+    members = {ref(kind, parameter) for kind in own for parameter in kind.parameters}
+    yield from _unit(plan, stage.root, "root", members, None, number)
+    for edge, name in ((stage.edge_in, "edge_in"), (stage.edge_out, "edge_out")):
+        if edge is not None:
+            yield from _edge(plan, edge, f"{field}.{name}")
+
+
+def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[Fault]:
+    yield from _dtype(edge.dtype, field, FLOATS)
+    yield from _atoms(plan, tuple(axis for shard in edge.shards for axis in shard.axes), f"{field}.shards")
+    for shard in edge.shards:
+        if not 0 <= shard.dim < len(edge.shape):
+            what = f"{edge.name} is sharded along dim {shard.dim} of {len(edge.shape)}"
+            yield Fault(what, "a dim that is sharded exists", f"{field}.shards")
+
+
+def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) -> Iterator[Fault]:
+    """Axes inside a stage with more than one rank, each once."""
+    about = f" of {of}" if of else ""
+    for atom, count in Counter(atoms).items():
+        if atom not in plan.mesh.in_stage():
+            size = plan.mesh.sizes.get(atom)
+            why = "which has one rank" if size == 1 else "which divides stages" if size else "which the mesh has not"
+            what = f"{field}{about} names {atom}, {why}"
+            rule = f"an axis here is one of {words(plan.mesh.in_stage())}: inside a stage, with more than one rank"
+            yield Fault(what, rule, field, parameter=of, axis=atom)
+        if count > 1:
+            what = f"{field}{about} names {atom} {count} times"
+            yield Fault(what, "an axis is named once", field, parameter=of, axis=atom)
+    order = [atom for atom in (*plan.mesh.sizes,) if atom in atoms]
+    if not set(atoms) - set(order) and order != list(dict.fromkeys(atoms)):
+        what = f"{field}{about} names {words(atoms)}, and the mesh has {words(order)}"
+        yield Fault(what, "axes are named in the mesh's order", field, parameter=of, axis=atoms[0])
+
+
+def _dtype(dtype: str, field: str, known: Iterable[str] = tuple(BYTES)) -> Iterator[Fault]:
+    return _in(dtype, known, field)
+
+
+def _in(name: str, known: Iterable[str], field: str, *, parameter: str | None = None) -> Iterator[Fault]:
+    if name not in known:
+        yield Fault(f"{field} names {name!r}", f"{KNOWN}: {words(sorted(known))}", field, parameter=parameter)
+
+
+def _unique(field: str, names: Iterable[str]) -> Iterator[Fault]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Fault(f"{field} has {count} of the name {name}", "names are unique", field, parameter=name)

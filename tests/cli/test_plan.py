@@ -1,0 +1,79 @@
+"""`meshwright plan`: a page that fits a terminal, figures for programs, files, differences; and no torch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.config.load import preset_names
+from meshwright.plan.compare import hashes
+from meshwright.plan.load import load
+from meshwright.plan.make import make_plan
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.text import from_json
+from meshwright.plan.traffic import predict_traffic
+from tests.helpers import meshwright, shown_error
+
+LAYOUTS = [
+    *((name, []) for name in preset_names()),
+    ("llama3-70b", ["mesh.dp_shard=8", "mesh.tp=8"]),
+    ("llama3-405b", ["mesh.pp=16", "mesh.dp_shard=128", "train.global_batch=2048", "train.num_microbatches=16",
+                     "comm.ranks_per_node=8"]),
+    ("dit-digits-video", ["mesh.pp=2", "mesh.dp_shard=2", "mesh.dp_replicate=2", "comm.gradients=loco4",
+                          "recompute.policy=full", "train.freeze=blocks.0.*"]),
+    ("llama-tiny", ["mesh.pp=2", "pipeline.schedule=zb-v", "model.tie_embeddings=true", "train.num_microbatches=4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "words"), LAYOUTS, ids=[f"{p} {' '.join(w)}" for p, w in LAYOUTS])
+def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
+    done = here("plan", preset, *words)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines) and len(lines) <= 45, done.stdout
+    for line in lines:  # a figure and its unit stand together
+        last = line.split()[-1]
+        assert not last.isdigit() and last not in ("×", "·", "="), line
+        assert not line.strip().startswith(("GiB", "MiB", "KiB", "B ")), line
+    found = hashes(make_plan(load(preset, words)))
+    assert f"model {found.model} · layout {found.layout} · plan {found.fingerprint}" in lines[-1]
+
+
+def test_figures_are_the_library_s(here, tmp_path):
+    words = ["mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "comm.gradients=loco4"]
+    done = here("plan", "llama-tiny", *words, "--json", "-")
+    found, plan = json.loads(done.stdout), make_plan(load("llama-tiny", words))
+    memory, traffic = predict_memory(plan), predict_traffic(plan)
+    assert found["memory"] == {**vars(memory), "total": memory.total()}
+    assert found["traffic"].pop("total") == traffic.sent().total()
+    assert found["traffic"] == {str(entry.purpose): entry.sent.total() for entry in traffic.entries}
+    assert found["fingerprint"] == hashes(plan).fingerprint and found["ranks"] == 4
+    here("plan", "llama-tiny", *words, "--json", tmp_path / "a.json", "-o", tmp_path / "plan.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads(done.stdout)
+    assert from_json((tmp_path / "plan.json").read_text(), where="x") == plan
+
+
+def test_a_plan_in_a_file_is_shown_and_compared(here, tmp_path):
+    here("plan", "llama-tiny", "mesh.dp_shard=2", "-o", tmp_path / "plan.json")
+    shown = here("plan", tmp_path / "plan.json")
+    assert shown.returncode == 0 and "dp_shard 2 = 2 ranks" in shown.stdout
+    same = here("plan", tmp_path / "plan.json", "--diff", "llama-tiny mesh.dp_shard=2")
+    assert same.stdout == "0 fields differ\n"
+    other = here("plan", tmp_path / "plan.json", "--diff", "llama-tiny mesh.dp_shard=2 recompute.policy=full")
+    assert other.stdout == 'kinds[block].recompute\n  "none"\n  "full"\n1 field differs\n'
+
+
+def test_a_wrong_plan_is_refused(here, tmp_path):
+    path = tmp_path / "plan.json"
+    here("plan", "llama-tiny", "mesh.dp_shard=2", "mesh.tp=2", "-o", path)
+    tree = json.loads(path.read_text())
+    tree["sums"] = []
+    path.write_text(json.dumps(tree))
+    error = shown_error(here("plan", path).stderr)
+    assert "attention_norm.weight" in error["error"] and "tp" in error["error"] and error["fix"]
+
+
+def test_it_needs_no_torch(no_torch):
+    done = meshwright("plan", "llama3-70b", "mesh.dp_shard=8", "mesh.tp=8", env=no_torch)
+    assert done.returncode == 0, done.stderr

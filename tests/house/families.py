@@ -1,0 +1,35 @@
+"""No family of models is named outside its own folder: what every family is told of goes by the contract.
+
+Presets name families, and their own names contain them; what is built for one model alone belongs into its folder.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tests.house.source import Module, Tree
+
+
+def family_breaches(tree: Tree) -> list[str]:
+    """Files outside a family's folder that name it, presets' names aside."""
+    families = sorted({module.inner_path.split("/")[1] for module in tree.package if _is_family(module)})
+    if not families:
+        return []
+    # As a word, or as the start of a class's name: `DiTBlock`.
+    names = re.compile("|".join(rf"\b(?i:{name})(?=\b|[A-Z0-9_])" for name in families))
+    presets = sorted((path.stem for path in tree.root.glob("src/meshwright/config/presets/*.toml")), key=len)
+    breaches = []
+    for module in tree.package:
+        for number, line in enumerate(module.text.splitlines(), start=1):
+            for preset in reversed(presets):
+                line = line.replace(preset, "")
+            for found in names.finditer(line):
+                if not module.inner_path.startswith(f"models/{found[0].lower()}/"):
+                    breaches.append(f"{module.path}:{number} names the family {found[0]}")
+    return breaches
+
+
+def _is_family(module: Module) -> bool:
+    parts = module.inner_path.split("/")
+    return len(parts) == 3 and parts[0] == "models" and parts[2] == "family.py" and parts[1] != "contract"
+

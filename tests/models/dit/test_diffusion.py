@@ -1,0 +1,123 @@
+"""Diffusion: what was mixed can be told apart again, and sampling with a perfect denoiser gives the data."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.models.dit.diffusion import Diffusion, guided
+from meshwright.models.dit.diffusion_spec import MAX_BETA, NoiseSchedule, Prediction, signal_variances
+
+KINDS = [(schedule, prediction) for schedule in NoiseSchedule for prediction in Prediction]
+EVERY_KIND = pytest.mark.parametrize(("schedule", "prediction"), KINDS)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(NoiseSchedule), st.integers(1, 1000))
+def test_noise_grows_and_variance_stays_one(schedule, num_timesteps):
+    diffusion = Diffusion(num_timesteps, schedule)
+    alpha, sigma = diffusion.signal_and_noise(torch.arange(num_timesteps))
+    assert alpha.dtype == sigma.dtype == torch.float64
+    torch.testing.assert_close(alpha**2 + sigma**2, torch.ones_like(alpha), rtol=0, atol=1e-15)
+    assert (alpha > 0).all() and (sigma > 0).all() and (alpha.diff() < 0).all() and (sigma.diff() >= 0).all()
+    kept = torch.tensor([1.0, *signal_variances(schedule, num_timesteps)], dtype=torch.float64)
+    assert (1 - kept[1:] / kept[:-1]).max() <= MAX_BETA + 1e-12
+
+
+def test_the_published_schedules():
+    cosine = signal_variances(NoiseSchedule.COSINE, 1000)
+    for step in (0, 17, 500, 998):
+        level = [math.cos((t / 1000 + 0.008) / 1.008 * math.pi / 2) ** 2 for t in (step + 1, 0)]
+        assert cosine[step] == pytest.approx(level[0] / level[1], rel=1e-9)
+    linear = signal_variances(NoiseSchedule.LINEAR, 1000)
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(linear, dtype=torch.float64), (1 - betas).cumprod(0), rtol=1e-12, atol=0)
+    coarse = signal_variances(NoiseSchedule.LINEAR, 100)
+    assert coarse[-1] == pytest.approx(linear[-1], abs=1e-4)
+
+
+@EVERY_KIND
+def test_noise_and_sample_come_back_from_the_target(schedule, prediction):
+    diffusion = Diffusion(1000, schedule, prediction)
+    timestep = torch.tensor([0, 1, 300, 700, 950])
+    x, noise = randn(5, 2, 3, 4), randn(5, 2, 3, 4, seed=1)
+    x_t, target = diffusion.add_noise(x, noise, timestep), diffusion.target(x, noise, timestep)
+    found_noise, found_x = diffusion.to_noise_and_sample(target, x_t, timestep)
+    torch.testing.assert_close(found_noise, noise, rtol=0, atol=1e-11)
+    torch.testing.assert_close(found_x, x, rtol=0, atol=1e-11)
+    assert diffusion.add_noise(x.bfloat16(), noise.bfloat16(), timestep).dtype == torch.bfloat16
+
+
+def sample(diffusion, denoised, x, num_steps, *, clamps=False):
+    """Go from noise to samples, with a denoiser that gives the sample it expects in (x_t, alpha, sigma)."""
+    steps = diffusion.ddim_timesteps(num_steps)
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        here = torch.full((len(x),), step)
+        there = None if after is None else torch.full((len(x),), after)
+        alpha, sigma = (factor.view(-1, 1) for factor in diffusion.signal_and_noise(here))
+        expected = denoised(x, alpha, sigma)
+        prediction = diffusion.target(expected, (x - alpha * expected) / sigma, here)
+        x = diffusion.ddim_step(prediction, x, here, there, clamps=clamps)
+    return x
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("num_steps", [1, 7, 50])
+@pytest.mark.parametrize("clamps", [False, True])
+def test_sampling_recovers_a_point(schedule, prediction, num_steps, clamps):
+    diffusion = Diffusion(1000, schedule, prediction)
+    point = torch.tensor([[0.25, -1.0, 0.5]], dtype=torch.float64)
+    found = sample(diffusion, lambda x, alpha, sigma: point.expand_as(x), randn(4, 3), num_steps, clamps=clamps)
+    torch.testing.assert_close(found, point.expand(4, 3), rtol=0, atol=1e-11)
+
+
+@EVERY_KIND
+def test_sampling_recovers_a_gaussian(schedule, prediction):
+    """The best denoiser of N(mean, std²) is known; the flow that it makes is linear, and takes quantile to quantile."""
+    diffusion, mean, std = Diffusion(1000, schedule, prediction), 0.3, 0.2
+
+    def denoised(x, alpha, sigma):
+        gain = alpha * std**2 / ((alpha * std) ** 2 + sigma**2)
+        return mean + gain * (x - alpha * mean)
+
+    noise = torch.linspace(-3, 3, 31, dtype=torch.float64)[:, None]
+    errors = [(sample(diffusion, denoised, noise, steps) - (mean + std * noise)).abs().max() for steps in (50, 200)]
+    # What is wrong is the steps' coarseness alone, which is of first order.
+    assert errors[1] <= 0.12 * std and 3.5 <= errors[0] / errors[1] <= 4
+
+
+def test_clamping_keeps_samples_where_data_is():
+    diffusion = Diffusion()
+    x, here = 5 * randn(3, 4), torch.full((3,), 600)
+    far = diffusion.target(torch.full_like(x, 7.0), x, here)
+    assert diffusion.ddim_step(far, x, here, None, clamps=True).abs().max() <= 1
+    assert diffusion.ddim_step(far, x, here, None).abs().max() > 1
+    # What is left of x_t beside the clamped sample is noise: nothing is lost on the way.
+    clamped = diffusion.ddim_step(far, x, here, None, clamps=True)
+    torch.testing.assert_close(diffusion.ddim_step(far, x, here, here, clamps=True), x, rtol=0, atol=1e-13)
+    assert not torch.equal(clamped, x)
+
+
+@given(st.integers(1, 300), st.data())
+def test_sampling_goes_from_the_noisiest_down(num_timesteps, data):
+    num_steps = data.draw(st.integers(1, num_timesteps))
+    steps = Diffusion(num_timesteps).ddim_timesteps(num_steps)
+    assert len(steps) == num_steps and steps[0] == num_timesteps - 1
+    gaps = [a - b for a, b in zip(steps, [*steps[1:], -1], strict=True)]
+    assert min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
+
+
+def test_guidance():
+    conditional, unconditional = randn(2, 3), randn(2, 3, seed=1)
+    assert torch.equal(guided(conditional, unconditional, 1.0), conditional)
+    torch.testing.assert_close(guided(conditional, unconditional, 0.0), unconditional, rtol=0, atol=1e-15)
+    expected = unconditional + 4.0 * (conditional - unconditional)
+    torch.testing.assert_close(guided(conditional, unconditional, 4.0), expected, rtol=0, atol=1e-14)

@@ -1,0 +1,243 @@
+"""Parameters that disagree with their styles, buffers, traffic and names that do not fit are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.models.contract.styles import COLUMN, gather
+from meshwright.plan.value import Shard
+from tests.plan.plans import (
+    ALL,
+    NORM,
+    PLAIN,
+    QUERY,
+    TIED,
+    assert_found,
+    with_buffer,
+    with_kind,
+    with_parameter,
+    with_stage,
+    with_unit,
+    without,
+)
+
+
+def with_mesh_view(plan, name, atoms):
+    views = tuple((view, atoms if view == name else old) for view, old in plan.mesh.views)
+    return replace(plan, mesh=replace(plan.mesh, views=views))
+
+
+def experts(plan, *, summed):
+    """A matrix that dp_shard divides in use, and its unit reduces over dp_shard, too."""
+    changed = with_parameter(plan, "block/router.weight", used=(Shard(0, ("dp_shard",)),), work=("tp",))
+    return changed if summed else with_unit(changed, "block", sharded=())
+
+
+FAULTS = {
+    "a column sharded as a row": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, used=(Shard(1, ("tp",)),)),
+        QUERY,
+        "tp",
+        "has style column, and is sharded over tp along dim 1, not dim 0",
+    ),
+    "a column not sharded": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, used=()),
+        QUERY,
+        "tp",
+        "has style column, and is sharded over tp along no dim, not dim 0",
+    ),
+    "a norm sharded": (
+        TIED,
+        lambda p: with_parameter(p, NORM, used=(Shard(0, ("tp",)),), work=("dp_replicate", "dp_shard")),
+        NORM,
+        "tp",
+        "has style stream, and is sharded over tp along dim 0, not no dim",
+    ),
+    "work left out with its sum": (
+        TIED,
+        lambda p: without(with_parameter(p, NORM, work=("dp_replicate", "dp_shard")), "sum"),
+        NORM,
+        "tp",
+        "has style stream, with sequence parallel, and tp doesn't divide what it is applied to",
+    ),
+    "data left out of work": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, work=("dp_replicate",)),
+        QUERY,
+        "dp_shard",
+        "is applied to all data, as if dp_shard divided none",
+    ),
+    "sharded and applied to parts": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, work=("dp_replicate", "dp_shard", "tp")),
+        QUERY,
+        "tp",
+        "is sharded over tp once, and what it is applied to is divided there",
+    ),
+    "a dim that is not there": (
+        TIED,
+        lambda p: with_parameter(p, NORM, stored_dim=1),
+        NORM,
+        None,
+        "is stored sharded along dim 1 of 1",
+    ),
+    "rows that tp does not divide": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, shape=(127, 128)),
+        QUERY,
+        "tp",
+        "tp shard dim 0 of 127 over 2 ranks",
+    ),
+    "columns stored unevenly": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, shape=(128, 127), stored_dim=1),
+        QUERY,
+        "dp_shard",
+        "dp_shard shard the stored dim 1 of 127 over 2 ranks",
+    ),
+    "a style of nothing": (
+        TIED,
+        lambda p: with_kind(p, "block", styles=(*p.kind("block").styles, ("ffn.gate_proj", COLUMN))),
+        None,
+        None,
+        "style column is for ffn.gate_proj, and no parameter of block is there",
+    ),
+    "an axis that is not there": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, work=("dp_replicate", "dp_shard", "ep")),
+        QUERY,
+        "ep",
+        "names ep, which the mesh has not",
+    ),
+    "no state for a role": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, role="experts"),
+        QUERY,
+        None,
+        "has the role experts, whose optimizer state is kept never",
+    ),
+    "state kept twice": (
+        TIED,
+        lambda p: replace(p, optimizer=replace(p.optimizer, states=p.optimizer.states * 2)),
+        QUERY,
+        None,
+        "has the role matrix, whose optimizer state is kept twice",
+    ),
+    "a buffer counted per rank": (
+        ALL,
+        lambda p: with_buffer(p, "block", summed=()),
+        "block/router.counts",
+        "tp",
+        "ranks of tp see different parts, and its update is summed there never",
+    ),
+    "a buffer summed where ranks see the same": (
+        {"tp": 2, "dp_shard": 2, "sequence_parallel": False},
+        lambda p: with_buffer(p, "block", summed=("dp_shard", "tp")),
+        "block/router.counts",
+        "tp",
+        "ranks of tp see the same, and its update is summed there once",
+    ),
+    "a buffer's work and sum left out": (
+        ALL,
+        lambda p: with_buffer(p, "block", summed=("dp_shard", "tp"), work=("dp_shard", "tp")),
+        "block/router.counts",
+        "dp_replicate",
+        "counts all of what dp_replicate divides",
+    ),
+    "an auxiliary loss in parts": (
+        {"tp": 2, "sequence_parallel": False},
+        lambda p: with_kind(p, "block", auxiliary=(replace(p.kind("block").auxiliary[0], work=("tp",)),)),
+        None,
+        "tp",
+        "ranks of tp have parts of the loss balance",
+    ),
+    "traffic over an axis of one rank": (
+        PLAIN,
+        lambda p: with_kind(p, "embed", collectives=(replace(p.kind("embed").collectives[0], axes=("cp",)),)),
+        None,
+        "cp",
+        "names cp, which has one rank",
+    ),
+    "traffic that no style has": (
+        PLAIN,
+        lambda p: with_kind(p, "block", collectives=p.kind("block").collectives[1:]),
+        None,
+        "tp",
+        "block has 1 all_reduce in its backward, and its styles 2",
+    ),
+    "a style twice": (
+        TIED,
+        lambda p: with_kind(p, "block", styles=p.kind("block").styles * 2),
+        "attention_norm",
+        None,
+        "kinds[block].styles has 2 of the name attention_norm",
+    ),
+    "a module gathered that is not there": (
+        TIED,
+        lambda p: with_kind(p, "head", styles=(*p.kind("head").styles, ("ffn", gather()))),
+        None,
+        None,
+        "style gather is for ffn, and no parameter of head is there",
+    ),
+    "axes in another order": (
+        TIED,
+        lambda p: with_parameter(p, QUERY, work=("dp_shard", "dp_replicate")),
+        QUERY,
+        "dp_shard",
+        "names dp_shard, dp_replicate, and the mesh has dp_replicate, dp_shard",
+    ),
+    "masters in fewer bits": (TIED, lambda p: replace(p, masters="bfloat16"), None, None, "masters names 'bfloat16'"),
+    "traffic of nothing": (
+        PLAIN,
+        lambda p: with_kind(p, "embed", collectives=(replace(p.kind("embed").collectives[0], elements=0),)),
+        None,
+        None,
+        "all_reduce of 0 elements",
+    ),
+    "a collective that is none": (
+        PLAIN,
+        lambda p: with_kind(p, "embed", collectives=(replace(p.kind("embed").collectives[0], op="ring"),)),
+        None,
+        None,
+        "ring for tensor",
+    ),
+    "a view that forgets an axis": (
+        TIED,
+        lambda p: with_mesh_view(p, "fsdp", ("cp",)),
+        None,
+        "dp_shard",
+        "dp_shard is never in replicas and fsdp",
+    ),
+    "a mesh without ranks": (
+        TIED,
+        lambda p: replace(p, mesh=replace(p.mesh, atoms=(*p.mesh.atoms[:-1], ("tp", 0)))),
+        None,
+        "tp",
+        "tp has 0 ranks",
+    ),
+    "nodes of other ranks": (
+        TIED,
+        lambda p: replace(p, mesh=replace(p.mesh, nodes=(0, 0, 1, 1))),
+        None,
+        None,
+        "nodes of 4 ranks, on a mesh of 16",
+    ),
+    "a kind of no name": (TIED, lambda p: with_stage(p, 0, before=("embeds",)), None, None, "names 'embeds'"),
+    "a dtype that is none": (
+        TIED,
+        lambda p: replace(p, masters="fp32"),
+        None,
+        None,
+        "masters names 'fp32'",
+    ),
+    "another version": (TIED, lambda p: replace(p, format=2), None, None, "a plan of format 2"),
+}
+
+
+@pytest.mark.parametrize("base, plant, parameter, axis, words", FAULTS.values(), ids=FAULTS)
+def test_faults_are_found(base, plant, parameter, axis, words):
+    assert_found(base, plant, parameter, axis, words)
