@@ -83,7 +83,8 @@ class FirstGradients:
 
     def __init__(self, part: StagePart) -> None:
         self._part = part
-        self._found: dict[nn.Parameter, set[str]] = {}
+        self._found: dict[str, set[str]] = {}
+        """By name in the stage."""
         self._handles: list[RemovableHandle] = []
 
     def watch(self) -> None:
@@ -92,10 +93,11 @@ class FirstGradients:
             return
         units = fsdp_modules(self._part.module)
         gathered = {sharded: full for one in units for sharded, full in unsharded_parameters(one)}
-        for parameter in self._part.module.parameters():
+        for name, parameter in self._part.module.named_parameters():
+            # A unit that is kept after its forward has its gathered parameters in the module already.
+            watched: Any = gathered.get(parameter, parameter)
             if parameter.requires_grad:
-                seen = self._found.setdefault(parameter, set())
-                watched: Any = gathered.get(parameter, parameter)
+                seen = self._found.setdefault(name, set())
                 self._handles.append(watched.register_post_accumulate_grad_hook(_look(seen)))
 
     def check(self) -> None:
@@ -111,8 +113,7 @@ class FirstGradients:
             return
         plan = self._part.plan
         for kind, layer, parameter in plan.parameters(self._part.stage):
-            tensor = self._part.module.get_parameter(kind.full_name(parameter.name, layer))
-            found = self._found.get(tensor, set())
+            found = self._found.get(kind.full_name(parameter.name, layer), set())
             if not parameter.trained or not found:
                 continue
             self._compare(kind, layer, parameter, found - {"seen"}, plan.mesh.view("tp"))

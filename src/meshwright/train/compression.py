@@ -94,7 +94,7 @@ class RunCompression:
 
     def restore(self, path: Path, manifest: Manifest) -> str:
         """Go on with the errors of the checkpoint at `path`. In words, why they start from zero, if they do."""
-        if not self._parts or not find_method(self.identity["gradients"]).feedback:
+        if not self._parts or not self._has_feedback:
             return ""
         saved = manifest.run.get("comm")
         if saved is None or any(self.identity.get(key) != value for key, value in saved.items()):

@@ -8,8 +8,8 @@ is the same bits on every rank: what ranks decide from it, they decide alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,9 +45,20 @@ class StepResult:
     """Some rank was asked to stop."""
 
 
-def vocab_context(job: Job) -> AbstractContextManager[None]:
+@contextmanager
+def vocab_context(job: Job) -> Iterator[None]:
     """Within it, cross-entropy works on logits sharded over the vocabulary; its backward belongs inside too."""
-    return loss_parallel() if job.axes.tp > 1 else nullcontext()
+    if job.axes.tp == 1:
+        yield
+        return
+    context = loss_parallel()
+    context.__enter__()
+    try:
+        yield
+    finally:
+        # PyTorch's context has no `finally` of its own: told of an exception, it would leave its handlers of the
+        # whole process's DTensors behind, and every later loss would be taken for one that is sharded over classes.
+        context.__exit__(None, None, None)
 
 
 class TrainStep:
