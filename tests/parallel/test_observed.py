@@ -24,8 +24,8 @@ def corpus(tmp_path_factory):
 
 
 def edited(plan, name, **fields):
-    """The block with another parameter."""
-    block = next(kind for kind in plan.kinds if kind.is_block)
+    """The plan with another parameter of the block, or of an end."""
+    block = next(kind for kind in plan.kinds if any(p.name == name for p in kind.parameters))
     parameters = tuple(replace(p, **fields) if p.name == name else p for p in block.parameters)
     return with_block(plan, replace(block, parameters=parameters))
 
@@ -99,6 +99,11 @@ def test_other_partial_gradients_are_named_in_the_first_step(gang, corpus, layou
     assert gang(num_ranks).run(first_gradients, words, "", ()) == [""] * num_ranks
     said = f"DTensor's gradient of blocks.0.{NORM} is partial over tp, and the plan says not partial over tp"
     assert gang(num_ranks).run(first_gradients, words, NORM, data) == [said] * num_ranks
+    if layout == BOTH:  # a unit that is kept after its forward, as the root's is
+        kept = [*words, "mesh.reshard_after_forward=false"]
+        assert gang(num_ranks).run(first_gradients, kept, NORM, data) == [said] * num_ranks
+        said = "DTensor's gradient of norm.weight is partial over tp, and the plan says not partial over tp"
+        assert gang(num_ranks).run(first_gradients, words, "norm.weight", data) == [said] * num_ranks
     whole = [*words, "mesh.sequence_parallel=false"]
     said = f"DTensor's gradient of blocks.0.{NORM} is not partial over tp, and the plan says partial over tp"
     assert gang(num_ranks).run(first_gradients, whole, NORM, (*data, "tp")) == [said] * num_ranks

@@ -12,6 +12,7 @@ from meshwright.models.contract.facts import (
     ModelFacts,
     ParameterFacts,
     Role,
+    Saved,
 )
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
@@ -63,6 +64,7 @@ class Fake(Family):
                 BufferFacts("rotary", (16, 2), "float32", saved=False),
             ),
             auxiliary=(AuxiliaryLoss("balance", 0.01, on_stream=True),),
+            saved=Saved(full=DIM, stream=DIM, divided=DIM),
         )
         table = ParameterFacts("embed.weight", (32, DIM), Role.EMBEDDING)
         return ModelFacts(

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.models.contract.styles import ROW, STREAM
 from meshwright.pipeline.table import ActionKind
 from meshwright.plan.text import from_json, to_json
-from meshwright.plan.value import Gradient
+from meshwright.plan.value import Gradient, Shard
 from meshwright.plan.verify import faults, verify
 from tests.plan.plans import (
     ALL,
@@ -37,6 +37,8 @@ MESHES = (
     {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "pp": 2},
     {"tp": 4, "dp_shard": 2, "sequence_parallel": False},
     {"dp_replicate": 4},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "tp": 2, "dp_shard": 2, "pp": 2},
 )
 
 
@@ -68,6 +70,18 @@ def test_gradients_of_another_family():
         "norm.weight": "P=",
         "router.weight": "P=",
     }
+
+
+def test_context_parallel_is_in_the_plan_already():
+    """Sums, units, what ranks keep and exchange follow from the axis; its attention is what nobody makes yet."""
+    one, two = fake(tp=2, pp=2), fake(tp=2, pp=2, cp=2)
+    block, divided = one.kind("block"), two.kind("block")
+    assert divided.saved_elements * 2 == block.saved_elements > 0
+    assert [c.elements for c in divided.collectives] == [c.elements // 2 for c in block.collectives]
+    assert two.edge.shards == (Shard(0, ("cp", "tp")),) and two.loss.summed == ("pp", "cp")
+    assert {unit.sharded for stage in two.stages for unit in two.units(stage)} == {("cp",)}
+    assert all(parameter.gradient("cp") is Gradient.PARTIAL for parameter in divided.parameters)
+    assert divided.buffers[0].summed == ("cp", "tp") and divided.auxiliary[0].work == ("cp", "tp")
 
 
 def test_the_largest_is_quick():

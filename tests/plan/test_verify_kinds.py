@@ -153,7 +153,21 @@ FAULTS = {
         lambda p: with_kind(p, "block", auxiliary=(replace(p.kind("block").auxiliary[0], work=("tp",)),)),
         None,
         "tp",
-        "ranks of tp have parts of the loss balance",
+        "the loss balance is divided over tp",
+    ),
+    "an auxiliary loss that cp divides, taken for all of it": (
+        {"cp": 2, "tp": 2},
+        lambda p: with_kind(p, "block", auxiliary=(replace(p.kind("block").auxiliary[0], work=()),)),
+        None,
+        "cp",
+        "the loss balance is divided over nothing",
+    ),
+    "a stream that cp does not divide": (
+        {"cp": 2, "tp": 2},
+        lambda p: replace(p, edge=replace(p.edge, shards=(Shard(0, ("tp",)),))),
+        None,
+        "cp",
+        "stream is not sharded over cp",
     ),
     "traffic over an axis of one rank": (
         PLAIN,

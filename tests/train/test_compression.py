@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from meshwright.config.rules_comm import idle_notes
 from meshwright.plan.make import make_plan
+from meshwright.plan.value import RunPlan
 from meshwright.train.build import build_job
 from meshwright.train.context import RankContext, StatusBoard
 from meshwright.train.folder import RunFolder
@@ -20,6 +23,7 @@ from tests.train.jobs import Pieces, load_words, make_job, make_task, pieces
 from tests.train.runs import assert_bitwise_equal, final_state
 
 LAST, MIDDLE = 4, 2
+Edit = Callable[[RunPlan], RunPlan] | None
 WORDS = (f"train.steps={LAST}", f"checkpoint.every={MIDDLE}", "checkpoint.keep=3", "mesh.dp_shard=2",
          "comm.gradients=loco2", "comm.weights=int8", "train.sample_tokens=0")  # fmt: skip
 
@@ -34,13 +38,22 @@ class Notes(Reporter):
         self.texts.append(text)
 
 
-def whole_run(rank: int, world_size: int, words: tuple[str, ...], out: Path, checkpoint: Path | None) -> list[str]:
+def mixed(plan: RunPlan) -> RunPlan:
+    """A plan whose roots send gradients by another codec than its blocks."""
+    stages = (replace(stage, root=replace(stage.root, gradients="int8")) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def whole_run(
+    rank: int, world_size: int, words: tuple[str, ...], out: Path, checkpoint: Path | None, edit: Edit = None
+) -> list[str]:
     """A run as its ranks live it. What the reporter was told."""
     torch.set_num_threads(1)
     config = load_words(words)
+    plan = make_plan(config) if edit is None else edit(make_plan(config))
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     notes = Notes()
-    job = build_job(config, make_plan(config), context, torch.device("cpu"))
+    job = build_job(config, plan, context, torch.device("cpu"))
     Trainer(job, make_task(config), open_data(config).fingerprint, RunFolder(out, checkpoint), notes).run()
     return notes.texts
 
@@ -53,12 +66,12 @@ def whole(gang, tmp_path_factory):
     return out
 
 
-def resumed(gang, whole, broken, words):
+def resumed(gang, whole, broken, words, edit=None):
     """Go on from the middle of the run in `whole` with other words, in the folder `broken`. What was noted."""
     shutil.copy(whole / "metrics.jsonl", broken)
     middle = whole / "checkpoints" / f"{MIDDLE:08d}"
     num_ranks = load_words(words).mesh.axes().num_ranks()
-    notes: list[str] = gang(num_ranks).run(whole_run, words, broken, middle)[0]
+    notes: list[str] = gang(num_ranks).run(whole_run, words, broken, middle, edit)[0]
     return notes
 
 
@@ -67,6 +80,16 @@ def test_a_resumed_run_is_bitwise_as_if_uninterrupted(gang, whole, tmp_path):
     assert_bitwise_equal(tmp_path, whole)
     state = final_state(whole)
     assert {"comm.rank0", "comm.rank1"} <= state.keys() and not torch.equal(state["comm.rank0"], state["comm.rank1"])
+    assert not [note for note in notes if "error" in note]
+
+
+@pytest.mark.slow
+def test_a_run_with_several_codecs_goes_on_with_its_feedback(gang, tmp_path):
+    out, broken = tmp_path / "whole", tmp_path / "broken"
+    gang(2).run(whole_run, WORDS, out, None, mixed)
+    broken.mkdir()
+    notes = resumed(gang, out, broken, WORDS, mixed)
+    assert_bitwise_equal(broken, out)
     assert not [note for note in notes if "error" in note]
 
 

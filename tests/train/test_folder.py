@@ -16,7 +16,9 @@ from meshwright.checkpoint.durable import write_file
 from meshwright.config.facts import model_facts
 from meshwright.errors import CheckpointError, InputError
 from meshwright.plan.load import load
-from meshwright.train.folder import choose_folder
+from meshwright.plan.make import make_plan
+from meshwright.plan.text import to_json
+from meshwright.train.folder import choose_folder, keep_other_plan
 
 CONFIG = load(None, ["name=mine"])
 
@@ -200,3 +202,17 @@ def test_a_record_that_cannot_be_read_is_said_before_the_run(tmp_path):
     one, other = shlex.split(re.search(r"mv (.*), and", caught.value.fix)[1])
     Path(one).rename(other)
     assert choose("a", "auto").checkpoint == Path("a/checkpoints/00000003")
+
+
+def test_the_plan_of_the_steps_so_far_is_kept(tmp_path):
+    path = tmp_path / "plan.json"
+    first, second = (make_plan(load(None, words)) for words in (["mesh.dp_shard=2"], ["mesh.dp_shard=2", "mesh.tp=2"]))
+    assert keep_other_plan(path, first, 0) == [] and not list(tmp_path.iterdir())
+    path.write_text(to_json(first), "utf-8")
+    assert keep_other_plan(path, first, 4) == [] and path.exists()
+    (note,) = keep_other_plan(path, second, 4)
+    assert "mesh.atoms[tp]" in note and "plan-to-00000004.json" in note and "--plan" in note
+    assert not path.exists() and (tmp_path / "plan-to-00000004.json").read_text("utf-8") == to_json(first)
+    path.write_text("{", "utf-8")
+    (note,) = keep_other_plan(path, second, 6)
+    assert "can't read" in note and (tmp_path / "plan-to-00000006.json").read_text("utf-8") == "{"

@@ -10,7 +10,7 @@ from meshwright.errors import LayoutError
 from meshwright.plan.load import load
 from meshwright.plan.make import make_plan
 from meshwright.train import launch, machine
-from meshwright.train.machine import CGROUP_LIMITS, check_machine, check_memory, check_ranks, machine_bytes
+from meshwright.train.machine import check_machine, check_memory, check_ranks
 from tests.helpers import meshwright, shown_error
 
 CPU = "train.device=cpu"
@@ -66,14 +66,6 @@ def test_memory_is_that_of_all_ranks_here():
 def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CUDA_CONTROL", tmp_path)
     check_machine(config := load(None, ["model.dim=100000000"]), make_plan(config))
-
-
-def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    assert set(CGROUP_LIMITS) and 2**28 < machine_bytes() < 2**50
-    for text, expected in (("1048576\n", 2**20), ("max\n", machine_bytes())):
-        (tmp_path / "limit").write_text(text)
-        monkeypatch.setattr(machine, "CGROUP_LIMITS", (str(tmp_path / "limit"), str(tmp_path / "none")))
-        assert machine_bytes() == expected
 
 
 def test_the_command_says_it_before_it_makes_a_folder(tmp_path):

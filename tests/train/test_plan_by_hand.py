@@ -185,6 +185,11 @@ def test_the_command_runs_and_proves_a_plan_from_a_file(tmp_path, corpus):
     done = meshwright(*run)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/plan.json").read_text("utf-8") == to_json(block)
+    assert f"--plan {tmp_path / 'run/plan.json'}" in done.stdout
+    done = meshwright("run", "llama-tiny", *words, "train.steps=3", "--out", tmp_path / "run", "--resume", "auto")
+    assert "which has false for kinds[block].units[block].freed, where this one has true" in done.stdout, done.stderr
+    assert (tmp_path / "run/plan-to-00000002.json").read_text("utf-8") == to_json(block)
+    assert f"--plan {tmp_path / 'run/plan.json'}" not in done.stdout
     manifest = read_manifest(tmp_path / "run/checkpoints/00000002")
     assert manifest.run["plan"] == vars(hashes(block))
     done = meshwright("prove", "llama-tiny", *words, "--plan", tmp_path / "mine.json")

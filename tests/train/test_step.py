@@ -7,9 +7,11 @@ from functools import cache
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright.mesh.shards import to_local
 from meshwright.train.optimizer import named_state
+from meshwright.train.step import vocab_context
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, run_on
 
@@ -77,6 +79,23 @@ def test_all_ranks_skip_what_is_not_finite_on_one(gang, corpus, clean, layout, k
         assert (after.loss, after.grad_norm) == (third.loss, third.grad_norm)
     assert len({str(result[0]) for result in results}) == 1
     assert all(not spoilt.skipped and changed for spoilt, changed, _, _ in clean(*layout))
+
+
+def handlers(rank, world_size, words):
+    """Operators that DTensor's dispatcher has handlers of: before, within and after a failed step."""
+    job, _ = make_job(rank, world_size, words)
+    table = DTensor._op_dispatcher._custom_op_handlers
+    found = [sorted(map(str, table))]
+    with pytest.raises(KeyError), vocab_context(job):
+        found.append(sorted(map(str, table)))
+        raise KeyError
+    found.append(sorted(map(str, table)))
+    return found
+
+
+def test_a_failed_step_leaves_no_handler_of_losses_behind(gang, corpus):
+    for before, within, after in gang(2).run(handlers, [*corpus, "mesh.tp=2"]):
+        assert before == after and len(within) > len(before)
 
 
 def stops(rank, world_size, words, asked):

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from meshwright import __version__
-from meshwright.train.machine import num_cores
+from meshwright.cluster.host import num_cores
 from meshwright.units import format_bytes
 
 PACKAGES = ("torch", "numpy")

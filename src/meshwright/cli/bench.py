@@ -15,7 +15,6 @@ from meshwright.bench.report import as_json, table
 from meshwright.cli.style import paint
 from meshwright.errors import InputError
 from meshwright.output import check_output, write_output
-from meshwright.train.launch import context_from_environment
 
 STDOUT = Path("-")
 JSON_OPTION = "command line, --json"
@@ -35,6 +34,8 @@ def bench(
     ] = None,
 ) -> None:
     """Measure a part of Meshwright against the obvious alternative: both sides in one run, in turns, medians."""
+    from meshwright.train.launch import context_from_environment
+
     if context_from_environment() is not None:
         raise InputError(
             "bench was started by a launcher",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_words, newest_valid, read_manifest, verify
 from meshwright.cli.style import paint
 from meshwright.errors import CheckpointError
-from meshwright.models.contract.family import OtherWeights, family_names, find_family
 from meshwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from meshwright.models.contract.family import OtherWeights
 
 app = typer.Typer(help="List, verify, export and import checkpoints.", no_args_is_help=True)
 
@@ -82,6 +84,8 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
     Raises:
         CheckpointError: it has none.
     """
+    from meshwright.models.contract.family import family_names, find_family
+
     kind = str(read_manifest(checkpoint).model.get("kind"))
     found = find_family(kind).other_weights()
     if found is None:
@@ -97,6 +101,8 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
 
 def _weights_like(source: Path) -> OtherWeights:
     """The format that a folder's config.json names; where it names none, the first one, which says what is wrong."""
+    from meshwright.models.contract.family import family_names, find_family
+
     known = [found for found in (find_family(name).other_weights() for name in family_names()) if found is not None]
     try:
         config = json.loads((source / "config.json").read_text("utf-8"))

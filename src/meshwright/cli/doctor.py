@@ -50,7 +50,7 @@ def doctor() -> None:
 
 
 def _findings() -> Iterator[Finding]:
-    from meshwright.train.machine import num_cores
+    from meshwright.cluster.host import num_cores
 
     yield Finding("ok", "meshwright", __version__)
     good = sys.version_info[:2] >= MIN_PYTHON

@@ -42,18 +42,22 @@ def plan(
             check_output(path, where=where)
     name, made = _plan_of(words)
     verify(made, where=name)
-    if diff is not None:
-        _show_differences(made, _plan_of(shlex.split(diff))[1])
+    other = None if diff is None else _plan_of(shlex.split(diff))[1]
+    # Files come first: who reads the page may have seen enough of it, and end the command.
+    if out is not None:
+        write_output(out, to_json(made), where=OUT_OPTION)
+    figures = "" if json_path is None else json.dumps(_figures(name, made), indent=1)
+    if json_path is not None and json_path != STDOUT:
+        write_output(json_path, figures + "\n", where=JSON_OPTION)
+    if other is not None:
+        _show_differences(made, other)
     elif json_path != STDOUT:
         from meshwright.cli.plan_page import page
 
         for line in page(name, made):
             print(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
-    if json_path is not None:
-        text = json.dumps(_figures(name, made), indent=1)
-        print(text) if json_path == STDOUT else write_output(json_path, text + "\n", where=JSON_OPTION)
-    if out is not None:
-        write_output(out, to_json(made), where=OUT_OPTION)
+    if json_path == STDOUT:
+        print(figures)
 
 
 def _plan_of(words: list[str] | None) -> tuple[str, RunPlan]:

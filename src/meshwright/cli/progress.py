@@ -92,6 +92,8 @@ class TerminalReporter(Reporter):
             )
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
         again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
+        if summary.plan_given:
+            again += f" --plan {shlex.quote(str(summary.folder / 'plan.json'))}"
         self._print(f"  metrics.jsonl · loss.png · {saved}repeat: {again}")
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)

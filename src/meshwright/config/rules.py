@@ -72,6 +72,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from (one for one in of_family if one.key != FREEZE)
     yield from _frozen(config)
     yield from (one for one in of_family if one.key == FREEZE)
+    yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
     yield from _schedule(config)
@@ -121,6 +122,21 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
                 "this version lays work on pp, dp_replicate, dp_shard and tp",
                 fixes,
             )
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
+    """What goes between blocks has a dim that is sharded, evenly; a family needs no rule of its own for it."""
+    edge, tp, key = model_facts(config).edge, config.mesh.tp, "mesh.sequence_parallel"
+    if tp == 1 or not config.mesh.sequence_parallel:
+        return
+    whole: list[Fix] = [{key: False}, {"mesh.tp": 1}]
+    if edge.sequence_dim is None:
+        what, rule = f"{key} with mesh.tp = {tp}", f"sequence parallel shards the {edge.name} between blocks by tokens"
+        yield Violation(LayoutError, what, key, f"{rule}, and the blocks of this model need all of them", whole)
+    elif edge.shape[edge.sequence_dim] % tp:
+        size = edge.shape[edge.sequence_dim]
+        what = f"{key} with mesh.tp = {tp}, which does not divide {size} tokens of the {edge.name}"
+        yield Violation(LayoutError, what, key, "every rank of tp has as many tokens of a sample", whole)
 
 
 def _frozen(config: RunConfig) -> Iterator[Violation]:

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm.catalogue import EXACT
-from meshwright.mesh.groups import submesh
-from meshwright.parallel.fsdp import finish_backward
+from meshwright.parallel.fsdp import finish_backward, joined_mesh
 from meshwright.parallel.part import RankModel
 from meshwright.plan.value import RunPlan, Stage, Unit
 
@@ -55,9 +54,10 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit
         param_dtype=getattr(torch, unit.compute) if is_mixed else None,
         reduce_dtype=getattr(torch, unit.reduce) if is_mixed else None,
     )
+    sharded = unit.sharded or dict(plan.mesh.views)["fsdp"][:1]
     fully_shard(
         modules if len(modules) > 1 else modules[0],
-        mesh=submesh(mesh, ["dp_replicate", "dp_shard"] if is_native else ["dp_shard"]),
+        mesh=joined_mesh(mesh, [unit.replicas, sharded] if is_native else [sharded]),
         mp_policy=policy,
         reshard_after_forward=unit.freed,
     )

@@ -3,15 +3,33 @@
 Private PyTorch names are used here and nowhere else in this room: `FSDPModule._get_fsdp_state`, its
 `_root_post_backward_final_callback` and `_fsdp_param_group`, and of that `fsdp_params`, `mesh_info`,
 `post_forward_mesh_info`, and `FSDPParam._unsharded_param`. Checked on 2.11 and 2.13;
-`torch.distributed.pipelining` of 2.11 calls the first two as well.
+`torch.distributed.pipelining` of 2.11 calls the first two as well. Of meshes `DeviceMesh._flatten`, which keeps what it
+made by name, and `DeviceMesh._concatenate`, where axes are joined: checked on 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+
+from meshwright.mesh.groups import submesh
+
+JOINED = "+"
+"""Between the axes in the name of a dim that is made of several."""
+
+
+def joined_mesh(mesh: DeviceMesh, dims: Sequence[Sequence[str]]) -> DeviceMesh:
+    """A mesh with a dim for each of some sets of axes: FSDP2 takes one to shard over, and one of replicas before it.
+
+    A dim of several axes is their product, outermost first, and has their names joined. All ranks call it alike.
+    """
+    if all(len(axes) == 1 for axes in dims):
+        return submesh(mesh, [axes[0] for axes in dims])
+    made = [submesh(mesh, axes)._flatten(JOINED.join(axes)) if len(axes) > 1 else mesh[axes[0]] for axes in dims]
+    return DeviceMesh._concatenate(made) if len(made) > 1 else made[0]
 
 
 def finish_backward(root: FSDPModule) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import LayoutError
 from meshwright.parallel.data import fsdp_modules
-from meshwright.parallel.fsdp import unit_of, unsharded_parameters
+from meshwright.parallel.fsdp import JOINED, unit_of, unsharded_parameters
 from meshwright.parallel.part import StagePart
 from meshwright.plan.mesh import Atoms
 from meshwright.plan.value import Gradient, Kind, Parameter, Unit
@@ -143,8 +143,8 @@ def _sharded(parameter: Tensor) -> set[tuple[int, str]]:
     if not isinstance(parameter, DTensor):
         return set()
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
-    placed = zip(names, parameter.placements, strict=True)
-    return {(one.dim, name) for name, one in placed if hasattr(one, "dim") and mesh[name].size() > 1}
+    placed = [(name, one.dim) for name, one in zip(names, parameter.placements, strict=True) if hasattr(one, "dim")]
+    return {(dim, axis) for name, dim in placed if mesh[name].size() > 1 for axis in name.split(JOINED)}
 
 
 def _words(shards: set[tuple[int, str]]) -> str:

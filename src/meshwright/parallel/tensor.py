@@ -73,7 +73,8 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     gathering. Modules that no style names are replicated.
     """
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    stream = Shard(plan.edge.shards[0].dim + 1) if plan.edge.shards else Replicate()  # with the batch dim
+    dims = [shard.dim for shard in plan.edge.shards if set(shard.axes) & set(plan.mesh.view("tp"))]
+    stream = Shard(dims[0] + 1) if dims else Replicate()  # with the batch dim
     for kind, layer in plan.held(stage):
         root = module.get_submodule(kind.full_name("", layer))
         parallelize_module(root, mesh, {path: _style(style, stream) for path, style in kind.styles})

@@ -100,7 +100,7 @@ def _sums(
     config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], stages: tuple[Stage, ...]
 ) -> tuple[StepSum, ...]:
     """Sums of what tensor parallel leaves partial, and means of copies that a codec lets drift apart."""
-    tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch")
+    tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch") + mesh.view("cp")
     wraps = bool(mean_over) or MASTERS[train.precision] != train.precision
     reduced = MASTERS[train.precision]
     # A gradient that was summed over micro-batches has the dtype that it is reduced in.

@@ -33,6 +33,8 @@ class KindMaker:
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
         self._divides_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._data = mesh.view("batch") + mesh.view("cp")
+        self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
+        """Of a sample, that the ranks of tp share."""
         self._made: dict[tuple[object, ...], Kind] = {}
 
     def made(self) -> tuple[Kind, ...]:
@@ -78,13 +80,15 @@ class KindMaker:
             styles=tuple(self._styles.get(facts.name, {}).items()),
             collectives=tuple(self._collectives(facts)) if self._tp else (),
             auxiliary=tuple(
-                Auxiliary(one.name, self._tp if one.on_stream and self._divides_stream else ())
+                Auxiliary(
+                    one.name, self._mesh.view("cp") + (self._tp if one.on_stream and self._divides_stream else ())
+                )
                 for one in facts.auxiliary
             ),
             recompute=self._config.recompute.policy if is_block else "none",
             compiled=self._config.train.compile and is_block,
-            saved_elements=int(self._facts.tokens * saved),
-            output_elements=int(self._facts.tokens * output),
+            saved_elements=int(self._tokens * saved),
+            output_elements=int(self._tokens * output),
             everywhere=facts in self._facts.every,
         )
 
@@ -163,7 +167,7 @@ class KindMaker:
     def _moves(
         self, op: str, width: int, dtype: str | None, *, forward: int = 0, backward: int = 0, recomputed: int = 0
     ) -> Collective:
-        elements = self._facts.tokens * width
+        elements = self._tokens * width
         dtype = dtype or self._config.train.precision
         return Collective(TENSOR, op, self._tp, elements, dtype, forward, backward, recomputed)
 

@@ -99,7 +99,8 @@ class StageMaker:
         return replace(unit, parameters=tuple(left))
 
     def _stream(self) -> Edge:
-        facts, tp = self._facts.edge, self._mesh.view("tp")
-        divides = bool(tp) and self._config.mesh.sequence_parallel and facts.sequence_dim is not None
-        shards = (Shard(facts.sequence_dim or 0, tp),) if divides else ()
+        facts, axes = self._facts.edge, self._mesh.view("cp")
+        if self._config.mesh.sequence_parallel:
+            axes += self._mesh.view("tp")
+        shards = () if not axes or facts.sequence_dim is None else (Shard(facts.sequence_dim, axes),)
         return Edge(facts.name, facts.shape, self._config.train.precision, shards)

@@ -74,7 +74,7 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 
 def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     """Two blocks and the ends that are largest at once, with their gradients, as if tp divided all of a block."""
-    if plan.mesh.size(*plan.mesh.view("batch")) == 1:
+    if plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas")) == 1:
         return 0
     blocks = [plan.kind(name) for stage in stages for name in stage.kinds]
     tp, compute = plan.mesh.size(*plan.mesh.view("tp")), BYTES[stages[0].root.compute]

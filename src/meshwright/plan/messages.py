@@ -32,7 +32,8 @@ class Purpose(StrEnum):
     WEIGHTS = "weights"
     """Gathered over dp_shard."""
     TENSOR = "tensor"
-    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of replicated parameters."""
+    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of replicated parameters. What
+    operators move over other axes has the purpose that the plan's collective says."""
     STAGES = "stages"
     """Activations and their gradients, from stage to stage."""
     BUFFERS = "buffers"
@@ -45,7 +46,7 @@ class Purpose(StrEnum):
 class Message:
     """The same number of bytes to each of some ranks, or as much around the ring of them."""
 
-    purpose: Purpose
+    purpose: str
     peers: tuple[int, ...]
     """Global ranks, without the one that sends."""
     num_bytes: int
@@ -66,7 +67,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
         sizes = unit_sizes(plan, stage)
         yield from _gradients(plan, rank, sizes, exact=exact)
         yield from _weights(plan, rank, number, sizes, exact=exact)
-        yield from _tensor(plan, rank, stage, exact=exact)
+        yield from _operators(plan, rank, stage, exact=exact)
         yield from _buffers(plan, rank, stage)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
@@ -128,21 +129,21 @@ def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, e
             yield Message(Purpose.WEIGHTS, _others(rank, group), times * encoded, in_ring=True)
 
 
-def _tensor(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
+def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
     """What operators move, as if everything were trained, and sums of gradients that tensor parallel leaves partial."""
-    totals: Counter[Atoms] = Counter()
+    totals: Counter[tuple[str, Atoms]] = Counter()
     samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
     for kind, _ in plan.held(stage):
         for one in kind.collectives:
             again = one.recomputed if kind.recompute == "full" else 0
             piece = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
             moved = 2 * piece if one.op == "all_reduce" else piece
-            totals[one.axes] += microbatches * (one.forward + one.backward + again) * moved
+            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + again) * moved
     for step_sum in plan.sums:
         if step_sum.op == "sum" or not exact:
-            totals[step_sum.axes] += _summed(plan, stage, step_sum)
-    for axes, num_bytes in totals.items():
-        yield Message(Purpose.TENSOR, _others(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
+            totals[Purpose.TENSOR, step_sum.axes] += _summed(plan, stage, step_sum)
+    for (purpose, axes), num_bytes in totals.items():
+        yield Message(purpose, _others(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
 
 
 def _summed(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:

@@ -23,7 +23,7 @@ def is_file(schedule: str) -> bool:
 
 
 def has_stages(config: RunConfig) -> bool:
-    """Whether the model is cut into stages: over ranks, or into chunks of one."""
+    """Whether the model is divided into stages: over ranks, or into chunks of one."""
     return config.mesh.pp > 1 or (config.pipeline.chunks or 1) > 1
 
 
@@ -103,7 +103,7 @@ def lowered_table(config: RunConfig) -> Schedule:
     """The table that a run executes."""
     table = compute_table(config)
     mesh = config.mesh
-    reduces = mesh.axes().data_parallel() > 1 or mesh.tp > 1 or config.train.precision == "bfloat16"
+    reduces = mesh.axes().num_ranks() > mesh.pp or config.train.precision == "bfloat16"
     options = LowerOptions(
         release=config.pipeline.release,
         reduces=reduces,

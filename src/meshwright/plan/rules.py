@@ -44,7 +44,7 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
             ConfigError,
             f"train.compile with {schedule_name(config)}, whose backward comes in two parts",
             "train.compile",
-            "a compiled block can't put the gradients of its weights off",
+            "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
         )
 

@@ -34,7 +34,8 @@ class LinkBytes:
 class TrafficEntry:
     """What is sent for one thing."""
 
-    purpose: Purpose
+    purpose: str
+    """A `Purpose`, or what a collective of the plan says."""
     sent: LinkBytes
     exact: LinkBytes
     """The same without compression."""
@@ -56,9 +57,9 @@ class Traffic:
         """Everything, without compression."""
         return sum((entry.exact for entry in self.entries), LinkBytes())
 
-    def of(self, purpose: Purpose) -> TrafficEntry:
+    def of(self, purpose: str) -> TrafficEntry:
         """What is sent for one thing, which may be nothing."""
-        found = (entry for entry in self.entries if entry.purpose is purpose)
+        found = (entry for entry in self.entries if entry.purpose == purpose)
         return next(found, TrafficEntry(purpose, LinkBytes(), LinkBytes()))
 
     def over(self, num_steps: int) -> Traffic:
@@ -82,14 +83,14 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
 
 def _of_rank(plan: RunPlan, rank: int) -> Traffic:
     sent, exact = (_by_purpose(plan, rank, messages(plan, rank, exact=exact)) for exact in (False, True))
-    entries = (TrafficEntry(purpose, sent[purpose], exact[purpose]) for purpose in Purpose)
+    entries = (TrafficEntry(purpose, sent[purpose], exact[purpose]) for purpose in sent)
     return Traffic(rank, tuple(entry for entry in entries if entry.sent.total()))
 
 
-def _by_purpose(plan: RunPlan, rank: int, found: Iterable[Message]) -> dict[Purpose, LinkBytes]:
-    totals = dict.fromkeys(Purpose, LinkBytes())
+def _by_purpose(plan: RunPlan, rank: int, found: Iterable[Message]) -> dict[str, LinkBytes]:
+    totals: dict[str, LinkBytes] = dict.fromkeys(Purpose, LinkBytes())
     for message in found:
-        totals[message.purpose] += _by_link(plan, rank, message)
+        totals[message.purpose] = totals.get(message.purpose, LinkBytes()) + _by_link(plan, rank, message)
     return totals
 
 

@@ -55,7 +55,8 @@ class RunCompression:
         """What the errors belong to: where it is the same, they are of the same elements. The plan's hash says it all;
         the others tell people what differs, and are all that checkpoints of before there were plans have."""
         units = [unit for stage in plan.stages for unit in plan.units(stage)]
-        if mesh is None or not plan.mesh.view("batch") or all(u.gradients == u.weights == EXACT for u in units):
+        sends = plan.mesh.view("fsdp") + plan.mesh.view("replicas")
+        if mesh is None or not sends or all(unit.gradients == unit.weights == EXACT for unit in units):
             return
         modules = {number: part.module for number, part in parts.items()}
         placement = place(modules.values(), nodes=_nodes(plan), timeout_s=config.train.timeout_s)

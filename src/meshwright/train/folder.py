@@ -26,7 +26,10 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.config.facts import model_facts
 from meshwright.config.schema import RunConfig
-from meshwright.errors import CheckpointError, InputError
+from meshwright.errors import CheckpointError, InputError, MeshwrightError
+from meshwright.plan.compare import differences
+from meshwright.plan.text import from_json
+from meshwright.plan.value import RunPlan
 from meshwright.settings.violation import as_words
 from meshwright.train.curves import read_metrics
 from meshwright.train.lock import hold_folder
@@ -57,6 +60,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """The metrics file."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        """The file of the plan."""
+        return self.path / "plan.json"
 
 
 def choose_folder(
@@ -118,6 +126,34 @@ def _from_checkpoint(
         )
     _check_record(path)
     return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
+
+
+def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
+    """Before a run that goes on writes its plan: rename that of the steps so far, if it is another one.
+
+    Args:
+        path: of the folder's plan, which may not be there.
+        plan: of the run from here on.
+        done: the last step done.
+
+    Returns:
+        What a person should know of it.
+    """
+    try:
+        earlier = from_json(path.read_text("utf-8"), where=str(path))
+    except FileNotFoundError:
+        return []
+    except (MeshwrightError, UnicodeDecodeError) as error:
+        what = f"which this version can't read ({error})"
+    else:
+        found = differences(earlier, plan)
+        if not found:
+            return []
+        what = f"which has {found[0].first} for {found[0].path}, where this one has {found[0].second}"
+        what += f", and {len(found) - 1} more that differ" if found[1:] else ""
+    kept = path.with_name(f"plan-to-{done:08d}.json")
+    path.rename(kept)
+    return [f"the plan is not that of the steps so far, {what}; {kept.name} keeps it, and --plan goes on with it"]
 
 
 def _check_unused(path: Path) -> None:

@@ -21,10 +21,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol, TypeVar
 
+from meshwright.cluster.host import num_cores
 from meshwright.errors import InputError, RunError
 from meshwright.train.causes import explain, explain_stopped, stopped_ranks
 from meshwright.train.context import DescribeAction, RankContext, StatusBoard
-from meshwright.train.machine import check_ranks, num_cores
+from meshwright.train.machine import check_ranks
 
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]

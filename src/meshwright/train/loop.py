@@ -16,12 +16,13 @@ from meshwright.errors import RunError
 from meshwright.models.contract.task import Task
 from meshwright.output import writing
 from meshwright.plan.compare import hashes
+from meshwright.plan.make import make_plan
 from meshwright.plan.text import to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build import Job, refresh_copies
 from meshwright.train.compression import CountingSteps
 from meshwright.train.evaluate import PipelineForward
-from meshwright.train.folder import RunFolder
+from meshwright.train.folder import RunFolder, keep_other_plan
 from meshwright.train.lr_schedule import warmup_notes
 from meshwright.train.metrics import Recorder, plot_loss
 from meshwright.train.optimizer import named_state
@@ -96,10 +97,11 @@ class Trainer:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
-        with writing(self._folder.path / "plan.json") as path:
+        with writing(self._folder.plan) as path:
+            notes = keep_other_plan(path, self._job.plan, done)
             path.write_text(to_json(self._job.plan), "utf-8")
         config = self._job.config
-        for note in (*self._folder.notes, *idle_notes(config), *warmup_notes(config.train)):
+        for note in (*self._folder.notes, *notes, *idle_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, done=done)
 
@@ -233,5 +235,6 @@ class Trainer:
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
+                plan_given=self._job.plan != make_plan(self._job.config, nodes=self._job.plan.mesh.nodes),
             )
         )

@@ -6,9 +6,9 @@ runs that may just fit.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from meshwright.cluster.host import machine_bytes, num_cores
 from meshwright.config.rules import repair
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
@@ -22,13 +22,7 @@ RANKS_A_CORE = 32
 """More processes than this do not train on a core, they take turns."""
 EXCESS = 1.5
 """How far a prediction may go over the memory there is before it can't be the prediction that is wrong."""
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CUDA_CONTROL = Path("/dev/nvidiactl")
-
-
-def num_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_ranks(num_ranks: int, *, fix: str = "a mesh of fewer ranks") -> None:
@@ -75,24 +69,6 @@ def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place:
         rule=f"what a run is predicted to need is at most {EXCESS:g} times the memory there is",
         fix="a smaller model.dim, model.num_layers, train.global_batch or train.seq_len; or torchrun on more machines",
     )
-
-
-def machine_bytes() -> int | None:
-    """Memory and swap of this machine, or of the container if it has less; None where that can't be read."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    facts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    limits = [_limit(Path(name)) for name in CGROUP_LIMITS]
-    return min([facts["MemTotal"] + facts.get("SwapTotal", 0), *(limit for limit in limits if limit is not None)])
-
-
-def _limit(path: Path) -> int | None:
-    try:
-        return int(path.read_text("ascii"))
-    except (OSError, ValueError):  # there is none; cgroups say `max`
-        return None
 
 
 def _smaller_mesh(config: RunConfig) -> str:

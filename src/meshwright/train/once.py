@@ -25,7 +25,8 @@ class OncePerStep:
             held = list(plan.held(part.stage))
             summed = {kind.full_name(one.name, layer): one.summed for kind, layer in held for one in kind.buffers}
             for _, loss in auxiliary_losses(part.module):
-                self._losses.append((loss, plan.mesh.size(*parts_of.get(loss.name, ()))))
+                parts = set(parts_of.get(loss.name, ())) & set(plan.loss.equal)
+                self._losses.append((loss, plan.mesh.size(*parts)))
             for name, buffer in step_buffers(part.module):
                 self._buffers.append((buffer, summed[f"{name}.value"]))
 

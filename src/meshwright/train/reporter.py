@@ -76,6 +76,8 @@ class Summary:
     folder: Path
     checkpoint: Path | None
     sample: str | None
+    plan_given: bool = False
+    """The plan is not the one that the configuration makes: it came from a file."""
 
 
 class Reporter:

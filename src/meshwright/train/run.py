@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from meshwright.cluster.host import machine_bytes
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.comm.hang import naming_collectives
 from meshwright.config.facts import model_facts, run_facts
@@ -28,7 +29,7 @@ from meshwright.train.build import build_job, choose_device
 from meshwright.train.context import RankContext
 from meshwright.train.folder import RunFolder, choose_folder
 from meshwright.train.loop import Trainer
-from meshwright.train.machine import check_memory, machine_bytes
+from meshwright.train.machine import check_memory
 from meshwright.train.metrics import memory_bytes
 from meshwright.train.reporter import Facts, Reporter
 from meshwright.train.runspec import RunSpec

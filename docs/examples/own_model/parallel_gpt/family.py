@@ -27,9 +27,7 @@ class Gpt(Family):
     sections = {"model": GptConfig}
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        c, tp, where = f.section(GptConfig), f.axes.tp, "mesh.sequence_parallel"
-        if tp > 1 and f.sequence_parallel:
-            yield Violation(LayoutError, f"{where} with positions", where, "each rank adds all", [{where: False}])
+        c, tp = f.section(GptConfig), f.axes.tp
         for what, count in (("heads", c.num_heads), ("MLP columns", c.ffn_dim), ("tokens", c.vocab_size)):
             if count % tp:
                 fixes = [{"mesh.tp": size} for size in range(tp, 0, -1) if count % size == 0]

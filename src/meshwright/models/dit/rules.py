@@ -72,14 +72,6 @@ def _tensor_parallel(model: DiTConfig, f: RunFacts) -> Iterator[Violation]:
             "tp divides the numbers of heads and ffn_dim",
             [{"mesh.tp": size} for size in sizes],
         )
-    if tp > 1 and f.sequence_parallel:
-        yield Violation(
-            LayoutError,
-            f"mesh.sequence_parallel with mesh.tp = {tp}",
-            "mesh.sequence_parallel",
-            "a dit's stream is whole on every rank of tp: its modulation is of samples, not of tokens",
-            [{"mesh.sequence_parallel": False}, {"mesh.tp": 1}],
-        )
 
 
 def _frozen_at_zero(model: DiTConfig, globs: tuple[str, ...]) -> Iterator[Violation]:

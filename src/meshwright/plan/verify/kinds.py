@@ -25,6 +25,8 @@ SUMMED = {
     True: (("reduce_scatter", "forward"), ("all_gather", "backward")),
     False: (("all_reduce", "forward"),),
 }
+OPERATORS: dict[str, str] = {Purpose.TENSOR: "tp"}
+"""The view of the mesh that operators move something over, by what it is for."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 ONE_STATE = "a trained parameter's optimizer state is kept exactly once"
 
@@ -42,11 +44,12 @@ def kind_faults(plan: RunPlan) -> Iterator[Fault]:
         for number, one in enumerate(kind.collectives):
             yield from _collective(plan, one, f"kinds[{kind.name}].collectives[{number}]")
         for auxiliary in kind.auxiliary:
-            if auxiliary.work not in ((), plan.mesh.view("tp") if plan.sequence_parallel else ()):
+            cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") if plan.sequence_parallel else ()
+            if auxiliary.work not in (cp, cp + tp):
                 field = f"kinds[{kind.name}].auxiliary[{auxiliary.name}]"
-                what = f"ranks of {words(auxiliary.work)} have parts of the loss {auxiliary.name}"
-                rule = "of a sample's loss, ranks of tp have parts under sequence parallel, and else all of it"
-                yield Fault(what, rule, f"{field}.work", axis=auxiliary.work[0] if auxiliary.work else None)
+                what = f"the loss {auxiliary.name} is divided over {words(auxiliary.work)}"
+                rule = "ranks of cp have parts of a sample's loss, and ranks of tp may, under sequence parallel"
+                yield Fault(what, rule, f"{field}.work", axis=next(iter(auxiliary.work or cp), None))
     yield from _states(plan)
 
 
@@ -190,13 +193,14 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
 
 def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
     rule = "an operator moves elements, in a forward or a backward, over axes of the mesh"
-    if one.op not in OPS or one.purpose not in tuple(Purpose):
-        yield Fault(f"{one.op} for {one.purpose}", f"one of {words(OPS)}, for one of {words(Purpose)}", field)
+    if one.op not in OPS or one.purpose not in OPERATORS:
+        yield Fault(f"{one.op} for {one.purpose}", f"one of {words(OPS)}, for one of {words(OPERATORS)}", field)
     if one.elements < 1 or min(one.forward, one.backward, one.recomputed) < 0 or not one.forward + one.backward:
         passes = f"{one.forward} times forward, {one.backward} backward, {one.recomputed} again"
         yield Fault(f"{one.op} of {one.elements} elements, {passes}", rule, field)
-    if one.elements % max(1, plan.batch.tokens):
-        what = f"{one.op} of {one.elements} elements, for {plan.batch.tokens} tokens of a sample"
+    tokens = max(1, plan.batch.tokens // plan.mesh.size(*plan.mesh.view("cp")))
+    if one.elements % tokens:
+        what = f"{one.op} of {one.elements} elements, for {tokens} tokens of a sample"
         yield Fault(what, "every token has as many elements", f"{field}.elements", axis=next(iter(one.axes), None))
     if one.dtype not in (plan.edge.dtype, plan.masters):
         what = f"{one.op} in {one.dtype}"
@@ -204,10 +208,12 @@ def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
     if one.recomputed > one.forward:
         what = f"{one.op} {times(one.recomputed)} when recomputed, and {times(one.forward)} in a forward"
         yield Fault(what, "recomputation repeats a forward, or a part of it", field)
-    wrong = set(one.axes) ^ set(plan.mesh.view("tp"))
-    if one.purpose == Purpose.TENSOR and (wrong or not one.axes):
-        what = f"{one.op} over {words(one.axes)} for tensor parallel"
-        yield Fault(what, "what tensor parallel moves goes over tp", f"{field}.axes", axis=min(wrong, default=None))
+    view = OPERATORS.get(one.purpose)
+    wrong = set(one.axes) ^ set(plan.mesh.view(view) if view else one.axes)
+    if wrong or not one.axes:
+        what = f"{one.op} over {words(one.axes)} for {one.purpose}"
+        rule = f"what operators move for {one.purpose} goes over {view}"
+        yield Fault(what, rule, f"{field}.axes", axis=min(wrong, default=None))
 
 
 def _states(plan: RunPlan) -> Iterator[Fault]:

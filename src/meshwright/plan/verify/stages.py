@@ -95,13 +95,14 @@ def _edges(plan: RunPlan) -> Iterator[Fault]:
             what = f"{plan.edge.name}: {words(shard.axes)} shard dim {shard.dim} of {size} over {ranks} ranks"
             yield Fault(what, "what is sent is sharded evenly", "edge.shards", axis=shard.axes[0])
         local[shard.dim] //= ranks
-    tp = plan.mesh.view("tp")
-    for axis in tp or (("tp",) if plan.sequence_parallel else ()):
+    cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") or (("tp",) if plan.sequence_parallel else ())
+    for axis in (*cp, *tp):
         sharded = any(axis in shard.axes for shard in plan.edge.shards)
-        if sharded is not plan.sequence_parallel:
+        if sharded is not (axis in cp or plan.sequence_parallel):
             what = f"{plan.edge.name} is {'' if sharded else 'not '}sharded over {axis}"
             having = "with" if plan.sequence_parallel else "without"
             rule = f"the plan is {having} sequence parallel, which shards what goes between blocks"
+            rule = rule if axis in tp else "cp shards what goes between blocks"
             yield Fault(what, rule, "edge.shards", axis=axis)
     if prod(plan.edge.shape) < 1:
         yield Fault(f"{plan.edge.name} has the shape {plan.edge.shape}", "what is sent has elements", "edge.shape")
