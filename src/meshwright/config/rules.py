@@ -26,6 +26,8 @@ Origins = Mapping[str, str]
 """Where each key was set (`command line`, a file, `preset llama-tiny`), by dotted key."""
 
 FREEZE = "train.freeze"
+UNAVAILABLE = ("mesh.cp", "mesh.ep")
+"""Keys of what no version lays work on yet."""
 MAX_FIXES = 3
 MAX_COMPLETIONS = 3
 
@@ -108,7 +110,8 @@ class _Search:
 
 
 def _unavailable(config: RunConfig) -> Iterator[Violation]:
-    for axis in ("cp", "ep"):
+    for key in UNAVAILABLE:
+        axis = key.removeprefix("mesh.")
         size = getattr(config.mesh, axis)
         if size > 1:
             # ep's ranks are dp_shard's; cp's go to dp_shard, where they don't go away.

@@ -39,9 +39,9 @@ class MeshConfig(Section):
     pp: int = Field(1, ge=1, description="ranks that divide the layers (pipeline parallel)")
     dp_replicate: int = Field(1, ge=1, description="replicas of the sharded model (HSDP)")
     dp_shard: int = Field(1, ge=1, description="ranks that shard parameters, gradients and optimizer state (FSDP2)")
-    cp: int = Field(1, ge=1, description="ranks that divide the sequence in attention (not available yet)")
+    cp: int = Field(1, ge=1, description="ranks that divide the sequence in attention")
     tp: int = Field(1, ge=1, description="ranks that divide each matrix product (tensor parallel)")
-    ep: int = Field(1, ge=1, description="expert-parallel ranks within dp_shard (not available yet)")
+    ep: int = Field(1, ge=1, description="expert-parallel ranks within dp_shard")
     sequence_parallel: bool = Field(True, description="between tp's products, divide activations along the sequence")
     reshard_after_forward: bool = Field(
         True, description="free gathered parameters after each block's forward (ZeRO-3) or keep them until backward"

@@ -24,6 +24,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     """
     yield from config_rules.violations(config, num_ranks)
     yield from _pipeline(config)
+    yield from _compiled(config)
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
@@ -47,6 +48,23 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
             "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
         )
+
+
+def _compiled(config: RunConfig) -> Iterator[Violation]:
+    """Handles are recorded outside graphs when their block is recomputed: it would run eagerly, and say nothing."""
+    if not config.train.compile or config.recompute.policy == "none":
+        return
+    for kind in model_facts(config).kinds:
+        handles = [*(one.name for one in kind.auxiliary), *(one.name for one in kind.buffers if one.updated)]
+        if handles:
+            yield Violation(
+                ConfigError,
+                f"train.compile with recompute.policy = {config.recompute.policy}, and {handles[0]} in {kind.name}",
+                "train.compile",
+                "a recomputed block that holds auxiliary losses or step buffers runs eagerly",
+                [{"recompute.policy": "none"}, {"train.compile": False}],
+            )
+            return
 
 
 def _without_stages(config: RunConfig) -> Iterator[Violation]:
