@@ -21,9 +21,10 @@ from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import job_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/own_model"
-SMALL = ("train.precision=float64", "train.threads=1", "train.num_microbatches=1",
-         "train.global_batch=8", "train.validation_samples=0",
-         "model.num_layers=2", "model.dim=16", "model.num_heads=4", "model.ffn_dim=24")  # fmt: skip
+ROWS = str(Path(__file__).with_name("rows.toml"))
+RUN = ("train.precision=float64", "train.threads=1", "train.num_microbatches=1", "train.global_batch=8",
+       "train.validation_samples=0")  # fmt: skip
+SMALL = (*RUN, "model.num_layers=2", "model.dim=16", "model.num_heads=4", "model.ffn_dim=24")  # fmt: skip
 TEXT = ("train.seq_len=16", "train.sample_tokens=0")
 MODELS = {
     "llama": ("llama-tiny", (*SMALL, *TEXT, "mesh.sequence_parallel=true")),
@@ -31,7 +32,10 @@ MODELS = {
     "llama, tied": ("llama-tiny", (*SMALL, *TEXT, "model.tie_embeddings=true", "train.freeze=['*.wq.*','norm.*']")),
     "dit": ("dit-digits", (*SMALL, "model.zero_init=false")),
     "own": (str(EXAMPLE / "gpt.toml"), (*SMALL, *TEXT)),
+    "biases": (ROWS, (*RUN, *TEXT)),
+    "biases, whole stream": (ROWS, (*RUN, *TEXT, "mesh.sequence_parallel=false")),
 }
+QUICK = ("llama", "llama, whole stream", "dit", "own", "biases")
 AXES = ("tp", "dp_shard", "dp_replicate")
 
 
@@ -77,12 +81,12 @@ def of_samples(rank, world_size, source, words, axis):
 
 def words_of(model, corpus, *more):
     source, words = MODELS[model]
-    return source, [*words, *(corpus if not source.startswith("dit") else ()), *more]
+    return source, [*words, *(corpus if source != "dit-digits" else ()), *more]
 
 
 @pytest.mark.parametrize(
     ("model", "axis"),
-    quick_and_slow(product(MODELS, AXES), [(model, "tp") for model in MODELS] + [("own", "dp_shard")]),
+    quick_and_slow(product(MODELS, AXES), [*((model, "tp") for model in QUICK), ("own", "dp_shard")]),
 )
 def test_every_gradient_is_what_the_plan_calls_it(gang, corpus, model, axis):
     source, words = words_of(model, corpus)
@@ -116,6 +120,8 @@ EXPECTED = {
     "llama, tied": {Gradient.SHARDED, Gradient.PARTIAL},
     "dit": {Gradient.SHARDED, Gradient.EQUAL},
     "own": {Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL},
+    "biases": {Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL},
+    "biases, whole stream": {Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL},
 }
 
 
@@ -156,3 +162,8 @@ def test_rows_that_the_table_names(corpus):
     assert {dit[name] for name in ("time_embed.fc1.weight", "blocks.0.modulation.weight", "final.head.bias")} == {equal}
     assert own["blocks.0.attention.q_norm.weight"] is partial and own["blocks.0.mlp.fc2.bias"] is equal
     assert own["blocks.0.mlp.fc1.bias"] is sharded and own["positions.weight"] is equal
+    for model in ("biases", "biases, whole stream"):
+        found = {name.removeprefix("blocks.0."): what for name, what in along_tp(model).items()}
+        assert found["mlp.fc1.bias"] is sharded and found["mlp.fc2.bias"] is equal
+        assert found["mlp.group_norm.weight"] is found["mlp.act.weight"] is partial
+        assert found["norm.bias"] is (partial if model == "biases" else equal)
