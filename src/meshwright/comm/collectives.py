@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from meshwright.comm.p2p import move_at_once
 from meshwright.comm.record import passing
-from meshwright.errors import LayoutError
 
 T = TypeVar("T")
 
