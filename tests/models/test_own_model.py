@@ -28,7 +28,7 @@ from tests.train.runs import final_state
 from tests.train.test_traffic import Leaving
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/own_model"
-SMALL = ("model.num_layers=4", "model.dim=32", "model.ffn_dim=48", "train.seq_len=16", "train.global_batch=8",
+SMALL = ("model.num_layers=4", "model.dim=32", "model.ffn_dim=48", "train.seq_len=16", "train.global_batch=16",
          "train.steps=6", "train.warmup_steps=1", "train.validation_samples=8", "train.sample_tokens=4",
          "train.threads=1")  # fmt: skip
 ZB = ("mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4")
@@ -38,7 +38,7 @@ LAYOUTS = {
     "tp": ("mesh.tp=2",),
     "zb-v": ZB,
     "recompute": ("mesh.dp_shard=2", "recompute.policy=full"),
-    "all": (*ZB, "mesh.tp=2", "mesh.dp_shard=2"),
+    "all": (*ZB, "mesh.tp=2", "mesh.dp_shard=2", "mesh.dp_replicate=2"),
     "all, recomputed": ("mesh.dp_replicate=2", "mesh.tp=2", *ZB, "recompute.policy=full"),
 }
 
@@ -149,7 +149,7 @@ def test_it_is_planned_without_torch_and_trained_by_the_command(home, words):
     done = command(home, "run", preset(home), *words, "mesh.dp_shard=2", "--out", "run")
     assert done.returncode == 0, done.stderr
     tensors = store.read_tensors(home / "run/checkpoints/00000006", ["model.seen.value"])
-    assert int(tensors["model.seen.value"].sum()) == 6 * 8 * 16, "every token of every step, once"
+    assert int(tensors["model.seen.value"].sum()) == 6 * 16 * 16, "every token of every step, once"
     config = home / "run/config.toml"
     assert 'kind = "parallel_gpt.family:Gpt"' in config.read_text("utf-8")
 
