@@ -154,18 +154,26 @@ def test_it_is_planned_without_torch_and_trained_by_the_command(home, words):
     assert 'kind = "parallel_gpt.family:Gpt"' in config.read_text("utf-8")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("then", ["tp", "zb-v", "all"])
-def test_checkpoints_move_between_layouts(home, words, then, tmp_path):
-    """Trained to the end on one layout, and from the middle on another, in float64."""
-    more = [*words, "train.precision=float64", "checkpoint.every=3", "train.max_grad_norm=1e30"]
-    done = command(home, "run", preset(home), *more, "mesh.dp_shard=2", "--out", str(tmp_path / "first"))
+MOVED = ("train.precision=float64", "checkpoint.every=3", "train.max_grad_norm=1e30")
+
+
+@pytest.fixture(scope="module")
+def first(home, words):
+    """A run on one layout, to its end."""
+    done = command(home, "run", preset(home), *words, *MOVED, "mesh.dp_shard=2", "--out", "first")
     assert done.returncode == 0, done.stderr
-    middle = tmp_path / "first/checkpoints/00000003"
-    done = command(home, "run", preset(home), *more, *LAYOUTS[then], "--resume", str(middle), "--out",
+    return home / "first"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["dp_replicate", "tp", "zb-v", "all"])
+def test_checkpoints_move_between_layouts(home, words, first, then, tmp_path):
+    """Trained to the end on one layout, and from the middle on another, in float64."""
+    middle = first / "checkpoints/00000003"
+    done = command(home, "run", preset(home), *words, *MOVED, *LAYOUTS[then], "--resume", str(middle), "--out",
                    str(tmp_path / "second"))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    one, two = (final_state(tmp_path / name) for name in ("first", "second"))
+    one, two = (final_state(folder) for folder in (first, tmp_path / "second"))
     assert one.keys() == two.keys() and "model.seen.value" in one
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-9, atol=1e-12, msg=name)

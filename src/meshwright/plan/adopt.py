@@ -48,17 +48,17 @@ def adopt_plan(path: Path, config: RunConfig) -> RunPlan:
     verify(plan, where=str(path))
     made = make_plan(config, nodes=plan.mesh.nodes)
     if hashes(plan).model != hashes(made).model:
-        raise _of_another("model", "parameters' names and shapes are those of the configuration's model", path)
+        raise _does_not_fit("the plan is of another model", "parameters' names and shapes are those of the configuration's model", path)
     for one in differences(plan, made):
         if one.path.startswith(OF_CONFIGURATION) or one.path.endswith(".trained"):
-            what = f"{one.path}, which is {one.first} in the plan and {one.second} by the configuration"
-            raise _of_another(what, "mesh, batch, dtypes and what is trained are set in the configuration", path)
+            what = f"the plan has {one.first} for {one.path}, and the configuration {one.second}"
+            raise _does_not_fit(what, "mesh, batch, dtypes and what is trained are set in the configuration", path)
     return plan
 
 
-def _of_another(what: str, rule: str, path: Path) -> ConfigError:
+def _does_not_fit(what: str, rule: str, path: Path) -> ConfigError:
     return ConfigError(
-        f"the plan is of another {what}",
+        what,
         where=str(path),
         rule=rule,
         fix=f"the preset and words that the plan was made with; or meshwright plan … -o {path} with these",
