@@ -48,7 +48,8 @@ def adopt_plan(path: Path, config: RunConfig) -> RunPlan:
     verify(plan, where=str(path))
     made = make_plan(config, nodes=plan.mesh.nodes)
     if hashes(plan).model != hashes(made).model:
-        raise _does_not_fit("the plan is of another model", "parameters' names and shapes are those of the configuration's model", path)
+        rule = "parameters' names and shapes are those of the configuration's model"
+        raise _does_not_fit("the plan is of another model", rule, path)
     for one in differences(plan, made):
         if one.path.startswith(OF_CONFIGURATION) or one.path.endswith(".trained"):
             what = f"the plan has {one.first} for {one.path}, and the configuration {one.second}"
