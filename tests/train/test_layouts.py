@@ -123,7 +123,7 @@ def gradient_norm(rank, world_size, words):
         pytest.param(2, ["mesh.dp_shard=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.dp_replicate=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
-        (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", TIED]),
+        pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", TIED], marks=pytest.mark.slow),
         (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
         pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2", TIED], marks=pytest.mark.slow),
         pytest.param(4, ["mesh.tp=2", "mesh.dp_replicate=2"], marks=pytest.mark.slow),
