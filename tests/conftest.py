@@ -15,6 +15,7 @@ from meshwright.testing.gang import PRELOAD, GangPool, start_server
 hypothesis.settings.register_profile(
     "meshwright",
     deadline=None,
+    max_examples=50,
     derandomize=os.environ.get("CI") == "true",
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -26,6 +27,9 @@ PRELOADED = (
     "meshwright.train.run", "matplotlib.pyplot",
     # What each worker would import by itself: FSDP2 and optimizers the first, tests the others.
     "torch._dynamo", "sklearn.datasets", "hypothesis",
+    "torch._dynamo.backends.common", "torch._inductor.debug",
+    "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.llama.module",
+    "meshwright.models.tasks.text", "meshwright.reshard.across", "meshwright.reshard.fallback", "meshwright.train.loop",
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Bad input through the real command: one screen with what, where, rule and fix, exit code 2, before torch is imported.
 
-Each kind runs as a process of its own, with a `torch` on the path that raises when it is imported.
-Variants of a kind run in this process, where importing torch raises too.
+One of each source of errors (a word of the command, a launcher, the data, a checkpoint) runs as a process of its own,
+with a `torch` on the path that raises when it is imported. The others run in this process, where importing torch raises
+too.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def test_unknown_key(fails):
     assert error["fix"].startswith("train.steps")
 
 
-def test_wrong_type(fails):
-    error = fails("run", "train.steps=many")
+def test_wrong_type(fails_here):
+    error = fails_here("run", "train.steps=many")
     assert "train.steps = 'many'" in error["error"] and "integer" in error["rule"]
     assert alternatives(error["fix"]) == [[f"train.steps={load(None).train.steps}"]]
 
@@ -108,14 +109,14 @@ def test_half_a_launcher(fails_here, environment):
     assert any(name in error["error"] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_NTASKS"))
 
 
-def test_heads_that_tp_does_not_divide(fails):
-    error = fails("run", "llama-tiny", "mesh.tp=3")
+def test_heads_that_tp_does_not_divide(fails_here):
+    error = fails_here("run", "llama-tiny", "mesh.tp=3")
     assert error["error"] == "mesh.tp = 3 does not divide 4 attention heads"
     assert error["where"] == "command line, mesh.tp" and "mesh.tp=2" in error["fix"]
 
 
-def test_batch_that_does_not_divide(fails):
-    error = fails("run", "mesh.dp_shard=3", "train.global_batch=32")
+def test_batch_that_does_not_divide(fails_here):
+    error = fails_here("run", "mesh.dp_shard=3", "train.global_batch=32")
     assert "train.global_batch = 32 does not divide into 3" in error["error"]
     assert alternatives(error["fix"]) == [["train.global_batch=33"], ["train.global_batch=30"]]
 
@@ -167,9 +168,9 @@ def test_missing_tokenizer(fails_here, corpus):
     assert "tokenizer.json" in error["error"] and "data.tokenizer=bytes" in error["fix"]
 
 
-def test_empty_corpus(fails, tmp_path):
+def test_empty_corpus(fails_here, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"")
-    error = fails("run", "data.source=*.txt", "data.cache_dir=cache")
+    error = fails_here("run", "data.source=*.txt", "data.cache_dir=cache")
     assert "is empty" in error["error"] and error["where"] == "data.source, *.txt"
     assert alternatives(error["fix"]) == [["data.source=stdlib"]]
 
@@ -180,9 +181,9 @@ def test_corpus_without_text(fails_here, tmp_path, content):
     assert "is empty" in fails_here("run", "data.source=*.txt", "data.cache_dir=cache")["error"]
 
 
-def test_sequence_longer_than_the_corpus(fails, tmp_path):
+def test_sequence_longer_than_the_corpus(fails_here, tmp_path):
     words = small_corpus(tmp_path, num_bytes=3000)
-    error = fails("run", *words, "train.seq_len=4096")
+    error = fails_here("run", *words, "train.seq_len=4096")
     assert "train.seq_len = 4096 is longer" in error["error"]
     [fix] = alternatives(error["fix"])[0]
     open_data(load(None, [*words, fix]))
@@ -212,9 +213,9 @@ def save_checkpoint(root: Path, *words: str, step: int = 5, corpus: str = "c") -
     return directory.commit(folder, step=step, model=dict(model_facts(config).identity), run=run, files=files)
 
 
-def test_checkpoint_of_another_model(fails, corpus, tmp_path):
+def test_checkpoint_of_another_model(fails_here, corpus, tmp_path):
     save_checkpoint(tmp_path / "old/checkpoints", "model.dim=64")
-    error = fails("run", *corpus, "--out", "old", "--resume", "auto")
+    error = fails_here("run", *corpus, "--out", "old", "--resume", "auto")
     assert error["error"] == "model.dim is 128 here and 64 in the checkpoint"
     assert "00000005" in error["where"] and "model.dim=64" in error["fix"]
 
@@ -253,16 +254,16 @@ def test_a_run_folder_given_as_a_checkpoint_names_its_checkpoint(fails_here, cor
     assert str(path.relative_to(tmp_path)) in error["fix"]
 
 
-def test_unknown_preset(fails):
-    error = fails("run", "llama-tinny")
+def test_unknown_preset(fails_here):
+    error = fails_here("run", "llama-tinny")
     assert error["error"].startswith("llama-tinny is neither a preset nor a TOML file")
     assert error["fix"] == "llama-tiny"
 
 
-def test_folder_that_already_holds_a_run(fails, corpus, tmp_path):
+def test_folder_that_already_holds_a_run(fails_here, corpus, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
-    error = fails("run", *corpus, "--out", "old")
+    error = fails_here("run", *corpus, "--out", "old")
     assert error["error"] == "old already holds a run" and "--resume auto" in error["fix"]
     assert (tmp_path / "old/metrics.jsonl").read_text() == '{"step": 1}\n'
 

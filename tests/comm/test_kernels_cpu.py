@@ -50,13 +50,13 @@ cases = given(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)  # for each instruction set
 @cases
 def test_codecs_agree_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
     assert_codecs_agree(compiled, fresh(kind, (rows, num_elements), dtype, seed=seed), codec, rotate=rotate)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)  # for each instruction set
 @cases
 def test_error_feedback_agrees_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
     steps = [fresh(kind, (rows, num_elements), dtype, seed=seed + step) for step in range(3)]

@@ -89,7 +89,7 @@ def killed(folder):
 
 
 def test_a_killed_build_leaves_no_cache_and_its_remains_go_after_a_day(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=killed, args=(str(tmp_path),))
+    process = multiprocessing.get_context("forkserver").Process(target=killed, args=(str(tmp_path),))
     process.start()
     process.join(TIMEOUT_S)
     assert process.exitcode == 9
@@ -123,7 +123,7 @@ def race(folder, barrier, num_builds):
 
 
 def test_several_processes_make_one_file(tmp_path, whole):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     barrier, num_builds = context.Barrier(3), context.Value("i", 0)
     processes = [context.Process(target=race, args=(str(tmp_path), barrier, num_builds)) for _ in range(3)]
     for process in processes:

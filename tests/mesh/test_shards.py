@@ -70,8 +70,8 @@ def parameters(rank, world_size, words):
 @pytest.mark.parametrize(
     "layout",
     [
-        ["mesh.dp_shard=4"],
-        ["mesh.tp=2", "mesh.dp_shard=2"],
+        pytest.param(["mesh.dp_shard=4"], marks=pytest.mark.slow),
+        pytest.param(["mesh.tp=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
         ["mesh.tp=2", "mesh.dp_replicate=2"],
         ["mesh.dp_replicate=2", "mesh.dp_shard=2", "model.tie_embeddings=true"],
         # Rows that neither tp's nor FSDP2's ranks divide evenly among them: 262 / 2 = 131, and 50 / 2 = 25.

@@ -15,9 +15,9 @@ from tests.train.jobs import make_job, pieces, run_on
 
 TIED = "model.tie_embeddings=true"
 LAYOUTS = [
-    (2, ["mesh.tp=2"]),
+    pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
     (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
-    (2, ["mesh.tp=2", TIED]),
+    pytest.param(2, ["mesh.tp=2", TIED], marks=pytest.mark.slow),
     pytest.param(2, ["mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     (2, ["mesh.dp_shard=2", "train.num_microbatches=2", TIED]),
     (4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]),
@@ -96,7 +96,12 @@ def reductions(rank, world_size, words):
 
 
 @pytest.mark.parametrize(
-    "layout", [["mesh.dp_shard=2"], ["mesh.dp_replicate=2"], ["mesh.dp_replicate=2", "mesh.dp_shard=2"]]
+    "layout",
+    [
+        pytest.param(["mesh.dp_shard=2"], marks=pytest.mark.slow),
+        ["mesh.dp_replicate=2"],
+        ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
+    ],
 )
 def test_gradients_are_reduced_once_a_step_not_once_a_part(gang, corpus, layout):
     world_size = 2 ** len(layout)

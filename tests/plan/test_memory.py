@@ -27,9 +27,9 @@ LAYOUTS = [
     pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
     pytest.param(2, ["mesh.dp_shard=2", "train.precision=bfloat16"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "model.tie_embeddings=true"], marks=pytest.mark.slow),
-    (4, ["mesh.dp_shard=4", *UNEVEN]),
+    pytest.param(4, ["mesh.dp_shard=4", *UNEVEN], marks=pytest.mark.slow),
     (4, ["mesh.tp=2", "mesh.dp_shard=2", *UNEVEN]),
-    (1, DIT),
+    pytest.param(1, DIT, marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.tp=2", "mesh.dp_shard=2", "model.num_classes=12"], marks=pytest.mark.slow),
     (2, [*DIT, "mesh.dp_shard=2", "train.freeze=['label_embed*','*.wq.*']"]),
     # Frozen by its name in the whole model, which its copy on the last stage does not have.

@@ -17,7 +17,7 @@ FSDP_TP = Axes(dp_shard=2, tp=2)
 ODD = Axes(dp_shard=3, tp=2)
 ALL = Axes(dp_replicate=2, dp_shard=2, tp=2)
 LAYOUTS = [HSDP, FSDP, FSDP_TP, ODD, ALL]
-MICRO = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+MICRO = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 class Case:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,38 +45,49 @@ ELEMENTS = {
 }
 
 
-def of_elements(rank, world_size, contexts, layouts):
+def laid(layout):
+    """Rows, mesh and placements of a layout."""
+    n, mesh_shape, placements = LAYOUTS[layout]
+    return n, init_device_mesh("cpu", mesh_shape), placements
+
+
+def of_elements(rank, world_size, cases):
     """By context, layout and loss: whether value and gradients are right."""
-    found = {}
-    for context in contexts:
-        for layout in layouts:
-            n, mesh_shape, placements = LAYOUTS[layout]
-            mesh = init_device_mesh("cpu", mesh_shape)
-            for name, loss in ELEMENTS.items():
-                plain = [numbers(n, 6, seed=seed).sigmoid().requires_grad_() for seed in (0, 1)]
-                placed = [place(x.detach(), mesh, placements).requires_grad_() for x in plain]
-                expected = loss(*plain)
-                expected.backward()
-                with CONTEXTS[context]():
-                    got = loss(*placed)
-                    got.backward()
-                close = [torch.allclose(got.full_tensor(), expected)]
-                close += [torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-7)
-                          for a, b in zip(placed, plain, strict=True) if b.grad is not None]  # fmt: skip
-                found[context, layout, name] = close
+    found, meshes = {}, {layout: laid(layout) for _, layout, _ in cases}
+    for context, layout, name in cases:
+        (n, mesh, placements), loss = meshes[layout], ELEMENTS[name]
+        plain = [numbers(n, 6, seed=seed).sigmoid().requires_grad_() for seed in (0, 1)]
+        placed = [place(x.detach(), mesh, placements).requires_grad_() for x in plain]
+        expected = loss(*plain)
+        expected.backward()
+        with CONTEXTS[context]():
+            got = loss(*placed)
+            got.backward()
+        close = [torch.allclose(got.full_tensor(), expected)]
+        close += [torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-7)
+                  for a, b in zip(placed, plain, strict=True) if b.grad is not None]  # fmt: skip
+        found[context, layout, name] = close
     return found
 
 
-CASES = [
-    (list(CONTEXTS)[-1:], ["uneven", "nothing on some"]),
-    pytest.param(list(CONTEXTS), list(LAYOUTS), marks=pytest.mark.slow),
-]
+QUICK_CONTEXT, QUICK_LAYOUTS = list(CONTEXTS)[-1], ("uneven", "nothing on some")
 
 
-@pytest.mark.parametrize(("contexts", "layouts"), CASES)
-def test_losses_of_elements(gang, contexts, layouts):
-    for found in gang(4).run(of_elements, contexts, layouts, timeout_s=120.0):
-        assert len(found) == len(contexts) * len(layouts) * len(ELEMENTS)
+def in_turn(*factors):
+    """With the quick context, each of the cases on one of the quick layouts, in turn."""
+    return [
+        (QUICK_CONTEXT, QUICK_LAYOUTS[at % len(QUICK_LAYOUTS)], *case) for at, case in enumerate(product(*factors))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [in_turn(ELEMENTS), pytest.param(list(product(CONTEXTS, LAYOUTS, ELEMENTS)), marks=pytest.mark.slow)],
+    ids=["in turn", "all"],
+)
+def test_losses_of_elements(gang, cases):
+    for found in gang(4).run(of_elements, cases, timeout_s=120.0):
+        assert list(found) == cases
         assert {key: close for key, close in found.items() if not all(close)} == {}
 
 
@@ -90,37 +103,37 @@ CLASSES = {
 SHAPES = {"rows": (), "images": (3, 2)}
 
 
-def of_classes(rank, world_size, contexts, layouts):
-    """By context, layout, options and shape: whether value and gradient are right."""
-    found = {}
-    for context in contexts:
-        for layout in layouts:
-            n, mesh_shape, placements = LAYOUTS[layout]
-            mesh = init_device_mesh("cpu", mesh_shape)
-            copies = [Replicate()] * mesh.ndim
-            of_target = copies if layout == "other dim" else placements
-            for name, options in CLASSES.items():
-                for shape, more in SHAPES.items():
-                    x = numbers(n, 6, *more).requires_grad_()
-                    target = torch.randint(6, (n, *more), generator=torch.Generator().manual_seed(2))
-                    target[: max(1, n // 4)] = 0
-                    d = place(x.detach(), mesh, placements).requires_grad_()
-                    laid = {k: place(v, mesh, copies) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-                    expected = F.cross_entropy(x, target, **options)
-                    expected.backward()
-                    with CONTEXTS[context]():
-                        got = F.cross_entropy(d, place(target, mesh, of_target), **laid)
-                        got.backward()
-                    close = (torch.allclose(got.full_tensor(), expected, equal_nan=True),
-                             torch.allclose(d.grad.full_tensor(), x.grad, atol=1e-6, equal_nan=True))  # fmt: skip
-                    found[context, layout, name, shape] = close
+def of_classes(rank, world_size, cases):
+    """By context, layout, shape and options: whether value and gradient are right."""
+    found, meshes = {}, {layout: laid(layout) for _, layout, _, _ in cases}
+    for context, layout, shape, name in cases:
+        (n, mesh, placements), more, options = meshes[layout], SHAPES[shape], CLASSES[name]
+        copies = [Replicate()] * mesh.ndim
+        of_target = copies if layout == "other dim" else placements
+        x = numbers(n, 6, *more).requires_grad_()
+        target = torch.randint(6, (n, *more), generator=torch.Generator().manual_seed(2))
+        target[: max(1, n // 4)] = 0
+        d = place(x.detach(), mesh, placements).requires_grad_()
+        placed = {k: place(v, mesh, copies) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        expected = F.cross_entropy(x, target, **options)
+        expected.backward()
+        with CONTEXTS[context]():
+            got = F.cross_entropy(d, place(target, mesh, of_target), **placed)
+            got.backward()
+        close = (torch.allclose(got.full_tensor(), expected, equal_nan=True),
+                 torch.allclose(d.grad.full_tensor(), x.grad, atol=1e-6, equal_nan=True))  # fmt: skip
+        found[context, layout, shape, name] = close
     return found
 
 
-@pytest.mark.parametrize(("contexts", "layouts"), CASES)
-def test_losses_of_classes(gang, contexts, layouts):
-    for found in gang(4).run(of_classes, contexts, layouts, timeout_s=120.0):
-        assert len(found) == len(contexts) * len(layouts) * len(CLASSES) * len(SHAPES)
+@pytest.mark.parametrize(
+    "cases",
+    [in_turn(SHAPES, CLASSES), pytest.param(list(product(CONTEXTS, LAYOUTS, SHAPES, CLASSES)), marks=pytest.mark.slow)],
+    ids=["in turn", "all"],
+)
+def test_losses_of_classes(gang, cases):
+    for found in gang(4).run(of_classes, cases, timeout_s=120.0):
+        assert list(found) == cases
         assert {key: close for key, close in found.items() if not all(close)} == {}
 
 

@@ -36,7 +36,7 @@ def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
     return sample_layout(rng, axis_sizes, shape), sample_layout(rng, axis_sizes, shape)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(pairs(), st.booleans())
 def test_each_step_goes_along_one_axis(pair: tuple[Layout, Layout], uniform: bool) -> None:
     topology = None if uniform else Topology.of(cluster_preset("H100"), pair[0].axis_sizes)

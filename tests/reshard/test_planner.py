@@ -195,7 +195,7 @@ def test_plans_do_not_depend_on_hash_seeds_or_on_the_past() -> None:
             env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
         )
-        for seed in range(4)
+        for seed in range(2)
     ]
     try:
         texts = {run.communicate(timeout=300)[0] for run in runs}  # a limit for what hangs, not for a loaded machine

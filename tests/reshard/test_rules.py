@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
 from meshwright.reshard.fallback import replicate_fallback
+from tests.helpers import covering_pairs
 from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional
@@ -80,27 +81,43 @@ LAYOUTS = {
 }
 
 
-def along_other_dims(rank, world_size):
+def in_turn(layouts, operators, num_layouts):
+    """Pairs of a layout and an operator: `num_layouts` for each operator, so that all layouts are taken alike."""
+    layouts = list(layouts)
+    return [
+        (layouts[(at + more) % len(layouts)], name)
+        for at, name in enumerate(operators) for more in range(num_layouts)
+    ]  # fmt: skip
+
+
+def meshes_of(layouts):
+    """One mesh for each shape that occurs."""
+    return {shape: init_device_mesh("cpu", shape) for shape in dict.fromkeys(layout[-2] for layout in layouts.values())}
+
+
+def along_other_dims(rank, world_size, pairs):
     """By layout and operator: the largest difference from plain tensors, messages, fallbacks."""
-    found = {}
-    for layout, (n, mesh_shape, placements) in LAYOUTS.items():
-        mesh = init_device_mesh("cpu", mesh_shape)
+    found, meshes = {}, meshes_of(LAYOUTS)
+    for layout, name in pairs:
+        (n, mesh_shape, placements), (operator, inputs) = LAYOUTS[layout], OPERATORS[name]
+        mesh = meshes[mesh_shape]
         copies = [Replicate()] * mesh.ndim
-        for name, (operator, inputs) in OPERATORS.items():
-            plain = inputs(n)
-            placed = [place(x, mesh, placements if x.shape[0] == n else copies) for x in plain]
-            with CommDebugMode() as messages, replicate_fallback(warn=False) as fallbacks:
-                got = operator(*placed)
-            expected = operator(*plain)
-            pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, expected)), strict=True)
-            is_right = all(torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in pairs)
-            found[layout, name] = is_right, messages.get_total_counts(), dict(fallbacks.counts)
+        plain = inputs(n)
+        placed = [place(x, mesh, placements if x.shape[0] == n else copies) for x in plain]
+        with CommDebugMode() as messages, replicate_fallback(warn=False) as fallbacks:
+            got = operator(*placed)
+        expected = operator(*plain)
+        results = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, expected)), strict=True)
+        is_right = all(torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in results)
+        found[layout, name] = is_right, messages.get_total_counts(), dict(fallbacks.counts)
     return found
 
 
-def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang):
-    for found in gang(4).run(along_other_dims, timeout_s=120.0):
-        assert len(found) == len(LAYOUTS) * len(OPERATORS)
+@pytest.mark.parametrize("num_layouts", [2, pytest.param(len(LAYOUTS), marks=pytest.mark.slow)])
+def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang, num_layouts):
+    pairs = in_turn(LAYOUTS, OPERATORS, num_layouts)
+    for found in gang(4).run(along_other_dims, pairs, timeout_s=120.0):
+        assert len(found) == num_layouts * len(OPERATORS)
         without_rule = {"index_put"} if TorchVersion(torch.__version__) < "2.13" else set()
         assert {key[1] for key, outcome in found.items() if outcome != (True, 0, {})} == without_rule
         assert all(outcome[0] for outcome in found.values())
@@ -130,25 +147,28 @@ CUT = {"chunks": ((4,), [Shard(0)]), "strided": ((2, 2), [_StridedShard(0, split
        "other dim": ((4,), [Shard(1)]), "partial": ((2, 2), [Partial(), Shard(0)])}  # fmt: skip
 
 
-def along_the_cut_dim(rank, world_size):
+def along_the_cut_dim(rank, world_size, pairs):
     """By layout and operator: whether the values are right, and fallbacks."""
-    found = {}
-    for layout, (mesh_shape, placements) in CUT.items():
-        mesh = init_device_mesh("cpu", mesh_shape)
+    found, meshes = {}, meshes_of(CUT)
+    for layout, name in pairs:
+        (mesh_shape, placements), (operator, inputs) = CUT[layout], ALONG_THE_CUT_DIM[name]
+        mesh = meshes[mesh_shape]
         whole = [Replicate() if p.is_partial() else p for p in placements]
-        for name, (operator, inputs) in ALONG_THE_CUT_DIM.items():
-            plain = inputs()
-            placed = [place(x, mesh, placements if x.is_floating_point() else whole) for x in plain]
-            with replicate_fallback(warn=False) as fallbacks:
-                got = operator(*placed)
-            pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, operator(*plain))), strict=True)
-            is_right = all(torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in pairs)
-            found[layout, name] = is_right, dict(fallbacks.counts)
+        plain = inputs()
+        placed = [place(x, mesh, placements if x.is_floating_point() else whole) for x in plain]
+        with replicate_fallback(warn=False) as fallbacks:
+            got = operator(*placed)
+        results = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, operator(*plain))), strict=True)
+        is_right = all(torch.allclose(a.full_tensor(), b, atol=1e-6) for a, b in results)
+        found[layout, name] = is_right, dict(fallbacks.counts)
     return found
 
 
-def test_work_along_the_dim_that_is_cut_is_right_without_the_fallback(gang):
-    for found in gang(4).run(along_the_cut_dim, timeout_s=120.0):
+@pytest.mark.parametrize("num_layouts", [2, pytest.param(len(CUT), marks=pytest.mark.slow)])
+def test_work_along_the_dim_that_is_cut_is_right_without_the_fallback(gang, num_layouts):
+    pairs = in_turn(CUT, ALONG_THE_CUT_DIM, num_layouts)
+    for found in gang(4).run(along_the_cut_dim, pairs, timeout_s=120.0):
+        assert len(found) == num_layouts * len(ALONG_THE_CUT_DIM)
         assert {key: outcome for key, outcome in found.items() if outcome != (True, {})} == {}
 
 
@@ -163,24 +183,31 @@ SLICES = {
 }
 
 
-def slices(rank, world_size, dtypes):
+def slices(rank, world_size, dtypes, choose):
     """By operator, type and placements of tensor, index and source: whether slices along the first dim go right."""
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
+    whole = Replicate()
+    cases = choose(product(SLICES, (Shard(0), Shard(1), whole), (Shard(0), whole), (Shard(0), whole)))
     for dtype in dtypes:
         plain = [(3 * numbers(8, 6)).to(dtype), torch.tensor([5, 2, 7, 0]), (3 * numbers(4, 6, seed=1)).to(dtype)]
-        for cuts in product((Shard(0), Shard(1), Replicate()), (Shard(0), Replicate()), (Shard(0), Replicate())):
+        for name, *cuts in cases:
             placed = [place(x, mesh, [p]) for x, p in zip(plain, cuts, strict=True)]
-            for name, operator in SLICES.items():
-                with replicate_fallback(warn=False) as fallbacks:
-                    got = operator(*placed)
-                close = torch.allclose(got.full_tensor(), operator(*plain))
-                found[name, str(dtype), *map(str, cuts)] = close, dict(fallbacks.counts)
+            with replicate_fallback(warn=False) as fallbacks:
+                got = SLICES[name](*placed)
+            close = torch.allclose(got.full_tensor(), SLICES[name](*plain))
+            found[name, str(dtype), *map(str, cuts)] = close, dict(fallbacks.counts)
     return found
 
 
-@pytest.mark.parametrize("dtypes", [[torch.int64], pytest.param([torch.float32, torch.bool], marks=pytest.mark.slow)])
-def test_slices_go_where_the_whole_index_says(gang, dtypes):
-    for found in gang(4).run(slices, dtypes, timeout_s=120.0):
+@pytest.mark.parametrize(
+    ("dtypes", "choose"),
+    [
+        ([torch.int64], covering_pairs),
+        pytest.param([torch.int64, torch.float32, torch.bool], list, marks=pytest.mark.slow),
+    ],
+)
+def test_slices_go_where_the_whole_index_says(gang, dtypes, choose):
+    for found in gang(4).run(slices, dtypes, choose, timeout_s=120.0):
         assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
         gathered = {key for key, outcome in found.items() if outcome[1]}
         assert all(key[0].endswith("_") and key[2] == "S(0)" for key in gathered), "in place, along the dim that is cut"
@@ -213,23 +240,27 @@ GRADIENTS = {
 }
 
 
-def gradients(rank, world_size):
+CUTS_OF_TWO = ((Shard(0), Shard(0)), (Shard(0), Replicate()), (Replicate(), Shard(0)))
+
+
+def gradients(rank, world_size, num_cuts):
     """By operator and cut: whether gradients are those of plain tensors."""
     found, mesh = {}, init_device_mesh("cpu", (world_size,))
-    for name, operator in GRADIENTS.items():
-        for cuts in ([Shard(0), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(0)]):
-            plain = [numbers(7, 6).requires_grad_(), numbers(7, 6, seed=1).requires_grad_()]
-            placed = [place(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(plain, cuts, strict=True)]
-            operator(*plain).sum().backward()
-            with replicate_fallback(warn=False) as fallbacks:
-                operator(*placed).sum().backward()
-            pairs = list(zip(placed, plain, strict=True))
-            close = all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-5) for a, b in pairs)
-            found[name, *map(str, cuts)] = close, dict(fallbacks.counts)
+    for cuts, name in in_turn(CUTS_OF_TWO, GRADIENTS, num_cuts):
+        operator = GRADIENTS[name]
+        plain = [numbers(7, 6).requires_grad_(), numbers(7, 6, seed=1).requires_grad_()]
+        placed = [place(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(plain, cuts, strict=True)]
+        operator(*plain).sum().backward()
+        with replicate_fallback(warn=False) as fallbacks:
+            operator(*placed).sum().backward()
+        pairs = list(zip(placed, plain, strict=True))
+        close = all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-5) for a, b in pairs)
+        found[name, *map(str, cuts)] = close, dict(fallbacks.counts)
     return found
 
 
-def test_gradients_are_those_of_plain_tensors(gang):
-    for found in gang(4).run(gradients, timeout_s=120.0):
+@pytest.mark.parametrize("num_cuts", [2, pytest.param(len(CUTS_OF_TWO), marks=pytest.mark.slow)])
+def test_gradients_are_those_of_plain_tensors(gang, num_cuts):
+    for found in gang(4).run(gradients, num_cuts, timeout_s=120.0):
         assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
         assert {key: outcome for key, outcome in found.items() if outcome[1]} == {}

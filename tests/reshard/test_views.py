@@ -28,9 +28,13 @@ LAYOUTS = {
 }
 
 
-def laid(x, name):
-    mesh_shape, placements, order = LAYOUTS[name]
-    mesh = init_device_mesh("cpu", mesh_shape)
+def mesh_of(name):
+    """A mesh for a layout; one for a body: what DTensor keeps of a mesh outlives the body and its groups."""
+    return init_device_mesh("cpu", LAYOUTS[name][0])
+
+
+def laid(x, name, mesh):
+    _, placements, order = LAYOUTS[name]
     return place(x, mesh, placements) if order is None else redistribute(
         place(x, mesh, [Replicate()] * mesh.ndim), placements, shard_order=order
     )  # fmt: skip
@@ -58,19 +62,20 @@ VIEWS = {
     "as complex": lambda x: torch.view_as_complex(x.view(8, 3, 2))[3],
     "detached": lambda x: x.detach()[4:6],
 }
+QUICK_VIEWS = {"every other row", "select", "columns", "windows of rows", "row of a row", "columns of rows", "flat",
+               "as complex", "detached"}  # fmt: skip
+"""Others are cut, or turned, in a way that one of these is."""
 ONLY_GATHERED = {"for_dtensor": {"as complex", "diagonal", "flat", "unbind"}, "replicate_fallback": set()}
 """What DTensor has no rule for, or not where it is cut."""
 
 
-def by_view(rank, world_size, name, layout):
+def by_view(rank, world_size, name, layout, views):
     """By view: how a write to it, and one to the tensor, were seen by both, by another view, and by another name."""
-    found = {}
+    found, mesh = {}, mesh_of(layout)
     with CONTEXTS[name]():
-        for key, view in VIEWS.items():
-            if key in ONLY_GATHERED[name]:
-                continue
-            plain = numbers(8, 6)
-            x = laid(plain, layout)
+        for key in views:
+            view, plain = VIEWS[key], numbers(8, 6)
+            x = laid(plain, layout, mesh)
             alias, other = x.detach(), x[1:]
             v, w = view(x), view(plain)
 
@@ -91,17 +96,19 @@ def by_view(rank, world_size, name, layout):
     return found
 
 
-@pytest.mark.parametrize(("name", "layout"), quick_and_slow(
-    PLACES, {("replicate_fallback", "both dims")}
-))  # fmt: skip
-def test_all_names_of_a_memory_see_a_write(gang, name, layout):
-    for found in gang(4).run(by_view, name, layout, timeout_s=120.0):
-        assert found == dict.fromkeys(VIEWS.keys() - ONLY_GATHERED[name], [True] * 16)
+@pytest.mark.parametrize(("name", "layout", "views"), [
+    pytest.param("replicate_fallback", "both dims", QUICK_VIEWS, id="some, of both dims"),
+    *(pytest.param(*place, VIEWS.keys(), marks=pytest.mark.slow) for place in PLACES),
+])  # fmt: skip
+def test_all_names_of_a_memory_see_a_write(gang, name, layout, views):
+    views = sorted(views - ONLY_GATHERED[name])
+    for found in gang(4).run(by_view, name, layout, views, timeout_s=120.0):
+        assert found == dict.fromkeys(views, [True] * 16)
 
 
 def gradients(rank, world_size, layout):
     """Whether gradients through writes to views are those of plain tensors."""
-    found = {}
+    found, mesh = {}, mesh_of(layout)
     writes = {
         "rows": lambda y: y.__setitem__(slice(1, 3), 7.0),
         "scaled columns": lambda y: y[:, 1:3].mul_(y[:, 3:5].clone()),
@@ -112,7 +119,7 @@ def gradients(rank, world_size, layout):
     with replicate_fallback(warn=False):
         for key, write in writes.items():
             plain = numbers(8, 6).requires_grad_()
-            x = laid(plain.detach(), layout).requires_grad_()
+            x = laid(plain.detach(), layout, mesh).requires_grad_()
             for one in (plain, x):
                 y = one * one
                 write(y)
@@ -233,12 +240,12 @@ TURNS = {
 
 def turned(rank, world_size, name, layout):
     """By turn in place: the shape, values, gradient, and whether writes still reach what it was a view of."""
-    found = {}
+    found, mesh = {}, mesh_of(layout)
     with CONTEXTS[name]():
         for key, turn in TURNS.items():
             of_view = key in ("a view", "twice")  # there PyTorch's gradients are not turned
             plain = numbers(8, 6).requires_grad_(not of_view)
-            x = laid(plain.detach(), layout).requires_grad_(not of_view)
+            x = laid(plain.detach(), layout, mesh).requires_grad_(not of_view)
             seen = []
             for one in (plain, x):
                 y = one * 2
@@ -252,7 +259,7 @@ def turned(rank, world_size, name, layout):
             close = [torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, got, strict=True)]
             found[key] = shape == same and all(close)
         with pytest.raises(OperatorError, match="gradient would come back unturned"):
-            (laid(numbers(8, 6), layout).requires_grad_() * 2)[1:7].t_()
+            (laid(numbers(8, 6), layout, mesh).requires_grad_() * 2)[1:7].t_()
     return found
 
 

@@ -122,14 +122,15 @@ def gradient_norm(rank, world_size, words):
     [
         pytest.param(2, ["mesh.dp_shard=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.dp_replicate=2"], marks=pytest.mark.slow),
-        pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
-        (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", TIED]),
-        (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
+        (2, ["mesh.tp=2"]),
+        pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", TIED], marks=pytest.mark.slow),
+        pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
         pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2", TIED], marks=pytest.mark.slow),
         pytest.param(4, ["mesh.tp=2", "mesh.dp_replicate=2"], marks=pytest.mark.slow),
     ],
 )
 def test_the_gradient_norm_counts_every_parameter_once(gang, corpus, world_size, layout):
+    """By parameter; the norm of all of them is looked at in each step of `test_layouts_train_alike` too."""
     words = [*corpus, "train.precision=float64"]
     expected, one_by_one = gradient_norm(0, 1, [*words, *(word for word in layout if word == TIED)])
     for norm, norms in run_on(gang, world_size, gradient_norm, [*words, *layout]):
