@@ -6,7 +6,8 @@ VENV := .venv
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
 TESTERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
+# Without .pyc files every process of a test would compile all of src again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
 .PHONY: help demo test test-slow lint setup clean redo-setup
