@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.comm.p2p import move_at_once
 from meshwright.comm.record import passing
+from meshwright.errors import LayoutError
 
 T = TypeVar("T")
 
@@ -123,6 +124,29 @@ def _known(x: Tensor) -> Tensor:
     """The elements of a contiguous tensor, or, where backends do not know their type, their bytes."""
     flat = x.as_strided((x.numel(),), (1,))
     return flat if x.dtype in SENT_AS_THEY_ARE else flat.view(torch.uint8)
+
+
+def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part [n, …] of the sum over `group` of `x` [ranks · n, …]. Not differentiable; `x` stays as it is.
+
+    Raises:
+        LayoutError: the rows of `x` can't be divided evenly.
+    """
+    x = x.detach().contiguous()
+    num_ranks = world_size(group)
+    if x.shape[0] % num_ranks:
+        raise LayoutError(
+            f"{x.shape[0]} rows cannot be divided over {num_ranks} ranks",
+            where="reduce_scatter_sum",
+            rule="every rank gets the same number of rows",
+            fix=f"rows padded to {-(-x.shape[0] // num_ranks) * num_ranks}",
+        )
+    out = x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
+    if num_ranks == 1:
+        return out.copy_(x)
+    with passing("reduce_scatter", x, group):
+        REDUCE_SCATTER(out, x, dist.ReduceOp.SUM, group=group)
+    return out
 
 
 def all_gather_object(value: T, *, group: ProcessGroup | None = None) -> list[T]:
