@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.testing.gang import GangError, GangPool
 from meshwright.testing.worker import MANY_THREADS
@@ -304,3 +304,19 @@ def _runs(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def product_after(rank, world_size, num_groups):
+    """A sum over the second axis of a mesh that is made after some other groups, by what DTensor keeps."""
+    for _ in range(num_groups):
+        dist.new_group([0, 3])
+        dist.new_group([1, 2])
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(1)])
+    y = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)])
+    return (x @ y * (1.0 + rank % 2)).full_tensor().sum().item()
+
+
+def test_a_mesh_that_dtensor_keeps_has_the_groups_of_its_ranks(gang):
+    expected = [gang(4).run(product_after, num_groups) for num_groups in (3, 1, 0, 2, 0)]
+    assert all(found == expected[0] for found in expected) and len(set(expected[0])) == 1

@@ -3,8 +3,8 @@
 Runs in a process forked from a server that has already imported torch, so starting costs milliseconds. The
 parent's side is `gang`.
 
-Private PyTorch names are used here and nowhere else in this room: `distributed_c10d._world`, for the groups that
-there are; of `torch.distributed.tensor` `_redistribute`, `MeshTopoInfo` and `_clear_sharding_prop_cache`, for what
+Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the groups that
+there are, and `_process_group_name`; of `torch.distributed.tensor` `_redistribute`, `MeshTopoInfo` and `_clear_sharding_prop_cache`, for what
 DTensor keeps. Checked on 2.13, and read in 2.11.
 """
 
@@ -21,7 +21,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
@@ -108,21 +109,24 @@ def stack_file(directory: Path, rank: int) -> Path:
 def main(rank: int, world_size: int, pipe: Pipe, directory: Path, meeting: Meeting) -> None:
     """Serve requests until the parent closes the pipe."""
     _settle(rank, directory)
-    store = _meet(meeting)
+    store, names = _meet(meeting), GroupNames()
+    names.install()
     environment = dict(os.environ)
     while True:
         try:
             request: Request = receive(pipe)
         except (EOFError, ConnectionResetError):
             return
-        send(pipe, _answer(request, rank, world_size, store, environment))
+        send(pipe, _answer(request, rank, world_size, store, names, environment))
 
 
-def _answer(request: Request, rank: int, world_size: int, store: Store, environment: dict[str, str]) -> Reply:
+def _answer(
+    request: Request, rank: int, world_size: int, store: Store, names: GroupNames, environment: dict[str, str]
+) -> Reply:
     # Returns only bytes and text, so that nothing of a body outlives it but what it keeps on purpose.
     try:
         if isinstance(request, Regroup):
-            _regroup(rank, world_size, request.name, store)
+            _regroup(rank, world_size, request.name, store, names)
             return Returned()
         _reseed(environment)
         fn, args, kwargs = pickle.loads(request.payload)
@@ -172,7 +176,39 @@ def _meet(meeting: Meeting) -> Store:
     )
 
 
-def _regroup(rank: int, world_size: int, name: str, store: Store) -> None:
+class GroupNames:
+    """Names process groups by their ranks, where PyTorch numbers them.
+
+    What DTensor keeps outlives a body, and gives later ones tensors on an earlier body's mesh, which knows its groups
+    by name. It is an equal mesh, so a group of these ranks is the right one; the group of that number may be another.
+    """
+
+    def __init__(self) -> None:
+        self._made: Counter[tuple[int, ...]] = Counter()
+
+    def install(self) -> None:
+        """Name all groups from here on."""
+        from torch.distributed import distributed_c10d
+
+        by_torch: Callable[[Sequence[int], bool], Any] = distributed_c10d._process_group_name
+
+        def by_ranks(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+            if use_hashed_name:
+                return by_torch(ranks, use_hashed_name)
+            own = tuple(ranks)
+            self._made[own] += 1
+            return f"{'_'.join(map(str, own)) or 'all'}.{self._made[own]}"
+
+        distributed_c10d._process_group_name = by_ranks
+
+    def begin(self) -> bool:
+        """Start a body's groups. Whether the last body made several of the same ranks: the next may not."""
+        several = any(count > 1 and len(ranks) > 1 for ranks, count in self._made.items())
+        self._made.clear()
+        return several
+
+
+def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNames) -> None:
     """Replace the process group and every group made from it.
 
     A body may leave groups, or messages nobody has received; a fresh group means the next body meets neither.
@@ -182,7 +218,7 @@ def _regroup(rank: int, world_size: int, name: str, store: Store) -> None:
 
     if dist.is_initialized():
         _leave_groups()
-    if _num_threads() > MANY_THREADS:
+    if names.begin() or _num_threads() > MANY_THREADS:
         _forget_meshes()
     gc.collect()
     dist.init_process_group(
