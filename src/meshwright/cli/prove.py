@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +17,7 @@ from meshwright.output import check_output, write_output
 from meshwright.units import format_duration
 
 if TYPE_CHECKING:
-    from meshwright.prove.spec import ProofSpec
-    from meshwright.train.context import RankContext
+    from meshwright.api import Proof
 
 STDOUT = Path("-")
 JSON_OPTION = "command line, --json"
@@ -38,12 +36,8 @@ def prove(
     ] = None,
 ) -> None:
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
-    from meshwright.config.facts import run_facts
-    from meshwright.plan.adopt import adopt_plan
-    from meshwright.plan.load import load
-    from meshwright.plan.make import make_plan
-    from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64
-    from meshwright.train.launch import context_from_environment, launch
+    from meshwright import api
+    from meshwright.train.launch import context_from_environment
 
     if context_from_environment() is not None:
         raise InputError(
@@ -55,50 +49,17 @@ def prove(
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)
     source, overrides = split_words(words)
-    given = load(source, overrides)
-    config = as_proof(given)
-    plan = make_plan(config) if plan_path is None else plan_in_float64(adopt_plan(plan_path, given))
-
-    # The configuration is right: from here on numpy may be imported.
-    config.family.open_data(run_facts(config))
+    config = api.load_config(source, *overrides)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
-        spec = ProofSpec(config, plan, steps, Path(folder))
-        axes = config.mesh.axes()
-        _say(f"{config.name} · {axes} · {steps} steps in float64 …")
-        launch(
-            record_body,
-            spec,
-            num_ranks=axes.num_ranks(),
-            threads=config.train.threads,
-            describe_action=plan.action_words,
-        )
-        _say("comparing with the reference: one process, a plain module, a plain loop …")
-        launch(compare_body, spec, num_ranks=1, threads=config.train.threads)
-        answer = json.loads(spec.result.read_text("utf-8"))
-    passed = answer["report"]["passed"]
-    _show(answer["lines"], passed, time.perf_counter() - started, to_stderr=json_path == STDOUT)
-    text = json.dumps(answer["report"], indent=1)
+    proof = api.prove(config, steps=steps, plan=plan_path, say=_say)
+    _show(proof, time.perf_counter() - started, to_stderr=json_path == STDOUT)
+    text = json.dumps(proof.report, indent=1)
     if json_path == STDOUT:
         print(text)
     elif json_path is not None:
         write_output(json_path, text + "\n", where=JSON_OPTION)
-    if not passed:
+    if not proof:
         sys.exit(1)
-
-
-def record_body(context: RankContext, spec: ProofSpec) -> None:
-    """What each rank of the layout runs; imports torch only there."""
-    from meshwright.prove.driver import record_layout
-
-    record_layout(context, spec)
-
-
-def compare_body(context: RankContext, spec: ProofSpec) -> None:
-    """What the reference's process runs; imports torch only there."""
-    from meshwright.prove.driver import compare_with_reference
-
-    compare_with_reference(context, spec)
 
 
 def _say(text: str) -> None:
@@ -107,12 +68,11 @@ def _say(text: str) -> None:
         print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
 
 
-def _show(lines: list[str], passed: bool, seconds: float, *, to_stderr: bool) -> None:
+def _show(proof: Proof, seconds: float, *, to_stderr: bool) -> None:
     stream = sys.stderr if to_stderr else sys.stdout
-    _say("")
-    for line in lines:
+    for line in proof.lines:
         mark = line.lstrip()[:1]
         style = "green" if mark == "✓" else "red" if mark == "✗" else None
         print(paint(line, style, stream) if style else line, file=stream)
-    verdict = paint("PROVED", "green", stream) if passed else paint("NOT PROVED", "red", stream)
+    verdict = paint("PROVED", "green", stream) if proof else paint("NOT PROVED", "red", stream)
     print(f"{verdict} in {format_duration(seconds)}", file=stream)

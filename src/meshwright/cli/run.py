@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from meshwright.cli.style import CLEAR_LINE, is_terminal
 from meshwright.cli.words import WORDS_HELP, path_of, split_words
-
-if TYPE_CHECKING:
-    from meshwright.train.context import RankContext
-    from meshwright.train.runspec import RunSpec
 
 
 def run(
@@ -34,53 +29,31 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Train: start the processes that the mesh needs here, or join those that a launcher started."""
+    from meshwright import api
     from meshwright.config.facts import run_facts
     from meshwright.plan.adopt import adopt_plan
     from meshwright.plan.load import load
-    from meshwright.plan.make import make_plan
-    from meshwright.train.launch import context_from_environment, launch, run_as_rank
+    from meshwright.train.launch import context_from_environment, run_as_rank
 
     path = path_of("--out", out)
     path_of("--resume", resume)
     source, overrides = split_words(words)
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
+    plan = None if plan_path is None else adopt_plan(plan_path, config)
 
     # The configuration is right: from here on numpy may be imported.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.folder import choose_folder
-    from meshwright.train.machine import check_machine
     from meshwright.train.runspec import RunSpec
 
-    num_ranks = config.mesh.axes().num_ranks()
-    plan = None if plan_path is None else adopt_plan(plan_path, config)
-    made = plan or make_plan(config)
-    if context is None:
-        check_machine(config, made)
-    _say_waiting("reading the corpus", quiet=quiet)
-    corpus = config.family.open_data(run_facts(config))
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
-    if context is not None:
-        run_as_rank(run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))
+    say = partial(_say_waiting, quiet=quiet)
+    if context is None:
+        api.run(config, out=path, resume=resume, plan=plan, reporter=reporter, on_interrupt=_say_stopping, say=say)
         return
-    with ExitStack() as hold:
-        folder = choose_folder(config, out=path, resume=resume, corpus=corpus.fingerprint, hold=hold)
-        _say_waiting(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}", quiet=quiet)
-        launch(
-            run_body,
-            RunSpec(config, reporter, plan=made, folder=folder),
-            num_ranks=num_ranks,
-            threads=config.train.threads,
-            on_interrupt=_say_stopping,
-            describe_action=made.action_words,
-        )
-
-
-def run_body(context: RankContext, spec: RunSpec) -> None:
-    """What each rank runs; imports torch only there."""
-    from meshwright.train.run import run_rank
-
-    run_rank(context, spec)
+    say("reading the corpus")
+    config.family.open_data(run_facts(config))
+    run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))
 
 
 def _say_waiting(text: str, *, quiet: bool) -> None:

@@ -35,32 +35,44 @@ def read_plan(path: Path) -> RunPlan:
 
 
 def adopt_plan(path: Path, config: RunConfig) -> RunPlan:
-    """The plan in a file, verified, as what a run of `config` does.
+    """The plan in a file as what a run of `config` does.
+
+    Raises:
+        InputError, ConfigError, LayoutError: as of `read_plan` and `check_fits`.
+    """
+    return check_fits(read_plan(path), config, where=str(path))
+
+
+def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
+    """See that a run of `config` can do what a plan says.
 
     It may divide layers into other stages and parameters into other units, recompute, compile or send otherwise, with
     another schedule; but it is of the same model, mesh and batch.
 
+    Args:
+        plan: made or changed by hand.
+        config: of the run.
+        where: the plan comes from, for errors.
+
     Raises:
-        InputError, ConfigError: as of `read_plan`; or the plan is of another model, mesh or batch. LayoutError: it is
-            wrong.
+        ConfigError: the plan is of another model, mesh or batch. LayoutError: it is wrong.
     """
-    plan = read_plan(path)
-    verify(plan, where=str(path))
+    verify(plan, where=where)
     made = make_plan(config, nodes=plan.mesh.nodes)
     if hashes(plan).model != hashes(made).model:
         rule = "parameters' names and shapes are those of the configuration's model"
-        raise _does_not_fit("the plan is of another model", rule, path)
+        raise _does_not_fit("the plan is of another model", rule, where)
     for one in differences(plan, made):
         if one.path.startswith(OF_CONFIGURATION) or one.path.endswith(".trained"):
             what = f"the plan has {one.first} for {one.path}, and the configuration {one.second}"
-            raise _does_not_fit(what, "mesh, batch, dtypes and what is trained are set in the configuration", path)
+            raise _does_not_fit(what, "mesh, batch, dtypes and what is trained are set in the configuration", where)
     return plan
 
 
-def _does_not_fit(what: str, rule: str, path: Path) -> ConfigError:
+def _does_not_fit(what: str, rule: str, where: str) -> ConfigError:
     return ConfigError(
         what,
-        where=str(path),
+        where=where,
         rule=rule,
-        fix=f"the preset and words that the plan was made with; or meshwright plan … -o {path} with these",
+        fix="the preset and words that the plan was made with; or meshwright plan … -o FILE with these",
     )

@@ -4,8 +4,8 @@ Runs in a process forked from a server that has already imported torch, so start
 parent's side is `gang`.
 
 Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the groups that
-there are, and `_process_group_name`; of `torch.distributed.tensor` `_redistribute`, `MeshTopoInfo` and `_clear_sharding_prop_cache`, for what
-DTensor keeps. Checked on 2.13, and read in 2.11.
+there are, and `_process_group_name`; of `torch.distributed.tensor` `_redistribute`, `MeshTopoInfo` and
+`_clear_sharding_prop_cache`, for what DTensor keeps. Checked on 2.13, and read in 2.11.
 """
 
 from __future__ import annotations

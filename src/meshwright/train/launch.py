@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection, forkserver, resource_tracker
@@ -183,7 +184,9 @@ class _Interruptions:
         self._heard_s = -math.inf
 
     def __enter__(self) -> _Interruptions:
-        self._previous = {number: signal.signal(number, self._hear) for number in STOPPING}
+        # Python hears signals in its main thread alone: elsewhere, a notebook's worker say, they mean what they meant.
+        heard = STOPPING if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(

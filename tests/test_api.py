@@ -1,0 +1,95 @@
+"""Plan, run and prove from Python: values come back, processes are the functions' own, and no torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+import meshwright
+from meshwright import api
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.plan.make import make_plan
+from meshwright.plan.text import to_json
+from meshwright.plan.value import RunPlan
+from tests.helpers import SMALL, clean_environment, small_corpus
+
+WORDS = (*SMALL, "mesh.dp_shard=2", "train.steps=2", "train.threads=1", "train.sample_tokens=0", "train.seq_len=16",
+         "train.validation_samples=4", "checkpoint.every=1")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return meshwright.load_config("llama-tiny", *WORDS, *small_corpus(tmp_path_factory.mktemp("api")))
+
+
+def test_importing_the_package_is_light_and_its_verbs_need_no_torch(tmp_path):
+    program = """
+import sys, meshwright
+assert not {"torch", "numpy", "pydantic"} & set(sys.modules), "import meshwright"
+assert {"plan", "prove", "run", "load_config", "pipeline", "reshard", "comm", "checkpoint"} <= set(dir(meshwright))
+config = meshwright.load_config("llama3-70b", "mesh.dp_shard=8", "mesh.tp=8")
+import meshwright.plan.value, meshwright.prove.spec
+assert isinstance(meshwright.plan(config), meshwright.plan.value.RunPlan)
+assert callable(meshwright.prove) and meshwright.pipeline.generate
+assert "torch" not in sys.modules, "planning"
+try:
+    meshwright.plam
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True)
+    assert done.stdout == "module 'meshwright' has no attribute 'plam'\n", done.stderr
+
+
+def test_a_configuration_is_made_and_refused():
+    made = meshwright.load_config("llama-tiny", "mesh.tp=2")
+    assert made.mesh.tp == 2 and made == meshwright.load_config(None, "mesh.tp=2")
+    with pytest.raises(LayoutError) as caught:
+        meshwright.load_config("llama-tiny", "mesh.tp=3")
+    assert caught.value.fix
+    plan = meshwright.plan(made)
+    assert isinstance(plan, RunPlan) and plan == make_plan(made)
+
+
+def other(plan, **fields):
+    """The plan with another unit of its blocks."""
+    block = next(kind for kind in plan.kinds if kind.is_block)
+    changed = replace(block, units=(replace(block.units[0], **fields),))
+    return replace(plan, kinds=tuple(changed if kind is block else kind for kind in plan.kinds))
+
+
+def test_a_run_gives_its_losses_and_goes_on(config, tmp_path):
+    plan = other(meshwright.plan(config), freed=False)
+    done = meshwright.run(config, out=tmp_path / "run", plan=plan)
+    assert done.folder == tmp_path / "run" and done.checkpoint == tmp_path / "run/checkpoints/00000002"
+    assert len(done.losses) == 2 and all(loss > 0 for loss in done.losses) and done.validation > 0
+    assert (done.folder / "plan.json").read_text("utf-8") == to_json(plan)
+    longer = config.with_keys({"train.steps": 3})
+    found = []
+    # In another thread, where signals can't be heard.
+    thread = threading.Thread(target=lambda: found.append(meshwright.run(longer, out=done.folder, resume="auto")))
+    thread.start()
+    thread.join()
+    assert found[0].losses[:2] == done.losses and len(found[0].losses) == 3
+
+
+def test_a_proof_is_true_where_it_passed(config):
+    proof = meshwright.prove(config, steps=1, plan=other(meshwright.plan(config), freed=False))
+    assert proof and proof.passed and str(proof).endswith("\nPROVED") and "PROVED" not in repr(proof.report)
+    assert json.loads(json.dumps(proof.report))["num_steps"] == 1
+    failed = api.Proof(False, ("why",), {})
+    assert not failed and str(failed) == "why\nNOT PROVED"
+
+
+@pytest.mark.parametrize("verb", ["run", "prove"])
+def test_a_plan_that_does_not_fit_is_refused_before_any_process(config, tmp_path, verb):
+    words = {"out": tmp_path / "run"} if verb == "run" else {}
+    other_mesh = meshwright.plan(config.with_keys({"mesh.dp_shard": 4}))
+    with pytest.raises(ConfigError, match=r"mesh\.atoms") as caught:
+        getattr(meshwright, verb)(config, plan=other_mesh, **words)
+    assert caught.value.where == "plan" and not (tmp_path / "run").exists()
