@@ -56,6 +56,13 @@ def test_a_configuration_is_made_and_refused():
     assert isinstance(plan, RunPlan) and plan == make_plan(made)
 
 
+@pytest.mark.parametrize("verb", ["plan", "run", "prove"])
+def test_keys_that_violate_a_rule_are_refused(config, verb):
+    with pytest.raises(LayoutError) as caught:
+        getattr(meshwright, verb)(config.with_keys({"mesh.tp": 3}))
+    assert "mesh.tp = 3" in caught.value.what and caught.value.where == "the configuration, mesh.tp"
+
+
 def other(plan, **fields):
     """The plan with another unit of its blocks."""
     block = next(kind for kind in plan.kinds if kind.is_block)
@@ -93,3 +100,17 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_process(config, tmp_path
     with pytest.raises(ConfigError, match=r"mesh\.atoms") as caught:
         getattr(meshwright, verb)(config, plan=other_mesh, **words)
     assert caught.value.where == "plan" and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_guard(tmp_path):
+    """Ranks don't import the program that starts them, which would start it anew."""
+    words = (*WORDS, *small_corpus(tmp_path / "corpus"))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import meshwright\nprint('begins')\n"
+        f"done = meshwright.run(meshwright.load_config('llama-tiny', *{words!r}), out={str(tmp_path / 'run')!r})\n"
+        "print(len(done.losses), __file__ == __spec__ or __file__)\n"
+    )
+    done = subprocess.run([sys.executable, script], env=clean_environment(), capture_output=True, text=True)
+    assert done.stdout == f"begins\n2 {script}\n", done.stderr

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.manifest import newest_complete
 from meshwright.config.facts import run_facts
+from meshwright.config.load import known_keys
+from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
 from meshwright.plan.adopt import adopt_plan, check_fits
 from meshwright.plan.load import load
 from meshwright.plan.make import make_plan
+from meshwright.plan.rules import violations
 from meshwright.plan.value import RunPlan
 from meshwright.plan.verify import verify
 from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64
@@ -61,8 +64,10 @@ def plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> Ru
         nodes: neighbouring ranks on a machine, or the node of each rank, where `comm.ranks_per_node` does not say.
 
     Raises:
-        LayoutError: it would train wrongly; that is a fault of a family's description.
+        ConfigError, LayoutError: the configuration violates a rule; or the plan would train wrongly, which is a fault
+            of a family's description.
     """
+    _check(config)
     made = make_plan(config, nodes=nodes)
     verify(made)
     return made
@@ -106,6 +111,7 @@ def run(
         MeshwrightError: bad input, before any process starts; or what a rank raised, with its rank and step.
     """
     say = say or _nobody
+    _check(config)
     made = make_plan(config) if plan is None else _given(plan, config)
     check_machine(config, made)
     say("reading the corpus")
@@ -166,6 +172,7 @@ def prove(
         MeshwrightError: bad input, before any process starts; or what a rank raised.
     """
     say = say or _nobody
+    _check(config)
     proved = as_proof(config)
     made = make_plan(proved) if plan is None else plan_in_float64(_given(plan, config))
     axes, threads = proved.mesh.axes(), proved.train.threads
@@ -201,6 +208,11 @@ def compare_body(context: RankContext, spec: ProofSpec) -> None:
     from meshwright.prove.driver import compare_with_reference
 
     compare_with_reference(context, spec)
+
+
+def _check(config: RunConfig) -> None:
+    """Rules again: `with_keys` doesn't look at them."""
+    check(config, dict.fromkeys(known_keys(config.model.kind), "the configuration"), rules=violations)
 
 
 def _given(plan: RunPlan | str | Path, config: RunConfig) -> RunPlan:

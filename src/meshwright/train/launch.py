@@ -12,15 +12,17 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from meshwright.cluster.host import num_cores
 from meshwright.errors import InputError, RunError
@@ -150,8 +152,9 @@ def launch(
         with _Interruptions() as interruptions:
             try:
                 _start_server()
-                for process in ranks:
-                    process.start()
+                with _without_main():
+                    for process in ranks:
+                        process.start()
                 _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
             finally:
                 _end_all(ranks)
@@ -161,6 +164,22 @@ def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folde
     from meshwright.train.worker import enter
 
     enter(body, argument, context, threads=threads, report_folder=Path(folder))
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Have processes that start not import the program that starts them.
+
+    A rank runs functions of modules alone; and a script that calls `meshwright.run` outside of
+    `if __name__ == "__main__":` would begin anew in each.
+    """
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 def _start_server() -> None:
