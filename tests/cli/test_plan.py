@@ -64,6 +64,18 @@ def test_a_plan_in_a_file_is_shown_and_compared(here, tmp_path):
     assert other.stdout == 'kinds[block].recompute\n  "none"\n  "full"\n1 field differs\n'
 
 
+def test_words_that_can_t_be_meant(here, tmp_path):
+    path = tmp_path / "plan.json"
+    here("plan", "llama-tiny", "-o", path)
+    for words, what, where in (
+        ([path, "mesh.tp=2"], "mesh.tp=2 with a plan's file", "command line"),
+        ([path, "--diff", "foo 'bar"], "No closing quotation", "command line, --diff"),
+        ([path, "--diff", "no.json"], "can't read no.json", "command line, --diff"),
+    ):
+        error = shown_error(here("plan", *words).stderr)
+        assert what in error["error"] and error["where"] == where and error["fix"]
+
+
 def test_a_wrong_plan_is_refused(here, tmp_path):
     path = tmp_path / "plan.json"
     here("plan", "llama-tiny", "mesh.dp_shard=2", "mesh.tp=2", "-o", path)

@@ -214,5 +214,6 @@ def test_the_plan_of_the_steps_so_far_is_kept(tmp_path):
     assert "mesh.atoms[tp]" in note and "plan-to-00000004.json" in note and "--plan" in note
     assert not path.exists() and (tmp_path / "plan-to-00000004.json").read_text("utf-8") == to_json(first)
     path.write_text("{", "utf-8")
-    (note,) = keep_other_plan(path, second, 6)
-    assert "can't read" in note and (tmp_path / "plan-to-00000006.json").read_text("utf-8") == "{"
+    (note,) = keep_other_plan(path, second, 4)
+    assert "can't read" in note and (tmp_path / "plan-to-00000004-2.json").read_text("utf-8") == "{"
+    assert (tmp_path / "plan-to-00000004.json").read_text("utf-8") == to_json(first), "nothing is written over"

@@ -22,6 +22,8 @@ from tests.train.jobs import job_of, load_words
 WORDS = ("model.num_layers=4",)
 CHANGES = {
     "units": ("mesh.dp_shard=2",),
+    "nested": ("mesh.dp_shard=2",),
+    "reduce": ("mesh.dp_shard=2",),
     "root": ("mesh.dp_shard=2",),
     "recomputed": ("mesh.dp_shard=2",),
     "stages": ("mesh.pp=2", "train.num_microbatches=2"),
@@ -48,6 +50,13 @@ def changed(plan, change):
     (unit,) = block.units
     if change == "units":  # gathered parameters stay until the backward
         return with_block(plan, replace(block, units=(replace(unit, freed=False),)))
+    if change == "nested":  # the feed-forward is gathered by itself, and told after the block
+        inner = tuple(name for name in unit.parameters if name.startswith("ffn."))
+        outer = replace(unit, parameters=tuple(name for name in unit.parameters if name not in inner))
+        ffn = replace(unit, name="ffn", modules=("ffn",), parameters=inner)
+        return with_block(plan, replace(block, units=(outer, ffn)))
+    if change == "reduce":
+        return with_block(plan, replace(block, units=(replace(unit, reduce="float64"),)))
     if change == "root":  # blocks have no unit of their own
         (stage,) = plan.stages
         own = [f"{block.name}/{parameter.name}" for parameter in block.parameters]
@@ -88,6 +97,8 @@ def train(rank, world_size, words, change, folder):
     return {
         "losses": losses,
         "units": [name for name, module in modules if isinstance(module, FSDPModule)],
+        "reduced": {name: module._get_fsdp_state()._mp_policy.reduce_dtype
+                    for name, module in modules if isinstance(module, FSDPModule)},
         "layers": sorted({name.split(".")[1] for name, _ in modules if name.startswith("blocks.")}),
         "calls": calls,
         "sent": None if sent is None else sent.inside + sent.between,
@@ -96,16 +107,21 @@ def train(rank, world_size, words, change, folder):
 
 @pytest.mark.parametrize("change", quick_and_slow([(c,) for c in CHANGES], [("units",), ("recomputed",), ("codec",)]))
 def test_what_is_changed_is_what_runs(gang, corpus, tmp_path, change):
-    words = [*WORDS, *CHANGES[change], *corpus, "train.precision=float64" if change != "codec" else "train.seed=1"]
+    words = [*WORDS, *CHANGES[change], *corpus]
+    words += ["train.precision=float64"] if change not in ("codec", "reduce") else []
     plan = make_plan(load_words(words))
     before, after = (gang(2).run(train, words, one, tmp_path) for one in ("", change))
-    if change in ("units", "root", "recomputed"):
+    if change in ("units", "nested", "root", "recomputed"):
         assert [one["losses"] for one in after] == [one["losses"] for one in before]
     elif change == "stages":
         for one, other in zip(after, before, strict=True):
             assert one["losses"] == pytest.approx(other["losses"], rel=1e-12)
         assert [one["layers"] for one in before] == [["0", "1"], ["2", "3"]]
         assert [one["layers"] for one in after] == [["0"], ["1", "2", "3"]]
+    if change == "nested":
+        assert set(after[0]["units"]) - set(before[0]["units"]) == {f"blocks.{n}.ffn" for n in range(4)}
+    if change == "reduce":
+        assert {*after[0]["reduced"].values()} == {torch.float64, None} != {*before[0]["reduced"].values()}
     if change == "root":
         assert before[0]["units"] == ["", *(f"blocks.{n}" for n in range(4))] and after[0]["units"] == [""]
     if change == "recomputed":
@@ -148,6 +164,10 @@ WRONG = {
     "frozen": (["train.freeze=embed.*"], None, ConfigError, ".trained"),
     "an unknown field": ([], lambda tree: tree.update(extra=1), ConfigError, "extra"),
     "another version": ([], lambda tree: tree.update(format=99), ConfigError, "99"),
+    "traffic of nobody": ([], lambda tree: [one.update(elements=3 * one["elements"]) for kind in tree["kinds"]
+                                            for one in kind["collectives"]], ConfigError, "other collectives"),
+    "activations of nobody": ([], lambda tree: tree["kinds"][1].update(saved_elements=5), ConfigError, "saved_el"),
+    "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of 'blocks'"),
     "no plan": ([], lambda tree: tree.clear(), ConfigError, ""),
     "a wrong one": ([], lambda tree: tree["stages"][0]["root"]["parameters"].pop(), LayoutError, "in no unit"),
 }
@@ -156,7 +176,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_plan_that_does_not_fit_is_refused_with_a_fix(tmp_path, case):
     more, damage, kind, what = WRONG[case]
-    words = ["mesh.dp_shard=2", *WORDS]
+    words = ["mesh.dp_shard=2", "mesh.tp=2", *WORDS]
     tree = json.loads(to_json(make_plan(load_words(words))))
     if damage is not None:
         damage(tree)

@@ -136,7 +136,8 @@ def counted(rank, world_size, words, extra):
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(1, ["train.num_microbatches=2"]), (2, ["mesh.dp_shard=2"]), (2, ["mesh.tp=2"]),
-     pytest.param(4, ["mesh.pp=2", "mesh.dp_replicate=2", "train.num_microbatches=2"], marks=pytest.mark.slow)],
+     pytest.param(4, ["mesh.pp=2", "mesh.dp_replicate=2", "train.num_microbatches=2", "model.num_layers=2"],
+                  marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.parametrize("extra", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_the_divisor_is_counted_over_the_global_batch(gang, corpus, world_size, layout, extra):

@@ -12,6 +12,7 @@ import typer
 
 from meshwright.cli.style import paint
 from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.errors import InputError
 from meshwright.output import check_output, write_output
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def plan(
             check_output(path, where=where)
     name, made = _plan_of(words)
     verify(made, where=name)
-    other = None if diff is None else _plan_of(shlex.split(diff))[1]
+    other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
     # Files come first: who reads the page may have seen enough of it, and end the command.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
@@ -60,7 +61,19 @@ def plan(
         print(figures)
 
 
-def _plan_of(words: list[str] | None) -> tuple[str, RunPlan]:
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(
+            f"{text!r} can't be read: {error}",
+            where="command line, --diff",
+            rule="a plan's file, or a preset with words, quoted as a whole",
+            fix='--diff "llama-tiny mesh.dp_shard=2"',
+        ) from None
+
+
+def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan]:
     """The plan of a preset, a configuration's file or words; or the one in a file."""
     from meshwright.plan.adopt import read_plan
     from meshwright.plan.load import load
@@ -68,7 +81,14 @@ def _plan_of(words: list[str] | None) -> tuple[str, RunPlan]:
 
     source, overrides = split_words(words)
     if source is not None and source.endswith(".json"):
-        return source, read_plan(Path(source))
+        if overrides:
+            raise InputError(
+                f"{overrides[0]} with a plan's file",
+                where=where,
+                rule="a plan has all its values; words go over a preset's or a configuration's",
+                fix=f"{source} alone; or the preset and words that it was made with",
+            )
+        return source, read_plan(Path(source), where=where)
     config = load(source, overrides)
     return config.name, make_plan(config)
 

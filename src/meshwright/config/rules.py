@@ -74,6 +74,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from (one for one in of_family if one.key != FREEZE)
     yield from _frozen(config)
     yield from (one for one in of_family if one.key == FREEZE)
+    yield from _described(config)
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
@@ -125,6 +126,25 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
                 "this version lays work on pp, dp_replicate, dp_shard and tp",
                 fixes,
             )
+
+
+def _described(config: RunConfig) -> Iterator[Violation]:
+    """What no layout can do with a description: a tie of another kind, and parameters beside modules under tp."""
+    facts, where = model_facts(config), "model.kind"
+    first = {kind.full_name(p.name, None) for kind in facts.first for p in kind.parameters}
+    for kind in (*facts.first, *facts.every, *facts.kinds, *facts.last):
+        modules = {p.name.rpartition(".")[0] for p in kind.parameters}
+        for p in kind.parameters:
+            if p.tied_to is not None and not (kind in facts.last and p.tied_to in first):
+                rule = "an end after the blocks may be tied to a parameter of an end before them, and nothing else"
+                otherwise = f"{p.tied_to} among the first ends of Family.describe, and its tie among the last"
+                yield Violation(ConfigError, f"{kind.name}/{p.name} is tied to {p.tied_to}", where, rule, [], otherwise)
+            module = p.name.rpartition(".")[0]
+            inside = any(other != module and (not module or other.startswith(f"{module}.")) for other in modules)
+            if config.mesh.tp > 1 and inside:
+                what = f"{kind.name}/{p.name} is a parameter beside modules, with mesh.tp = {config.mesh.tp}"
+                rule = "under tensor parallel a parameter is in a module that has none inside"
+                yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}], "a module that holds it alone")
 
 
 def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:

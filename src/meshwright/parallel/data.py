@@ -31,7 +31,8 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
     # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     inner = [(kind, layer, unit) for kind, layer in plan.held(stage) for unit in kind.units]
-    for kind, layer, unit in sorted(inner, key=lambda one: not one[0].is_block):
+    # FSDP2 wants what is inside another unit wrapped first.
+    for kind, layer, unit in sorted(inner, key=lambda one: (not one[0].is_block, -_depth(one[2]))):
         found = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
         _shard(found, mesh, plan, unit)
         if not unit.in_backward:
@@ -45,6 +46,11 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
         wrapped.set_force_sum_reduction_for_comms(True)
 
 
+def _depth(unit: Unit) -> int:
+    """How deep inside its kind a unit's modules are."""
+    return max(len(path.split(".")) if path else 0 for path in unit.modules)
+
+
 def _shard(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
     """One unit, over one axis (FSDP2) or two, replicas first (HSDP). Compressed gradients are reduced over replicas by
     their own hook."""
@@ -52,7 +58,7 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit
     is_mixed = unit.compute != plan.masters
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.compute) if is_mixed else None,
-        reduce_dtype=getattr(torch, unit.reduce) if is_mixed else None,
+        reduce_dtype=getattr(torch, unit.reduce) if is_mixed or unit.reduce != plan.masters else None,
     )
     sharded = unit.sharded or dict(plan.mesh.views)["fsdp"][:1]
     fully_shard(

@@ -9,6 +9,7 @@ one rule counts copies and one mesh carries the optimizer's state.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -25,9 +26,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.comm.collectives import all_reduce_sum
+from meshwright.errors import LayoutError
 from meshwright.mesh.shards import to_local
 from meshwright.models.contract.styles import Style, StyleKind
-from meshwright.plan.value import RunPlan, Stage
+from meshwright.plan.value import Kind, RunPlan, Stage
 
 
 class Replicated(ParallelStyle):
@@ -77,12 +79,30 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     stream = Shard(dims[0] + 1) if dims else Replicate()  # with the batch dim
     for kind, layer in plan.held(stage):
         root = module.get_submodule(kind.full_name("", layer))
+        _check_paths(root, kind)
         parallelize_module(root, mesh, {path: _style(style, stream) for path, style in kind.styles})
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
     for name in frozen:  # PyTorch's SequenceParallel makes its parameters anew, and trained (2.13)
         module.get_parameter(name).requires_grad_(False)
+
+
+def _check_paths(root: nn.Module, kind: Kind) -> None:
+    """PyTorch passes over a path that no module has, and that module's gradients would be wrong.
+
+    Raises:
+        LayoutError: there is such a path.
+    """
+    paths = [path for path, _ in root.named_modules()]
+    for glob, style in kind.styles:
+        if not any(fnmatchcase(path, glob) for path in paths):
+            raise LayoutError(
+                f"the style {style.kind.value} is for {glob}, and {kind.name} has no such module",
+                where=f"Family.styles, {kind.described}, {glob}",
+                rule="a style is for modules by their paths inside the kind; * stands for any part of a name",
+                fix=f"one of {', '.join(path for path in paths if path)}",
+            )
 
 
 def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:

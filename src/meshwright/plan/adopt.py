@@ -8,16 +8,19 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, InputError
 from meshwright.plan.compare import differences, hashes
 from meshwright.plan.make import make_plan
+from meshwright.plan.rules import RUNS_EAGERLY, step_handles
 from meshwright.plan.text import from_json
 from meshwright.plan.value import RunPlan
 from meshwright.plan.verify import verify
 
 OF_CONFIGURATION = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
 """Fields that other parts of a run read off the configuration: a plan may not differ there."""
+OF_MODEL = ("path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere")
+"""Fields of kinds that follow from the family's description and its styles."""
 
 
-def read_plan(path: Path) -> RunPlan:
-    """The plan in a file.
+def read_plan(path: Path, *, where: str = "command line, --plan") -> RunPlan:
+    """The plan in a file, which was named at `where`.
 
     Raises:
         InputError: it can't be read; ConfigError: it is no plan, or one of another version.
@@ -27,7 +30,7 @@ def read_plan(path: Path) -> RunPlan:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"can't read {path}: {getattr(error, 'strerror', None) or error}",
-            where="command line, --plan",
+            where=where,
             rule="a plan is a file that meshwright plan writes",
             fix=f"meshwright plan … -o {path}",
         ) from None
@@ -66,6 +69,20 @@ def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
         if one.path.startswith(OF_CONFIGURATION) or one.path.endswith(".trained"):
             what = f"the plan has {one.first} for {one.path}, and the configuration {one.second}"
             raise _does_not_fit(what, "mesh, batch, dtypes and what is trained are set in the configuration", where)
+    of_model = {kind.described: kind for kind in made.kinds}
+    for kind in plan.kinds:
+        twin = of_model.get(kind.described)
+        if twin is None:
+            what = f"the plan has kinds[{kind.name}] of {kind.described!r}, which the model has none of"
+            raise _does_not_fit(what, f"the model's kinds are {', '.join(of_model)}", where)
+        for field in OF_MODEL:
+            if getattr(kind, field) != getattr(twin, field):
+                what = f"the plan has other {field} for kinds[{kind.name}] than the model"
+                raise _does_not_fit(what, "what operators move, keep and add follows from the model's styles", where)
+        handles = step_handles(config, kind.described)
+        if kind.compiled and kind.recompute != "none" and handles:
+            what = f"kinds[{kind.name}] is compiled and recomputed, and has {handles[0]}"
+            raise _does_not_fit(what, RUNS_EAGERLY, where)
     return plan
 
 

@@ -14,6 +14,7 @@ from math import prod
 
 from meshwright.config.facts import run_facts
 from meshwright.config.schema import RunConfig
+from meshwright.errors import LayoutError
 from meshwright.models.contract.facts import KindFacts, ModelFacts, ParameterFacts
 from meshwright.models.contract.styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.plan.mesh import Mesh
@@ -126,19 +127,28 @@ class KindMaker:
 
     def _collectives(self, facts: KindFacts) -> Iterator[Collective]:
         """What the styles of a kind move, module by module."""
-        for path, style in self._styles.get(facts.name, {}).items():
+        styles = self._styles.get(facts.name, {})
+        gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
+        for path, style in styles.items():
             if style.kind is StyleKind.GATHER:
-                inner = [p for p in facts.parameters if p.name.startswith(f"{path}.") and len(p.shape) == 2]
-                columns = [p for p in inner if self._is(facts, p, StyleKind.COLUMN)]
+                inside = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.*") and len(p.shape) == 2]
+                columns = [p for p in inside if self._is(facts, p, StyleKind.COLUMN)]
+                if not columns:
+                    raise _no_matrix(facts, path, "gather() is for the module around columns", "no column inside")
                 yield from self._gathered(columns[0].shape[1])
-            elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY, StyleKind.HEAD):
-                weight = next(p for p in facts.parameters if p.name == f"{path}.weight")
+                continue
+            weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
+            if style.kind in USED and not weights:
+                raise _no_matrix(facts, path, f"the style {style.kind.value} is for matrices", "none there")
+            for weight in weights:
                 if style.kind is StyleKind.HEAD:
                     yield from self._gathered(weight.shape[1])
                     yield self._moves("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
-                else:
+                elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                     width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
                     yield from self._summed(width, recomputed=style.kept)
+                elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
+                    yield from self._gathered(weight.shape[1])  # by itself, from the stream
 
     def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
         style = self._style_of(facts, parameter.name)
@@ -170,6 +180,15 @@ class KindMaker:
         elements = self._tokens * width
         dtype = dtype or self._config.train.precision
         return Collective(TENSOR, op, self._tp, elements, dtype, forward, backward, recomputed)
+
+
+def _no_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
+    return LayoutError(
+        f"the style of {path} in the kind {facts.name} has {found}",
+        where=f"Family.styles, {facts.name}, {path}",
+        rule=rule,
+        fix="the path of such a module inside the kind, or a glob of such paths",
+    )
 
 
 def largest_matrix(facts: KindFacts) -> int:

@@ -14,6 +14,8 @@ from meshwright.pipeline.table import Schedule
 from meshwright.plan.pipeline import compute_table, has_stages, is_file, read_table, schedule_name
 from meshwright.settings.violation import Fix, Violation, as_word
 
+RUNS_EAGERLY = "a recomputed block that holds auxiliary losses or step buffers runs eagerly"
+
 
 def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     """Every rule that a run violates; only the first is sure, as later ones assume that earlier ones hold.
@@ -55,16 +57,25 @@ def _compiled(config: RunConfig) -> Iterator[Violation]:
     if not config.train.compile or config.recompute.policy == "none":
         return
     for kind in model_facts(config).kinds:
-        handles = [*(one.name for one in kind.auxiliary), *(one.name for one in kind.buffers if one.updated)]
-        if handles:
+        if handles := step_handles(config, kind.name):
             yield Violation(
                 ConfigError,
                 f"train.compile with recompute.policy = {config.recompute.policy}, and {handles[0]} in {kind.name}",
                 "train.compile",
-                "a recomputed block that holds auxiliary losses or step buffers runs eagerly",
+                RUNS_EAGERLY,
                 [{"recompute.policy": "none"}, {"train.compile": False}],
             )
             return
+
+
+def step_handles(config: RunConfig, kind: str) -> list[str]:
+    """Auxiliary losses and buffers that a step updates, of blocks of a kind."""
+    found = (one for one in model_facts(config).kinds if one.name == kind)
+    return [
+        name
+        for one in found
+        for name in (*(loss.name for loss in one.auxiliary), *(buffer.name for buffer in one.buffers if buffer.updated))
+    ]
 
 
 def _without_stages(config: RunConfig) -> Iterator[Violation]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.facts import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.errors import LayoutError
+from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.groups import build_mesh
 from meshwright.mesh.shards import local_box, to_local
@@ -169,6 +169,14 @@ def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
     elif isinstance(fill, Computed):
         local.copy_(fill.compute()[box.slices()])
     else:
+        if not local.is_floating_point():
+            dtype = str(local.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} is of {dtype}, and its initial values are random",
+                where="Family.initial",
+                rule="normal values are for floating-point parameters and buffers",
+                fix=f"Constant or Computed for {name}",
+            )
         local.copy_(normal_piece(seed, name, tensor.shape, std=fill.std, index=box.slices()))
 
 

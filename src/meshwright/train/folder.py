@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain, count
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -151,7 +152,8 @@ def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
             return []
         what = f"which has {found[0].first} for {found[0].path}, where this one has {found[0].second}"
         what += f", and {len(found) - 1} more that differ" if found[1:] else ""
-    kept = path.with_name(f"plan-to-{done:08d}.json")
+    names = (f"plan-to-{done:08d}{suffix}.json" for suffix in chain([""], (f"-{number}" for number in count(2))))
+    kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(kept)
     return [f"the plan is not that of the steps so far, {what}; {kept.name} keeps it, and --plan goes on with it"]
 

@@ -97,10 +97,11 @@ class Trainer:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
-        with writing(self._folder.plan) as path:
-            notes = keep_other_plan(path, self._job.plan, done)
-            path.write_text(to_json(self._job.plan), "utf-8")
-        config = self._job.config
+        config, notes = self._job.config, []
+        if done < config.train.steps or not self._folder.plan.exists():  # else no step is done by this plan
+            with writing(self._folder.plan) as path:
+                notes = keep_other_plan(path, self._job.plan, done)
+                path.write_text(to_json(self._job.plan), "utf-8")
         for note in (*self._folder.notes, *notes, *idle_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, done=done)

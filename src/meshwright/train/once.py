@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import all_reduce_sum
+from meshwright.errors import LayoutError
 from meshwright.nn.stepwise import AuxiliaryLoss, StepBuffer, auxiliary_losses, step_buffers
 from meshwright.plan.mesh import Atoms
+from meshwright.plan.value import Kind
 from meshwright.train.build import Job
 
 
@@ -17,15 +19,14 @@ class OncePerStep:
     def __init__(self, job: Job) -> None:
         self._job = job
         plan = job.plan
-        parts_of = {one.name: one.work for kind in plan.kinds for one in kind.auxiliary}
         self._losses: list[tuple[AuxiliaryLoss, int]] = []
         """With the number of ranks that have a part of it each, where others have the same loss."""
         self._buffers: list[tuple[StepBuffer, Atoms]] = []
         for part in job.parts().values():
             held = list(plan.held(part.stage))
             summed = {kind.full_name(one.name, layer): one.summed for kind, layer in held for one in kind.buffers}
-            for _, loss in auxiliary_losses(part.module):
-                parts = set(parts_of.get(loss.name, ())) & set(plan.loss.equal)
+            for path, loss in auxiliary_losses(part.module):
+                parts = set(_work(held, path, loss.name)) & set(plan.loss.equal)
                 self._losses.append((loss, plan.mesh.size(*parts)))
             for name, buffer in step_buffers(part.module):
                 self._buffers.append((buffer, summed[f"{name}.value"]))
@@ -52,3 +53,18 @@ class OncePerStep:
             buffer.commit(total)
         for handle in (*(loss for loss, _ in self._losses), *(buffer for buffer, _ in self._buffers)):
             handle.discard()
+
+
+def _work(held: list[tuple[Kind, int | None]], path: str, name: str) -> Atoms:
+    """The atoms over which ranks have parts of the auxiliary loss of this name in the module at `path`."""
+    blocks = [kind for kind, layer in held if layer is not None and path.startswith(kind.full_name("", layer) + ".")]
+    kinds = blocks or [kind for kind, layer in held if layer is None]
+    found = [one.work for kind in kinds for one in kind.auxiliary if one.name == name]
+    if not found:
+        raise LayoutError(
+            f"{path} computes the auxiliary loss {name}, and the plan has none of this name there",
+            where="plan, kinds",
+            rule="a run does what its plan says",
+            fix="a plan that is made again (meshwright plan … -o FILE)",
+        )
+    return found[0]

@@ -9,9 +9,13 @@ import torch
 
 from meshwright.config.facts import run_facts
 from meshwright.errors import ConfigError
+from meshwright.models.contract import facts
 from meshwright.models.contract.build import build_part
 from meshwright.models.contract.facts import BufferFacts, Part
+from meshwright.models.contract.fill import Normal
+from meshwright.nn.stepwise import AuxiliaryLoss, StepBuffer
 from meshwright.plan.load import load
+from meshwright.train.build import initialize
 
 CONFIG = load("llama-tiny", ["model.num_layers=2"])
 
@@ -51,6 +55,9 @@ WRONG = {
 }
 
 
+BUFFER = BufferFacts("seen", (3,), "float32", saved=False)
+
+
 def told(change=lambda facts: facts, build=lambda module: module, part=None):
     """What is said of a family whose description or module is changed."""
 
@@ -75,14 +82,78 @@ def test_what_differs_is_named(case):
     assert told(change, part=stage).startswith(said.replace("blocks.0", "blocks.1"))
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_buffer_that_would_not_be_saved_is_named(persistent):
+def with_handle(make):
     def build(module):
-        module.blocks["0"].register_buffer("seen", torch.zeros(3), persistent=persistent)
+        for block in module.blocks.values():
+            made = make()
+            if isinstance(made, torch.nn.Module):
+                block.add_module("seen", made)
+            else:
+                block.register_buffer("seen", made[0], persistent=made[1])
         return module
 
-    if persistent:
-        assert told(build=build) == "the module has the buffer blocks.0.seen, and the description doesn't"
-    else:
-        said = told(lambda f: buffer(f, BufferFacts("seen", (3,), "float32")), build, Part(range(1), 0, 2))
-        assert said == "the buffer blocks.0.seen is saved by the description, and not persistent in the module"
+    return build
+
+
+FLOATS = with_handle(lambda: (torch.zeros(3), True))
+HANDLES = {
+    "a buffer of no description": (
+        lambda f: f, FLOATS, "the module has the buffer blocks.0.seen, and the description doesn't"),
+    "saved only by the module": (
+        lambda f: buffer(f, BUFFER), FLOATS,
+        "the buffer blocks.0.seen is not saved by the description, and persistent in the module"),
+    "saved only by the description": (
+        lambda f: buffer(f, replace(BUFFER, saved=True)), with_handle(lambda: (torch.zeros(3), False)),
+        "the buffer blocks.0.seen is saved by the description, and not persistent in the module"),
+    "another dtype": (
+        lambda f: buffer(f, replace(BUFFER, dtype="int64")), with_handle(lambda: (torch.zeros(3), False)),
+        "the buffer blocks.0.seen has the dtype float32 in the module, and int64 in the description"),
+    "a step buffer that is not described as updated": (
+        lambda f: buffer(f, BufferFacts("seen.value", (3,), "int64")),
+        with_handle(lambda: StepBuffer((3,), torch.int64)),
+        "blocks.0.seen.value is a step buffer of the module, and not updated in the description"),
+    "a buffer that nothing updates": (
+        lambda f: buffer(f, replace(BUFFER, saved=True, updated=True)), FLOATS,
+        "blocks.0.seen is no step buffer of the module, and updated in the description"),
+    "an auxiliary loss": (
+        lambda f: f, with_handle(lambda: AuxiliaryLoss("balance", 0.1)),
+        "the module has the auxiliary loss balance in blocks.0, and the description doesn't"),
+    "an auxiliary loss of no module": (
+        lambda f: replace(f, last=(replace(f.last[0], auxiliary=(facts.AuxiliaryLoss("balance", 0.1),)),)),
+        lambda module: module,
+        "the description has the auxiliary loss balance in an end, and the module doesn't"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HANDLES)
+def test_other_buffers_and_losses_are_named(case):
+    change, build, said = HANDLES[case]
+    assert told(change, build, Part(range(2))) == said
+
+
+def test_buffers_of_complex_numbers_stay_so():
+    class Other(type(CONFIG.family)):
+        def describe(self, f):
+            return buffer(super().describe(f), replace(BUFFER, dtype="complex64"))
+
+        def build(self, f, part):
+            module = super().build(f, part)
+            for block in module.blocks.values():
+                block.register_buffer("seen", torch.zeros(3, dtype=torch.complex64), persistent=False)
+            return module
+
+    module = build_part(Other(), run_facts(CONFIG), dtype=torch.float64)
+    assert module.blocks["0"].seen.dtype == torch.complex128 and module.norm.weight.dtype == torch.float64
+    assert not list(module.state_dict().keys() & {"blocks.0.seen"})
+
+
+def test_random_values_are_for_floats():
+    tensors = [("mask", torch.zeros(3, dtype=torch.bool))]
+
+    class Other(type(CONFIG.family)):
+        def initial(self, f, name):
+            return Normal(0.02)
+
+    with pytest.raises(ConfigError) as caught:
+        initialize(tensors, Other(), run_facts(CONFIG))
+    assert "mask is of bool" in caught.value.what and "Constant or Computed for mask" in caught.value.fix

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.contract.facts import ModelFacts, Part
+from meshwright.models.contract.facts import KindFacts, ModelFacts, Part
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.nn.stepwise import auxiliary_losses, step_buffers
 
 
 def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | None = None) -> nn.Module:
@@ -23,16 +24,32 @@ def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | 
     facts = family.describe(f)
     part = part or Part(range(facts.num_layers))
     with torch.device("meta"):
-        module = family.build(f, part).to(dtype)
+        module = family.build(f, part)
     for what in _undescribed(module, facts, part):
         raise ConfigError(
             what,
             where=f"{type(family).__name__}.describe, stage {part.stage}",
-            rule="a module has the parameters and saved buffers that its family describes, in that order",
+            rule="a module has the parameters, buffers and auxiliary losses that its family describes",
             fix=f"the same in {type(family).__name__}.describe and {type(family).__name__}.build",
         )
+    _cast(module, dtype)
     tie(module, facts)
     return module
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Floats of a module to `dtype`, complex numbers to those of its precision: PyTorch would make reals of them."""
+    of_complex = {name: buffer for name, buffer in module.named_buffers() if buffer.is_complex()}
+    for name in of_complex:
+        _set(module, name, torch.empty(0, device="meta"))
+    module.to(dtype)
+    for name, buffer in of_complex.items():
+        _set(module, name, buffer.to(dtype.to_complex()))
+
+
+def _set(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(module.get_submodule(owner), last, buffer)
 
 
 def _undescribed(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[str]:
@@ -45,12 +62,37 @@ def _undescribed(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[s
     for one, other in pairwise(built):
         if place[one] > place[other]:
             yield f"{one} comes before {other} in the module, and after it in the description"
-    buffers = {kind.full_name(b.name, layer): b.shape for kind, layer in held for b in kind.buffers}
+    buffers = {kind.full_name(b.name, layer): b for kind, layer in held for b in kind.buffers}
     saved, found = module.state_dict(), dict(module.named_buffers(remove_duplicate=False))
-    yield from _differ({n: tuple(b.shape) for n, b in found.items() if n in saved or n in buffers}, buffers, "buffer")
-    for name in (kind.full_name(b.name, layer) for kind, layer in held for b in kind.buffers if b.saved):
-        if name not in saved:
-            yield f"the buffer {name} is saved by the description, and not persistent in the module"
+    shapes = {name: tuple(buffer.shape) for name, buffer in found.items()}
+    yield from _differ(shapes, {name: facts_of.shape for name, facts_of in buffers.items()}, "buffer")
+    for name, facts_of in buffers.items():
+        dtype = str(found[name].dtype).removeprefix("torch.")
+        if dtype != facts_of.dtype:
+            yield f"the buffer {name} has the dtype {dtype} in the module, and {facts_of.dtype} in the description"
+        if facts_of.saved is not (name in saved):
+            persistent = "not persistent" if facts_of.saved else "persistent"
+            saved_words = "saved" if facts_of.saved else "not saved"
+            yield f"the buffer {name} is {saved_words} by the description, and {persistent} in the module"
+    counted = {f"{name}.value" for name, _ in step_buffers(module)}
+    for name in sorted(counted ^ {name for name, facts_of in buffers.items() if facts_of.updated}):
+        has = "a step buffer" if name in counted else "no step buffer"
+        yield f"{name} is {has} of the module, and {'not ' if name in counted else ''}updated in the description"
+    yield from _auxiliary(module, held)
+
+
+def _auxiliary(module: nn.Module, held: list[tuple[KindFacts, int | None]]) -> Iterator[str]:
+    """Auxiliary losses that only one of module and description has: of blocks, and of the ends together."""
+    due = {kind.full_name("", layer): {one.name for one in kind.auxiliary} for kind, layer in held if layer is not None}
+    ends = {one.name for kind, layer in held if layer is None for one in kind.auxiliary}
+    built: dict[str, set[str]] = {}
+    for path, loss in auxiliary_losses(module):
+        block = next((one for one in due if path.startswith(f"{one}.")), "")
+        built.setdefault(block, set()).add(loss.name)
+    for place, names in {"": ends, **due}.items():
+        for name in sorted(names ^ built.get(place, set())):
+            has, lacks = ("description", "module") if name in names else ("module", "description")
+            yield f"the {has} has the auxiliary loss {name} in {place or 'an end'}, and the {lacks} doesn't"
 
 
 def _differ(built: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]], what: str) -> Iterator[str]:

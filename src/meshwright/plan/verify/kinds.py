@@ -138,9 +138,10 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     for glob, style in kind.styles:
         field = f"kinds[{kind.name}].styles[{glob}]"
         modules = above if style.kind is StyleKind.GATHER else direct
-        if style.kind in (*SHARDED_DIM, StyleKind.GATHER) and not any(fnmatchcase(one, glob) for one in modules):
+        needs = (*SHARDED_DIM, StyleKind.GATHER, StyleKind.DIVIDED)
+        if style.kind in needs and not any(fnmatchcase(one, glob) for one in modules):
             what = f"style {style.kind.value} is for {glob}, and no parameter of {kind.name} is there"
-            yield Fault(what, "a style that shards parameters has some", field)
+            yield Fault(what, "a style that says what becomes of parameters has some", field)
         if style.num_inputs != 1 and (style.kind is not StyleKind.GATHER or style.num_inputs < 1):
             what = f"style {style.kind.value} of {glob} counts {style.num_inputs} inputs"
             yield Fault(what, "a gathering module's inputs are counted, and no other's", field)
@@ -153,13 +154,20 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
 def _moves(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     """What the styles move is all that tensor parallel moves (Korthikanti et al. 2022, figures 4 and 5)."""
     due: Counter[tuple[str, str]] = Counter()
-    for _, style in kind.styles if plan.mesh.view("tp") else ():
-        if style.kind in (StyleKind.GATHER, StyleKind.HEAD):
+    matrices = [p.name for p in kind.parameters if len(p.shape) == 2]
+    matrices += [name for name in kind.tied if name.endswith(".weight")]
+    gathering = [glob for glob, style in kind.styles if style.kind is StyleKind.GATHER]
+    for glob, style in kind.styles if plan.mesh.view("tp") else ():
+        if style.kind is StyleKind.GATHER:
             due.update(GATHERED[plan.sequence_parallel])
-        if style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
-            due.update(SUMMED[plan.sequence_parallel])
-        if style.kind is StyleKind.HEAD:
-            due["all_reduce", "forward"] += 1  # of the loss
+        for name in (one for one in matrices if fnmatchcase(one.rpartition(".")[0], glob)):
+            alone = style.kind is StyleKind.COLUMN and not any(fnmatchcase(name, f"{one}.*") for one in gathering)
+            if style.kind is StyleKind.HEAD or alone:
+                due.update(GATHERED[plan.sequence_parallel])
+            if style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
+                due.update(SUMMED[plan.sequence_parallel])
+            if style.kind is StyleKind.HEAD:
+                due["all_reduce", "forward"] += 1  # of the loss
     has = Counter(
         (one.op, name)
         for one in kind.collectives
