@@ -4,8 +4,8 @@ Runs in a process forked from a server that has already imported torch, so start
 parent's side is `gang`.
 
 Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the groups that
-there are, and `_process_group_name`; of `torch.distributed.tensor` `_redistribute`, `MeshTopoInfo` and
-`_clear_sharding_prop_cache`, for what DTensor keeps. Checked on 2.13, and read in 2.11.
+there are, and `_process_group_name`; the `new_group` of `device_mesh`; of `torch.distributed.tensor` `_redistribute`,
+`MeshTopoInfo` and `_clear_sharding_prop_cache`, for what DTensor keeps. Checked on 2.13, and read in 2.11.
 """
 
 from __future__ import annotations
@@ -177,35 +177,51 @@ def _meet(meeting: Meeting) -> Store:
 
 
 class GroupNames:
-    """Names process groups by their ranks, where PyTorch numbers them.
+    """Names process groups by their ranks, where PyTorch numbers them, and gives equal meshes the same groups.
 
     What DTensor keeps outlives a body, and gives later ones tensors on an earlier body's mesh, which knows its groups
-    by name. It is an equal mesh, so a group of these ranks is the right one; the group of that number may be another.
+    by name. It is an equal mesh, so its names are those of the groups of these ranks; by number they may be others'.
     """
 
     def __init__(self) -> None:
         self._made: Counter[tuple[int, ...]] = Counter()
+        self._of_meshes: dict[tuple[int, ...], Any] = {}
+        self._is_mesh = False
 
     def install(self) -> None:
         """Name all groups from here on."""
-        from torch.distributed import distributed_c10d
+        from torch.distributed import device_mesh, distributed_c10d
 
         by_torch: Callable[[Sequence[int], bool], Any] = distributed_c10d._process_group_name
+        new_group = distributed_c10d.new_group
 
         def by_ranks(ranks: Sequence[int], use_hashed_name: bool) -> Any:
             if use_hashed_name:
                 return by_torch(ranks, use_hashed_name)
             own = tuple(ranks)
+            text = "_".join(map(str, own)) or "all"
+            if self._is_mesh:
+                return f"mesh.{text}"
             self._made[own] += 1
-            return f"{'_'.join(map(str, own)) or 'all'}.{self._made[own]}"
+            return f"{text}.{self._made[own]}"
+
+        def of_mesh(ranks: Sequence[int], *args: Any, **named: Any) -> Any:
+            own = tuple(sorted(ranks))  # as PyTorch does
+            if own not in self._of_meshes:
+                self._is_mesh = True
+                try:
+                    self._of_meshes[own] = new_group(list(ranks), *args, **named)
+                finally:
+                    self._is_mesh = False
+            return self._of_meshes[own]
 
         distributed_c10d._process_group_name = by_ranks
+        device_mesh.new_group = of_mesh  # type: ignore[attr-defined,assignment]
 
-    def begin(self) -> bool:
-        """Start a body's groups. Whether the last body made several of the same ranks: the next may not."""
-        several = any(count > 1 and len(ranks) > 1 for ranks, count in self._made.items())
+    def begin(self) -> None:
+        """Start a body's groups."""
         self._made.clear()
-        return several
+        self._of_meshes.clear()
 
 
 def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNames) -> None:
@@ -218,7 +234,8 @@ def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNa
 
     if dist.is_initialized():
         _leave_groups()
-    if names.begin() or _num_threads() > MANY_THREADS:
+    names.begin()
+    if _num_threads() > MANY_THREADS:
         _forget_meshes()
     gc.collect()
     dist.init_process_group(
