@@ -12,14 +12,19 @@ import pytest
 from meshwright.testing.gang import PRELOAD, GangPool, start_server
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
-hypothesis.settings.register_profile(
-    "meshwright",
-    deadline=None,
-    max_examples=50,
-    derandomize=os.environ.get("CI") == "true",
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("meshwright")
+for name, max_examples in (("default", 50), ("slow", 100)):
+    hypothesis.settings.register_profile(
+        f"meshwright-{name}",
+        deadline=None,
+        max_examples=max_examples,
+        derandomize=os.environ.get("CI") == "true",
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw more examples where the slow tests run."""
+    hypothesis.settings.load_profile("meshwright-slow" if config.option.markexpr == "slow" else "meshwright-default")
 
 
 PRELOADED = (

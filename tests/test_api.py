@@ -104,7 +104,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_process(config, tmp_path
 
 @pytest.mark.slow
 def test_a_script_needs_no_guard(tmp_path):
-    """Ranks don't import the program that starts them, which would start it anew."""
+    """Ranks don't import the program that starts them, which would run again."""
     words = (*WORDS, *small_corpus(tmp_path / "corpus"))
     script = tmp_path / "script.py"
     script.write_text(

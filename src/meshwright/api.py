@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ def plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> Ru
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run leaves."""
+    """Losses, folder and checkpoint of a run."""
 
     folder: Path
     losses: tuple[float | None, ...]
@@ -142,7 +141,7 @@ def run(
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof concluded; true where it passed."""
+    """Result of a proof; true where it passed."""
 
     passed: bool
     lines: tuple[str, ...]
@@ -180,8 +179,9 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder))
         say(f"{proved.name} · {axes} · {steps} steps in float64 …")
-        ranks = partial(launch, record_body, spec, num_ranks=axes.num_ranks(), threads=threads)
-        ranks(describe_action=made.action_words)
+        launch(
+            record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.action_words
+        )
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
@@ -190,28 +190,28 @@ def prove(
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:
-    """What each rank of a run does; imports torch only there."""
+    """Be one rank of a run; torch is imported here, not in the process that starts it."""
     from meshwright.train.run import run_rank
 
     run_rank(context, spec)
 
 
 def record_body(context: RankContext, spec: ProofSpec) -> None:
-    """What each rank of a layout under proof does; imports torch only there."""
+    """Be one rank of a layout under proof; torch is imported here."""
     from meshwright.prove.driver import record_layout
 
     record_layout(context, spec)
 
 
 def compare_body(context: RankContext, spec: ProofSpec) -> None:
-    """What the reference's process does; imports torch only there."""
+    """Compute the reference and compare; torch is imported here."""
     from meshwright.prove.driver import compare_with_reference
 
     compare_with_reference(context, spec)
 
 
 def _check(config: RunConfig) -> None:
-    """Rules again: `with_keys` doesn't look at them."""
+    """Check the rules, which `with_keys` doesn't look at."""
     check(config, dict.fromkeys(known_keys(config.model.kind), "the configuration"), rules=violations)
 
 

@@ -11,5 +11,5 @@ class Verb(ModuleType):
     """A package that can be called; its `__init__` takes this for its class."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """As the function of the package's name in `meshwright.api`, which stands above all rooms."""
+        """Call the function of the package's name in `meshwright.api`, which stands above all rooms."""
         return getattr(import_module("meshwright.api"), self.__name__.rpartition(".")[2])(*args, **named)

@@ -11,6 +11,7 @@ from meshwright.models.contract.fill import Normal
 from meshwright.models.contract.styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
 from meshwright.models.tasks.text import TextTask
 from meshwright.models.tasks.text_data import open_text
+from meshwright.models.tasks.text_reference import TextReference
 from meshwright.nn.linear import Linear
 from meshwright.settings.section import ModelSection
 
@@ -96,5 +97,5 @@ class Rows(Family):
         return TextTask(f, data, device)
 
     def reference(self, f, data):
-        raise NotImplementedError
+        return TextReference(f, data)
 

@@ -40,7 +40,6 @@ def run(
     source, overrides = split_words(words)
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
-    plan = None if plan_path is None else adopt_plan(plan_path, config)
 
     # The configuration is right: from here on numpy may be imported.
     from meshwright.cli.progress import TerminalReporter
@@ -49,8 +48,9 @@ def run(
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     say = partial(_say_waiting, quiet=quiet)
     if context is None:
-        api.run(config, out=path, resume=resume, plan=plan, reporter=reporter, on_interrupt=_say_stopping, say=say)
+        api.run(config, out=path, resume=resume, plan=plan_path, reporter=reporter, on_interrupt=_say_stopping, say=say)
         return
+    plan = None if plan_path is None else adopt_plan(plan_path, config)
     say("reading the corpus")
     config.family.open_data(run_facts(config))
     run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))

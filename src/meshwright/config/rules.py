@@ -27,7 +27,7 @@ Origins = Mapping[str, str]
 
 FREEZE = "train.freeze"
 UNAVAILABLE = ("mesh.cp", "mesh.ep")
-"""Keys of what no version lays work on yet."""
+"""Mesh axes that no version lays work on yet."""
 MAX_FIXES = 3
 MAX_COMPLETIONS = 3
 
@@ -129,7 +129,7 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
 
 
 def _described(config: RunConfig) -> Iterator[Violation]:
-    """What no layout can do with a description: a tie of another kind, and parameters beside modules under tp."""
+    """Refuse descriptions that no layout can follow: other ties, and under tp parameters beside modules."""
     facts, where = model_facts(config), "model.kind"
     first = {kind.full_name(p.name, None) for kind in facts.first for p in kind.parameters}
     for kind in (*facts.first, *facts.every, *facts.kinds, *facts.last):
@@ -148,7 +148,7 @@ def _described(config: RunConfig) -> Iterator[Violation]:
 
 
 def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
-    """What goes between blocks has a dim that is sharded, evenly; a family needs no rule of its own for it."""
+    """Check that the stream between blocks has a dim to shard, evenly; a family needs no rule of its own for it."""
     edge, tp, key = model_facts(config).edge, config.mesh.tp, "mesh.sequence_parallel"
     if tp == 1 or not config.mesh.sequence_parallel:
         return

@@ -171,7 +171,7 @@ def _without_main() -> Iterator[None]:
     """Have processes that start not import the program that starts them.
 
     A rank runs functions of modules alone; and a script that calls `meshwright.run` outside of
-    `if __name__ == "__main__":` would begin anew in each.
+    `if __name__ == "__main__":` would run again in each.
     """
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}

@@ -53,7 +53,7 @@ def _set(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 def _undescribed(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[str]:
-    """What a module has otherwise than its description, in words."""
+    """Differences between a module and its description, in words."""
     held = list(facts.held(part.layers, is_first=part.is_first, is_last=part.is_last))
     described = {kind.full_name(p.name, layer): p.shape for kind, layer in held for p in kind.parameters}
     built = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
