@@ -45,10 +45,10 @@ $(READY): redo-setup
 else ifeq ($(wildcard $(PY)),)
 $(READY): redo-setup
 endif
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml bench/pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" .ci/setup $(VENV) "$(CURDIR)"
 redo-setup:
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUT) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(DEMO_OUT) build src/*.egg-info bench/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src bench tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,12 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 PRELOADED = (
     *PRELOAD,
-    "meshwright.train.run", "matplotlib.pyplot",
+    "meshwright.train.rank_run", "matplotlib.pyplot",
     # What each worker would import by itself: FSDP2 and optimizers the first, tests the others.
     "torch._dynamo", "sklearn.datasets", "hypothesis",
     "torch._dynamo.backends.common", "torch._inductor.debug",
     "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.llama.module",
-    "meshwright.models.tasks.text", "meshwright.reshard.across", "meshwright.reshard.fallback", "meshwright.train.loop",
+    "meshwright.models.tasks.next_token", "meshwright.reshard.cross_mesh.redistribute_across",
+    "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop",
 )  # fmt: skip
 
 

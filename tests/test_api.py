@@ -13,9 +13,9 @@ import pytest
 import meshwright
 from meshwright import api
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.plan.make import make_plan
-from meshwright.plan.text import to_json
-from meshwright.plan.value import RunPlan
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.serialize import to_json
 from tests.helpers import SMALL, clean_environment, small_corpus
 
 WORDS = (*SMALL, "mesh.dp_shard=2", "train.steps=2", "train.threads=1", "train.sample_tokens=0", "train.seq_len=16",
@@ -33,8 +33,8 @@ import sys, meshwright
 assert not {"torch", "numpy", "pydantic"} & set(sys.modules), "import meshwright"
 assert {"plan", "prove", "run", "load_config", "pipeline", "reshard", "comm", "checkpoint"} <= set(dir(meshwright))
 config = meshwright.load_config("llama3-70b", "mesh.dp_shard=8", "mesh.tp=8")
-import meshwright.plan.value, meshwright.prove.spec
-assert isinstance(meshwright.plan(config), meshwright.plan.value.RunPlan)
+import meshwright.plan.run_plan, meshwright.prove.spec
+assert isinstance(meshwright.plan(config), meshwright.plan.run_plan.RunPlan)
 assert callable(meshwright.prove) and meshwright.pipeline.generate
 assert "torch" not in sys.modules, "planning"
 try:

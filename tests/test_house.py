@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.families import family_breaches
+from tests.house.figures import figure_breaches
 from tests.house.floors import floor_breaches, torch_breaches
 from tests.house.names import collective_breaches, private_breaches
 from tests.house.paths import path_breaches
@@ -28,8 +29,16 @@ def test_the_package_is_there(tree):
 
 @pytest.mark.parametrize(
     "checker",
-    [floor_breaches, torch_breaches, collective_breaches, private_breaches, style_breaches, where_breaches,
-     family_breaches],
+    [
+        floor_breaches,
+        torch_breaches,
+        collective_breaches,
+        private_breaches,
+        style_breaches,
+        where_breaches,
+        family_breaches,
+        figure_breaches,
+    ],
 )
 def test_the_house_rules_hold(tree, checker):
     breaches = checker(tree)

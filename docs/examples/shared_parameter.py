@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from meshwright.parallel.shared_grads import SharedGradients
-from meshwright.pipeline.shared import SharedParameter
+from meshwright.parallel.sync_shared_gradients import SharedGradients
+from meshwright.pipeline.shared_parameters import SharedParameter
 
 DIM, CLASSES, STEPS, MAX_NORM = 16, 10, 20, 1.0
 

@@ -4,7 +4,7 @@
 import meshwright
 
 config = meshwright.load_config("llama-tiny", "mesh.dp_shard=2", "train.steps=20")
-meshwright.plan(config)   # the run as a value: meshwright.plan.value.RunPlan
+meshwright.plan(config)   # the run as a value: meshwright.plan.run_plan.RunPlan
 meshwright.prove(config)  # a meshwright.api.Proof, true where it passed
 meshwright.run(config)    # a meshwright.api.RunResult: losses and the folder
 ```

@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.manifest import newest_complete
-from meshwright.config.facts import run_facts
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.load import known_keys
 from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
-from meshwright.plan.adopt import adopt_plan, check_fits
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
+from meshwright.plan.load_config import load
+from meshwright.plan.load_plan import adopt_plan, check_fits
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
-from meshwright.plan.value import RunPlan
+from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
 from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64
-from meshwright.train.curves import read_metrics
-from meshwright.train.folder import choose_folder
-from meshwright.train.launch import Interrupts, launch
-from meshwright.train.machine import check_machine
-from meshwright.train.reporter import Reporter
-from meshwright.train.runspec import RunSpec
+from meshwright.train.launch.launcher import Interrupts, launch
+from meshwright.train.launch.machine_limits import check_machine
+from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.reporter import Reporter
+from meshwright.train.run_folder import choose_folder
 
 if TYPE_CHECKING:
-    from meshwright.train.context import RankContext
+    from meshwright.train.launch.rank_context import RankContext
 
 MakeReporter = Callable[[], Reporter]
 """Makes what is told of a run, in its rank 0: picklable, as a class of a module is."""
@@ -179,9 +179,7 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder))
         say(f"{proved.name} · {axes} · {steps} steps in float64 …")
-        launch(
-            record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.action_words
-        )
+        launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.action_words)
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
@@ -191,7 +189,7 @@ def prove(
 
 def run_body(context: RankContext, spec: RunSpec) -> None:
     """Be one rank of a run; torch is imported here, not in the process that starts it."""
-    from meshwright.train.run import run_rank
+    from meshwright.train.rank_run import run_rank
 
     run_rank(context, spec)
 

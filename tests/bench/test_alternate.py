@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.bench.alternate import Alternation, alternate
+from meshwright_bench.alternate import Alternation, alternate
 
 
 class FakeMachine:

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.bench import comm, comm_wire, devices
-from meshwright.bench.comm import bench_comm, cuda_figures, kernel_figures, unmeasured_figures, wire_figures
-from meshwright.bench.comm_cases import DTYPES, FLOOR_BYTES, CudaTask, KernelTask, WireTask
-from meshwright.bench.comm_cuda import device_kernels
-from meshwright.bench.comm_kernels import check_bits, cpu_kernels
-from meshwright.bench.parts import DeviceChoice, Options
-from meshwright.bench.report import as_json
-from meshwright.comm import kernels
-from meshwright.comm.compressed import CompressedAllGather, CompressedReduceScatter
+from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter
+from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError, RunError
 from meshwright.testing.gang import GangError
+from meshwright_bench import devices
+from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.comm import benchmark, collectives
+from meshwright_bench.comm.benchmark import bench_comm, cuda_figures, kernel_figures, unmeasured_figures, wire_figures
+from meshwright_bench.comm.cases import DTYPES, FLOOR_BYTES, CudaTask, KernelTask, WireTask
+from meshwright_bench.comm.kernels import check_bits, cpu_kernels
+from meshwright_bench.comm.kernels_cuda import device_kernels
+from meshwright_bench.report import as_json
 
 N = 128 * 96
 """Elements; a multiple of what blocks are aligned to, on 2 and on 3 ranks."""
@@ -47,7 +48,7 @@ def measure(rank, world_size, damage=""):
         damaged_class = CompressedReduceScatter if damage == "sum" else CompressedAllGather
         damaged_class.__call__ = damaged
     try:
-        return comm_wire.all_collectives(WIRE)
+        return collectives.all_collectives(WIRE)
     finally:
         CompressedReduceScatter.__call__, CompressedAllGather.__call__ = rights
 
@@ -122,9 +123,9 @@ def test_rates_are_of_elements_and_shares_of_bytes(isa, target):
 
 
 def test_a_kernel_with_other_bits_is_no_benchmark(monkeypatch):
-    cpu, right = torch.device("cpu"), kernels.loco_quantise
+    cpu, right = torch.device("cpu"), dispatch.loco_quantise
     check_bits(torch.bfloat16, cpu)
-    monkeypatch.setattr(kernels, "loco_quantise", lambda g, *rest, **named: right(g * 1.01, *rest, **named))
+    monkeypatch.setattr(dispatch, "loco_quantise", lambda g, *rest, **named: right(g * 1.01, *rest, **named))
     with pytest.raises(RunError) as caught:
         check_bits(torch.bfloat16, cpu)
     assert "payload and new error" in caught.value.what
@@ -168,8 +169,8 @@ def test_with_a_device_its_kernels_are_measured(monkeypatch):
         result.write_text(json.dumps("NVIDIA H200"), "utf-8")
 
     monkeypatch.setattr(devices, "launch", launch)
-    monkeypatch.setattr(comm, "CudaTask", lambda path, rounds: replace(TINY_DEVICE, result=path, rounds=rounds))
-    monkeypatch.setattr(comm, "measured", lambda body, task, num_ranks: device_kernels(task(Path())))
+    monkeypatch.setattr(benchmark, "CudaTask", lambda path, rounds: replace(TINY_DEVICE, result=path, rounds=rounds))
+    monkeypatch.setattr(benchmark, "measured", lambda body, task, num_ranks: device_kernels(task(Path())))
     report = bench_comm(Options(rounds=1), lambda text: None)
     assert report.device.startswith("NVIDIA H200, ")
     assert all(figure.value is not None and figure.name.startswith("cuda.") for figure in report.figures)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.bench import comm_loss
-from meshwright.bench.comm_loss import (
+from meshwright.errors import InputError
+from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.comm import loss_cost
+from meshwright_bench.comm.loss_cost import (
     LINEAR,
     RECOVERED,
     WITHIN,
@@ -16,8 +18,6 @@ from meshwright.bench.comm_loss import (
     two_bits_figures,
     validation_loss,
 )
-from meshwright.bench.parts import DeviceChoice, Options
-from meshwright.errors import InputError
 from tests.helpers import small_corpus
 
 LOSSES = {"exact": [2.0, 3.0], "int2": [2.2, 3.2], "loco2": [2.1, 3.05], "loco4": [2.004, 3.03]}
@@ -36,7 +36,7 @@ def test_figures_and_their_targets():
 
 def test_cuda_is_refused():
     with pytest.raises(InputError, match="on the CPU only"):
-        comm_loss.bench_comm_loss(Options(device=DeviceChoice.CUDA), print)
+        loss_cost.bench_comm_loss(Options(device=DeviceChoice.CUDA), print)
 
 
 @pytest.mark.slow

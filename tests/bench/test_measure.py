@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.bench import bare, measure
-from meshwright.bench.measure import Arm, check_losses
-from meshwright.bench.train import run_case
 from meshwright.errors import RunError
-from meshwright.train.context import RankContext, StatusBoard
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright_bench.train import measure, plain_loop
+from meshwright_bench.train.benchmark import run_case
+from meshwright_bench.train.measure import Arm, check_losses
 from tests.bench.tiny import tiny_case
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_both_sides_run_all_their_steps_on_the_same_losses(gang, ranks, precisio
 
 
 def other_samples_body(rank, world_size, case):
-    class OtherBatches(bare.BareBatches):
+    class OtherBatches(plain_loop.BareBatches):
         def __getitem__(self, step):
             return super().__getitem__(step + 1)
 
@@ -50,26 +50,26 @@ def other_samples_body(rank, world_size, case):
     try:
         measure.compare(context_of(rank, world_size), case, CPU)
     finally:
-        measure.BareBatches = bare.BareBatches
+        measure.BareBatches = plain_loop.BareBatches
 
 
 def other_weights_body(rank, world_size, case):
-    bare.initialize = lambda tensors, family, f: None
+    plain_loop.initialize = lambda tensors, family, f: None
     try:
         measure.compare(context_of(rank, world_size), case, CPU)
     finally:
-        from meshwright.train.build import initialize
+        from meshwright.train.build_job import initialize
 
-        bare.initialize = initialize
+        plain_loop.initialize = initialize
 
 
 def other_rate_body(rank, world_size, case):
-    right = bare.set_learning_rate
-    bare.set_learning_rate = lambda optimizer, step, config: right(optimizer, 2 * step, config)
+    right = plain_loop.set_learning_rate
+    plain_loop.set_learning_rate = lambda optimizer, step, config: right(optimizer, 2 * step, config)
     try:
         measure.compare(context_of(rank, world_size), case, CPU)
     finally:
-        bare.set_learning_rate = right
+        plain_loop.set_learning_rate = right
 
 
 @pytest.mark.parametrize("body", [other_samples_body, other_weights_body, other_rate_body])

@@ -7,16 +7,8 @@ from collections import Counter
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.bench.operators import (
-    Case,
-    Outcome,
-    Placed,
-    Side,
-    begin_line,
-    end_line,
-    operator_figures,
-    read_cases,
-)
+from meshwright_bench.operators.benchmark import operator_figures, read_cases
+from meshwright_bench.operators.cases import Case, Outcome, Placed, Side, begin_line, end_line
 
 REFUSED = {
     "cauchy", "exponential", "geometric", "log_normal", "nn.functional.rrelu", "normal", "multinomial",
@@ -27,7 +19,7 @@ REFUSED = {
 
 def swept(rank, world_size):
     """What came of every operator on this rank, in a group that stays whole."""
-    from meshwright.bench.operators_sweep import find_sample, name_of, operators, run_case
+    from meshwright_bench.operators.sweep import find_sample, name_of, operators, run_case
 
     mesh, cases = init_device_mesh("cpu", (world_size,)), []
     for entry in operators():

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from meshwright.bench.parts import PARTS, Part, find_part, load_body
 from meshwright.errors import InputError
+from meshwright_bench.benchmarks import PARTS, Part, find_part, load_body
 
 
 @pytest.mark.parametrize("part", Part)
@@ -35,8 +35,8 @@ def test_an_unknown_part_names_one_and_all(name):
 
 
 def test_the_launcher_side_imports_no_torch():
-    rooms = ("cli.bench", "bench.report", "bench.alternate", "bench.train", "bench.pipeline", "bench.shared_gradients",
-             "bench.comm", "bench.reshard")  # fmt: skip
-    modules = ", ".join(f"meshwright.{room}" for room in rooms)
+    parts = ("train", "pipeline", "shared_gradients", "comm", "reshard", "operators")
+    files = ["command", "report", "alternate", *(f"{part}.benchmark" for part in parts)]
+    modules = ", ".join(f"meshwright_bench.{file}" for file in files)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

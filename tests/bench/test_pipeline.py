@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.bench import pipeline
-from meshwright.bench.byte_counts import LiveBytes
-from meshwright.bench.parts import DeviceChoice, Options
-from meshwright.bench.pipeline import bench_pipeline, engine_figures, memory_figures, wait_figures
-from meshwright.bench.pipeline_cases import (
+from meshwright.errors import InputError
+from meshwright.mesh.process_groups import process_group
+from meshwright.nn.deferred_weight_gradients import compute_deferred
+from meshwright.pipeline.generate import generate
+from meshwright.pipeline.lower import lower, num_slots
+from meshwright.pipeline.verify import verify
+from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.byte_counters import LiveBytes
+from meshwright_bench.pipeline import benchmark
+from meshwright_bench.pipeline.benchmark import bench_pipeline, engine_figures, memory_figures, wait_figures
+from meshwright_bench.pipeline.cases import (
     ENGINE_STAGES,
     MIDDLE,
     NUM_MICROBATCHES,
@@ -24,17 +30,11 @@ from meshwright.bench.pipeline_cases import (
     on_one_rank,
     woven,
 )
-from meshwright.bench.pipeline_engine import bare_loop, engine_arms
-from meshwright.bench.pipeline_memory import count_all
-from meshwright.bench.pipeline_sides import CPU
-from meshwright.bench.pipeline_wait import SleepingGradients, SleepingStage, measure_kind
-from meshwright.bench.report import as_json
-from meshwright.errors import InputError
-from meshwright.mesh.groups import process_group
-from meshwright.nn.defer import compute_deferred
-from meshwright.pipeline.generate import generate
-from meshwright.pipeline.lower import lower, num_slots
-from meshwright.pipeline.verify import verify
+from meshwright_bench.pipeline.engine_overhead import bare_loop, engine_arms
+from meshwright_bench.pipeline.memory import count_all
+from meshwright_bench.pipeline.sides import CPU
+from meshwright_bench.pipeline.step_time import SleepingGradients, SleepingStage, measure_kind
+from meshwright_bench.report import as_json
 from tests.helpers import quick_and_slow
 
 TINY = MemoryTask(Path(), width=16, num_rows=512, num_layers=2)
@@ -137,7 +137,7 @@ def test_receive_slots_do_not_grow_with_micro_batches(num_microbatches):
 
 def test_a_kernel_sleeps_once_for_each_computation(monkeypatch):
     slept = []
-    monkeypatch.setattr("meshwright.bench.pipeline_wait.time.sleep", slept.append)
+    monkeypatch.setattr("meshwright_bench.pipeline.step_time.time.sleep", slept.append)
     stage = SleepingStage(1.0)
     stage.store = store = SleepingGradients(1.0)
     stage(torch.ones(4)).sum().backward()
@@ -181,8 +181,8 @@ def test_cuda_is_refused():
 
 @pytest.mark.slow
 def test_the_whole_part_runs(monkeypatch):
-    monkeypatch.setattr(pipeline, "WaitTask", lambda result, rounds: WaitTask(result, rounds, kernel_s=0.001))
-    monkeypatch.setattr(pipeline, "EngineTask", lambda result, rounds: EngineTask(result, rounds, steps=1))
+    monkeypatch.setattr(benchmark, "WaitTask", lambda result, rounds: WaitTask(result, rounds, kernel_s=0.001))
+    monkeypatch.setattr(benchmark, "EngineTask", lambda result, rounds: EngineTask(result, rounds, steps=1))
     figures = as_json(bench_pipeline(Options(rounds=1), lambda text: None))["figures"]
     assert all(value is not None for value in figures.values())
     for kind in WAIT_KINDS:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from meshwright.bench.report import Figure, Report, as_json, cpu_name, table, versions
+from meshwright_bench.report import Figure, Report, as_json, cpu_name, table, versions
 
 FIGURES = (
     Figure("a.ratio", 0.98123456, "of bare tokens/s", spread=(0.95, 1.02), at_least=0.97),

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.bench import reshard
-from meshwright.bench.alternate import Alternation
-from meshwright.bench.ranks import measured
-from meshwright.bench.reshard import bytes_body, bytes_figures, move_figures, planning_figures
-from meshwright.bench.reshard_cases import DIJKSTRA, GREEDY, OURS, PAIRS, ROWS, TORCH, BytesTask, MoveTask
-from meshwright.bench.reshard_sides import slowest, time_pair
+from meshwright_bench.alternate import Alternation
+from meshwright_bench.ranks import measured
+from meshwright_bench.reshard import benchmark
+from meshwright_bench.reshard.benchmark import bytes_body, bytes_figures, move_figures, planning_figures
+from meshwright_bench.reshard.cases import DIJKSTRA, GREEDY, OURS, PAIRS, ROWS, TORCH, BytesTask, MoveTask
+from meshwright_bench.reshard.sides import slowest, time_pair
 
 FEW = (("S0 S1", "S1 S0"), ("P R", "R R"), ("R R", "S0 R"))
 
@@ -55,7 +55,7 @@ def test_pairs_are_those_that_both_sides_can_do():
 
 
 def test_planning_is_timed_cold_and_cached(monkeypatch):
-    monkeypatch.setattr(reshard, "NUM_SAMPLES", 3)
+    monkeypatch.setattr(benchmark, "NUM_SAMPLES", 3)
     assert [figure.name for figure in planning_figures(2)] == ["planning.2_axes.cold", "planning.2_axes.cached"]
 
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.bench.byte_counts import SentBytes
-from meshwright.bench.parts import DeviceChoice, Options
-from meshwright.bench.report import as_json
-from meshwright.bench.shared_gradients import PP, SyncTask, bench_shared_gradients, sync_figures
-from meshwright.bench.shared_sync import both_sides
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.config.facts import model_facts
+from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import InputError, RunError
-from meshwright.parallel import shared_grads
-from meshwright.plan.load import load
+from meshwright.parallel import sync_shared_gradients
+from meshwright.plan.load_config import load
 from meshwright.testing.gang import GangError
+from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.byte_counters import SentBytes
+from meshwright_bench.report import as_json
+from meshwright_bench.shared_gradients.benchmark import bench_shared_gradients, sync_figures
+from meshwright_bench.shared_gradients.cases import PP, SyncTask
+from meshwright_bench.shared_gradients.sync import both_sides
 
 DIM, ROWS = 16, 11
 CONFIG = load("dit-digits", ["model.num_layers=2", f"model.dim={DIM}", "model.num_heads=4", "model.ffn_dim=24",
@@ -29,11 +30,11 @@ def measure(rank, world_size, damage=False):
     task = SyncTask(Path(), CONFIG, world_size // PP, rounds=1, steps=1)
     if not damage:
         return both_sides(task)
-    shared_grads.all_reduce_sum = lambda x, group: x.mul_(2)  # as if both stages had the same gradient
+    sync_shared_gradients.all_reduce_sum = lambda x, group: x.mul_(2)  # as if both stages had the same gradient
     try:
         return both_sides(task)
     finally:
-        shared_grads.all_reduce_sum = all_reduce_sum
+        sync_shared_gradients.all_reduce_sum = all_reduce_sum
 
 
 def test_bytes_fall_as_one_over_dp_within_a_row(gang):

@@ -6,16 +6,17 @@ import json
 
 import pytest
 
-from meshwright.bench import devices, train
-from meshwright.bench.alternate import Alternation
-from meshwright.bench.cases import cpu_cases, cuda_cases
-from meshwright.bench.parts import DeviceChoice, Options
-from meshwright.bench.report import as_json
-from meshwright.bench.train import Measured, bench_train, case_figures, unmeasured_figures
 from meshwright.cluster.presets import device_for
 from meshwright.cluster.spec import Rate
-from meshwright.config.facts import model_facts
+from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import InputError
+from meshwright_bench import devices
+from meshwright_bench.alternate import Alternation
+from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.report import as_json
+from meshwright_bench.train import benchmark
+from meshwright_bench.train.benchmark import Measured, bench_train, case_figures, unmeasured_figures
+from meshwright_bench.train.cases import cpu_cases, cuda_cases
 
 GPU = "NVIDIA H200"
 
@@ -78,7 +79,7 @@ def fake_launch(answer):
 
 def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
     monkeypatch.setattr(devices, "launch", fake_launch(None))
-    monkeypatch.setattr(train, "run_case", lambda case: measured())
+    monkeypatch.setattr(benchmark, "run_case", lambda case: measured())
     said = []
     report = bench_train(Options(rounds=1), said.append)
     figures = as_json(report)["figures"]
@@ -100,7 +101,7 @@ def test_asking_for_cuda_without_one_is_an_error(monkeypatch):
 @pytest.mark.parametrize("choice", [DeviceChoice.AUTO, DeviceChoice.CUDA])
 def test_with_a_gpu_the_cuda_cases_are_measured(monkeypatch, choice):
     monkeypatch.setattr(devices, "launch", fake_launch(GPU))
-    monkeypatch.setattr(train, "run_case", lambda case: measured(device=GPU))
+    monkeypatch.setattr(benchmark, "run_case", lambda case: measured(device=GPU))
     report = bench_train(Options(choice), lambda text: None)
     assert report.device.startswith(GPU)
     assert {figure.name.partition(".")[0] for figure in report.figures} == {case.name for case in cuda_cases()}

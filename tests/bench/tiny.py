@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.bench.cases import Case
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
+from meshwright_bench.train.cases import Case
 
 
 def tiny_case(*, ranks: int = 1, precision: str = "float32", compile: bool = False, seed: int = 0) -> Case:

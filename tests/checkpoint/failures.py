@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from meshwright.checkpoint import store
-from meshwright.checkpoint.durable import DurableFile
+from meshwright.checkpoint import save_load
+from meshwright.checkpoint.durable_files import DurableFile
 from meshwright.errors import MeshwrightError
 
 
@@ -40,7 +40,7 @@ def told(attempt):
 
 
 def save(root, step, values=None):
-    return store.save(root, step, values or tensors(), model={}, run={}, keep=2)
+    return save_load.save(root, step, values or tensors(), model={}, run={}, keep=2)
 
 
 def fail_to_write(rank, world_size, root, failing, code, file):
@@ -75,7 +75,7 @@ class Unpicklable(Exception):
 def fail_beyond_pickling(rank, world_size, root):
     """Rank 1 meets an exception that can't be pickled, in planning and then in writing."""
     results = []
-    for place in ("planners._check_dense", "writer.write_tensors"):
+    for place in ("dcp_planners._check_dense", "writer.write_tensors"):
 
         def fail(*args, **kwargs):
             raise Unpicklable("no", "pickle")
@@ -89,7 +89,7 @@ def ask_for_more_on_one_rank(rank, world_size, root):
     """Rank 1 asks for a tensor that is not there, then rank 0 for a checkpoint that is not there for anyone."""
     path = save(root, 1)
     wanted = tensors() | ({"other": torch.zeros(1)} if rank == 1 else {})
-    return told(lambda: store.load(path, wanted)), told(lambda: store.load(root / "nowhere", tensors()))
+    return told(lambda: save_load.load(path, wanted)), told(lambda: save_load.load(root / "nowhere", tensors()))
 
 
 def lose_a_file_of_one_rank(rank, world_size, root):
@@ -99,7 +99,7 @@ def lose_a_file_of_one_rank(rank, world_size, root):
     if rank == 1:
         (path / "rank-00001.safetensors").unlink()
     dist.barrier()
-    return told(lambda: store.load(path, tensors()))
+    return told(lambda: save_load.load(path, tensors()))
 
 
 def save_local_tensors(rank, world_size, root):

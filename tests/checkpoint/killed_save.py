@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import store
+from meshwright.checkpoint import save_load
 
 AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 MOST_OPERATIONS = 500
@@ -28,7 +28,7 @@ KEEP = {"first": 1, "next": 1, "again": 2, "leftovers": 1}
 def save(root: Path, step: int, value: float, *, keep: int, numel: int = 64) -> Path:
     """Save a checkpoint whose tensors are full of `value`."""
     tensors = {"model.w": torch.full((numel,), value), "optimizer.step.w": torch.tensor(value)}
-    return store.save(root, step, tensors, model={"kind": "test"}, run={"value": value}, keep=keep)
+    return save_load.save(root, step, tensors, model={"kind": "test"}, run={"value": value}, keep=keep)
 
 
 def prepare(scenario: str, root: Path) -> None:

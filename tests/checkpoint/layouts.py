@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshwright.checkpoint import store
+from meshwright.checkpoint import save_load
 
 SHAPES = {
     "model.even": (8, 4),
@@ -78,14 +78,14 @@ def local(tensor):
 
 
 def save_laid_out(rank, world_size, root, layout, step=1):
-    return store.save(root, step, lay_out(values(), layout), model={}, run={}, keep=9)
+    return save_load.save(root, step, lay_out(values(), layout), model={}, run={}, keep=9)
 
 
 def load_laid_out(rank, world_size, path, layout):
     """Names of the tensors that are not what they should be after a load onto `layout`."""
     wanted = lay_out(values(), layout)
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
-    store.load(path, found)
+    save_load.load(path, found)
     return [name for name in wanted if not torch.equal(local(found[name]), local(wanted[name]))]
 
 
@@ -123,7 +123,7 @@ def full_block(seed):
 
 def save_block(rank, world_size, root, degrees):
     block = build_block(*degrees, seed=1)
-    return store.save(root, 1, dict(block.named_parameters()), model={}, run={}, keep=9)
+    return save_load.save(root, 1, dict(block.named_parameters()), model={}, run={}, keep=9)
 
 
 def load_block(rank, world_size, path, degrees):
@@ -131,7 +131,7 @@ def load_block(rank, world_size, path, degrees):
     wanted = dict(build_block(*degrees, seed=1).named_parameters())
     block = build_block(*degrees, seed=2)
     before = dict(block.named_parameters())
-    store.load(path, before)
+    save_load.load(path, before)
     same = all(before[name] is parameter for name, parameter in block.named_parameters())
     return [name for name in wanted if not torch.equal(local(before[name]), local(wanted[name]))], same
 
@@ -141,13 +141,14 @@ def save_replicas(rank, world_size, root):
     tensors = {f"w{i}": torch.full((100,), float(i)) for i in range(16)}
     if rank == 1:
         tensors["only.here"] = torch.arange(3)
-    return store.save(root, 1, tensors, model={}, run={}, keep=1)
+    return save_load.save(root, 1, tensors, model={}, run={}, keep=1)
 
 
 def save_short(rank, world_size, root):
     """A tensor of fewer elements than ranks."""
     mesh = init_device_mesh("cpu", (world_size,))
-    return store.save(root, 1, {"w": distribute_tensor(torch.arange(3), mesh, [Shard(0)])}, model={}, run={}, keep=1)
+    w = distribute_tensor(torch.arange(3), mesh, [Shard(0)])
+    return save_load.save(root, 1, {"w": w}, model={}, run={}, keep=1)
 
 
 def save_on_subgroup(rank, world_size, root):
@@ -155,7 +156,7 @@ def save_on_subgroup(rank, world_size, root):
     group = dist.new_group([1, 2])
     if rank not in (1, 2):
         return None
-    path = store.save(root, 1, {"w": torch.arange(4)}, model={}, run={}, keep=1, group=group)
+    path = save_load.save(root, 1, {"w": torch.arange(4)}, model={}, run={}, keep=1, group=group)
     found = {"w": torch.zeros(4, dtype=torch.int64)}
-    store.load(path, found, group=group)
+    save_load.load(path, found, group=group)
     return found["w"].tolist()

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from meshwright.checkpoint import manifest, store
+from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import RunError
 from meshwright.testing.gang import GangError
 from tests.checkpoint import failures
@@ -92,14 +92,14 @@ def test_a_rank_killed_while_saving_costs_only_that_checkpoint(gang, tmp_path):
 
 
 def test_the_failure_of_one_process_alone_reads_the_same(tmp_path, monkeypatch):
-    store.save(tmp_path, 1, {"w": torch.ones(2)}, model={}, run={}, keep=1)
+    save_load.save(tmp_path, 1, {"w": torch.ones(2)}, model={}, run={}, keep=1)
 
     def fail(fd, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", fail)
     with pytest.raises(RunError, match="is full") as caught:
-        store.save(tmp_path, 2, {"w": torch.ones(2)}, model={}, run={}, keep=1)
+        save_load.save(tmp_path, 2, {"w": torch.ones(2)}, model={}, run={}, keep=1)
     assert str(tmp_path / "00000001") in caught.value.rule
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
 
@@ -127,5 +127,5 @@ def test_a_disk_that_is_really_full_loses_nothing(gang, small_disk):
     assert sorted(path.name for path in root.iterdir()) == ["00000001", "00000002"]
     assert manifest.newest_valid(root) == (root / "00000002", [])
     manifest.verify(root / "00000001")
-    found = store.read_tensors(root / "00000002", ["w"])["w"]
+    found = save_load.read_tensors(root / "00000002", ["w"])["w"]
     assert torch.equal(found, torch.arange(float(numel)))

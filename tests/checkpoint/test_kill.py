@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.checkpoint import manifest, store
+from meshwright.checkpoint import manifest, save_load
 from tests.checkpoint.killed_save import NUM_DELAYS, save
 
 PATHS = (Path(__file__).parents[2], Path(meshwright.__file__).parents[1])
@@ -44,7 +44,7 @@ def checkpoints(root):
     found = []
     for path in manifest.list_checkpoints(root):
         checked = manifest.verify(path)
-        tensors = store.read_tensors(path, ["model.w", "optimizer.step.w"])
+        tensors = save_load.read_tensors(path, ["model.w", "optimizer.step.w"])
         value = checked.run["value"]
         assert all((tensor == value).all() for tensor in tensors.values())
         found.append((checked.step, value))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import directory, manifest
-from meshwright.checkpoint.durable import write_file
+from meshwright.checkpoint import atomic_directory, manifest
+from meshwright.checkpoint.durable_files import write_file
 from meshwright.errors import CheckpointError
 from meshwright.models.llama.description import LlamaSpec, RopeScaling
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
 from tests.helpers import alternatives
 
 FILES = {"layout.json": b'{"a": [1, 2]}\n', "rank-00000.safetensors": bytes(range(256)), "rank-00001.safetensors": b""}
@@ -26,9 +26,9 @@ EVERY_FILE = ["manifest.json", *FILES]
 
 
 def make(root, step, *, model=None, files=FILES):
-    temporary = directory.begin(root, step)
+    temporary = atomic_directory.begin(root, step)
     entries = {name: write_file(temporary / name, content) for name, content in files.items()}
-    return directory.commit(temporary, step=step, model=model or SPEC.identity(), run=RUN, files=entries)
+    return atomic_directory.commit(temporary, step=step, model=model or SPEC.identity(), run=RUN, files=entries)
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +245,6 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
 
 
 def test_reading_checkpoints_needs_no_torch():
-    rooms = "manifest, directory, durable, layout"
+    rooms = "manifest, atomic_directory, durable_files, layout_file"
     code = f"import sys\nfrom meshwright.checkpoint import {rooms}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})

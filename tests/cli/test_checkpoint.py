@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from meshwright.checkpoint import store
-from meshwright.config.facts import model_facts
-from meshwright.plan.load import load
+from meshwright.checkpoint import save_load
+from meshwright.config.facts_for_family import model_facts
+from meshwright.plan.load_config import load
 from tests.helpers import SMALL, meshwright, shown_error
 from tests.models.specs import build as build_model
 
@@ -26,7 +26,7 @@ def run_folder(tmp_path_factory):
     tensors = {f"model.{n}": torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
     run = {"config": CONFIG.model_dump(), "corpus": "c", "skipped_in_a_row": 0}
     for step in (5, 10):
-        store.save(folder / "checkpoints", step, tensors, model=CONFIG.model.spec().identity(), run=run, keep=9)
+        save_load.save(folder / "checkpoints", step, tensors, model=CONFIG.model.spec().identity(), run=run, keep=9)
     return folder
 
 
@@ -76,8 +76,8 @@ def test_export_and_import_are_inverse(here, run_folder, tmp_path):
     done = here("checkpoint", "import", tmp_path / "hf", tmp_path / "new", torch=True)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "new/checkpoints/00000000"
-    names = store.tensor_names(path)
-    ours, theirs = (store.read_tensors(p, names) for p in (path, run_folder / "checkpoints/00000010"))
+    names = save_load.tensor_names(path)
+    ours, theirs = (save_load.read_tensors(p, names) for p in (path, run_folder / "checkpoints/00000010"))
     assert all(torch.equal(ours[name], theirs[name]) for name in names) and len(names) > 10
     assert told_model(done) == CONFIG.model.spec()
 
@@ -92,7 +92,7 @@ def test_the_words_of_an_imported_model_have_its_rotary_scaling(here, tmp_path):
     config = load(None, [*SMALL, "model.num_layers=1", "model.rope_scaling.factor=4.0", "model.norm_eps=1e-30"])
     model = build_model(config.model.spec(), dtype=torch.float32)
     tensors = {f"model.{name}": torch.ones(parameter.shape) for name, parameter in model.named_parameters()}
-    store.save(tmp_path / "run/checkpoints", 1, tensors, model=dict(model_facts(config).identity), run={}, keep=1)
+    save_load.save(tmp_path / "run/checkpoints", 1, tensors, model=dict(model_facts(config).identity), run={}, keep=1)
     here("checkpoint", "export", "run", "hf", torch=True)
     done = here("checkpoint", "import", "hf", "new", torch=True)
     assert done.returncode == 0 and told_model(done) == config.model.spec()

@@ -11,8 +11,9 @@ import pytest
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
-from meshwright.reshard.steps import ReshardPlan
-from meshwright.reshard.verify import verify
+from meshwright.reshard.draw.explain_plan import explain_plan
+from meshwright.reshard.planner.steps import ReshardPlan
+from meshwright.reshard.verify.verify_plan import verify
 from tests.helpers import meshwright
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def planned(src: str, dst: str, mesh=(4, 8), shape=(8192, 8192), **options) -> R
 
 
 def test_it_prints_what_the_plan_explains(prints):
-    assert prints(*SIZE, "S0 S1", "S1 S0") == planned("S0 S1", "S1 S0").explain() + "\n"
+    assert prints(*SIZE, "S0 S1", "S1 S0") == explain_plan(planned("S0 S1", "S1 S0")) + "\n"
     assert prints(*SIZE, "S0 R", "S0 R", "--dtype", "fp32").endswith("nothing has to move\n")
 
 

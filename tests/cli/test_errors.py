@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy
 import pytest
 
-from meshwright.checkpoint import directory
-from meshwright.checkpoint.durable import write_file
-from meshwright.config.facts import model_facts
-from meshwright.plan.load import load
+from meshwright.checkpoint import atomic_directory
+from meshwright.checkpoint.durable_files import write_file
+from meshwright.config.facts_for_family import model_facts
+from meshwright.plan.load_config import load
 from tests.helpers import (
     alternatives,
     assert_every_fix_works,
@@ -207,10 +207,10 @@ def test_ids_that_the_vocabulary_lacks(fails_here, tmp_path):
 def save_checkpoint(root: Path, *words: str, step: int = 5, corpus: str = "c") -> Path:
     """A checkpoint with a manifest and no tensors, which is all that torch-free checks look at."""
     config = load(None, words)
-    folder = directory.begin(root, step)
+    folder = atomic_directory.begin(root, step)
     files = {"data": write_file(folder / "data", b"x" * 1000)}
     run = {"config": config.model_dump(), "corpus": corpus, "skipped_in_a_row": 0}
-    return directory.commit(folder, step=step, model=dict(model_facts(config).identity), run=run, files=files)
+    return atomic_directory.commit(folder, step=step, model=dict(model_facts(config).identity), run=run, files=files)
 
 
 def test_checkpoint_of_another_model(fails_here, corpus, tmp_path):

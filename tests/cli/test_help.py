@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from meshwright.config.load import preset_names
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
 from tests.helpers import meshwright
 
 VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"], ["draw", "drift"],

@@ -8,10 +8,10 @@ import pytest
 
 from meshwright.config.load import preset_names
 from meshwright.plan.compare import hashes
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
-from meshwright.plan.text import from_json
+from meshwright.plan.serialize import from_json
 from meshwright.plan.traffic import predict_traffic
 from tests.helpers import meshwright, shown_error
 

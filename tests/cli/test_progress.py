@@ -19,9 +19,9 @@ from meshwright.cli import progress as module
 from meshwright.cli.errors import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
-from meshwright.plan.messages import Purpose
+from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
-from meshwright.train.reporter import Facts, LossUnit, Progress, Summary, Validation
+from meshwright.train.record.reporter import Facts, LossUnit, Progress, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 
 TRAFFIC = Traffic(0, (TrafficEntry(Purpose.GRADIENTS, LinkBytes(100_000, 30_000), LinkBytes(400_000, 300_000)),

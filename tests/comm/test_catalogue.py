@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwright.comm
-from meshwright.comm.catalogue import (
+from meshwright.comm.compression.catalogue import (
     ALIGNMENT,
     EXACT,
     GROUP,
@@ -24,7 +24,7 @@ from meshwright.comm.catalogue import (
     lossless_names,
     names,
 )
-from meshwright.comm.codecs import decode, encode
+from meshwright.comm.compression.codecs import decode, encode
 from meshwright.errors import ConfigError
 
 ALL = [method.name for method in METHODS]
@@ -141,7 +141,7 @@ def test_unknown_names_have_no_size():
 
 
 def test_the_catalogue_needs_no_torch():
-    code = "import sys; import meshwright.comm.catalogue; sys.exit('torch' in sys.modules)"
+    code = "import sys; import meshwright.comm.compression.catalogue; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -149,7 +149,7 @@ def test_public_names_are_no_files():
     """Whichever file of the room is imported first: torch is imported once, the package anew for each."""
     code = """
 import importlib, sys, torch
-for first in ("fsdp", "alltoallv", "ddp", "placement"):
+for first in ("compression", "alltoallv", "node_groups", "kernels"):
     for name in [name for name in sys.modules if name.partition(".")[0] == "meshwright"]:
         del sys.modules[name]
     importlib.import_module(f"meshwright.comm.{first}")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm.catalogue import GROUP, Codec, num_groups
-from meshwright.comm.codecs import QUANTISED_DTYPES, decode, decode_sum, encode
+from meshwright.comm.compression.catalogue import GROUP, Codec, num_groups
+from meshwright.comm.compression.codecs import QUANTISED_DTYPES, decode, decode_sum, encode
 from meshwright.errors import InputError
 from tests.comm.data import KINDS, fresh
 

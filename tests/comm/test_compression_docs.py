@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.comm.catalogue import Use, find_method, names
-from meshwright.comm.codecs import decode, encode
+from meshwright.comm.compression.catalogue import Use, find_method, names
+from meshwright.comm.compression.codecs import decode, encode
 from tests.helpers import clean_environment
 
 ROOT = Path(__file__).parents[2]

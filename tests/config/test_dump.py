@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.config.dump import to_toml
 from meshwright.config.load import preset_names
 from meshwright.config.schema import run_type
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 positive = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False, exclude_min=True)

@@ -10,7 +10,7 @@ import pytest
 from meshwright.config.load import known_keys, preset_names
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.errors import ConfigError, InputError
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
 from meshwright.settings.violation import as_words
 from tests.helpers import assert_every_fix_works, outcome
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.config.dump import to_toml
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
 from meshwright.settings.violation import as_word
 from tests.helpers import assert_every_fix_works, outcome
 

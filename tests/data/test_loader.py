@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches, validation_windows
 from meshwright.data.sampler import Order, share
-from meshwright.data.text import num_windows
+from meshwright.data.text_corpus import num_windows
 
 CPU = torch.device("cpu")
 lengths = st.integers(1, 12)

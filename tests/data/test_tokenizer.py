@@ -161,6 +161,6 @@ def test_a_missing_package_is_said_with_the_pip_command(tmp_path, monkeypatch, a
 
 
 def test_imports_neither_torch_nor_tokenizers():
-    modules = "meshwright.data.text, meshwright.data.sampler, meshwright.data.tokenizer"
+    modules = "meshwright.data.text_corpus, meshwright.data.sampler, meshwright.data.tokenizer"
     code = f"import sys, {modules}; sys.exit(bool({{'torch', 'tokenizers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -32,4 +32,3 @@ def family_breaches(tree: Tree) -> list[str]:
 def _is_family(module: Module) -> bool:
     parts = module.inner_path.split("/")
     return len(parts) == 3 and parts[0] == "models" and parts[2] == "family.py" and parts[1] != "contract"
-

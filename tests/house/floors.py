@@ -7,73 +7,76 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 
-from tests.house.source import PACKAGE, Module, Tree
+from tests.house.source import BENCH, PACKAGE, Module, Tree
 
 FLOORS = {
-    "errors": 0, "units": 0, "log": 0, "output": 0, "picture": 0, "settings": 0, "__init__": 0, "verb": 0,
+    "errors": 0, "units": 0, "log": 0, "output_files": 0, "figure": 0, "settings": 0,
+    "__init__": 0, "callable_module": 0,
     "cluster": 1, "mesh": 1, "nn": 1, "data": 1, "testing": 1,
     "comm": 2,
     "pipeline": 3, "checkpoint": 3, "reshard": 3,
+    "dtensor_ops": 4,
     "models": 5,
     "config": 6,
     "plan": 7,
     "parallel": 8, "capture": 8,
     "train": 9,
-    "prove": 10, "bench": 10,
+    "prove": 10,
     "api": 11,
     "cli": 12,
-    "__main__": 13,
+    "__main__": 13, "meshwright_bench": 13,
 }  # fmt: skip
 """Room, or file beside the rooms, by floor."""
 
-LATE = {("__init__", "api"), ("verb", "api")}
-"""Who names the verbs above it, and imports them when they are called."""
+LATE = {("__init__", "api"), ("callable_module", "api"), ("cli", "meshwright_bench")}
+"""Who names something above it, and imports it when it is called."""
 
 TORCH_FREE = (
-    "__init__.py", "__main__.py", "api.py", "errors.py", "units.py", "log.py", "output.py", "picture.py", "verb.py",
+    "__init__.py", "__main__.py", "api.py", "errors.py", "units.py", "log.py", "output_files.py", "figure.py",
+    "callable_module.py",
     "cluster/spec.py", "cluster/presets.py",
-    "mesh/axes.py", "mesh/layout.py", "mesh/layout_text.py", "mesh/layout_meant.py", "mesh/given.py",
-    "mesh/intervals.py",
+    "mesh/axes.py", "mesh/layout*.py", "mesh/reduction.py", "mesh/shard_intervals.py",
     "testing/*",
-    "comm/__init__.py", "comm/catalogue.py",
+    "comm/__init__.py", "comm/compression/__init__.py", "comm/compression/catalogue.py",
     "settings/*",
-    "models/__init__.py", "models/contract/__init__.py", "models/contract/facts.py", "models/contract/family.py",
-    "models/contract/fill.py", "models/contract/heads.py", "models/contract/loss_unit.py",
-    "models/contract/run_facts.py", "models/contract/styles.py",
+    "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py",
+    "models/contract/family.py", "models/contract/initial_values.py", "models/contract/attention_head_rule.py",
+    "models/contract/loss_unit.py", "models/contract/run_facts.py", "models/contract/tp_styles.py",
     "models/*/__init__.py", "models/*/family.py", "models/*/config.py", "models/*/description.py", "models/*/rules.py",
-    "models/dit/diffusion_spec.py", "models/dit/image_data.py", "models/tasks/text_data.py",
-    "models/llama/hf_names.py", "models/llama/hf_config.py",
-    "data/sampler.py", "data/text.py", "data/tokenizer.py",
-    "data/pictures.py", "data/digits.py", "data/image_files.py", "data/picture_grid.py",
+    "models/dit/noise_schedule.py", "models/dit/image_data.py", "models/tasks/text_data.py",
+    "models/llama/hf_parameter_names.py", "models/llama/hf_config.py",
+    "data/sampler.py", "data/text_corpus.py", "data/tokenizer.py",
+    "data/images.py", "data/digits.py", "data/image_files.py", "data/image_grid.py",
     "config/*",
-    "plan/*", "plan/verify/*",
-    "pipeline/table.py", "pipeline/text.py", "pipeline/generate/*", "pipeline/lower.py", "pipeline/verify.py",
-    "pipeline/verify_memory.py", "pipeline/verify_fault.py", "pipeline/rendezvous.py",
-    "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py", "pipeline/draw.py", "pipeline/stages.py",
+    "plan/*",
+    "pipeline/actions.py", "pipeline/schedule_table.py", "pipeline/serialize.py", "pipeline/generate/*",
+    "pipeline/lower.py", "pipeline/verify*.py", "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py",
+    "pipeline/draw.py", "pipeline/split_layers.py",
     "capture/plan.py", "capture/verify.py", "capture/draw.py",
-    "reshard/steps.py", "reshard/pieces.py", "reshard/cost.py", "reshard/search.py", "reshard/verify.py",
-    "reshard/volumes.py", "reshard/moves.py", "reshard/staging.py", "reshard/normal_forms.py", "reshard/one_axis.py",
-    "reshard/cache.py", "reshard/planner.py", "reshard/arguments.py",
-    "reshard/samples.py", "reshard/windows.py", "reshard/program.py", "reshard/compile.py", "reshard/__init__.py",
-    "reshard/draw.py", "reshard/boxes.py", "reshard/explain.py", "reshard/verify_counts.py",
-    "reshard/verify_fault.py", "reshard/verify_kinds.py", "reshard/verify_values.py",
+    "reshard/__init__.py", "reshard/planner/*", "reshard/verify/*", "reshard/draw/*",
+    "reshard/run/__init__.py", "reshard/run/shard_exchange.py", "reshard/run/strided_windows.py",
+    "reshard/run/program.py", "reshard/run/compile_step.py",
+    "dtensor_ops/__init__.py",
     "checkpoint/manifest.py",
-    "train/launch.py", "train/context.py", "train/folder.py", "train/runspec.py",
-    "train/reporter.py", "train/lr_schedule.py", "train/curves.py", "train/draw_losses.py",
-    "train/ways_back.py", "train/lock.py", "train/machine.py",
-    "prove/spec.py", "prove/drift.py", "prove/drift_draw.py",
-    "bench/parts.py", "bench/report.py", "bench/alternate.py", "bench/cases.py", "bench/train.py",
-    "bench/pipeline.py", "bench/pipeline_cases.py", "bench/ranks.py", "bench/shared_gradients.py",
-    "bench/comm.py", "bench/comm_loss.py", "bench/comm_cases.py", "bench/devices.py",
-    "bench/operators.py", "bench/reshard.py", "bench/reshard_cases.py",
+    "train/launch/__init__.py", "train/launch/launcher.py", "train/launch/rank_context.py",
+    "train/launch/run_spec.py", "train/launch/machine_limits.py", "train/launch/failure_report.py",
+    "train/record/__init__.py", "train/record/reporter.py", "train/record/loss_curves.py",
+    "train/record/draw_loss_curves.py",
+    "train/run_folder.py", "train/run_folder_lock.py", "train/lr_schedule.py", "train/divergence.py",
+    "prove/spec.py", "prove/drift/__init__.py", "prove/drift/experiment.py", "prove/drift/result.py",
+    "prove/drift/draw.py",
+    "meshwright_bench/benchmarks.py", "meshwright_bench/command.py", "meshwright_bench/report.py",
+    "meshwright_bench/alternate.py", "meshwright_bench/ranks.py", "meshwright_bench/devices.py",
+    "meshwright_bench/*/benchmark.py", "meshwright_bench/*/cases.py", "meshwright_bench/comm/loss_cost.py",
     "cli/*",
 )  # fmt: skip
 """Files that import no torch, by patterns inside the package."""
 
 LATE_TORCH_ALLOWED = (
-    "__main__.py", "api.py", "cli/*", "train/launch.py", "bench/devices.py", "bench/train.py", "bench/pipeline.py",
-    "bench/shared_gradients.py", "bench/comm.py", "bench/comm_loss.py", "bench/operators.py", "bench/reshard.py",
-    "prove/drift.py", "models/*/family.py",
+    "__main__.py", "api.py", "cli/*", "train/launch/launcher.py",
+    "meshwright_bench/command.py", "meshwright_bench/devices.py", "meshwright_bench/*/benchmark.py",
+    "meshwright_bench/comm/loss_cost.py",
+    "prove/drift/experiment.py", "models/*/family.py",
     "testing/*",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""
@@ -152,6 +155,8 @@ def _lead(tree: Tree, target: str, seen: set[str]) -> list[list[str]]:
 
 def _room_of(target: str) -> str | None:
     parts = target.split(".")
+    if parts[0] == BENCH:
+        return BENCH
     if parts[0] != PACKAGE:
         return None
     # `import meshwright` and names of its `__init__`, such as `__version__`.

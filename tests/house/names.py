@@ -20,8 +20,8 @@ COLLECTIVE = re.compile(
 PRIVATE_WORDS = "Private PyTorch names"
 """What the docstring of a room's one adapter to private names says."""
 
-PRIVATE_ATTRIBUTES = ("_local_tensor", "_get_fsdp_state", "_fsdp_param_group", "_typed_storage")
-"""Private attributes of torch's objects, which no import gives away."""
+OTHERS = ("aten", "os")
+"""Whose names with an underscore are not private: `aten._to_copy` is an operator, `os._exit` documented."""
 
 
 def collective_breaches(tree: Tree) -> list[str]:
@@ -40,16 +40,13 @@ def private_breaches(tree: Tree) -> list[str]:
     """Private names of torch outside an adapter, and second adapters of a room."""
     breaches = []
     adapters: dict[str, list[str]] = defaultdict(list)
+    ours = set().union(*map(_defined, tree.package))
     for module in tree.package:
         if PRIVATE_WORDS in module.docstring:
             adapters[module.room].append(module.path)
             continue
         uses = [(line, name) for line, name in _torch_names(module) if _is_private(name)]
-        uses += [
-            (node.lineno, f".{node.attr}")
-            for node in module.nodes
-            if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES
-        ]
+        uses += _foreign_attributes(module, ours)
         breaches += [
             f"{module.path}:{line} uses {name}, but its docstring has no section {PRIVATE_WORDS!r}"
             for line, name in uses
@@ -57,7 +54,44 @@ def private_breaches(tree: Tree) -> list[str]:
     for room, paths in adapters.items():
         if len(paths) > 1:
             breaches.append(f"{room} has {len(paths)} adapters to private names: {', '.join(paths)}")
+    adapter_paths = {path for paths in adapters.values() for path in paths}
+    for module in tree.package:
+        for one in module.imports:
+            for imported in tree.resolve(one.target)[-1:]:
+                if imported.path in adapter_paths and imported.room != module.room:
+                    breaches.append(f"{module.path}:{one.line} imports the adapter of another room, {imported.path}")
     return breaches
+
+
+def _foreign_attributes(module: Module, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Attributes with an underscore that nothing here defines: they are another library's.
+
+    On `self` and `cls` they may be inherited from another file of the package; on any other object, what this file
+    defines is meant, since an attribute private to a file is no other file's to use.
+    """
+    defined = _defined(module)
+    for node in module.nodes:
+        if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
+            continue
+        owner = node.value.id if isinstance(node.value, ast.Name) else ""
+        if owner not in OTHERS and node.attr not in (ours if owner in ("self", "cls") else defined):
+            yield node.lineno, f".{node.attr}"
+
+
+def _defined(module: Module) -> set[str]:
+    """Names with an underscore that a file gives to something: functions, classes, fields, attributes of `self`."""
+    found = set()
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return {name for name in found if _is_private(name)}
 
 
 def _is_private(name: str) -> bool:

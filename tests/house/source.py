@@ -11,6 +11,9 @@ from pathlib import Path
 
 PACKAGE = "meshwright"
 PACKAGE_DIR = f"src/{PACKAGE}/"
+BENCH = "meshwright_bench"
+BENCH_DIR = f"bench/{BENCH}/"
+"""The benchmarks: a package of its own, under the same rules, as one room above all others."""
 IMPORTERS = ("importlib.import_module", "import_module", "__import__")
 
 
@@ -52,12 +55,12 @@ class Module:
 
     @property
     def in_package(self) -> bool:
-        return self.path.startswith(PACKAGE_DIR)
+        return self.path.startswith((PACKAGE_DIR, BENCH_DIR))
 
     @property
     def inner_path(self) -> str:
-        """The path inside the package: `mesh/axes.py`."""
-        return self.path.removeprefix(PACKAGE_DIR)
+        """The path inside the package: `mesh/axes.py`; of a benchmark `meshwright_bench/report.py`."""
+        return self.path.removeprefix(PACKAGE_DIR).removeprefix("bench/")
 
     @property
     def room(self) -> str:
@@ -71,7 +74,8 @@ class Module:
     @property
     def name(self) -> str:
         """`meshwright.mesh.axes`; a package's own name for its `__init__`."""
-        parts = [PACKAGE, *self.inner_path.removesuffix(".py").split("/")]
+        parts = self.inner_path.removesuffix(".py").split("/")
+        parts = parts if self.path.startswith(BENCH_DIR) else [PACKAGE, *parts]
         return ".".join(parts[:-1] if self.is_package else parts)
 
     @cached_property
@@ -137,19 +141,19 @@ class Module:
 
 @dataclass(frozen=True)
 class Tree:
-    """A repository: the modules of `src/` and `tests/`."""
+    """A repository: the modules of `src/`, `bench/` and `tests/`."""
 
     root: Path
     modules: tuple[Module, ...]
 
     @staticmethod
     def read(root: Path) -> Tree:
-        paths = sorted(path for top in ("src", "tests") for path in (root / top).rglob("*.py"))
+        paths = sorted(path for top in ("src", "bench", "tests") for path in (root / top).rglob("*.py"))
         return Tree(root, tuple(Module(p.relative_to(root).as_posix(), p.read_text("utf-8")) for p in paths))
 
     @property
     def package(self) -> list[Module]:
-        """The modules of the package itself."""
+        """The modules of the package itself and of the benchmarks."""
         return [module for module in self.modules if module.in_package]
 
     @cached_property

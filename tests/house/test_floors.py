@@ -22,7 +22,8 @@ FLOOR_BREACHES = {
         "from meshwright.nn.x import X",
         "imports sideways: meshwright.nn.x",
     ),
-    "sideways, bench": ("bench/run.py", "from meshwright.prove import x", "sideways: meshwright.prove.x"),
+    "sideways, high up": ("parallel/a.py", "from meshwright.capture import x", "sideways: meshwright.capture.x"),
+    "up, to the benchmarks": ("cli/main.py", "from meshwright_bench import report", "up: meshwright_bench.report"),
     "in a function": ("mesh/axes.py", "def f():\n    from meshwright.train import loop", ":2 imports up"),
     "in a method": ("mesh/axes.py", "class A:\n  def f(self):\n    import meshwright.plan", ":3 imports up"),
     "for types": (
@@ -54,8 +55,7 @@ def test_imports_that_go_down_are_allowed(tmp_path):
         "log.py": "from meshwright.errors import MeshwrightError",
         "mesh/axes.py": "from meshwright.errors import LayoutError\nfrom meshwright import __version__",
         "mesh/groups.py": "from . import axes\nfrom .axes import Axes\nimport torch",
-        "bench/run.py": "from meshwright.train import loop",
-        "cli/main.py": "def run():\n    from meshwright.bench import run\n    import meshwright.prove.report",
+        "cli/main.py": "def run():\n    from meshwright_bench import run\n    import meshwright.prove.report",
         "__main__.py": "from meshwright.cli.main import main",
     }
     assert floor_breaches(plant(tmp_path, files)) == []
@@ -64,9 +64,7 @@ def test_imports_that_go_down_are_allowed(tmp_path):
 def test_every_pair_of_rooms_is_judged(tmp_path):
     """An import of every room by every room: allowed exactly when its floor is lower."""
     rooms = [room for room, floor in FLOORS.items() if 0 < floor < 10]
-    files = {
-        f"{room}/all.py": "".join(f"import meshwright.{other}.all\n" for other in rooms) for room in rooms
-    }
+    files = {f"{room}/all.py": "".join(f"import meshwright.{other}.all\n" for other in rooms) for room in rooms}
     forbidden = [(a, b) for a in rooms for b in rooms if a != b and FLOORS[b] >= FLOORS[a]]
     assert len(floor_breaches(plant(tmp_path, files))) == len(forbidden) > 100
 

@@ -63,9 +63,7 @@ def test_private_names_are_caught_outside_an_adapter(tmp_path, text):
 
 
 def test_a_room_has_one_adapter(tmp_path):
-    breaches = private_breaches(
-        plant(tmp_path, {"mesh/a.py": ADAPTER, "mesh/b.py": ADAPTER, "nn/a.py": ADAPTER})
-    )
+    breaches = private_breaches(plant(tmp_path, {"mesh/a.py": ADAPTER, "mesh/b.py": ADAPTER, "nn/a.py": ADAPTER}))
     assert len(breaches) == 1
     assert "mesh has 2 adapters" in breaches[0]
 

@@ -25,7 +25,7 @@ def where_breaches(tree: Tree) -> list[str]:
         if path is None:
             breaches.append(f"{WHERE}:{number} is not a row | question | `path` | `symbol` |")
             continue
-        rooms.add(path[1].removeprefix(PACKAGE_DIR).split("/")[0])
+        rooms.add(path[1].removeprefix(PACKAGE_DIR).removeprefix("bench/").split("/")[0])
         breaches += [f"{WHERE}:{number} {what}" for what in _missing(tree, path[1], cells[2])]
     expected = {m.room for m in tree.package if "/" in m.inner_path and not m.is_package}
     breaches += [f"{WHERE} has no row for the room {room}" for room in sorted(expected - rooms)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout
+from meshwright.mesh.shard_intervals import Split
 
 
 @st.composite

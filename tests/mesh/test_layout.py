@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.intervals import Split
-from meshwright.mesh.layout import Layout, Reduction, held_by_both
+from meshwright.mesh.layout import Layout, held_by_both
+from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Split
 
 MESHES = [(2,), (2, 3), (4, 2), (1, 2, 3), (2, 2, 2)]
 
@@ -210,9 +211,7 @@ def test_dtensor_cuts_the_same_pieces(layout: Layout) -> None:
                 mine[placement.dim] = shards[place[axis]]
         found = indices(in_order, rank)
         assert found == [one.tolist() for one in mine]
-        shape, offset = _compute_local_shape_and_global_offset(
-            layout.shape, layout.axis_sizes, list(place), placements
-        )
+        shape, offset = _compute_local_shape_and_global_offset(layout.shape, layout.axis_sizes, list(place), placements)
         assert in_order.local_shape(rank) == tuple(shape)
         for dim, held in enumerate(found):
             assert not held or not in_order.splits[dim] or held[0] == offset[dim]

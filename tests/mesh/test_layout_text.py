@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout, Reduction
+from meshwright.mesh.layout import Layout
+from meshwright.mesh.reduction import Reduction
 from tests.mesh.test_layout import layouts
 
 AXIS_SIZES, SHAPE = (2, 3), (4, 4)
@@ -79,8 +80,22 @@ def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> 
 
 def mistyped(text: str, draw: st.DataObject) -> str:
     """A layout with a few things wrong."""
-    wrongs = [("S", "s"), ("S", "Shard"), ("P", "Partial"), ("R", "replicate"), (" ", ""), (" ", ", "), ("0", "9"),
-              ("max", "mean"), ("@0", ""), ("@1", "@0"), ("/", ""), ("SS", "_StridedShard"), ("S", "S "), ("(", "")]
+    wrongs = [
+        ("S", "s"),
+        ("S", "Shard"),
+        ("P", "Partial"),
+        ("R", "replicate"),
+        (" ", ""),
+        (" ", ", "),
+        ("0", "9"),
+        ("max", "mean"),
+        ("@0", ""),
+        ("@1", "@0"),
+        ("/", ""),
+        ("SS", "_StridedShard"),
+        ("S", "S "),
+        ("(", ""),
+    ]
     for old, new in draw.draw(st.lists(st.sampled_from(wrongs), max_size=3)):
         text = text.replace(old, new, draw.draw(st.integers(1, 2)))
     return text

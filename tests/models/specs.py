@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.models.contract.build import tie
-from meshwright.models.contract.facts import ModelFacts, Part
+from meshwright.models.contract.build_module import tie
 from meshwright.models.contract.family import find_family
-from meshwright.models.contract.fill import Fill
+from meshwright.models.contract.initial_values import Fill
+from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.dit.description import DiTSpec
 from meshwright.models.dit.description import describe as describe_dit
 from meshwright.models.dit.module import DiT
 from meshwright.models.llama.description import LlamaSpec
 from meshwright.models.llama.description import describe as describe_llama
 from meshwright.models.llama.module import Llama
-from meshwright.train.build import initialize
+from meshwright.train.build_job import initialize
 
 Spec = LlamaSpec | DiTSpec
 

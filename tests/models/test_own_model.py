@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import store
-from meshwright.config.facts import model_facts, run_facts
-from meshwright.models.contract.build import build_part
-from meshwright.models.contract.facts import Part
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
+from meshwright.checkpoint import save_load
+from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.models.contract.build_module import build_part
+from meshwright.models.contract.model_facts import Part
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
 from meshwright.prove.report import render
@@ -148,7 +148,7 @@ def test_it_is_planned_without_torch_and_trained_by_the_command(home, words):
     assert figures["memory"]["parameters"] > 0 and figures["traffic"]["tensor"] > 0 and figures["fingerprint"]
     done = command(home, "run", preset(home), *words, "mesh.dp_shard=2", "--out", "run")
     assert done.returncode == 0, done.stderr
-    tensors = store.read_tensors(home / "run/checkpoints/00000006", ["model.seen.value"])
+    tensors = save_load.read_tensors(home / "run/checkpoints/00000006", ["model.seen.value"])
     assert int(tensors["model.seen.value"].sum()) == 6 * 16 * 16, "every token of every step, once"
     config = home / "run/config.toml"
     assert 'kind = "parallel_gpt.family:Gpt"' in config.read_text("utf-8")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from meshwright.nn.attention.module import Attention
+from meshwright.nn.attention.causal import Attention
 from meshwright.nn.attention.rope import rope_tables
 
 SHAPES = [(4, 4), (4, 2), (4, 1), (6, 3), (1, 1)]

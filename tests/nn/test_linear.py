@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.nn.block import TransformerBlock
-from meshwright.nn.defer import compute_deferred, defer_weight_gradients
+from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recompute
+from meshwright.nn.transformer_block import TransformerBlock
 
 
 def make_block():

@@ -11,10 +11,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.mesh.axes import Axes
-from meshwright.mesh.groups import build_mesh
+from meshwright.mesh.process_groups import build_mesh
 from meshwright.models.dit.block import DiTBlock
-from meshwright.nn.block import TransformerBlock
 from meshwright.nn.recompute import recompute
+from meshwright.nn.transformer_block import TransformerBlock
 
 B, T, D = 2, 6, 16
 

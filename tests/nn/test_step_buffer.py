@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import LayoutError
-from meshwright.nn.stepwise import StepBuffer
+from meshwright.nn.step_handles import StepBuffer
 
 
 def test_a_step_ends_with_its_commit():

@@ -9,20 +9,20 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright.config.facts import model_facts, run_facts
+from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
-from meshwright.mesh.groups import build_mesh
-from meshwright.mesh.shards import local_box, to_local
-from meshwright.models.contract.build import build_part
+from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.mesh.process_groups import build_mesh
+from meshwright.models.contract.build_module import build_part
 from meshwright.models.dit.module import DiT
-from meshwright.nn.defer import compute_deferred, defer_weight_gradients
-from meshwright.parallel.apply import apply_plan
-from meshwright.parallel.data import reduce_gradients, set_gradient_sync
-from meshwright.parallel.part import part_of
-from meshwright.parallel.tensor import sync_partial_gradients
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
+from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
+from meshwright.parallel.apply_plan import apply_plan
+from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync
+from meshwright.parallel.rank_model import part_of
+from meshwright.parallel.tensor_parallel import sync_partial_gradients
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.verify import verify
 from tests.helpers import outcome
 from tests.models.dit.dits import PICTURES, VIDEOS, fill, make_batch, words_of

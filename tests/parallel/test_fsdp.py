@@ -6,8 +6,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.mesh.axes import Axes
-from meshwright.mesh.groups import build_mesh
-from meshwright.parallel.fsdp import joined_mesh
+from meshwright.mesh.process_groups import build_mesh
+from meshwright.parallel.private import joined_mesh
 
 
 def joined(rank, world_size):

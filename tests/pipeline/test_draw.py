@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.errors import InputError
 from meshwright.pipeline import Action, ActionKind, Costs, EdgeCosts, StageCosts, generate, simulate
-from meshwright.pipeline.boxes import ROW, boxes
 from meshwright.pipeline.draw import draw, draw_comparison, text_timeline
+from meshwright.pipeline.figure_layout import ROW, boxes
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.timeline import Span, Timeline
 

@@ -10,16 +10,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.errors import ScheduleError
-from meshwright.nn.defer import defer_weight_gradients
+from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recompute
-from meshwright.pipeline.buffers import Buffers, TensorSpec
+from meshwright.pipeline.actions import BACKWARDS, ActionKind
 from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.generate import ScheduleKind, generate
 from meshwright.pipeline.lower import LowerOptions, forward_only, lower
+from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
+from meshwright.pipeline.schedule_table import Schedule, one_stage
 from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import BACKWARDS, ActionKind, Schedule, one_stage
 
 
 class Toy:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.pipeline import Schedule, generate, lower, verify
+from meshwright.pipeline.actions import COMPUTE, FREES, RECVS, SENDS, ActionKind
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.lower import LowerOptions, forward_only, num_slots
-from meshwright.pipeline.table import COMPUTE, FREES, RECVS, SENDS, ActionKind
 from tests.pipeline.random_tables import random_table
 
 K = ActionKind

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline import Costs, Schedule, generate, lower, simulate, verify
+from meshwright.pipeline.actions import Action, ActionKind
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.lower import LowerOptions, forward_only
-from meshwright.pipeline.table import Action, ActionKind
 from tests.pipeline.paper_executor import Wrong, run_on_paper
 from tests.pipeline.random_tables import random_table
 from tests.pipeline.table_faults import (

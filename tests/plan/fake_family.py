@@ -4,7 +4,8 @@ tokens and has an auxiliary loss. Described, and never built."""
 from __future__ import annotations
 
 from meshwright.config.schema import run_type
-from meshwright.models.contract.facts import (
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.model_facts import (
     AuxiliaryLoss,
     BufferFacts,
     EdgeFacts,
@@ -14,9 +15,8 @@ from meshwright.models.contract.facts import (
     Role,
     Saved,
 )
-from meshwright.models.contract.family import Family
-from meshwright.models.contract.styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
-from meshwright.plan.make import make_plan
+from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
+from meshwright.plan.make_plan import make_plan
 from meshwright.settings.section import ModelSection
 
 KIND = "tests.plan.fake_family:Fake"

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshwright.models.contract.facts import EdgeFacts, KindFacts, ModelFacts, Role, linear, vectors
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.fill import Normal
-from meshwright.models.contract.styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
-from meshwright.models.tasks.text import TextTask
+from meshwright.models.contract.initial_values import Normal
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Role, linear, vectors
+from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
+from meshwright.models.tasks.next_token import TextTask
+from meshwright.models.tasks.next_token_reference import TextReference
 from meshwright.models.tasks.text_data import open_text
-from meshwright.models.tasks.text_reference import TextReference
 from meshwright.nn.linear import Linear
 from meshwright.settings.section import ModelSection
 
@@ -98,4 +98,3 @@ class Rows(Family):
 
     def reference(self, f, data):
         return TextReference(f, data)
-

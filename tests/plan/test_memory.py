@@ -8,9 +8,9 @@ import sys
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.mesh.shards import to_local
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
+from meshwright.mesh.local_shards import to_local
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.train.optimizer import STATE_NAMES
 from tests.helpers import small_corpus
@@ -160,9 +160,8 @@ def test_larger_runs_take_more():
 
 def test_predicting_needs_no_torch_and_no_time():
     code = (
-        "import sys; from meshwright.plan.load import load; from meshwright.plan.make import make_plan; "
+        "import sys; from meshwright.plan.load_config import load; from meshwright.plan.make_plan import make_plan; "
         "from meshwright.plan.memory import predict_memory; "
         "predict_memory(make_plan(load('llama3-405b'))); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-

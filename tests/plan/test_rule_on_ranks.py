@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 
-from meshwright.mesh.shards import local_box, to_local
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
-from meshwright.plan.value import Gradient
+from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import Gradient
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import job_of
 
@@ -56,7 +56,7 @@ def gradients(rank, world_size, source, words, reduced=False):
 
     No FSDP2 here: the axes of data parallel only divide the samples, so nothing is reduced but by what is patched out.
     """
-    with mock.patch("meshwright.train.stages.sync_partial_gradients"), on_path():
+    with mock.patch("meshwright.train.pipeline_stages.sync_partial_gradients"), on_path():
         job, step = job_of(load(source, words), rank, world_size)
         step.accumulate(1)
         parameters = dict(job.model.named_parameters())

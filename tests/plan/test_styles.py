@@ -9,9 +9,9 @@ import pytest
 from meshwright.config.rules import violations
 from meshwright.config.schema import run_type
 from meshwright.errors import LayoutError
-from meshwright.models.contract.facts import ParameterFacts
-from meshwright.models.contract.styles import COLUMN, DIVIDED, ROW, STREAM, gather
-from meshwright.plan.make import make_plan
+from meshwright.models.contract.model_facts import ParameterFacts
+from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, ROW, STREAM, gather
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.verify import faults
 from tests.plan import fake_family
 from tests.plan.fake_family import KIND, Fake, fake_plan

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
-from meshwright.models.contract.styles import ROW, STREAM
-from meshwright.pipeline.table import ActionKind
-from meshwright.plan.text import from_json, to_json
-from meshwright.plan.value import Gradient, Shard
+from meshwright.models.contract.tp_styles import ROW, STREAM
+from meshwright.pipeline.actions import ActionKind
+from meshwright.plan.run_plan import Gradient, Shard
+from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.verify import faults, verify
 from tests.plan.plans import (
     ALL,
@@ -152,7 +152,7 @@ def places_in(tree):
 def test_without_torch():
     """A plan is read and verified without torch and numpy."""
     code = (
-        "import sys; import meshwright.plan.verify, meshwright.plan.text, meshwright.plan.compare;"
+        "import sys; import meshwright.plan.verify, meshwright.plan.serialize, meshwright.plan.compare;"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

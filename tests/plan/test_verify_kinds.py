@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.models.contract.styles import COLUMN, gather
-from meshwright.plan.value import Shard
+from meshwright.models.contract.tp_styles import COLUMN, gather
+from meshwright.plan.run_plan import Shard
 from tests.plan.plans import (
     ALL,
     NORM,

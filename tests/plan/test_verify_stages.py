@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.pipeline.table import ActionKind, Schedule
-from meshwright.plan.value import Shard
+from meshwright.pipeline.actions import ActionKind
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.plan.run_plan import Shard
 from tests.plan.plans import (
     DIT,
     PLAIN,

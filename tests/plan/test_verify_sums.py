@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.value import By, Shard, StepSum
+from meshwright.plan.run_plan import By, Shard, StepSum
 from tests.plan.plans import (
     ALL,
     FROZEN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare import compare
+from meshwright.prove.compare.conclude import compare
 from tests.prove.synthetic import SHAPES, hold, make_layout, make_reference
 
 EVERY = list(SHAPES)

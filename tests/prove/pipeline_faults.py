@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.comm.p2p import Channel
-from meshwright.config.facts import run_facts
-from meshwright.mesh.shards import to_local
-from meshwright.nn.init import normal_piece
-from meshwright.pipeline.table import RECVS, Action, ActionKind
-from meshwright.prove.record import Tamper
-from meshwright.train.build import Job, initialize
-from meshwright.train.step import TrainStep
+from meshwright.config.facts_for_family import run_facts
+from meshwright.mesh.local_shards import to_local
+from meshwright.nn.weight_init import normal_piece
+from meshwright.pipeline.actions import RECVS, Action, ActionKind
+from meshwright.prove.record.layout_run import Tamper
+from meshwright.train.build_job import Job, initialize
+from meshwright.train.train_step import TrainStep
 from tests.prove.seeded_faults import Fault, drop_reduce_scatter, skip_partial_sums_over_tp
 
 K = ActionKind
@@ -327,8 +327,10 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         "blocks.1.attention.wq.weight",
     ),
     "shared gradients are not added up": Fault(
-        sync_shared(0), (*PIPE, TIED),
-        ("the sum over pp is missing", "shared parameter are due, summed, on stages 0 and 1"), "embed.weight"
+        sync_shared(0),
+        (*PIPE, TIED),
+        ("the sum over pp is missing", "shared parameter are due, summed, on stages 0 and 1"),
+        "embed.weight",
     ),
     "shared gradients are not added up, far apart": Fault(
         sync_shared(0), (*LONG, TIED), ("the sum over pp is missing", "ranks 0 and 3"), "embed.weight"
@@ -390,11 +392,9 @@ PIPELINE_FAULTS: dict[str, Fault] = {
 }
 
 LOUD_FAULTS: dict[str, Fault] = {
-    "an input is freed before its backward": Fault(
-        rows(free_input_early, pp=1), (*GPIPE, "pipeline.poison=true"), ("modified", "inplace")
-    ),
-    "an input is freed before its recomputation": Fault(
-        rows(free_input_early, pp=1), (*GPIPE, "recompute.policy=full", "pipeline.poison=true"), ("modified", "inplace")
-    ),
+    f"an input is freed before its {name}": Fault(
+        rows(free_input_early, pp=1), (*GPIPE, *words, "pipeline.poison=true"), ("modified", "inplace")
+    )
+    for name, words in {"backward": (), "recomputation": ("recompute.policy=full",)}.items()
 }
 """Faults that end the step: autograd sees that what it saved was poisoned."""

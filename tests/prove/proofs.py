@@ -14,21 +14,21 @@ from types import ModuleType
 import torch.distributed as dist
 
 from meshwright.config.schema import RunConfig
-from meshwright.data.pictures import Pictures
+from meshwright.data.images import Pictures
 from meshwright.models.dit.config import DiTConfig
-from meshwright.parallel import shared_grads
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
-from meshwright.prove.compare import compare
-from meshwright.prove.evidence import ReferenceEvidence
-from meshwright.prove.record import RankRecord, gather_evidence, record_rank
-from meshwright.prove.reference import compute_reference
-from meshwright.prove.result import ProofResult
+from meshwright.parallel import sync_shared_gradients
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.record.evidence import ReferenceEvidence
+from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
+from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.spec import as_proof
-from meshwright.prove.stages import stages_of
+from meshwright.prove.stage_placement import stages_of
 from meshwright.testing.gang import GangPool
-from meshwright.train import optimizer, stages, step
-from meshwright.train.context import RankContext, StatusBoard
+from meshwright.train import optimizer, pipeline_stages, train_step
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.helpers import open_data
 
 NUM_STEPS = 3
@@ -101,7 +101,7 @@ def record_on_rank(
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     corpus = data or open_data(config)
-    with restored(step, stages, optimizer, shared_grads, dist):
+    with restored(train_step, pipeline_stages, optimizer, sync_shared_gradients, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 

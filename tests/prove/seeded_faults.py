@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.config.facts import run_facts
-from meshwright.mesh.shards import to_local
-from meshwright.parallel.data import fsdp_modules
-from meshwright.prove.record import RecordingTask, Tamper
+from meshwright.config.facts_for_family import run_facts
+from meshwright.mesh.local_shards import to_local
+from meshwright.parallel.data_parallel import fsdp_modules
+from meshwright.prove.record.layout_run import RecordingTask, Tamper
 from meshwright.train import optimizer as optimizer_module
-from meshwright.train import stages as stages_module
-from meshwright.train import step as step_module
-from meshwright.train.build import Job, initialize
-from meshwright.train.step import TrainStep
+from meshwright.train import pipeline_stages as stages_module
+from meshwright.train import train_step as step_module
+from meshwright.train.build_job import Job, initialize
+from meshwright.train.train_step import TrainStep
 
 
 @dataclass(frozen=True)

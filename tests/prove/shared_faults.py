@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.mesh.shards import to_local
-from meshwright.parallel import shared_grads
-from meshwright.parallel.shared_grads import SharedGradients
-from meshwright.prove.record import Tamper
-from meshwright.train.build import Job
-from meshwright.train.step import TrainStep
+from meshwright.mesh.local_shards import to_local
+from meshwright.parallel import sync_shared_gradients
+from meshwright.parallel.sync_shared_gradients import SharedGradients
+from meshwright.prove.record.layout_run import Tamper
+from meshwright.train.build_job import Job
+from meshwright.train.train_step import TrainStep
 from tests.prove.pipeline_faults import norm_with_copies
 from tests.prove.seeded_faults import Fault
 
@@ -108,18 +108,18 @@ def exchange(first: str, second: str) -> Tamper:
 
 def leave_out_chunks(job: Job, step: TrainStep) -> None:
     """Of a rank's copies only the first enters the sum."""
-    shared_grads._added_up = lambda copies: copies[0].clone()  # restored by the test
+    sync_shared_gradients._added_up = lambda copies: copies[0].clone()  # restored by the test
 
 
 def hand_out_to_the_first(job: Job, step: TrainStep) -> None:
     """Of a rank's copies only the first gets the sum."""
-    real = shared_grads._hand_out
-    shared_grads._hand_out = lambda flat, values: real(flat, [copies[:1] for copies in values])
+    real = sync_shared_gradients._hand_out
+    sync_shared_gradients._hand_out = lambda flat, values: real(flat, [copies[:1] for copies in values])
 
 
 def count_chunks_twice(job: Job, step: TrainStep) -> None:
     """The result is handed out, and added up over chunks once more."""
-    shared_grads.all_reduce_sum = lambda total, group: all_reduce_sum(total.mul_(2), group=group)
+    sync_shared_gradients.all_reduce_sum = lambda total, group: all_reduce_sum(total.mul_(2), group=group)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.evidence import LayoutEvidence, ReferenceEvidence, Shard
+from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence, Shard
 
 STEPS = 3
 SAMPLES_PER_CELL = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.load import load
+from meshwright.plan.load_config import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.prove.proofs import prove_with, record_on_rank, small_config

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import LayoutError
-from meshwright.pipeline.table import ActionKind
-from meshwright.plan.pipeline import lowered_table
-from meshwright.prove.drift import DEFAULT, Curve, Drift, as_json, from_json, load_sharing
-from meshwright.prove.drift_draw import draw_drift
-from meshwright.prove.drift_record import train_twice, without_sync
-from meshwright.train.context import RankContext, StatusBoard
+from meshwright.pipeline.actions import ActionKind
+from meshwright.plan.pipeline_table import lowered_table
+from meshwright.prove.drift.draw import draw_drift
+from meshwright.prove.drift.experiment import DEFAULT, load_sharing
+from meshwright.prove.drift.record import train_twice, without_sync
+from meshwright.prove.drift.result import Curve, Drift, as_json, from_json
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.helpers import alternatives, open_data
 from tests.prove.proofs import SMALL, SOURCE
 

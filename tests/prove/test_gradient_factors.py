@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.result import Kind
+from meshwright.prove.compare.result import Kind
 from tests.prove.gradient_case import ALL, EVERY, FSDP_TP, HSDP, LAYOUTS, MATRIX, ODD, Case
 from tests.prove.synthetic import REPLICATED_OVER_TP, scale
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.result import Kind
+from meshwright.prove.compare.result import Kind
 from tests.prove.gradient_case import ALL, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare import compare
-from meshwright.prove.result import Kind
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import Kind
 from tests.prove.gradient_case import EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, MATRIX, Case
 from tests.prove.synthetic import SHAPES, box, cut, hold, scale
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare import compare
-from meshwright.prove.result import Kind
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import Kind
 from tests.prove.synthetic import make_layout, make_reference
 
 LAYOUTS = [Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2)]

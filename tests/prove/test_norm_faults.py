@@ -7,8 +7,8 @@ import math
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare import compare
-from meshwright.prove.result import Kind
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import Kind
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference, scale
 
 LAYOUTS = [

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.facts import model_facts
-from meshwright.pipeline.shared import SharedParameter
-from meshwright.plan.make import make_plan
+from meshwright.config.facts_for_family import model_facts
+from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.plan.make_plan import make_plan
 from meshwright.prove.report import render, to_json
-from meshwright.prove.stages import Stages, stages_of
+from meshwright.prove.stage_placement import Stages, stages_of
 from meshwright.testing.gang import GangError, GangPool
 from tests.prove.pipeline_faults import LOUD_FAULTS, PIPELINE_FAULTS
 from tests.prove.proofs import prove_with, record_on_rank, small_config

@@ -49,12 +49,27 @@ def test_every_schedule_is_proved(gang, kind, pp, axis, tied):
 
 UNEVEN = {
     "3 2 2 1": ("mesh.pp=4", "model.num_layers=8", "pipeline.layers_per_stage=[3,2,2,1]"),
-    "an empty stage": ("mesh.pp=4", "model.num_layers=3", "pipeline.layers_per_stage=[1,0,1,1]",
-                       "pipeline.allow_empty_stages=true"),
-    "no layer first": ("mesh.pp=2", "model.num_layers=2", "pipeline.layers_per_stage=[0,2]",
-                       "pipeline.allow_empty_stages=true", "mesh.tp=2"),
-    "no layer last": ("mesh.pp=2", "model.num_layers=2", "pipeline.layers_per_stage=[2,0]",
-                      "pipeline.allow_empty_stages=true", "mesh.dp_shard=2", "model.tie_embeddings=true"),
+    "an empty stage": (
+        "mesh.pp=4",
+        "model.num_layers=3",
+        "pipeline.layers_per_stage=[1,0,1,1]",
+        "pipeline.allow_empty_stages=true",
+    ),
+    "no layer first": (
+        "mesh.pp=2",
+        "model.num_layers=2",
+        "pipeline.layers_per_stage=[0,2]",
+        "pipeline.allow_empty_stages=true",
+        "mesh.tp=2",
+    ),
+    "no layer last": (
+        "mesh.pp=2",
+        "model.num_layers=2",
+        "pipeline.layers_per_stage=[2,0]",
+        "pipeline.allow_empty_stages=true",
+        "mesh.dp_shard=2",
+        "model.tie_embeddings=true",
+    ),
 }
 EMPTY_WITHIN_A_RANK = ("mesh.pp=2", "model.num_layers=2", "pipeline.allow_empty_stages=true")  # fmt: skip
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare import compare
-from meshwright.prove.pieces import Error
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import Diagnosis, Kind, ParameterResult, ProofResult, TensorResult
+from meshwright.prove.compare.tensor_shards import Error
 from meshwright.prove.report import MAX_LINES, WIDTH, render, to_json
-from meshwright.prove.result import Diagnosis, Kind, ParameterResult, ProofResult, TensorResult
 from tests.prove.synthetic import SHAPES, make_layout, make_reference, scale
 
 AXES = Axes(dp_replicate=2, dp_shard=2)

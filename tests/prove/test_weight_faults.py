@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare import compare
-from meshwright.prove.result import Kind
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import Kind
 from tests.prove.synthetic import SHAPES, Optimizer, hold, make_layout, make_reference, optimize, scale
 
 MATRIX = "blocks.0.attn.q.weight"

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
-from meshwright.plan.value import Gradient
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import Gradient
 from meshwright.plan.verify import verify
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof

@@ -74,8 +74,8 @@ def by_api(line: Sequence[str]) -> Figures:
 def _functions() -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
     """Of loading, of making what is priced, and of an entry's purpose: with a plan, and as before there was one."""
     try:
-        from meshwright.plan.load import load
-        from meshwright.plan.make import make_plan
+        from meshwright.plan.load_config import load
+        from meshwright.plan.make_plan import make_plan
     except ImportError:
         from meshwright.config.load import load as load_alone
 

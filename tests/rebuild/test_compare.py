@@ -163,9 +163,7 @@ def test_a_run_is_read_without_what_is_of_the_machine(tmp_path):
     line = {"step": 1, "loss": LOSS, "tokens_per_s": 3.5, "memory_bytes": 7}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     found = read_record(tmp_path, "validation 3.1 · 10 steps in 0.4 s\nsample\n  def f(\n")
-    assert found == Record(
-        ({"step": 1, "loss": LOSS},), {"w": Tensor("BF16", (1,), b"ab")}, {"sample": "  def f(\n"}
-    )
+    assert found == Record(({"step": 1, "loss": LOSS},), {"w": Tensor("BF16", (1,), b"ab")}, {"sample": "  def f(\n"})
 
 
 def test_the_lists_have_no_name_twice():

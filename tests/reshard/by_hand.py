@@ -9,8 +9,8 @@ from itertools import product
 from math import prod
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.pieces import received, sent, staging_elements
-from meshwright.reshard.steps import LOCAL, ReshardPlan, Step, StepKind, dtype_bytes
+from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, StepKind, dtype_bytes
+from meshwright.reshard.run.shard_exchange import received, sent, staging_elements
 
 
 def plan_of(

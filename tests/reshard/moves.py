@@ -6,8 +6,8 @@ from functools import reduce
 
 import torch
 
-from meshwright.mesh.layout import Reduction
-from meshwright.reshard.steps import ReshardPlan, Step, StepKind
+from meshwright.mesh.reduction import Reduction
+from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
 
 COMBINE = {
     Reduction.SUM: torch.add,
@@ -98,4 +98,3 @@ def direct(src, dst, *, kind=None, rounds=1):
 def plan_of(*steps):
     """A plan of these steps, without prices."""
     return ReshardPlan(steps[0].src, steps[-1].dst, "fp32", steps, 0, 0, 0, 0, 0.0)
-

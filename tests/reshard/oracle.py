@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 
-from meshwright.mesh.intervals import Split
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.moves import Problem, make_step
-from meshwright.reshard.normal_forms import without
-from meshwright.reshard.volumes import Splits, lower_bound
+from meshwright.mesh.shard_intervals import Split
+from meshwright.reshard.planner.candidate_steps import Problem, make_step
+from meshwright.reshard.planner.intermediate_layouts import without
+from meshwright.reshard.planner.volumes import Splits, lower_bound
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.steps import ReshardPlan, StepKind
+from meshwright.reshard.planner.steps import ReshardPlan, StepKind
 from tests.reshard.by_hand import plan_of
 
 K = StepKind
@@ -17,9 +17,7 @@ GATHER_SLICE_SWAP = plan_of(
     MESH, SHAPE, "S0 S1", ("all-gather", "1", "S0 R"), ("slice", "", "S0 S0"), ("permute", "0 1", "S0@1 S0@0")
 )
 EXCHANGE = plan_of(MESH, SHAPE, "S0 S1", ("all-to-all", "0 1", "S1 S0"))
-MIXED = plan_of(
-    MESH, SHAPE, "P(sum) P(max)", ("reduce-scatter", "1", "P(sum) S0"), ("reduce-scatter", "0", "S1 S0")
-)
+MIXED = plan_of(MESH, SHAPE, "P(sum) P(max)", ("reduce-scatter", "1", "P(sum) S0"), ("reduce-scatter", "0", "S1 S0"))
 REDUCE = plan_of(MESH, SHAPE, "P P", ("reduce-scatter", "1", "P S0"), ("all-reduce", "0", "R S0"))
 MAKE = plan_of(MESH, SHAPE, "S0 R", ("partition", "", "P R"))
 ROUNDS = plan_of(MESH, SHAPE, "S0 S1", ("all-to-all", "0 1", "S1 S0"), rounds=2)

@@ -17,10 +17,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.mesh.intervals import Split
-from meshwright.mesh.layout import Layout, Reduction
-from meshwright.reshard.moves import Problem, make_step
-from meshwright.reshard.steps import Step
+from meshwright.mesh.layout import Layout
+from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Split
+from meshwright.reshard.planner.candidate_steps import Problem, make_step
+from meshwright.reshard.planner.steps import Step
 
 
 @contextlib.contextmanager

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.bench.byte_counts import LiveBytes
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard import execute as execute_room
-from meshwright.reshard.compile import compile_step
-from meshwright.reshard.execute import execute
-from meshwright.reshard.groups import groups_of, prepare
-from meshwright.reshard.planner import clear_cache, plan
-from meshwright.reshard.steps import Step, StepKind
+from meshwright.reshard.planner.plan import clear_cache, plan
+from meshwright.reshard.planner.steps import Step, StepKind
+from meshwright.reshard.run import execute as execute_room
+from meshwright.reshard.run.compile_step import compile_step
+from meshwright.reshard.run.execute import execute
+from meshwright.reshard.run.process_groups import groups_of, prepare
+from meshwright_bench.byte_counters import LiveBytes
 from tests.reshard.moves import before, direct, fold, part, plan_of, value
 
 WORDS = ["R", "S0", "S1", "P"]

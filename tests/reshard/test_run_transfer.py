@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm import collectives
-from meshwright.comm.record import record_of
+from meshwright.comm.collective_log import record_of
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard import private
-from meshwright.reshard.across import redistribute_across
-from meshwright.reshard.dtensor import redistribute
-from meshwright.reshard.placements import dtensor_of, layout_of
-from meshwright.reshard.run_transfer import transfer
-from meshwright.reshard.transfer import plan_transfer
+from meshwright.reshard.cross_mesh.redistribute_across import redistribute_across
+from meshwright.reshard.cross_mesh.run_transfer import transfer
+from meshwright.reshard.cross_mesh.transfer_plan import plan_transfer
+from meshwright.reshard.dtensor import private
+from meshwright.reshard.dtensor.placements import dtensor_of, layout_of
+from meshwright.reshard.dtensor.redistribute import redistribute
 
 S, R = Shard, Replicate()
 DP_TP = ((0, 1), (2, 3))

@@ -11,12 +11,12 @@ import pytest
 from meshwright.cluster.presets import cluster_preset
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
-from meshwright.reshard.moves import Problem, make_step
-from meshwright.reshard.normal_forms import normal_forms
-from meshwright.reshard.samples import sample_layout
-from meshwright.reshard.search import search
+from meshwright.reshard.planner.candidate_steps import Problem, make_step
+from meshwright.reshard.planner.intermediate_layouts import normal_forms
+from meshwright.reshard.planner.random_layouts import sample_layout
+from meshwright.reshard.planner.search import search
 from tests.reshard import oracle
-from tests.reshard.test_planner import ROWS
+from tests.reshard.test_plan import ROWS
 
 UNIFORM_GAPS, MIXED_GAPS = (0.01, 1.05), (0.04, 3.0)
 """How often a plan may cost more than brute force finds, and at most how many times as much.
@@ -91,8 +91,7 @@ def test_the_estimate_hides_nothing_from_the_oracle(mesh: tuple[int, ...], src: 
     ends = (Layout.parse(text, mesh, (1024, 960)) for text in (src, dst))
     problem = Problem(*ends, 2, Topology.uniform(len(mesh)))
     found = [
-        oracle.cheapest(problem, 10**9, strided=True, max_priced=10**5, estimate=estimate)
-        for estimate in (True, False)
+        oracle.cheapest(problem, 10**9, strided=True, max_priced=10**5, estimate=estimate) for estimate in (True, False)
     ]
     assert found[0] is not None and found[1] is not None
     ours = plan(problem.src, problem.dst).time_us

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.mesh.layout import Layout, Reduction
-from meshwright.reshard.moves import kind_of
-from meshwright.reshard.pieces import received, sent, staging_elements
-from meshwright.reshard.samples import sample_layout
-from meshwright.reshard.staging import Staging
-from meshwright.reshard.steps import LOCAL, Step, StepKind
-from meshwright.reshard.volumes import Volume, commute, is_permutation, lower_bound, numels, volume
+from meshwright.mesh.layout import Layout
+from meshwright.mesh.reduction import Reduction
+from meshwright.reshard.planner.candidate_steps import kind_of
+from meshwright.reshard.planner.peak_memory import Staging
+from meshwright.reshard.planner.random_layouts import sample_layout
+from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
+from meshwright.reshard.planner.volumes import Volume, commute, is_permutation, lower_bound, numels, volume
+from meshwright.reshard.run.shard_exchange import received, sent, staging_elements
 
 MESHES = [(2,), (3,), (2, 3), (4, 2), (3, 1, 2), (2, 2, 2)]
 SIZES = [0, 1, 4, 7, 12, 13]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.testing.gang import GangError, GangPool
-from meshwright.testing.worker import MANY_THREADS
+from meshwright.testing.gang_worker import MANY_THREADS
 
 
 def add(rank, world_size, left, right=0):

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.config.facts import run_facts
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.mesh.shards import local_box, to_local
+from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.contract.task import Task
-from meshwright.models.tasks.generate import generate
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
-from meshwright.plan.value import RunPlan
-from meshwright.train.build import Job, build_job
-from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.evaluate import PipelineForward
-from meshwright.train.stages import Pipeline
-from meshwright.train.step import StepResult, TrainStep
+from meshwright.models.tasks.generate_text import generate
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import RunPlan
+from meshwright.train.build_job import Job, build_job
+from meshwright.train.forward_only import PipelineForward
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright.train.pipeline_stages import Pipeline
+from meshwright.train.train_step import StepResult, TrainStep
 from tests.helpers import SMALL, for_pictures, open_data
 
 

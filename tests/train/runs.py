@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import list_checkpoints
-from meshwright.plan.load import load
-from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.folder import RunFolder, choose_folder
-from meshwright.train.launch import launch
-from meshwright.train.reporter import Reporter
-from meshwright.train.runspec import RunSpec
+from meshwright.plan.load_config import load
+from meshwright.train.launch.launcher import launch
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.record.reporter import Reporter
+from meshwright.train.run_folder import RunFolder, choose_folder
 from tests.helpers import SMALL, clean_environment, open_data
 
 STEPS = ["train.steps=8", "checkpoint.every=2", "checkpoint.keep=3", "train.validate_every=4", *SMALL,
@@ -107,8 +107,8 @@ def faulty_body(context: RankContext, argument: tuple[RunSpec, Fault | None, Pat
     """What a rank runs: a training, with a fault in it."""
     import torch
 
-    from meshwright.train import step
-    from meshwright.train.run import run_rank
+    from meshwright.train import train_step
+    from meshwright.train.rank_run import run_rank
 
     spec, fault, folder = argument
     (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
@@ -116,12 +116,12 @@ def faulty_body(context: RankContext, argument: tuple[RunSpec, Fault | None, Pat
         board = FaultyBoard(context.board, fault, folder)
         context = replace(context, board=board)
         context.post("starting")
-        accumulate = step.TrainStep.accumulate
+        accumulate = train_step.TrainStep.accumulate
 
-        def spoilt(self: step.TrainStep, number: int) -> torch.Tensor:
+        def spoilt(self: train_step.TrainStep, number: int) -> torch.Tensor:
             return accumulate(self, number) * (float("nan") if board.spoilt else 1.0)
 
-        step.TrainStep.accumulate = spoilt
+        train_step.TrainStep.accumulate = spoilt
     run_rank(context, spec)
 
 
@@ -129,9 +129,7 @@ def choose(words: Sequence[str], *, out: Path | None, resume: str | None) -> Run
     """Where a run with these words would write, and what it would start from."""
     config = load(None, [*STEPS, *words])
     with ExitStack() as hold:
-        return choose_folder(
-            config, out=out, resume=resume, corpus=open_data(config).fingerprint, hold=hold
-        )
+        return choose_folder(config, out=out, resume=resume, corpus=open_data(config).fingerprint, hold=hold)
 
 
 def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume: str | None = None) -> None:
@@ -154,7 +152,7 @@ def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The deterministic part of a run's metrics."""
-    from meshwright.train.curves import read_metrics
+    from meshwright.train.record.loss_curves import read_metrics
 
     return [{k: line[k] for k in DETERMINISTIC if k in line} for line in read_metrics(out / "metrics.jsonl")]
 
@@ -162,7 +160,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def final_state(out: Path) -> dict[str, Any]:
     """All tensors of a run's last checkpoint, whole."""
     from meshwright.checkpoint.manifest import verify
-    from meshwright.checkpoint.store import read_tensors, tensor_names
+    from meshwright.checkpoint.save_load import read_tensors, tensor_names
 
     path = list_checkpoints(out / "checkpoints")[-1]
     verify(path)
@@ -214,7 +212,7 @@ class Hold:
 HOLDING = """
 import time
 from pathlib import Path
-from meshwright.train.context import StatusBoard
+from meshwright.train.launch.rank_context import StatusBoard
 
 post = StatusBoard.post
 

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints, verify
-from meshwright.plan.load import load
-from meshwright.train.launch import SAME_S
+from meshwright.plan.load_config import load
+from meshwright.train.launch.launcher import SAME_S
 from tests.helpers import meshwright, small_corpus
 from tests.train.runs import (
     STEPS,

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import RunError
-from meshwright.plan.load import load
-from meshwright.train.launch import launch
-from meshwright.train.reporter import Reporter
-from meshwright.train.runspec import RunSpec
+from meshwright.plan.load_config import load
+from meshwright.train.launch.launcher import launch
+from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.record.reporter import Reporter
 from tests.helpers import clean_environment, meshwright, small_corpus
 from tests.train.runs import STEPS, choose, is_alive
 
@@ -37,7 +37,7 @@ class SleepyBoard:
 
 
 def sleepy_body(context, argument):
-    from meshwright.train.run import run_rank
+    from meshwright.train.rank_run import run_rank
 
     spec, folder = argument
     (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
@@ -47,7 +47,9 @@ def sleepy_body(context, argument):
 CASES = {
     "sharded": (["mesh.dp_shard=2"], r"(all_gather|reduce_scatter)\w*, number \d+ by PyTorch's count", r"step\.py"),
     "compressed": (
-        ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"], r"all_gather, number \d+", r"step\.py"
+        ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"],
+        r"all_gather, number \d+",
+        r"step\.py",
     ),
     "pipeline": (["mesh.pp=2", "train.num_microbatches=4"], r"(send|receive), number \d+", r"execute\.py"),
 }

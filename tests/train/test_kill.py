@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import list_checkpoints, newest_valid, verify
-from meshwright.checkpoint.store import read_tensors, tensor_names
+from meshwright.checkpoint.save_load import read_tensors, tensor_names
 from meshwright.errors import RunError
 from tests.helpers import small_corpus
 from tests.train.runs import Fault, assert_bitwise_equal, choose, metrics, num_steps, train

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.mesh.shards import num_shards, to_local
+from meshwright.mesh.local_shards import num_shards, to_local
 from meshwright.train.optimizer import local_squared_norm
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import Trace, make_job, run_on, trace
@@ -40,10 +40,14 @@ LAYOUTS = {
     "tp 2, dp_shard 2, tied": (4, ["mesh.tp=2", "mesh.dp_shard=2"], [TIED]),
     "pp 2": (2, ["mesh.pp=2", "train.num_microbatches=4"], TWO_LAYERS),
     "pp 2, zb-v, dp_shard 2, tied": (
-        4, ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v", "train.num_microbatches=4"], [*FOUR_LAYERS, TIED]
+        4,
+        ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v", "train.num_microbatches=4"],
+        [*FOUR_LAYERS, TIED],
     ),
     "pp 2, tp 2, recompute": (
-        4, ["mesh.pp=2", "mesh.tp=2", "train.num_microbatches=4", "recompute.policy=full"], TWO_LAYERS
+        4,
+        ["mesh.pp=2", "mesh.tp=2", "train.num_microbatches=4", "recompute.policy=full"],
+        TWO_LAYERS,
     ),
     "dp_shard 2, a large embedding": (2, ["mesh.dp_shard=2"], ["model.vocab_size=4096"]),
     "dp_shard 4, uneven": (4, ["mesh.dp_shard=4"], UNEVEN),

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import RunError
-from meshwright.models.tasks.text import text_unit
-from meshwright.train.curves import read_metrics
-from meshwright.train.metrics import MetricsFile, plot_loss
+from meshwright.models.tasks.next_token import text_unit
+from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.metrics import MetricsFile, plot_loss
 
 
 def fill(path, last, *, after=0):

@@ -13,12 +13,12 @@ from multiprocessing import get_context
 import pytest
 
 from meshwright.errors import RunError
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
-from meshwright.plan.pipeline import lowered_table
-from meshwright.train.launch import launch
-from meshwright.train.reporter import Reporter
-from meshwright.train.runspec import RunSpec
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.pipeline_table import lowered_table
+from meshwright.train.launch.launcher import launch
+from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.record.reporter import Reporter
 from tests.helpers import small_corpus
 from tests.train.runs import LIMIT_S, STEPS, choose, is_alive, num_steps, rank_pids, start, wait_until
 
@@ -103,7 +103,7 @@ def row_of(config, rank):
 
 
 def signalling_body(context, argument):
-    from meshwright.train.run import run_rank
+    from meshwright.train.rank_run import run_rank
 
     spec, moment, folder = argument
     (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
@@ -210,6 +210,6 @@ def test_a_rank_stopped_outside_of_an_action(endings, name):
     "Connection closed by peer", "Socket Timeout",
 ])  # fmt: skip
 def test_what_waiting_in_vain_says_is_no_cause_of_its_own(said):
-    from meshwright.train.worker import is_lost_peer
+    from meshwright.train.launch.local_worker import is_lost_peer
 
     assert is_lost_peer(RuntimeError(said)) and not is_lost_peer(ValueError(said))

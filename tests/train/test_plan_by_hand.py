@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.errors import ConfigError, InputError, LayoutError
-from meshwright.plan.adopt import adopt_plan
 from meshwright.plan.compare import hashes
-from meshwright.plan.make import make_plan
-from meshwright.plan.text import from_json, to_json
+from meshwright.plan.load_plan import adopt_plan
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from tests.helpers import SMALL, meshwright, quick_and_slow, small_corpus
 from tests.train.jobs import job_of, load_words
@@ -97,8 +97,11 @@ def train(rank, world_size, words, change, folder):
     return {
         "losses": losses,
         "units": [name for name, module in modules if isinstance(module, FSDPModule)],
-        "reduced": {name: module._get_fsdp_state()._mp_policy.reduce_dtype
-                    for name, module in modules if isinstance(module, FSDPModule)},
+        "reduced": {
+            name: module._get_fsdp_state()._mp_policy.reduce_dtype
+            for name, module in modules
+            if isinstance(module, FSDPModule)
+        },
         "layers": sorted({name.split(".")[1] for name, _ in modules if name.startswith("blocks.")}),
         "calls": calls,
         "sent": None if sent is None else sent.inside + sent.between,
@@ -164,8 +167,14 @@ WRONG = {
     "frozen": (["train.freeze=embed.*"], None, ConfigError, ".trained"),
     "an unknown field": ([], lambda tree: tree.update(extra=1), ConfigError, "extra"),
     "another version": ([], lambda tree: tree.update(format=99), ConfigError, "99"),
-    "traffic of nobody": ([], lambda tree: [one.update(elements=3 * one["elements"]) for kind in tree["kinds"]
-                                            for one in kind["collectives"]], ConfigError, "other collectives"),
+    "traffic of nobody": (
+        [],
+        lambda tree: [
+            one.update(elements=3 * one["elements"]) for kind in tree["kinds"] for one in kind["collectives"]
+        ],
+        ConfigError,
+        "other collectives",
+    ),
     "activations of nobody": ([], lambda tree: tree["kinds"][1].update(saved_elements=5), ConfigError, "saved_el"),
     "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of 'blocks'"),
     "no plan": ([], lambda tree: tree.clear(), ConfigError, ""),

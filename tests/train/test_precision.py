@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.mesh.groups import process_group
-from meshwright.parallel.apply import needs_mesh
-from meshwright.plan.make import make_plan
+from meshwright.mesh.process_groups import process_group
+from meshwright.parallel.apply_plan import needs_mesh
+from meshwright.plan.make_plan import make_plan
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, pieces, run_on, trace
 
@@ -104,6 +104,6 @@ def test_compiled_it_computes_the_same(gang, corpus, float32, world_size, layout
 
 def test_only_what_needs_a_mesh_has_one(corpus):
     for words, needed in (([], False), ([BF16], True), (["mesh.tp=2"], True), (["train.precision=float64"], False)):
-        from meshwright.plan.load import load
+        from meshwright.plan.load_config import load
 
         assert needs_mesh(make_plan(load(None, words))) is needed

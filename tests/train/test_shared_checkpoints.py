@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
-from meshwright.checkpoint import store
-from meshwright.config.facts import run_facts
-from meshwright.data.pictures import Pictures
-from meshwright.train.build import refresh_copies
+from meshwright.checkpoint import save_load
+from meshwright.config.facts_for_family import run_facts
+from meshwright.data.images import Pictures
+from meshwright.train.build_job import refresh_copies
 from meshwright.train.optimizer import named_state
-from meshwright.train.step import TrainStep
+from meshwright.train.train_step import TrainStep
 from tests.helpers import for_pictures, meshwright
 from tests.prove.proofs import few_pictures
 from tests.train.runs import STEPS, assert_bitwise_equal, final_state, metrics
@@ -28,13 +28,13 @@ def continued(rank, world_size, words, pictures: Pictures, folder, resumes):
     step = TrainStep(job, job.family.task(run_facts(job.config), pictures, job.device), lambda: False)
     tensors = named_state(job.model, job.optimizer)
     if resumes:
-        store.load(folder / f"{MIDDLE:08d}", tensors)
+        save_load.load(folder / f"{MIDDLE:08d}", tensors)
         refresh_copies(job)
     losses = []
     for number in range(MIDDLE + 1 if resumes else 1, LAST + 1):
         losses.append(step(number).loss)
         if number == MIDDLE:
-            store.save(folder, MIDDLE, tensors, model={}, run={}, keep=1)
+            save_load.save(folder, MIDDLE, tensors, model={}, run={}, keep=1)
     return losses[-(LAST - MIDDLE) :], copies_of(job)
 
 

@@ -7,16 +7,16 @@ import re
 import pytest
 import torch
 
-from meshwright.config.facts import run_facts
+from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import DataError, LayoutError
-from meshwright.mesh.shards import local_box, to_local
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
-from meshwright.train.build import build_job
-from meshwright.train.context import RankContext, StatusBoard
-from meshwright.train.run import check_agreement
-from meshwright.train.stages import Pipeline
-from meshwright.train.step import TrainStep
+from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.train.build_job import build_job
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright.train.pipeline_stages import Pipeline
+from meshwright.train.rank_run import check_agreement
+from meshwright.train.train_step import TrainStep
 from tests.helpers import quick_and_slow
 from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, few_pictures
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
-from meshwright.parallel.data import fsdp_modules
-from meshwright.parallel.tensor import average_copies
-from meshwright.plan.make import make_plan
-from meshwright.plan.messages import Purpose
+from meshwright.parallel.data_parallel import fsdp_modules
+from meshwright.parallel.tensor_parallel import average_copies
+from meshwright.plan.collective_bytes import Purpose
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import predict_traffic
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job
@@ -193,7 +193,7 @@ def mean_of_copies(rank, world_size, words):
         with mode:
             average_copies(model, mesh)
 
-    with mock.patch("meshwright.train.stages.average_copies", counted_mean):
+    with mock.patch("meshwright.train.pipeline_stages.average_copies", counted_mean):
         step(2)
     return mode.total
 

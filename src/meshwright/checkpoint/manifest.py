@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.durable import FileEntry, hash_file
+from meshwright.checkpoint.durable_files import FileEntry, hash_file
 from meshwright.errors import CheckpointError
 
 __all__ = [

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from meshwright.checkpoint.layout import Layout, Piece, TensorEntry
-from meshwright.checkpoint.planners import shareable
-from meshwright.checkpoint.tensor_file import DTYPES, open_tensors, read_slices
+from meshwright.checkpoint.dcp_planners import shareable
+from meshwright.checkpoint.layout_file import Layout, Piece, TensorEntry
+from meshwright.checkpoint.safetensors_file import DTYPES, open_tensors, read_slices
 from meshwright.errors import CheckpointError
 
 

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint import directory, layout, manifest
-from meshwright.checkpoint.durable import DurableFile, FileEntry, write_file
-from meshwright.checkpoint.layout import LAYOUT, Piece, TensorEntry, piece_key
-from meshwright.checkpoint.planners import shareable, tensor_data
-from meshwright.checkpoint.tensor_file import TensorToWrite, dtype_name, write_tensors
+from meshwright.checkpoint import atomic_directory, layout_file, manifest
+from meshwright.checkpoint.dcp_planners import shareable, tensor_data
+from meshwright.checkpoint.durable_files import DurableFile, FileEntry, write_file
+from meshwright.checkpoint.layout_file import LAYOUT, Piece, TensorEntry, piece_key
+from meshwright.checkpoint.safetensors_file import TensorToWrite, dtype_name, write_tensors
 from meshwright.errors import RunError
 from meshwright.log import get_logger
 from meshwright.units import format_bytes
@@ -66,7 +66,7 @@ class SafetensorsWriter(StorageWriter):
     def __init__(self, request: SaveRequest, *, rank: int) -> None:
         self._request = request
         self._rank = rank
-        self._temporary = directory.temporary_path(request.root, request.step)
+        self._temporary = atomic_directory.temporary_path(request.root, request.step)
         self._is_coordinator = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -87,8 +87,8 @@ class SafetensorsWriter(StorageWriter):
         # What can't be written into the manifest should fail now, not when everything else has been written.
         manifest.encode(step=request.step, model=request.model, run=request.run, files={})
         with self._explained(self._temporary):
-            directory.clean(request.root)
-            directory.begin(request.root, request.step)
+            atomic_directory.clean(request.root)
+            atomic_directory.begin(request.root, request.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The planner's, as it is."""
@@ -122,12 +122,12 @@ class SafetensorsWriter(StorageWriter):
         pieces: list[StoredPiece] = [result.storage_data for of_rank in results for result in of_rank]
         entries = {stored.piece.file: stored.file_entry for stored in pieces}
         with self._explained(self._temporary / LAYOUT):
-            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout.encode(_tensor_entries(pieces)))
-            final = directory.commit(
+            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout_file.encode(_tensor_entries(pieces)))
+            final = atomic_directory.commit(
                 self._temporary, step=request.step, model=request.model, run=request.run, files=entries
             )
         try:
-            directory.prune(request.root, request.keep, protect=final)
+            atomic_directory.prune(request.root, request.keep, protect=final)
         except OSError as error:  # the new checkpoint is safe, which is what was asked for
             _log.warning("%s is saved, but an older checkpoint can't be removed: %s", final, error)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_words, newest_valid, read_manifest, verify
-from meshwright.cli.style import paint
+from meshwright.cli.colors import paint
 from meshwright.errors import CheckpointError
 from meshwright.units import format_bytes
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright import __version__
-from meshwright.cli.style import paint
+from meshwright.cli.colors import paint
 from meshwright.units import GIB, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.style import paint
-from meshwright.cli.words import split_words
+from meshwright.cli.colors import paint
+from meshwright.cli.config_arguments import split_words
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
-    from meshwright.prove.drift import Curve, Drift
+    from meshwright.prove.drift.result import Curve, Drift
 
 WORDS_HELP = "A preset's name or a TOML file, then section.key=value …; dit-digits mesh.pp=2 pipeline.chunks=2 if none."
 
@@ -26,10 +26,10 @@ def drift(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
 ) -> None:
     """Train a layout with and without summing the gradients of shared parameters, and show the copies drift apart."""
-    from meshwright.picture import check_picture
-    from meshwright.plan.make import make_plan
-    from meshwright.prove.drift import load_sharing, measure_drift
-    from meshwright.train.launch import context_from_environment
+    from meshwright.figure import check_picture
+    from meshwright.plan.make_plan import make_plan
+    from meshwright.prove.drift.experiment import load_sharing, measure_drift
+    from meshwright.train.launch.launcher import context_from_environment
 
     if context_from_environment() is not None:
         raise InputError(
@@ -48,7 +48,7 @@ def drift(
     for label, curve in (("with the sum", found.synced), ("without it", found.unsynced)):
         print(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, found)}")
     if out is not None:
-        from meshwright.prove.drift_draw import draw_drift
+        from meshwright.prove.drift.draw import draw_drift
 
         title = f"Copies of shared parameters, with and without the sum of their gradients\n{facts}"
         draw_drift(found, out, title=title)

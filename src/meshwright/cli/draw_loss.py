@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.style import paint
+from meshwright.cli.colors import paint
 
 
 def loss(
@@ -17,9 +17,9 @@ def loss(
     window: Annotated[int, typer.Option(min=1, help="Steps that differences are a mean over.")] = 20,
 ) -> None:
     """Compare the losses of runs with those of the first."""
-    from meshwright.picture import check_picture
-    from meshwright.train.curves import read_curves
-    from meshwright.train.draw_losses import differences, draw_losses
+    from meshwright.figure import check_picture
+    from meshwright.train.record.draw_loss_curves import differences, draw_losses
+    from meshwright.train.record.loss_curves import read_curves
 
     if out is not None:
         check_picture(out)

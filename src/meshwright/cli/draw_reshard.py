@@ -33,9 +33,9 @@ def reshard(
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")] = False,
 ) -> None:  # fmt: skip
     """Plan how a tensor gets from one layout to another: steps, bytes, time, memory."""
+    from meshwright.figure import check_picture
     from meshwright.mesh.layout import Layout
-    from meshwright.picture import check_picture
-    from meshwright.reshard import plan
+    from meshwright.reshard import draw_plan, explain_plan, plan
 
     if out is not None:
         check_picture(out)
@@ -55,9 +55,9 @@ def reshard(
         words = {r"dtype='(\w+)'": r"--dtype \1", r"memory_cap_bytes=(\d+)": r"--memory-cap \1"}
         option = {"dtype": "--dtype", "memory_cap_bytes": "--memory-cap"}.get(error.where, error.where)
         raise _located(error, f"{COMMAND_LINE}, {option}", words) from None
-    print(planned.to_json() if json else planned.explain())
+    print(planned.to_json() if json else explain_plan(planned))
     if out is not None:
-        planned.draw(str(out))
+        draw_plan(planned, str(out))
         if not json:
             print(f"picture   {out}")
 

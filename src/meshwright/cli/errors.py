@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from meshwright.cli.style import CLEAR_LINE, is_terminal, paint
+from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint
 from meshwright.errors import MeshwrightError
 
 

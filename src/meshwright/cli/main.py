@@ -7,9 +7,9 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, draw, plan, presets, prove, run
+from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, plan, presets, prove, run
+from meshwright.cli.colors import tolerate
 from meshwright.cli.errors import show_error
-from meshwright.cli.style import tolerate
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -25,8 +25,8 @@ app.command()(run.run)
 app.command()(prove.prove)
 app.command()(presets.presets)
 app.command()(doctor.doctor)
-app.command()(bench.bench)
-app.add_typer(draw.app, name="draw")
+app.command("bench", context_settings=bench.ANY_WORDS)(bench.bench_command())
+app.add_typer(draw_pipeline.app, name="draw")
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

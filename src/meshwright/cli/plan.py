@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.style import paint
-from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.cli.colors import paint
+from meshwright.cli.config_arguments import WORDS_HELP, split_words
 from meshwright.errors import InputError
-from meshwright.output import check_output, write_output
+from meshwright.output_files import check_output, write_output
 
 if TYPE_CHECKING:
-    from meshwright.plan.value import RunPlan
+    from meshwright.plan.run_plan import RunPlan
 
 STDOUT = Path("-")
 JSON_OPTION, OUT_OPTION = "command line, --json", "command line, -o"
@@ -35,7 +35,7 @@ def plan(
     ] = None,
 ) -> None:
     """Show a run's memory, traffic, stages, units and reductions, verified, without starting it."""
-    from meshwright.plan.text import to_json
+    from meshwright.plan.serialize import to_json
     from meshwright.plan.verify import verify
 
     for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
@@ -75,9 +75,9 @@ def _words(text: str) -> list[str]:
 
 def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan]:
     """The plan of a preset, a configuration's file or words; or the one in a file."""
-    from meshwright.plan.adopt import read_plan
-    from meshwright.plan.load import load
-    from meshwright.plan.make import make_plan
+    from meshwright.plan.load_config import load
+    from meshwright.plan.load_plan import read_plan
+    from meshwright.plan.make_plan import make_plan
 
     source, overrides = split_words(words)
     if source is not None and source.endswith(".json"):
@@ -97,7 +97,7 @@ def _figures(name: str, made: RunPlan) -> dict[str, Any]:
     """What programs read: bytes by type and purpose, the hashes, and the plan itself."""
     from meshwright.plan.compare import hashes
     from meshwright.plan.memory import predict_memory
-    from meshwright.plan.text import encode
+    from meshwright.plan.serialize import encode
     from meshwright.plan.traffic import predict_traffic
 
     memory, traffic, found = predict_memory(made), predict_traffic(made), hashes(made)

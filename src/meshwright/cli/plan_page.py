@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from meshwright.plan.compare import hashes
 from meshwright.plan.memory import predict_memory
-from meshwright.plan.mesh import Atoms
+from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.run_plan import BYTES, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
-from meshwright.plan.value import BYTES, Collective, RunPlan, Unit
 from meshwright.units import format_bytes, format_count
 
 COLUMNS = 80

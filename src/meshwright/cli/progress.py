@@ -8,10 +8,10 @@ import shutil
 import sys
 import time
 
-from meshwright.cli.style import CLEAR_LINE, is_terminal, paint, tolerate
+from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
-from meshwright.train.reporter import Facts, Progress, Reporter, Summary, Validation
+from meshwright.train.record.reporter import Facts, Progress, Reporter, Summary, Validation
 from meshwright.units import format_bytes, format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"

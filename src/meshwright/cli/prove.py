@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.style import paint
-from meshwright.cli.words import WORDS_HELP, split_words
+from meshwright.cli.colors import paint
+from meshwright.cli.config_arguments import WORDS_HELP, split_words
 from meshwright.errors import InputError
-from meshwright.output import check_output, write_output
+from meshwright.output_files import check_output, write_output
 from meshwright.units import format_duration
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def prove(
 ) -> None:
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
     from meshwright import api
-    from meshwright.train.launch import context_from_environment
+    from meshwright.train.launch.launcher import context_from_environment
 
     if context_from_environment() is not None:
         raise InputError(

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.style import CLEAR_LINE, is_terminal
-from meshwright.cli.words import WORDS_HELP, path_of, split_words
+from meshwright.cli.colors import CLEAR_LINE, is_terminal
+from meshwright.cli.config_arguments import WORDS_HELP, path_of, split_words
 
 
 def run(
@@ -30,10 +30,10 @@ def run(
 ) -> None:
     """Train: start the processes that the mesh needs here, or join those that a launcher started."""
     from meshwright import api
-    from meshwright.config.facts import run_facts
-    from meshwright.plan.adopt import adopt_plan
-    from meshwright.plan.load import load
-    from meshwright.train.launch import context_from_environment, run_as_rank
+    from meshwright.config.facts_for_family import run_facts
+    from meshwright.plan.load_config import load
+    from meshwright.plan.load_plan import adopt_plan
+    from meshwright.train.launch.launcher import context_from_environment, run_as_rank
 
     path = path_of("--out", out)
     path_of("--resume", resume)
@@ -43,7 +43,7 @@ def run(
 
     # The configuration is right: from here on numpy may be imported.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.runspec import RunSpec
+    from meshwright.train.launch.run_spec import RunSpec
 
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     say = partial(_say_waiting, quiet=quiet)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.comm.alltoallv import all_to_all
-    from meshwright.comm.ddp import compress_ddp
-    from meshwright.comm.fsdp import Compression, Replicas, compress
-    from meshwright.comm.placement import Placement, place
+    from meshwright.comm.compression.ddp_hook import compress_ddp
+    from meshwright.comm.compression.fsdp_compress import Compression, Replicas, compress
+    from meshwright.comm.node_groups import Placement, place
 
 _FILES = {
-    "Compression": "fsdp",
-    "Placement": "placement",
-    "Replicas": "fsdp",
+    "Compression": "compression.fsdp_compress",
+    "Placement": "node_groups",
+    "Replicas": "compression.fsdp_compress",
     "all_to_all": "alltoallv",
-    "compress": "fsdp",
-    "compress_ddp": "ddp",
-    "place": "placement",
+    "compress": "compression.fsdp_compress",
+    "compress_ddp": "compression.ddp_hook",
+    "place": "node_groups",
 }
 """Public names, and the files that they are in; all of them import torch."""
 
@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

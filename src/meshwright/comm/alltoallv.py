@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshwright.comm.collective_log import Passage, compare, passing, record_of
 from meshwright.comm.collectives import SENT_AS_THEY_ARE, rank, world_size
+from meshwright.comm.message_format import type_words
 from meshwright.comm.p2p import move_at_once
-from meshwright.comm.record import Passage, compare, passing, record_of
-from meshwright.comm.words import type_words
 from meshwright.errors import LayoutError
 
 RULE = "send_splits and recv_splits have a number of rows for each rank of the group; send_splits sum to the rows of x"
@@ -114,9 +114,7 @@ def all_to_all_into(
             dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
 
 
-def _permute(
-    out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], group: ProcessGroup | None
-) -> None:
+def _permute(out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], group: ProcessGroup | None) -> None:
     targets = [other for other, rows in enumerate(send) if rows]
     sources = [other for other, rows in enumerate(recv) if rows]
     if targets == sources == [rank(group)]:

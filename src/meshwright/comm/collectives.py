@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshwright.comm.collective_log import passing
 from meshwright.comm.p2p import move_at_once
-from meshwright.comm.record import passing
 from meshwright.errors import LayoutError
 
 T = TypeVar("T")
@@ -113,9 +113,7 @@ def _gather_by_messages(flat: Tensor, own: Tensor, group: ProcessGroup | None) -
     num_ranks, me = world_size(group), rank(group)
     parts = list(flat.view(num_ranks, -1))
     others = [(me + away) % num_ranks for away in range(1, num_ranks)]
-    move_at_once(
-        [(other, own) for other in others], [(other, parts[other]) for other in reversed(others)], group=group
-    )
+    move_at_once([(other, own) for other in others], [(other, parts[other]) for other in reversed(others)], group=group)
     if own.data_ptr() != parts[me].data_ptr():
         parts[me].copy_(own)
 

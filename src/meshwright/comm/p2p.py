@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from meshwright.comm.record import Passage
-from meshwright.comm.words import ranks_words
-from meshwright.mesh.groups import new_group
+from meshwright.comm.collective_log import Passage
+from meshwright.comm.message_format import ranks_words
+from meshwright.mesh.process_groups import new_group
 
 COLLECTIVE_TAG = 0x6D65
 """Of a collective's messages: no other ones of the same two ranks are taken for them."""

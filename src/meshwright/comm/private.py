@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.comm.words import ranks_words
+from meshwright.comm.message_format import ranks_words
 
 
 def last_collective() -> str | None:

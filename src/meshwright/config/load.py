@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from meshwright.config.draft import Draft, shorten
+from meshwright.config.overlay import Draft, shorten
 from meshwright.config.rules import Rules, check, repair
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
 from meshwright.errors import ConfigError

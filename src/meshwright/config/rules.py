@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from meshwright.config.facts import model_facts, run_facts
-from meshwright.config.rules_comm import comm_violations
-from meshwright.config.rules_numbers import number_violations
+from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.config.rules_compression import comm_violations
+from meshwright.config.rules_precision import number_violations
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.settings.sizes import round_up
+from meshwright.settings.nearby_sizes import round_up
 from meshwright.settings.violation import Fix, Violation, as_word, as_words
 
 Origins = Mapping[str, str]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, create_model
 
-from meshwright.comm.catalogue import GradientMethod, InsideNodeMethod, WeightMethod
+from meshwright.comm.compression.catalogue import GradientMethod, InsideNodeMethod, WeightMethod
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.family import Family, find_family
 from meshwright.settings.section import Counts, ModelSection, Names, Section

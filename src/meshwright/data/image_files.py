@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import documents
+from meshwright.data import text_documents
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def is_there(source: str) -> bool:
     return glob.has_magic(source) or os.path.exists(os.path.expanduser(source))
 
 
-def read_images(
-    source: str, *, size: int, num_channels: int
-) -> tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]:
+def read_images(source: str, *, size: int, num_channels: int) -> tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]:
     """Images of a glob (`**` and `~` are expanded), sorted by name, cropped to their central square and resized.
 
     Args:
@@ -59,10 +57,10 @@ def read_images(
     Raises:
         DataError: nothing matches, fewer than two images, or a file that is no image or cannot be read.
     """
-    root, paths = documents.find_files(source)
+    root, paths = text_documents.find_files(source)
     if len(paths) < MIN_IMAGES:
         raise _too_few(source, paths)
-    path_of = {documents.relative_name(path, root): path for path in paths}
+    path_of = {text_documents.relative_name(path, root): path for path in paths}
     names = sorted(path_of)
     folders = [Path(os.path.abspath(path_of[name])).parent.name for name in names]
     class_of = {folder: number for number, folder in enumerate(sorted(set(folders)))}
@@ -75,10 +73,10 @@ def read_images(
 
 def _held_out(names: list[str]) -> list[bool]:
     """Which images are held out, by the rule at the top of this file."""
-    by_name = [documents.is_held_out(name) for name in names]
+    by_name = [text_documents.is_held_out(name) for name in names]
     if any(by_name) and not all(by_name):
         return by_name
-    lowest = set(sorted(names, key=documents.name_hash)[: max(1, len(names) // _ONE_IN)])
+    lowest = set(sorted(names, key=text_documents.name_hash)[: max(1, len(names) // _ONE_IN)])
     return [name in lowest for name in names]
 
 
@@ -93,7 +91,7 @@ def _read(path: str, *, source: str, size: int, num_channels: int) -> Bytes:
             square = ImageOps.fit(image, (size, size), method=Image.Resampling.BILINEAR)
     except Exception as error:  # PIL raises many kinds of them for what is damaged.
         if isinstance(error, OSError) and error.errno is not None:
-            raise documents.unreadable(path, source, error) from None
+            raise text_documents.unreadable(path, source, error) from None
         raise DataError(
             f"{path} is not an image that can be read: {error}",
             where=f"data.source, {source}",
@@ -124,7 +122,7 @@ def _too_few(source: str, paths: list[str]) -> DataError:
         what = f"{source} is one image"
         fix = f"a pattern that matches more, or {USE_DIGITS}"
     else:
-        what = f"no file matches {source} (the nearest existing directory is {documents.nearest_existing(place)})"
+        what = f"no file matches {source} (the nearest existing directory is {text_documents.nearest_existing(place)})"
         fix = f"a pattern that matches, or {USE_DIGITS}"
     return DataError(
         what,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data.sampler import Order
-from meshwright.data.text import Tokens, num_windows
+from meshwright.data.text_corpus import Tokens, num_windows
 
 IGNORED_TARGET = -100
 """Target of a token that counts for nothing: `torch.nn.functional.cross_entropy` leaves it out by default."""

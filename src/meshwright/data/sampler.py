@@ -77,9 +77,7 @@ class Order:
         return windows.astype(np.int64).reshape(indices.shape)
 
 
-def share(
-    step: int, *, global_batch: int, data_parallel: int, data_index: int, num_microbatches: int
-) -> list[range]:
+def share(step: int, *, global_batch: int, data_parallel: int, data_index: int, num_microbatches: int) -> list[range]:
     """The samples that one data-parallel share works on in a step, by micro-batch.
 
     Step `s` uses samples [s·B, (s+1)·B) on every layout; share `d` has the contiguous block `d` of them, and
@@ -129,9 +127,7 @@ def _domain(num_windows: int) -> tuple[np.uint64, np.uint64]:
     return np.uint64(num_left), np.uint64(-(-num_windows // num_left))
 
 
-def _feistel(
-    values: UInt64Array, keys: UInt64Array, *, num_left: np.uint64, num_right: np.uint64
-) -> UInt64Array:
+def _feistel(values: UInt64Array, keys: UInt64Array, *, num_left: np.uint64, num_right: np.uint64) -> UInt64Array:
     """A permutation of 0 … num_left · num_right - 1: each half in turn is shifted by a hash of the other."""
     right, left = np.divmod(values, num_left)
     for stretch in range(_NUM_ROUNDS):

@@ -15,22 +15,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import numpy as np
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.intervals import Intervals, Ints, Split, cut, overlap
-
-
-class Reduction(StrEnum):
-    """How partial values become the value; the names are those of PyTorch's `Partial`."""
-
-    SUM = "sum"
-    AVG = "avg"
-    MAX = "max"
-    MIN = "min"
-    PRODUCT = "product"
+from meshwright.mesh.layout_text import parse
+from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Intervals, Ints, Split, cut, overlap
 
 
 @dataclass(frozen=True)
@@ -90,9 +81,7 @@ class Layout:
         Raises:
             LayoutError: this is no layout of a tensor on a mesh; the message says what would be, where it can be told.
         """
-        from meshwright.mesh.layout_text import parse
-
-        return parse(text, axis_sizes, shape, shard_order)
+        return parse(text, axis_sizes, shape, shard_order, make=Layout)
 
     def __str__(self) -> str:
         words = [f"P({r})" if r and r is not Reduction.SUM else "P" if r else "R" for r in self.partial]

@@ -7,20 +7,18 @@ says what there is to choose from.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.given import normal_order, whole_numbers
-from meshwright.mesh.intervals import Split
-from meshwright.mesh.layout import Layout, Reduction
-from meshwright.mesh.layout_meant import meant
+from meshwright.mesh.layout_suggest import meant
+from meshwright.mesh.layout_validate import normal_order, whole_numbers
+from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Split
 
 _N = r"[0-9]{1,9}"
-_WORD = re.compile(
-    rf"S(?P<dim>-?{_N})(@(?P<place>{_N}))?|SS(?P<sdim>-?{_N})/(?P<parts>{_N})(@(?P<splace>{_N}))?"
-)
+_WORD = re.compile(rf"S(?P<dim>-?{_N})(@(?P<place>{_N}))?|SS(?P<sdim>-?{_N})/(?P<parts>{_N})(@(?P<splace>{_N}))?")
 _PARTIAL = re.compile(r"P(\((?P<reduction>\w*)\))?")
 _EXAMPLE = "one of R, S0, SS0/4, P, P(max) for each mesh axis, as in 'S0 R'"
 _MOST_NAMED = 4
@@ -28,6 +26,11 @@ _MOST_NAMED = 4
 
 
 _Order = Mapping[int, Sequence[int]]
+_Sizes = tuple[int, ...]
+L = TypeVar("L")
+"""A layout, which this file reads and `layout` defines."""
+Make = Callable[[_Sizes, _Sizes, tuple[tuple[Split, ...], ...], tuple[Reduction | None, ...]], L]
+"""From a shape, the mesh's sizes, the splits of each dim and the reduction of each axis to a layout."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +40,29 @@ class _Cut:
     place: int | None
 
 
-def parse(text: Any, axis_sizes: Any, shape: Any, shard_order: Any) -> Layout:
+def parse(text: Any, axis_sizes: Any, shape: Any, shard_order: Any, *, make: Make[L]) -> L:
     """See `Layout.parse`."""
     axis_sizes, shape = whole_numbers(axis_sizes, "axis_sizes"), whole_numbers(shape, "shape")
     _check_sizes(axis_sizes, shape)
     order = {} if shard_order is None else normal_order(shard_order, len(shape))
     try:
-        return _read(text, axis_sizes, shape, order)
+        return _read(text, axis_sizes, shape, order, make)
     except LayoutError as error:
         words = text if isinstance(text, str) else " ".join(map(str, text)) if isinstance(text, Sequence) else ""
-        fixes = (fix for fix in meant(words, len(axis_sizes)) if _is_read(fix, axis_sizes, shape, order))
+        fixes = (fix for fix in meant(words, len(axis_sizes)) if _is_read(fix, axis_sizes, shape, order, make))
         fix = next(fixes, error.fix)
         raise LayoutError(error.what, where=error.where, rule=error.rule, fix=fix) from None
 
 
-def _is_read(text: str, axis_sizes: tuple[int, ...], shape: tuple[int, ...], order: _Order) -> bool:
+def _is_read(text: str, axis_sizes: _Sizes, shape: _Sizes, order: _Order, make: Make[Any]) -> bool:
     try:
-        _read(text, axis_sizes, shape, order)
+        _read(text, axis_sizes, shape, order, make)
     except LayoutError:
         return False
     return True
 
 
-def _read(text: Any, axis_sizes: tuple[int, ...], shape: tuple[int, ...], order: _Order) -> Layout:
+def _read(text: Any, axis_sizes: _Sizes, shape: _Sizes, order: _Order, make: Make[L]) -> L:
     if not isinstance(text, str):
         raise LayoutError(
             f"{text!r} is a {type(text).__name__}, not a text",
@@ -85,7 +88,7 @@ def _read(text: Any, axis_sizes: tuple[int, ...], shape: tuple[int, ...], order:
         elif word != "R":
             raise LayoutError(f"{word!r} is not a placement", where=text, rule=_EXAMPLE, fix=_choice(shape))
     splits = tuple(_ordered(dim, cuts, order, text) for dim in range(len(shape)))
-    return Layout(shape, axis_sizes, splits, tuple(partial))
+    return make(shape, axis_sizes, splits, tuple(partial))
 
 
 def _check_sizes(axis_sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:

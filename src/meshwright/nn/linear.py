@@ -1,4 +1,4 @@
-"""A linear layer that can defer the gradient of its weight (`nn/defer.py`).
+"""A linear layer that can defer the gradient of its weight (`nn/deferred_weight_gradients.py`).
 
 It stores the pair that the gradient is the product of. The bias's gradient is not deferred: it costs no product.
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.defer import WeightGradients
+from meshwright.nn.deferred_weight_gradients import WeightGradients
 
 
 class Linear(nn.Linear):

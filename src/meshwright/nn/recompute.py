@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.nn.stepwise import StepHandle
+from meshwright.nn.step_handles import StepHandle
 
 Forward = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
     """Let `module` keep only its inputs for the backward, and compute its forward again there.
 
     Only this instance's `forward` is replaced: names stay, and hooks, compilation and FSDP2, all applied afterwards,
-    are around it. Handles inside (`nn/stepwise.py`) count the first forward only. They keep a block from being one
+    are around it. Handles inside (`nn/step_handles.py`) count the first forward only. They keep a block from being one
     graph: with any, `module.compile()` leaves the block to eager execution.
 
     Args:

@@ -1,10 +1,11 @@
 """Pipeline schedules as tables. Every training step goes through one, also without pipeline parallelism."""
 
+from meshwright.pipeline.actions import Action, ActionKind, Overlap
 from meshwright.pipeline.costs import Costs, EdgeCosts, StageCosts
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower
+from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule
 from meshwright.pipeline.verify import verify
 
 __all__ = [

@@ -12,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.picture import GREY, IDLE, INK, save_picture
-from meshwright.pipeline.boxes import ROW, Box, boxes, text_timeline
+from meshwright.figure import GREY, IDLE, INK, save_picture
+from meshwright.pipeline.actions import Action, ActionKind, Overlap
+from meshwright.pipeline.figure_layout import ROW, Box, boxes, text_timeline
+from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import Simulation
-from meshwright.pipeline.table import Action, ActionKind, Overlap, Schedule
 from meshwright.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:

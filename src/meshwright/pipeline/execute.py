@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.comm.p2p import Channel, Transfer
-from meshwright.nn.defer import DeferredGradient, WeightGradients, compute_deferred
-from meshwright.pipeline.buffers import Buffers
-from meshwright.pipeline.table import BACKWARDS, COMPUTE, Action, ActionKind, Schedule
+from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradients, compute_deferred
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, Action, ActionKind
+from meshwright.pipeline.receive_buffers import Buffers
+from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.timeline import Span
 
 K = ActionKind

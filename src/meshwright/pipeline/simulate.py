@@ -12,18 +12,9 @@ from collections import defaultdict
 from dataclasses import dataclass, fields
 
 from meshwright.errors import ScheduleError
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, RECVS, SENDS, Action, ActionKind, Overlap
 from meshwright.pipeline.costs import Costs
-from meshwright.pipeline.table import (
-    BACKWARDS,
-    COMPUTE,
-    FREES,
-    RECVS,
-    SENDS,
-    Action,
-    ActionKind,
-    Overlap,
-    Schedule,
-)
+from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.timeline import Span, Timeline
 
 K = ActionKind

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.pipeline.table import Action
-from meshwright.pipeline.text import parse_action
+from meshwright.pipeline.actions import Action
+from meshwright.pipeline.serialize import parse_action
 
 
 @dataclass(frozen=True)

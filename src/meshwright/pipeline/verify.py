@@ -12,20 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.rendezvous import check_no_circle
-from meshwright.pipeline.table import (
-    BACKWARDS,
-    COMPUTE,
-    OF_A_STAGE,
-    RECVS,
-    SENDS,
-    Action,
-    ActionKind,
-    Overlap,
-    Schedule,
-)
-from meshwright.pipeline.verify_fault import Place, before, fault
-from meshwright.pipeline.verify_memory import check_memory
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, OF_A_STAGE, RECVS, SENDS, Action, ActionKind, Overlap
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.verify_buffers import check_memory
+from meshwright.pipeline.verify_deadlock import check_no_circle
+from meshwright.pipeline.verify_error import Place, before, fault
 
 K = ActionKind
 Places = Mapping[tuple[ActionKind, int, int], Place]

@@ -5,6 +5,6 @@ Calling the room is `meshwright.api.plan`: `meshwright.plan(config)`.
 
 import sys
 
-from meshwright.verb import Verb
+from meshwright.callable_module import Verb
 
 sys.modules[__name__].__class__ = Verb

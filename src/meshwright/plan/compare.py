@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.text import canonical, encode
-from meshwright.plan.value import Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.serialize import canonical, encode
 
 DIGITS = 16
 LONGEST = 60

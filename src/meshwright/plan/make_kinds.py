@@ -12,13 +12,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 
-from meshwright.config.facts import run_facts
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
-from meshwright.models.contract.facts import KindFacts, ModelFacts, ParameterFacts
-from meshwright.models.contract.styles import LOSS_REDUCTIONS, Style, StyleKind
-from meshwright.plan.mesh import Mesh
-from meshwright.plan.value import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, ParameterFacts
+from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.plan.mesh_views import Mesh
+from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
 
 TENSOR = "tensor"
 USED = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}

@@ -5,21 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.config.schema import RunConfig
-from meshwright.models.contract.facts import KindFacts, ModelFacts
-from meshwright.pipeline.stages import layer_ranges
-from meshwright.pipeline.table import Schedule
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.split_layers import layer_ranges
 from meshwright.plan.make_kinds import KindMaker, largest_matrix
-from meshwright.plan.mesh import Mesh
-from meshwright.plan.pipeline import layers_per_stage
-from meshwright.plan.value import Edge, Kind, Shard, Stage, Unit
+from meshwright.plan.mesh_views import Mesh
+from meshwright.plan.pipeline_table import layers_per_stage
+from meshwright.plan.run_plan import Edge, Kind, Shard, Stage, Unit
 
 
 class StageMaker:
     """Divides a model into the stages of a table."""
 
-    def __init__(
-        self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, makes: KindMaker
-    ) -> None:
+    def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, makes: KindMaker) -> None:
         self._config, self._facts, self._mesh, self._table, self._makes = config, facts, mesh, table, makes
         self.edge = self._stream()
         """What goes from one to the next."""
@@ -66,9 +64,7 @@ class StageMaker:
             units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
         return self._makes.kind(facts, None, untied=untied, units=units)
 
-    def _unit(
-        self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True
-    ) -> Unit:
+    def _unit(self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True) -> Unit:
         comm, mesh, train = self._config.comm, self._mesh, self._config.train
         if freed is None:
             kept = comm.secondary_shards or self._config.mesh.reshard_after_forward

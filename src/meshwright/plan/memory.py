@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
-from meshwright.plan.feedback import feedback_bytes
-from meshwright.plan.value import BYTES, RunPlan, Stage
+from meshwright.plan.error_feedback_memory import feedback_bytes
+from meshwright.plan.run_plan import BYTES, RunPlan, Stage
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,3 @@ def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
         recompute_bytes=samples * recompute * compute,
         buffer_bytes=samples * stream * compute,
     )
-

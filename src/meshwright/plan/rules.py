@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config import rules as config_rules
-from meshwright.config.facts import model_facts
+from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.pipeline.generate import schedule_kind
-from meshwright.pipeline.stages import balanced
-from meshwright.pipeline.table import Schedule
-from meshwright.plan.pipeline import compute_table, has_stages, is_file, read_table, schedule_name
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.split_layers import balanced
+from meshwright.plan.pipeline_table import compute_table, has_stages, is_file, read_table, schedule_name
 from meshwright.settings.violation import Fix, Violation, as_word
 
 RUNS_EAGERLY = "a recomputed block that holds auxiliary losses or step buffers runs eagerly"

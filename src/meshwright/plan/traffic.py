@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.plan.messages import Message, Purpose, messages
-from meshwright.plan.value import RunPlan
+from meshwright.plan.collective_bytes import Message, Purpose, messages
+from meshwright.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True)

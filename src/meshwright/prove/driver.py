@@ -9,21 +9,21 @@ import json
 
 import torch
 
-from meshwright.comm.hang import naming_collectives
-from meshwright.config.facts import run_facts
+from meshwright.comm.collective_timeout import naming_collectives
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.mesh.groups import process_group
-from meshwright.parallel.apply import needs_mesh
-from meshwright.plan.make import make_plan
-from meshwright.plan.value import RunPlan
-from meshwright.prove.compare import compare
-from meshwright.prove.record import RankRecord, gather_evidence, record_rank
-from meshwright.prove.reference import compute_reference
+from meshwright.mesh.process_groups import process_group
+from meshwright.parallel.apply_plan import needs_mesh
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
+from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
-from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import ProofSpec
-from meshwright.prove.stages import stages_of
-from meshwright.train.context import RankContext
+from meshwright.prove.stage_placement import stages_of
+from meshwright.train.launch.rank_context import RankContext
 
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.prove.result import (
+from meshwright.prove.compare.result import (
     Diagnosis,
     Kind,
     ParameterResult,

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm.catalogue import is_lossy
-from meshwright.config.rules_comm import lossless_value, lossy_keys
+from meshwright.comm.compression.catalogue import is_lossy
+from meshwright.config.rules_compression import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.pipeline.table import Schedule
-from meshwright.plan.value import RunPlan
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import as_words
 
 

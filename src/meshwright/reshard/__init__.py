@@ -4,25 +4,31 @@ Plans and layouts do without torch. What runs them is imported when it is asked 
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.cost import Topology
-from meshwright.reshard.planner import clear_cache, plan
-from meshwright.reshard.steps import ReshardPlan
-from meshwright.reshard.transfer import TransferPlan, plan_transfer
-from meshwright.reshard.verify import verify
-from meshwright.reshard.verify_transfer import verify_transfer
+from meshwright.reshard.cross_mesh.explain_transfer import explain_transfer
+from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan, plan_transfer
+from meshwright.reshard.cross_mesh.verify_transfer import verify_transfer
+from meshwright.reshard.draw.draw_plan import draw_plan
+from meshwright.reshard.draw.explain_plan import explain_plan
+from meshwright.reshard.planner.link_cost import Topology
+from meshwright.reshard.planner.plan import clear_cache, plan
+from meshwright.reshard.planner.steps import ReshardPlan
+from meshwright.reshard.verify.verify_plan import verify
+
+if TYPE_CHECKING:
+    from meshwright.reshard.cross_mesh.redistribute_across import redistribute_across
+    from meshwright.reshard.dtensor.placements import layout_of
+    from meshwright.reshard.dtensor.redistribute import redistribute
+    from meshwright.reshard.run.process_groups import groups_of, prepare
 
 _WITH_TORCH = {
-    "for_dtensor": "dtensor",
-    "groups_of": "groups",
-    "layout_of": "placements",
-    "prepare": "groups",
-    "redistribute": "dtensor",
-    "redistribute_across": "across",
-    "register_rules": "rules",
-    "replicate_fallback": "fallback",
+    "groups_of": "run.process_groups",
+    "layout_of": "dtensor.placements",
+    "prepare": "run.process_groups",
+    "redistribute": "dtensor.redistribute",
+    "redistribute_across": "cross_mesh.redistribute_across",
 }
 """Public names of files that import torch, and the files."""
 
@@ -32,8 +38,16 @@ __all__ = [
     "Topology",
     "TransferPlan",
     "clear_cache",
+    "draw_plan",
+    "explain_plan",
+    "explain_transfer",
+    "groups_of",
+    "layout_of",
     "plan",
     "plan_transfer",
+    "prepare",
+    "redistribute",
+    "redistribute_across",
     "verify",
     "verify_transfer",
 ]
@@ -43,3 +57,7 @@ def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:
         return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

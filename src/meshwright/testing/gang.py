@@ -30,8 +30,8 @@ from typing import Any
 
 from meshwright.errors import RunError
 from meshwright.log import get_logger
-from meshwright.testing import worker
-from meshwright.testing.worker import Body, Call, Meeting, Pipe, Raised, Regroup, Reply, Request, Returned
+from meshwright.testing import gang_worker
+from meshwright.testing.gang_worker import Body, Call, Meeting, Pipe, Raised, Regroup, Reply, Request, Returned
 
 PRELOAD = (
     "torch",
@@ -40,7 +40,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "pytest",  # the test modules import it, and so does the parent's main module
-    "meshwright.testing.worker",
+    "meshwright.testing.gang_worker",
 )
 START_TIMEOUT_S = 60.0
 """For processes to start and to form a group; on an idle machine it takes about a second."""
@@ -168,7 +168,7 @@ class Gang:
     def _start_worker(self, context: ForkServerContext, rank: int, meeting: Meeting) -> None:
         here, there = context.Pipe()
         process = context.Process(
-            target=worker.main,
+            target=gang_worker.main,
             args=(rank, self.world_size, there, self._directory, meeting),
             name=f"gang{self.world_size}-rank{rank}",
             daemon=True,
@@ -188,7 +188,7 @@ class Gang:
     def _send(self, request: Request) -> None:
         for one in self._workers:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_collect` will see it
-                worker.send(one.pipe, request)
+                gang_worker.send(one.pipe, request)
 
     def _collect(self, timeout_s: float) -> _Replies:
         """One reply from each rank, or fewer: after a first failure the others get `GRACE_S`."""
@@ -241,17 +241,17 @@ class Gang:
             pid = self._workers[rank].process.pid
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, worker.STACK_SIGNAL)
+                    os.kill(pid, gang_worker.STACK_SIGNAL)
         deadline = time.monotonic() + 2
         for rank in ranks:
-            path, size = worker.stack_file(self._directory, rank), 0
+            path, size = gang_worker.stack_file(self._directory, rank), 0
             while time.monotonic() < deadline and (size == 0 or path.stat().st_size != size):
                 size = path.stat().st_size if path.exists() else 0
                 time.sleep(0.05)
         return {rank: self._read_stacks(rank) for rank in ranks}
 
     def _read_stacks(self, rank: int) -> str:
-        path = worker.stack_file(self._directory, rank)
+        path = gang_worker.stack_file(self._directory, rank)
         return (path.read_text() if path.exists() else "") or "(none)"
 
     def _kill(self) -> None:
@@ -317,7 +317,7 @@ def _pickle_call(fn: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> byt
 def _take(one: _Worker, rank: int, replies: _Replies) -> None:
     try:
         if one.pipe.poll():  # also when it is dead: its reply may have come before its end
-            reply: Reply = worker.receive(one.pipe)
+            reply: Reply = gang_worker.receive(one.pipe)
             if isinstance(reply, Returned):
                 replies.returned[rank] = reply.payload
             else:

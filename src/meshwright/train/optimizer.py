@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from meshwright.config.schema import TrainConfig
-from meshwright.mesh.shards import num_shards, to_local
-from meshwright.parallel.part import RankModel
+from meshwright.mesh.local_shards import num_shards, to_local
+from meshwright.parallel.rank_model import RankModel
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.mesh.shards import local_box, to_local
+from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.dit.description import DiTSpec
-from meshwright.nn.init import normal_piece
+from meshwright.nn.weight_init import normal_piece
 
 PICTURES = DiTSpec(num_layers=4, dim=16, num_heads=4, head_dim=4, ffn_dim=24, image_size=8, patch_size=2,
                    num_channels=2, num_classes=5, zero_init=False)  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.models.dit.diffusion import Diffusion, guided
-from meshwright.models.dit.diffusion_spec import MAX_BETA, NoiseSchedule, Prediction, signal_variances
+from meshwright.models.dit.noise_schedule import MAX_BETA, NoiseSchedule, Prediction, signal_variances
 
 KINDS = [(schedule, prediction) for schedule in NoiseSchedule for prediction in Prediction]
 EVERY_KIND = pytest.mark.parametrize(("schedule", "prediction"), KINDS)

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.models.contract.facts import Part
-from meshwright.models.contract.fill import ZEROS, Normal
+from meshwright.models.contract.initial_values import ZEROS, Normal
+from meshwright.models.contract.model_facts import Part
 from meshwright.models.dit.description import describe
 from meshwright.models.dit.family import INIT_STD
 from meshwright.models.dit.module import DiT
-from meshwright.nn.defer import compute_deferred, defer_weight_gradients
+from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.recompute import recompute
-from meshwright.parallel.part import StagePart
-from meshwright.plan.load import load
-from meshwright.plan.make import make_plan
+from meshwright.parallel.rank_model import StagePart
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
 from tests.models.dit.dits import PICTURES, VIDEOS, fill, make_batch, words_of
 from tests.models.specs import build, initial
 

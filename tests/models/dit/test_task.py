@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.pictures import open_pictures
+from meshwright.data.images import open_pictures
 from meshwright.models.dit import task as task_module
 from meshwright.models.dit.task import to_bytes, to_floats
-from meshwright.train.evaluate import PipelineForward
-from meshwright.train.stages import Pipeline
+from meshwright.train.forward_only import PipelineForward
+from meshwright.train.pipeline_stages import Pipeline
 from tests.train.jobs import make_job, make_task
 
 SMALL_DIT = ["dit-digits", "model.num_layers=1", "model.dim=16", "model.num_heads=2", "model.ffn_dim=32"]

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.errors import LayoutError
-from meshwright.models.contract import facts
-from meshwright.models.contract.facts import KindFacts, ModelFacts, Part, Role, linear, vectors
+from meshwright.models.contract import model_facts
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.fill import ONES, ZEROS, Fill, Normal
+from meshwright.models.contract.initial_values import ONES, ZEROS, Fill, Normal
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part, Role, linear, vectors
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
+from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.settings.violation import Violation
 from parallel_gpt.config import GptConfig
 
@@ -47,18 +47,18 @@ class Gpt(Family):
             "block",
             "blocks.{layer}",
             (*vectors(d, "norm.weight", "norm.bias"), *attention, *mlp),
-            saved=facts.Saved(full=3.0 * d, divided=6.0 * d + 2.0 * ffn),
+            saved=model_facts.Saved(full=3.0 * d, divided=6.0 * d + 2.0 * ffn),
             flops=8.0 * d * d + 4.0 * d * ffn + 2.0 * d * t,
-            auxiliary=(facts.AuxiliaryLoss("activation", c.activation_weight),),
+            auxiliary=(model_facts.AuxiliaryLoss("activation", c.activation_weight),),
         )
         tokens, places = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
-        seen = facts.BufferFacts("seen.value", (c.vocab_size,), "int64", updated=True)
+        seen = model_facts.BufferFacts("seen.value", (c.vocab_size,), "int64", updated=True)
         ends = *vectors(d, "norm.weight", "norm.bias"), *linear("head", d, c.vocab_size, tied_to="embed.weight")
         last = KindFacts("head", "", ends, output=c.vocab_size, output_divided=True, flops=2.0 * d * c.vocab_size)
         return ModelFacts(
             kinds=(block,),
             layers=("block",) * c.num_layers,
-            edge=facts.EdgeFacts("stream", (t, d), sequence_dim=None),
+            edge=model_facts.EdgeFacts("stream", (t, d), sequence_dim=None),
             tokens=t,
             identity=c.model_dump(exclude={"activation_weight"}),
             first=(KindFacts("embed", "", (*tokens, *places), (seen,)),),
@@ -85,11 +85,11 @@ class Gpt(Family):
         return open_text(f, vocab_size=f.section(GptConfig).vocab_size)
 
     def task(self, f: RunFacts, data: Any, device: Any) -> Any:
-        from meshwright.models.tasks.text import TextTask
+        from meshwright.models.tasks.next_token import TextTask
 
         return TextTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Any:
-        from meshwright.models.tasks.text_reference import TextReference
+        from meshwright.models.tasks.next_token_reference import TextReference
 
         return TextReference(f, data)

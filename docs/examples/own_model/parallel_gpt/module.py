@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.contract.facts import Part
+from meshwright.models.contract.model_facts import Part
 from meshwright.nn.linear import Linear
-from meshwright.nn.stepwise import AuxiliaryLoss, StepBuffer
+from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer
 from parallel_gpt.config import GptConfig
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from meshwright import models
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.contract.facts import ModelFacts, Part
-from meshwright.models.contract.fill import Fill
+from meshwright.models.contract.initial_values import Fill
+from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.styles import Style
+from meshwright.models.contract.tp_styles import Style
 from meshwright.settings.section import ModelSection, Section
 from meshwright.settings.violation import Violation
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.models.contract.facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Role, Saved, linear
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Role, Saved, linear
 
 FREQUENCY_DIM = 256
 """Sines and cosines that a timestep or a frame rate is given as (Peebles and Xie's code)."""

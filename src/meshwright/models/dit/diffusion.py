@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.models.dit.diffusion_spec import NoiseSchedule, Prediction, signal_variances
+from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction, signal_variances
 
 
 @dataclass(frozen=True)

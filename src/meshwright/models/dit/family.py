@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshwright.models.contract.facts import ModelFacts, Part
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.fill import ZEROS, Fill, Normal
+from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
+from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.styles import COLUMN, ROW, Style, gather
+from meshwright.models.contract.tp_styles import COLUMN, ROW, Style, gather
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.description import DiTSpec, describe, init_std
 from meshwright.models.dit.rules import violations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.data.pictures import Pictures
+    from meshwright.data.images import Pictures
     from meshwright.models.contract.task import Reference, Task
 
 INIT_STD = 0.02
@@ -92,7 +92,7 @@ class DiTFamily(Family):
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """The squared error of what is predicted of the noise."""
-        from meshwright.models.dit.reference import PictureReference
+        from meshwright.models.dit.reference_loss import PictureReference
 
         return PictureReference(f, data)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.data.pictures import Pictures, open_pictures
+from meshwright.data.images import Pictures, open_pictures
 from meshwright.errors import DataError
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.dit.config import DiTConfig

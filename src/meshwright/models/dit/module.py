@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwright.models.contract.facts import Part
+from meshwright.models.contract.model_facts import Part
 from meshwright.models.dit.block import DiTBlock, FinalLayer
 from meshwright.models.dit.description import FREQUENCY_DIM, DiTSpec
-from meshwright.nn.conditioning import MlpEmbedder, sinusoids
+from meshwright.nn.condition_embedding import MlpEmbedder, sinusoids
 from meshwright.nn.linear import Linear
-from meshwright.nn.patches import PatchGrid, position_table
+from meshwright.nn.patch_embedding import PatchGrid, position_table
 
 
 class DiT(nn.Module):

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.heads import undivided_heads
+from meshwright.models.contract.attention_head_rule import undivided_heads
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
-from meshwright.settings.sizes import by_distance, divisors, round_up
+from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
 
 FINAL_PROJECTION = "final.head.weight"

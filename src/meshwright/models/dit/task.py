@@ -19,20 +19,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshwright.data.image_grid import write_animation, write_grid, write_strip
+from meshwright.data.images import DIGITS, Pictures
 from meshwright.data.loader import validation_windows
-from meshwright.data.picture_grid import write_animation, write_grid, write_strip
-from meshwright.data.pictures import DIGITS, Pictures
 from meshwright.data.sampler import Order
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, Forward, Task
-from meshwright.models.dit.classifier import judge
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
-from meshwright.models.dit.diffusion_spec import NoiseSchedule, Prediction
-from meshwright.models.dit.draw_samples import Wanted, draw_pictures
-from meshwright.models.dit.draws import draw_drops, draw_noise, draw_timesteps
-from meshwright.output import writing
+from meshwright.models.dit.digit_classifier import judge
+from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
+from meshwright.models.dit.sample_images import Wanted, draw_pictures
+from meshwright.models.dit.training_noise import draw_drops, draw_noise, draw_timesteps
+from meshwright.output_files import writing
 
 FIRST_VALIDATION_SAMPLE = 1 << 40
 """Validation draws timesteps and noise as samples of these numbers, which no training reaches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.models.contract.facts import EdgeFacts, KindFacts, ModelFacts, Role, Saved, linear, vectors
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Role, Saved, linear, vectors
 
 
 @dataclass(frozen=True)

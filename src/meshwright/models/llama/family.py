@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshwright.models.contract.facts import ModelFacts, Part
 from meshwright.models.contract.family import Family, OtherWeights
-from meshwright.models.contract.fill import ONES, Fill, Normal
+from meshwright.models.contract.initial_values import ONES, Fill, Normal
+from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.styles import COLUMN, FINAL_ROW, HEAD, ROW, STREAM, VOCABULARY, Style, gather
+from meshwright.models.contract.tp_styles import COLUMN, FINAL_ROW, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.models.llama.config import LlamaConfig
 from meshwright.models.llama.description import LlamaSpec, describe
 from meshwright.models.llama.rules import violations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.data.text import Corpus
+    from meshwright.data.text_corpus import Corpus
     from meshwright.models.contract.task import Reference, Task
 
 INIT_STD = 0.02
@@ -84,19 +84,19 @@ class LlamaFamily(Family):
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """The next token."""
-        from meshwright.models.tasks.text import TextTask
+        from meshwright.models.tasks.next_token import TextTask
 
         return TextTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """Cross-entropy of the next token."""
-        from meshwright.models.tasks.text_reference import TextReference
+        from meshwright.models.tasks.next_token_reference import TextReference
 
         return TextReference(f, data)
 
     def other_weights(self) -> OtherWeights:
         """Hugging Face's format."""
-        from meshwright.models.llama.convert import HuggingFace
+        from meshwright.models.llama.hf_convert import HuggingFace
 
         return HuggingFace()
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.hf_names import ARCHITECTURE
+from meshwright.models.llama.hf_parameter_names import ARCHITECTURE
 
 OURS: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),

@@ -12,11 +12,11 @@ from dataclasses import asdict
 
 from torch import Tensor, nn
 
-from meshwright.models.contract.facts import Part
+from meshwright.models.contract.model_facts import Part
 from meshwright.models.llama.description import LlamaSpec
 from meshwright.nn.attention.rope import Stretch, rope_tables
-from meshwright.nn.block import TransformerBlock
 from meshwright.nn.linear import Linear
+from meshwright.nn.transformer_block import TransformerBlock
 
 
 class Llama(nn.Module):

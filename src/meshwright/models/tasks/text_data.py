@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.data.documents import STDLIB
-from meshwright.data.pictures import DIGITS, DIGITS_VIDEO
-from meshwright.data.text import Corpus, check_vocab, check_windows, open_corpus
+from meshwright.data.images import DIGITS, DIGITS_VIDEO
+from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
+from meshwright.data.text_documents import STDLIB
 from meshwright.errors import DataError
 from meshwright.models.contract.run_facts import RunFacts
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from enum import Enum
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.generate.dualpipe import dualpipe_v
-from meshwright.pipeline.generate.one_way import f_then_b, interleaved, one_f_one_b, zb_h1
-from meshwright.pipeline.generate.v_shape import v_half, v_min, zb_v
-from meshwright.pipeline.table import Schedule
+from meshwright.pipeline.generate.dualpipe_v import dualpipe_v
+from meshwright.pipeline.generate.gpipe_and_1f1b import f_then_b, interleaved, one_f_one_b, zb_h1
+from meshwright.pipeline.generate.zero_bubble_v import v_half, v_min, zb_v
+from meshwright.pipeline.schedule_table import Schedule
 
 
 class ScheduleKind(Enum):

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from meshwright.plan.value import RunPlan
-from meshwright.plan.verify.fault import Fault, merged
+from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.verify.batch_and_loss import step_faults
+from meshwright.plan.verify.error import Fault, merged
+from meshwright.plan.verify.fsdp_units import unit_faults
+from meshwright.plan.verify.gradient_sums import sum_faults
 from meshwright.plan.verify.kinds import kind_faults
 from meshwright.plan.verify.mesh import mesh_faults
 from meshwright.plan.verify.names import name_faults
-from meshwright.plan.verify.shared import shared_faults
+from meshwright.plan.verify.shared_parameters import shared_faults
 from meshwright.plan.verify.stages import stage_faults
-from meshwright.plan.verify.step import step_faults
-from meshwright.plan.verify.sums import sum_faults
-from meshwright.plan.verify.units import unit_faults
 
 CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (mesh_faults,),

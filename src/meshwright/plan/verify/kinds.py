@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from meshwright.models.contract.styles import Style, StyleKind
-from meshwright.plan.mesh import Atoms
-from meshwright.plan.messages import Purpose
-from meshwright.plan.value import Buffer, Collective, Kind, Parameter, RunPlan
-from meshwright.plan.verify.fault import Fault, ref, times, words
+from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.plan.collective_bytes import Purpose
+from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
+from meshwright.plan.verify.error import Fault, ref, times, words
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
 """The dim of a weight that tensor parallel shards (Shoeybi et al. 2019)."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.plan.mesh import Mesh
-from meshwright.plan.value import FORMAT, RunPlan
-from meshwright.plan.verify.fault import Fault, times, words
+from meshwright.plan.mesh_views import Mesh
+from meshwright.plan.run_plan import FORMAT, RunPlan
+from meshwright.plan.verify.error import Fault, times, words
 
 VIEWS = ("batch", "replicas", "fsdp", "cp", "tp")
 

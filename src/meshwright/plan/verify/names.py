@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright.comm.catalogue import METHODS, Use
-from meshwright.plan.mesh import Atoms
-from meshwright.plan.value import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
-from meshwright.plan.verify.fault import Fault, ref, words
+from meshwright.comm.compression.catalogue import METHODS, Use
+from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.run_plan import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.verify.error import Fault, ref, words
 
 FLOATS = ("float32", "bfloat16", "float64", "float16")
 WIDE = ("float32", "float64")

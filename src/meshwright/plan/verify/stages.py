@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from math import prod
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.shared import stage_groups
-from meshwright.pipeline.table import ActionKind
+from meshwright.pipeline.actions import ActionKind
+from meshwright.pipeline.shared_parameters import stage_groups
 from meshwright.pipeline.verify import verify as verify_schedule
-from meshwright.plan.value import Edge, RunPlan, Stage
-from meshwright.plan.verify.fault import Fault, words
+from meshwright.plan.run_plan import Edge, RunPlan, Stage
+from meshwright.plan.verify.error import Fault, words
 
 ONCE = "every block and every end is on one stage, and an end that all stages have is on all"
 

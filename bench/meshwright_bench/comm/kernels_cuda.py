@@ -1,0 +1,58 @@
+"""The kernels of compressed collectives on a CUDA device, beside the copy bandwidth of the same device.
+
+Sets of tensors take turns, so that no kernel finds what it reads in a cache; time is taken by events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from meshwright_bench.alternate import alternate
+from meshwright_bench.comm.cases import COPY, DECODE_SUM_8, QUANTISE, CudaTask
+from meshwright_bench.comm.kernels import Kernel, check_bits, copy, decode_sum, loco_quantise
+from meshwright_bench.train.measure import timer_on
+
+DTYPE = torch.bfloat16
+
+
+def measure_cuda(task: CudaTask) -> None:
+    """Measure; write seconds and bytes as JSON."""
+    task.result.write_text(json.dumps(device_kernels(task)), "utf-8")
+
+
+def device_kernels(task: CudaTask) -> dict[str, Any]:
+    """Seconds by round and bytes of each kernel.
+
+    Raises:
+        RunError: a kernel's bits are not the reference's.
+    """
+    device = torch.device(task.device)
+    check_bits(DTYPE, device)
+    makers: dict[str, Callable[[], Kernel]] = {
+        QUANTISE: partial(loco_quantise, task.num_elements, DTYPE, device),
+        DECODE_SUM_8: partial(decode_sum, 8, task.num_elements, DTYPE, device),
+    }
+    sets = {name: [make() for _ in range(task.num_sets)] for name, make in makers.items()}
+    sets[COPY] = [copy(sets[QUANTISE][0].num_bytes, device) for _ in range(task.num_sets)]
+    for kernels in sets.values():  # compiles, and takes memory
+        for kernel in kernels:
+            kernel.run()
+    arms = {name: _in_turns(kernels) for name, kernels in sets.items()}
+    timed = alternate(arms, timer=timer_on(device), rounds=task.rounds, steps=task.steps)
+    return {
+        "num_elements": task.num_elements,
+        "bytes": {name: kernels[0].num_bytes for name, kernels in sets.items()},
+        "seconds": timed.seconds,
+    }
+
+
+def _in_turns(kernels: list[Kernel]) -> Callable[[], object]:
+    """Each call runs the next one."""
+    following = cycle(kernels)
+    return lambda: next(following).run()

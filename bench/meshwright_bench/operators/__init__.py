@@ -1,0 +1,1 @@
+"""Benchmarks of PyTorch operators on DTensors."""

@@ -1,0 +1,139 @@
+"""What an engine adds to the computations it runs, in one process: its step, less a hand-written loop's.
+
+All stages are on one rank, tensors are tiny, and the loop does the same forwards and backwards with plain autograd, a
+backward for each stage. So what is left is dispatch, bookkeeping and, for a split backward, the splitting.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.mesh.process_groups import process_group
+from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
+from meshwright.nn.linear import Linear
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.train.launch.rank_context import RankContext
+from meshwright_bench.alternate import alternate
+from meshwright_bench.pipeline.cases import (
+    BARE,
+    BARE_WOVEN,
+    ENGINE_STAGES,
+    NUM_MICROBATCHES,
+    OURS,
+    THEIRS,
+    WOVEN,
+    EngineTask,
+    on_four_ranks,
+    on_one_rank,
+    woven,
+)
+from meshwright_bench.pipeline.sides import CPU, BenchStage, TheirSide, our_executor
+from meshwright_bench.train.measure import timer_on
+
+WIDTH = 8
+WARMUP = 20
+
+
+class Times(nn.Module):
+    """x · w: the least work a stage can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape [..., WIDTH]."""
+        return x * self.weight
+
+
+def measure_engine(context: RankContext, task: EngineTask) -> None:
+    """Measure every schedule and write the seconds of a step, by arm and round, as JSON."""
+    answer: dict[str, Any] = {}
+    with process_group(rank=0, num_ranks=1, device=CPU, timeout_s=60, store_path=context.store_path):
+        for kind in ENGINE_STAGES:
+            arms, actions = engine_arms(kind)
+            for step in arms.values():
+                for _ in range(WARMUP):
+                    step()
+            timed = alternate(arms, timer=timer_on(CPU), rounds=task.rounds, steps=task.steps)
+            answer[kind] = {"seconds": timed.seconds, "actions": actions}
+    task.result.write_text(json.dumps(answer), "utf-8")
+
+
+def engine_arms(kind: str) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+    """What runs a step of each arm, and how many computations that is."""
+    own, all_ranks = on_one_rank(kind), woven(on_four_ranks(kind))
+    batch = torch.ones(NUM_MICROBATCHES, WIDTH)
+    modules = dict(enumerate(_modules(own)))
+    theirs = TheirSide(kind, modules, batch, num_stages=own.num_stages, num_microbatches=NUM_MICROBATCHES, loss=_loss)
+    theirs.step()
+    arms: dict[str, Callable[[], object]] = {
+        OURS: _ours(own, batch),
+        THEIRS: theirs.step,
+        BARE: bare_loop(_modules(own), batch, forwards_first=kind == "f-then-b"),
+        WOVEN: _ours(all_ranks, batch),
+        BARE_WOVEN: bare_loop(_modules(all_ranks), batch, forwards_first=kind == "f-then-b"),
+    }
+    table = theirs.table(kind) or own
+    return arms, {OURS: _count(own), THEIRS: _count(table), WOVEN: _count(all_ranks)}
+
+
+def bare_loop(modules: Sequence[nn.Module], batch: Tensor, *, forwards_first: bool) -> Callable[[], object]:
+    """Forwards and backwards of all micro-batches by hand; each stage has a graph of its own."""
+    inputs = batch.chunk(NUM_MICROBATCHES)
+    *first, last = modules
+
+    def forward(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        chain = []
+        for module in first:
+            y = module(x)
+            chain.append((x, y))
+            x = y.detach().requires_grad_()
+        chain.append((x, last(x).sum()))
+        return chain
+
+    def backward(chain: list[tuple[Tensor, Tensor]]) -> None:
+        gradient: Tensor | None = None
+        while chain:
+            x, y = chain.pop()
+            torch.autograd.backward((y,), (gradient,))
+            gradient = x.grad
+
+    def step() -> None:
+        if forwards_first:
+            for chain in [forward(x) for x in inputs]:
+                backward(chain)
+        else:
+            for x in inputs:
+                backward(forward(x))
+
+    return step
+
+
+def _ours(schedule: Schedule, batch: Tensor) -> Callable[[], object]:
+    inputs = batch.chunk(NUM_MICROBATCHES)
+    stages = {}
+    for stage, module in enumerate(_modules(schedule)):
+        is_last = stage == schedule.num_stages - 1
+        store = defer_weight_gradients(module) if schedule.splits_backward else None
+        stages[stage] = BenchStage(module, inputs, loss=_loss if is_last else None, weight_gradients=store)
+    executor, _ = our_executor(schedule, stages, rank=0, edge=inputs[0])
+    return executor.run
+
+
+def _modules(schedule: Schedule) -> list[nn.Module]:
+    """A stage whose backward is split needs a matrix to defer."""
+    return [Linear(WIDTH, WIDTH) if schedule.splits_backward else Times() for _ in range(schedule.num_stages)]
+
+
+def _loss(y: Tensor, target: Tensor) -> Tensor:
+    return y.sum()
+
+
+def _count(schedule: Schedule) -> int:
+    return sum(1 for _ in schedule.compute_only().positions())

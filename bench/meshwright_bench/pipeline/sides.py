@@ -1,0 +1,178 @@
+"""The two sides of `bench pipeline` over the same modules: Meshwright's executor and `torch.distributed.pipelining`.
+
+PyTorch's side uses its public schedules and stages as they come, without losses or outputs returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from meshwright.comm.p2p import open_channels
+from meshwright.nn.deferred_weight_gradients import WeightGradients
+from meshwright.pipeline.execute import Executor, Stage, channel_keys
+from meshwright.pipeline.lower import LowerOptions, lower
+from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
+from meshwright.pipeline.schedule_table import Schedule
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 60.0
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From the last stage's output and a target that nobody needs."""
+SINGLE = {"f-then-b": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,  # with one stage a rank: the paper's ZB1P
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
+
+
+class BenchStage(Stage):
+    """A module as a stage of ours."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        *,
+        loss: Loss | None = None,
+        weight_gradients: WeightGradients | None = None,
+    ) -> None:
+        """Over the first stage's inputs; `loss` on the last stage."""
+        self._module, self._inputs, self._loss = module, inputs, loss
+        self.weight_gradients: WeightGradients | None = weight_gradients
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        """The output, or the loss."""
+        y: Tensor = self._module(self._inputs[microbatch] if x is None else x)
+        return y if self._loss is None else self._loss(y, y)
+
+    def before_backward(self, *, reduces: bool) -> None:
+        """Nothing is sharded."""
+
+    def reduce(self, *, done: bool) -> None:
+        """Nothing is replicated."""
+
+    def unshard(self) -> None:
+        """Nothing is sharded."""
+
+    def reshard(self) -> None:
+        """Nothing is sharded."""
+
+    def sync_shared(self, number: int) -> None:
+        """Nothing is shared."""
+
+
+def our_executor(
+    schedule: Schedule, stages: Mapping[int, Stage], *, rank: int, edge: Tensor, release: bool = True
+) -> tuple[Executor, int]:
+    """A compute table bound to this rank. All ranks call it in the same order.
+
+    Args:
+        schedule: compute only.
+        stages: this rank's, by number.
+        rank: this rank.
+        edge: what goes from stage to stage looks like this.
+        release: free what can be freed at once.
+
+    Returns:
+        The executor and the bytes of its buffers.
+    """
+    lowered = lower(schedule, LowerOptions(release=release))
+    keys = channel_keys(lowered)
+    opened = open_channels(((source, target) for source, target, _ in keys), rank=rank, timeout_s=TIMEOUT_S)
+    channels = {key: channel for key, channel in zip(keys, opened, strict=True) if channel is not None}
+    buffers = None
+    if keys:
+        edges = dict.fromkeys(range(schedule.num_stages - 1), TensorSpec(tuple(edge.shape), edge.dtype))
+        buffers = Buffers(lowered, rank=rank, edges=edges, device=CPU)
+    executor = Executor(lowered, rank=rank, stages=stages, channels=channels, buffers=buffers)
+    return executor, 0 if buffers is None else buffers.num_bytes()
+
+
+class TheirSide:
+    """PyTorch's engine over one rank's stages. All ranks make it in the same order."""
+
+    def __init__(
+        self,
+        kind: str,
+        modules: Mapping[int, nn.Module],
+        batch: Tensor,
+        *,
+        num_stages: int,
+        num_microbatches: int,
+        loss: Loss,
+        weights: Callable[[nn.Module], Callable[[], Callable[..., None]]] | None = None,
+    ) -> None:
+        """Build.
+
+        Args:
+            kind: the schedule, by our name.
+            modules: this rank's, by stage.
+            batch: inputs of all micro-batches, for the first stage.
+            num_stages: over all ranks.
+            num_microbatches: of a step.
+            loss: on the last stage.
+            weights: gives a module's builder of the work that a split backward defers (`dw_builder`); left out,
+                PyTorch splits the graph.
+        """
+        self.stages = [
+            PipelineStage(module, stage, num_stages, CPU, dw_builder=None if weights is None else weights(module))
+            for stage, module in modules.items()
+        ]
+        options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+        self._schedule: Any = (
+            SINGLE[kind](self.stages[0], num_microbatches, **options)
+            if kind in SINGLE
+            else MULTI[kind](cast(Any, self.stages), num_microbatches, **options)
+        )
+        self._inputs = (batch,) if 0 in modules else ()
+        self._target = batch if num_stages - 1 in modules else None
+
+    def step(self) -> None:
+        """One step."""
+        self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
+
+    def table(self, kind: str) -> Schedule | None:
+        """Its table of computations, for schedules that have one."""
+        if kind in SINGLE:
+            return None  # its hand-written loop, not its table, is what runs
+        rows = (map(_cell, filter(None, row)) for row in self._schedule.pipeline_order.values())
+        return Schedule.from_csv("\n".join(map(",".join, rows)), kind=kind)
+
+    def num_buffers(self) -> int:
+        """Receive buffers that its stages hold."""
+        return len(self._buffers())
+
+    def buffer_bytes(self) -> int:
+        """Bytes of them."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
+
+    def _buffers(self) -> list[Tensor]:
+        infos = [
+            info
+            for stage in self.stages
+            for received in (stage.args_recv_info, stage.grad_recv_info)
+            for infos in received.values()
+            for info in infos
+        ]
+        return [info.buffer for info in infos if info.buffer is not None]
+
+
+def _cell(action: Any) -> str:
+    """PyTorch's action as a cell of a CSV file."""
+    return "+".join(map(str, action.sub_actions)) if action.sub_actions else str(action)

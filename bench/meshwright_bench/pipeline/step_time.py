@@ -1,0 +1,226 @@
+"""A pipelined step's time over the simulator's ideal: four processes whose kernels sleep.
+
+Each F, I and W sleeps for the same time and moves a tiny tensor. So cores are idle, nothing competes for them, and
+what a step takes beyond the longest path through its table is the engine's and the transfers'.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.collectives import all_gather_object, barrier
+from meshwright.mesh.process_groups import process_group
+from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradients
+from meshwright.pipeline.actions import ActionKind
+from meshwright.pipeline.costs import Costs, StageCosts
+from meshwright.pipeline.execute import Executor
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.train.launch.rank_context import RankContext
+from meshwright_bench.alternate import Timer, Work, alternate
+from meshwright_bench.pipeline.cases import (
+    NUM_MICROBATCHES,
+    OURS,
+    PREDICTED_KINDS,
+    THEIRS,
+    WAIT_KINDS,
+    WaitTask,
+    on_four_ranks,
+)
+from meshwright_bench.pipeline.sides import CPU, BenchStage, TheirSide, our_executor
+
+SHAPE = (4, 16)
+"""Of what goes from stage to stage."""
+
+
+class SleepingGradients(WeightGradients):
+    """Deferred weight gradients whose computation sleeps."""
+
+    def __init__(self, kernel_s: float) -> None:
+        super().__init__()
+        self._kernel_s = kernel_s
+
+    def take(self) -> list[DeferredGradient]:
+        """One kernel for the whole stage."""
+        return _SleepingDeferred(self._kernel_s)
+
+
+class _SleepingDeferred(list[DeferredGradient]):
+    """Nothing deferred, but going through them takes a kernel's time."""
+
+    def __init__(self, kernel_s: float) -> None:
+        super().__init__()
+        self._kernel_s = kernel_s
+
+    def __iter__(self) -> Iterator[DeferredGradient]:
+        time.sleep(self._kernel_s)
+        return iter(())
+
+
+class SleepingStage(nn.Module):
+    """A stage of one kernel each way. Its backward sleeps for I, and for W too unless W is deferred."""
+
+    def __init__(self, kernel_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.kernel_s = kernel_s
+        self.store: WeightGradients | None = None
+        """Ours: it says whether W is deferred."""
+        self.always_defers = False
+        """PyTorch's: with a `dw_builder`, a backward never does W itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        y: Tensor = _Sleep.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def sleep_backward(self) -> None:
+        """I, and W if it is now."""
+        time.sleep(self.kernel_s)
+        if not (self.always_defers or (self.store is not None and self.store.defers)):
+            time.sleep(self.kernel_s)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepingStage) -> Tensor:
+        ctx.stage = stage
+        time.sleep(stage.kernel_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.stage.sleep_backward()
+        return gradients[0].clone(), None, None
+
+
+def measure_wait(context: RankContext, task: WaitTask) -> None:
+    """Measure every schedule; rank 0 writes the seconds and the predictions as JSON."""
+    kinds: dict[str, Any] = {}
+    with process_group(
+        rank=context.rank,
+        num_ranks=context.num_ranks,
+        device=CPU,
+        timeout_s=60,
+        store_path=context.store_path,
+    ):
+        for kind in WAIT_KINDS:
+            kinds[kind] = measure_kind(kind, rank=context.rank, task=task)
+        over = sleep_over_nominal(task.kernel_s)
+    if context.rank == 0:
+        answer = {"kinds": kinds, "sleep_over_nominal": over}
+        task.result.write_text(json.dumps(answer), "utf-8")
+
+
+def sleep_over_nominal(kernel_s: float) -> float:
+    """By how many percent a kernel's sleep is longer than asked for, when all ranks sleep: no engine's fault."""
+    barrier()
+    lengths = []
+    for _ in range(30):
+        start = time.perf_counter()
+        time.sleep(kernel_s)
+        lengths.append(time.perf_counter() - start)
+    return 100 * (median(lengths) / kernel_s - 1)
+
+
+def measure_kind(kind: str, *, rank: int, task: WaitTask) -> dict[str, Any]:
+    """Both sides on one schedule, in turns. All ranks call it together."""
+    schedule = on_four_ranks(kind)
+    executor = _ours(schedule, rank, task.kernel_s)
+    theirs = _theirs(kind, schedule, rank, task.kernel_s)
+    arms: dict[str, Callable[[], object]] = {OURS: executor.run, THEIRS: theirs.step}
+    for step in arms.values():
+        barrier()
+        step()
+    # One step a block: the next one's beginning would fill the idle time at the end of the one before.
+    timed = alternate(arms, timer=_span_timer(), rounds=task.rounds, steps=1)
+    costs = _kernel_costs(task.kernel_s)
+    table = theirs.table(kind)
+    found: dict[str, Any] = {
+        "seconds": timed.seconds,
+        "ideal_s": simulate(schedule, costs).makespan,
+        "torch_ideal_s": None if table is None else simulate(table, costs).makespan,
+    }
+    if kind in PREDICTED_KINDS:
+        found["predicted"] = [_predict(schedule, executor) for _ in range(task.rounds)]
+    return found
+
+
+def _ours(schedule: Schedule, rank: int, kernel_s: float) -> Executor:
+    inputs = [torch.zeros(SHAPE)] * NUM_MICROBATCHES
+    stages = {}
+    for number in schedule.stages_of(rank):
+        module = SleepingStage(kernel_s)
+        if schedule.splits_backward:
+            module.store = SleepingGradients(kernel_s)
+        loss = _loss if number == schedule.num_stages - 1 else None
+        stages[number] = BenchStage(module, inputs, loss=loss, weight_gradients=module.store)
+    return our_executor(schedule, stages, rank=rank, edge=inputs[0])[0]
+
+
+def _theirs(kind: str, schedule: Schedule, rank: int, kernel_s: float) -> TheirSide:
+    modules: dict[int, nn.Module] = {number: SleepingStage(kernel_s) for number in schedule.stages_of(rank)}
+
+    def weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
+        assert isinstance(module, SleepingStage)
+        module.always_defers = True
+        return lambda: lambda: time.sleep(kernel_s)
+
+    return TheirSide(
+        kind,
+        modules,
+        torch.zeros(NUM_MICROBATCHES * SHAPE[0], SHAPE[1]),
+        num_stages=schedule.num_stages,
+        num_microbatches=NUM_MICROBATCHES,
+        loss=_loss,
+        weights=weights if schedule.splits_backward else None,
+    )
+
+
+def _predict(schedule: Schedule, executor: Executor) -> tuple[float, float]:
+    """The makespan of a traced step: simulated with the medians of its own computations, and measured."""
+    barrier()
+    spans = [span for own in all_gather_object(executor.run_traced(synchronize=_nothing)) for span in own]
+    costs = Costs([_measured_costs(spans, stage) for stage in range(schedule.num_stages)])
+    return simulate(schedule, costs).makespan, Timeline(schedule.num_ranks, tuple(spans)).makespan
+
+
+def _measured_costs(spans: list[Span], stage: int) -> StageCosts:
+    def typical(kind: ActionKind) -> float:
+        own = [s.end - s.start for s in spans if s.action.stage == stage and s.action.kind is kind]
+        return median(own)
+
+    return StageCosts(typical(ActionKind.FORWARD), typical(ActionKind.BACKWARD), 0.0)
+
+
+def _kernel_costs(kernel_s: float) -> Costs:
+    return Costs.uniform(forward=kernel_s, backward_input=kernel_s, backward_weight=kernel_s)
+
+
+def _span_timer() -> Timer:
+    """From the first rank's start to the last one's end: processes of one machine share its monotonic clock."""
+
+    def timer(work: Work) -> float:
+        barrier()
+        start = time.perf_counter()
+        work()
+        ends = all_gather_object((start, time.perf_counter()))
+        return max(end for _, end in ends) - min(start for start, _ in ends)
+
+    return timer
+
+
+def _loss(y: Tensor, target: Tensor) -> Tensor:
+    return y.sum()
+
+
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""

@@ -1,0 +1,1 @@
+"""Benchmarks of redistribution by plans."""

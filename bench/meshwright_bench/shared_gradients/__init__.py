@@ -1,0 +1,1 @@
+"""Benchmarks of the sum of shared gradients."""

@@ -1,0 +1,153 @@
+"""Writing and reading safetensors files, one tensor in memory at a time.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes of header length, little-endian; a
+JSON header of name → dtype, shape and byte range; the tensors' bytes. The library's own `save_file` wants all
+tensors on the CPU at once, and neither hashes nor flushes; so we write the format, and read with the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.checkpoint.durable_files import DurableFile, FileEntry
+from meshwright.errors import CheckpointError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names for dtypes."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """A tensor that a file will hold, fetched only when its turn comes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], Tensor]
+    """Gives the tensor, on any device and of any strides."""
+
+    def num_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls `dtype`.
+
+    Raises:
+        CheckpointError: it has no name for it.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError(
+            f"tensors of {dtype} can't be saved",
+            rule=f"checkpoints are safetensors files, which hold {', '.join(DTYPES)}",
+            fix="convert the tensor to one of these before saving",
+        )
+    return _DTYPE_NAMES[dtype]
+
+
+def write_tensors(
+    file: DurableFile, tensors: Sequence[TensorToWrite], *, metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write `tensors` as one safetensors file, and flush it to the disk.
+
+    Args:
+        file: new and empty.
+        tensors: of different keys.
+        metadata: free strings for the header.
+
+    Raises:
+        CheckpointError: a dtype that safetensors doesn't know.
+        OSError: as `DurableFile`.
+    """
+    # Widest elements first, so that each tensor starts at a multiple of its element size, as readers expect.
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.key))
+    file.write(_header(ordered, metadata))
+    for tensor in ordered:
+        if tensor.num_bytes():
+            file.write(_bytes_of(tensor))
+    return file.finish()
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """`safetensors.safe_open` on the CPU; what it complains about becomes ours.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable or not safetensors, or lacks a tensor asked for.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path.name} cannot be read: {error}",
+            where=str(path),
+            rule="tensors are read from undamaged safetensors files",
+            fix="verify the files, and take another copy of this one",
+        ) from error
+
+
+def read_slices(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
+    """A part of one tensor of an open file; only that part is read from the disk."""
+    if not index:  # a slice of a 0-dim tensor is an error to safetensors
+        return _tensor(file.get_tensor(key))
+    return _tensor(file.get_slice(key)[index])
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes()
+        assert tensor.key not in header, f"two tensors named {tensor.key}"
+        header[tensor.key] = {
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: TensorToWrite) -> memoryview:
+    value = tensor.fetch().detach()
+    announced = value.dtype == tensor.dtype and tuple(value.shape) == tensor.shape
+    assert announced, f"{tensor.key} is {value.dtype} {tuple(value.shape)}, not {tensor.dtype} {tensor.shape}"
+    flat = value.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data

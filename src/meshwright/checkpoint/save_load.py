@@ -1,0 +1,163 @@
+"""Saving and loading sharded tensors, from any layout onto any other.
+
+`torch.distributed.checkpoint` plans the pieces and carries failures to every rank; `writer` and `reader` do
+the writing and reading; `directory` makes checkpoints of directories. What is saved is a flat dict of
+tensors: plain ones, the same on every rank, and DTensors on any mesh.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_planned
+from torch.distributed.checkpoint.state_dict_saver import save as save_planned
+
+from meshwright.checkpoint import atomic_directory, layout_file
+from meshwright.checkpoint.dcp_planners import CheckedLoadPlanner, CheckedSavePlanner
+from meshwright.checkpoint.layout_file import Layout
+from meshwright.checkpoint.reader import SafetensorsReader, read_tensor
+from meshwright.checkpoint.writer import SafetensorsWriter, SaveRequest
+from meshwright.comm import collectives
+from meshwright.errors import CheckpointError, MeshwrightError
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    model: Mapping[str, Any],
+    run: Mapping[str, Any],
+    keep: int,
+    group: ProcessGroup | None = None,
+) -> Path:
+    """Save a checkpoint of `step`, then remove all but the `keep` newest. All ranks of `group` call it.
+
+    Replicas are written once, by the one of their ranks that has the least to write. When it returns, on
+    any rank, the checkpoint is complete and on the disk. When it raises, it raises on every rank, earlier
+    checkpoints are as they were, and nothing of this one is left.
+
+    Args:
+        root: the directory of the run's checkpoints, on a file system that all ranks share; no other run's.
+        step: optimizer steps done. A checkpoint of the same step is replaced; at any moment one of them exists.
+        tensors: by name; on CUDA or CPU, copied to the CPU one at a time.
+        model: the model's identity, for `manifest.check_model`. Rank 0's counts, for `run` as well.
+        run: JSON values that the trainer needs to go on.
+        keep: checkpoints to keep, this one included.
+        group: the ranks that save; all of them when not given.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RunError: it cannot be written; a full disk is named as such.
+        CheckpointError: something that a checkpoint can't hold.
+    """
+    request = SaveRequest(root, step, model, run, keep)
+    writer = SafetensorsWriter(request, rank=collectives.rank(group))
+    try:
+        with _failures_of_any_rank():
+            save_planned(
+                dict(tensors),
+                storage_writer=writer,
+                planner=CheckedSavePlanner(tensors),
+                process_group=group,
+                no_dist=not collectives.is_distributed(),
+            )
+    except BaseException:
+        writer.abandon()
+        raise
+    return atomic_directory.final_path(root, step)
+
+
+def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
+    """Fill `tensors` in place from the checkpoint at `path`, whatever layout it was saved from.
+
+    All ranks of `group` call it, each reading only what its own pieces need. Floating-point values are
+    converted to the dtype of the tensor they go to. Tensors of the checkpoint that are not asked for are
+    left alone.
+
+    Hashes are not checked: call `manifest.verify` first, on one rank, and let the others wait for it.
+
+    Raises:
+        CheckpointError: on every rank: a tensor is not in the checkpoint or has another shape there, or a
+            file cannot be read.
+    """
+    found = _read_layout(path, group)
+    with _failures_of_any_rank():
+        load_planned(
+            dict(tensors),
+            storage_reader=SafetensorsReader(found),
+            planner=CheckedLoadPlanner(tensors, found),
+            process_group=group,
+            no_dist=not collectives.is_distributed(),
+        )
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of all tensors in the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: it has no readable layout.
+    """
+    return set(layout_file.read(path).tensors)
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Whole tensors of the checkpoint at `path`, on the CPU in their saved dtypes; in this process alone.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, or a file cannot be read.
+    """
+    found = layout_file.read(path)
+    return {name: read_tensor(found, name) for name in names}
+
+
+def _read_layout(path: Path, group: ProcessGroup | None) -> Layout:
+    """Read by rank 0 for all: with many ranks the file is long, and a failure has to reach all anyway."""
+    found: Layout | CheckpointError | None = None
+    if collectives.rank(group) == 0:
+        try:
+            found = layout_file.read(path)
+        except CheckpointError as error:
+            found = error
+    found = collectives.broadcast_object(found, group=group)
+    if isinstance(found, CheckpointError):
+        raise found
+    assert found is not None
+    return found
+
+
+@contextmanager
+def _failures_of_any_rank() -> Iterator[None]:
+    """Turn what PyTorch raises on every rank into the error that one rank met."""
+    try:
+        with warnings.catch_warnings():
+            # That there is no process group is no surprise here.
+            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+            yield
+    except CheckpointException as failure:
+        raise _first_error(failure) from None
+
+
+def _first_error(failure: CheckpointException) -> BaseException:
+    errors = [error for _, (error, _) in sorted(failure.failures.items())]
+    for error in errors:
+        if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
+            return error
+    ours = [error for error in errors if isinstance(error, MeshwrightError)]
+    if not ours:  # a bug: keep every rank's traceback
+        return RuntimeError(str(failure))
+    first = ours[0]
+    others = {error.what for error in ours[1:]} - {first.what}
+    if others:
+        what = f"{first.what} (and {len(others)} more ranks failed)"
+        return type(first)(what, where=first.where, rule=first.rule, fix=first.fix)
+    return first

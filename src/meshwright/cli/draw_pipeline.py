@@ -1,0 +1,232 @@
+"""`meshwright draw`: what a pipeline schedule does when, as text, as a picture and as a table; others are next door."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from meshwright.cli.colors import paint
+from meshwright.cli.draw_drift import drift
+from meshwright.cli.draw_loss import loss
+from meshwright.cli.draw_reshard import reshard
+from meshwright.errors import InputError, ScheduleError
+from meshwright.figure import check_picture
+from meshwright.output_files import check_output, write_output
+from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
+from meshwright.pipeline.actions import ActionKind
+from meshwright.pipeline.draw import draw, text_timeline
+from meshwright.pipeline.generate import ScheduleKind
+from meshwright.pipeline.lower import num_slots
+from meshwright.pipeline.simulate import Simulation
+from meshwright.pipeline.verify import verify
+
+app = typer.Typer(help="Draw plans: what is done where and when.", no_args_is_help=True)
+app.command("drift")(drift)
+app.command("loss")(loss)
+app.command("reshard")(reshard)
+
+COMMAND_LINE = "command line"
+OFF_TERMINAL_COLUMNS = 100
+A_TABLE = "one to start from: meshwright draw pipeline 1f1b --stages 4 --microbatches 8 --csv mine.csv"
+OTHER_NAMES = {"gpipe": "f-then-b", "zbv": "zb-v", "zbh1": "zb-h1", "dualpipe": "dualpipe-v"}
+BOX = re.compile(r"([FBIW])\1*[0-9 ]*|(·)+", re.IGNORECASE)
+STYLES = {"F": "bold", "B": "green", "I": "green", "W": "yellow", "·": "dim"}
+
+SCHEDULE_HELP = f"{', '.join(kind.value for kind in ScheduleKind)}, or a table's file (.csv, .json)."
+Time = Annotated[float, typer.Option(help="Of one stage and one micro-batch; a chunk is a stage.")]
+TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - is the standard output.")]
+
+
+@app.command("pipeline")
+def pipeline(
+    source: Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP)],
+    stages: Annotated[int | None, typer.Option(help="Pipeline stages, one a rank.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Chunks of layers that each rank has.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
+    table: Annotated[bool, typer.Option("--simulate", help="Print bubble, peak and buffers per rank.")] = False,
+    forward: Time = 1.0,
+    backward_input: Time = 1.0,
+    backward_weight: Time = 1.0,
+    latency: Annotated[float, typer.Option(help="Of a transfer between neighbouring stages.")] = 0.0,
+    csv: TableFile = None,
+    json: TableFile = None,
+) -> None:
+    """Draw a pipeline schedule: F forward, B backward, I input gradient, W weight gradient, · idle.
+
+    A letter's number is the micro-batch; lower case is the rank's second chunk.
+    """
+    if csv == json == "-":
+        raise InputError(
+            "--csv and --json both to the standard output",
+            where=COMMAND_LINE,
+            rule="one table at a time goes there",
+            fix="--csv - alone, or a file's name for one of them",
+        )
+    if out is not None:
+        check_picture(out)
+    for name in (csv, json):
+        if name is not None and name != "-":
+            check_output(Path(name), where=name)
+    costs = _costs(
+        {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "latency": latency}
+    )
+    schedule = _schedule(source, stages, microbatches, chunks)
+    simulation = simulate(schedule, costs)
+    screen = sys.stderr if "-" in (csv, json) else sys.stdout
+    title = _title(schedule, simulation)
+    _print_timeline(schedule, simulation, title, screen)
+    if table:
+        _print_table(schedule, simulation, screen)
+    for name, text in ((csv, Schedule.to_csv), (json, Schedule.to_json)):
+        if name is not None:
+            _write(name, text(schedule), screen)
+    if out is not None:
+        draw(simulation, out, title=title, schedule=schedule)
+        print(f"picture   {out}", file=screen)
+
+
+def _costs(times: dict[str, float]) -> Costs:
+    for name, time in times.items():
+        if not math.isfinite(time) or time < 0 or (time == 0 and name != "latency"):
+            least = "zero or more" if name == "latency" else "more than zero"
+            raise InputError(
+                f"--{name} {time:g}",
+                where=f"{COMMAND_LINE}, --{name}",
+                rule=f"a time is {least}, in any one unit",
+                fix=f"--{name} {0 if name == 'latency' else 1}",
+            )
+    forward, backward_input, backward_weight, latency = times.values()
+    return Costs.uniform(
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        activation_bytes=1,  # so that peaks count micro-batches
+        edge=EdgeCosts(latency),
+    )
+
+
+def _schedule(source: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+    """The table that the words name, generated or read and verified."""
+    if "/" in source or source.endswith((".csv", ".json")):
+        schedule = _read(Path(source))
+        asked = (("stages", stages, schedule.num_ranks, "ranks"),
+                 ("microbatches", microbatches, schedule.num_microbatches, "micro-batches"),
+                 ("chunks", chunks, schedule.num_chunks, "chunks"))  # fmt: skip
+        for option, wanted, found, name in asked:
+            if wanted not in (None, found):
+                raise ScheduleError(
+                    f"a schedule for another number of {name}: {found} in {source}, --{option} {wanted}",
+                    where=source,
+                    rule="a file says itself how many there are",
+                    fix=f"--{option} {found}, or leave it out",
+                )
+        return schedule
+    name = source.lower().replace("_", "-")
+    names = [kind.value for kind in ScheduleKind]
+    if name not in names:
+        near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b")
+        raise ScheduleError(
+            f"there is no schedule {source!r}",
+            where=COMMAND_LINE,
+            rule=f"schedules are {', '.join(names)}; a file's name has a / or ends with .csv or .json",
+            fix=near,
+        )
+    if stages is None or microbatches is None:
+        raise ScheduleError(
+            f"{name} of how many {'stages' if stages is None else 'micro-batches'}?",
+            where=COMMAND_LINE,
+            rule="a schedule by name needs --stages and --microbatches",
+            fix=f"meshwright draw pipeline {name} --stages {stages or 4} --microbatches {microbatches or 8}",
+        )
+    try:
+        return generate(name, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks)
+    except ScheduleError as error:
+        raise _located(error, f"{COMMAND_LINE}, {name}") from None
+
+
+def _read(path: Path) -> Schedule:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(
+            f"can't read {path}: {reason}",
+            where=str(path),
+            rule="a table is a file as --csv or --json writes it",
+            fix=A_TABLE,
+        ) from None
+    try:
+        if path.suffix == ".json":
+            schedule = Schedule.from_json(text, where=str(path))
+        else:
+            schedule = Schedule.from_csv(text, where=str(path), kind=path.stem)
+    except ScheduleError as error:
+        raise _located(error, error.where) from None
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        raise _located(error, f"{path}, {error.where}" if error.where else str(path)) from None
+    return schedule
+
+
+def _located(error: ScheduleError, where: str) -> ScheduleError:
+    return ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or A_TABLE)
+
+
+def _title(schedule: Schedule, simulation: Simulation) -> str:
+    """Two lines: what it is, and what it costs."""
+    parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_microbatches} micro-batches"]
+    if schedule.num_chunks > 1:
+        parts.append(f"{schedule.num_chunks} chunks")
+    peak = max(_peak(schedule, simulation, rank) for rank in range(schedule.num_ranks))
+    parts += [f"bubble {simulation.bubble():.1%}", f"peak {peak:.4g} micro-batches"]
+    return f"{schedule.kind}\n{' · '.join(parts)}"
+
+
+def _peak(schedule: Schedule, simulation: Simulation, rank: int) -> float:
+    """What a rank holds when it holds most, in its activations of one micro-batch over all its chunks."""
+    return simulation.peak_bytes[rank].total / max(1, len(schedule.stages_of(rank)))
+
+
+def _print_timeline(schedule: Schedule, simulation: Simulation, title: str, screen: TextIO) -> None:
+    name, _, facts = title.partition("\n")
+    print(f"{paint(name, 'bold', screen)} · {facts}", file=screen)
+    columns = shutil.get_terminal_size((OFF_TERMINAL_COLUMNS, 24)).columns
+    text = text_timeline(simulation.timeline, columns=columns)
+    print(BOX.sub(lambda box: paint(box[0], STYLES[box[0][0].upper()], screen), text), file=screen)
+    in_span = max(idle.in_span for idle in simulation.idle)
+    in_makespan = max(idle.in_makespan for idle in simulation.idle)
+    print(
+        f"makespan {simulation.makespan:.6g} · idle of the worst rank {in_span:.6g} inside its span, "
+        f"{in_makespan:.6g} of the makespan",
+        file=screen,
+    )
+
+
+def _print_table(schedule: Schedule, simulation: Simulation, screen: TextIO) -> None:
+    lowered = schedule if schedule.is_lowered else lower(schedule)
+    print("rank      busy  idle in span  idle in makespan      peak  receive slots F  B", file=screen)
+    for rank, (busy, idle) in enumerate(zip(simulation.busy, simulation.idle, strict=True)):
+        slots = num_slots(lowered, rank)
+        print(
+            f"{rank:>4}  {busy:>8.6g}  {idle.in_span:>12.6g}  {idle.in_makespan:>16.6g}  "
+            f"{_peak(schedule, simulation, rank):>8.4g}  {slots[ActionKind.RECV_FORWARD]:>15} "
+            f"{slots[ActionKind.RECV_BACKWARD]:>2}",
+            file=screen,
+        )
+
+
+def _write(name: str, text: str, screen: TextIO) -> None:
+    if name == "-":
+        print(text.rstrip("\n"))
+        return
+    write_output(Path(name), text, where=name)
+    print(f"table     {name}", file=screen)

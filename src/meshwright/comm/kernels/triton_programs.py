@@ -1,0 +1,278 @@
+"""The programs of a GPU for codecs and LoCo error feedback, in Triton: each byte is read and written once.
+
+`kernels_triton` launches them on tensors, without fused multiply-adds, which round once where the reference rounds
+twice. The layout of a block and every rounding are described at the top of `codecs`.
+
+[Note: planes] A program works on a tile of some groups of one block. It holds the tile as 128 / WIDTH *planes*, tensors
+[GROUPS, WIDTH] of which plane p has the elements p·WIDTH … of every group. WIDTH is that of a field of the codec with
+the most fields in a byte, so that each field is one plane, or several whole ones: packing is shifts and ors of planes
+that lie in the same registers of the same threads, and nothing is shuffled. GROUPS is chosen such that a thread has 16
+bytes of elements of each plane; then loads of elements, error and codes all agree on which thread has what, and no
+plane passes through shared memory. Groups that a tile has and a block has not are read as zeros; their scales are the
+zeros that end the block.
+
+Rows that begin at multiples of 16 elements are read and written 16 bytes at a time; others work, more slowly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from meshwright.comm.compression.catalogue import GROUP
+
+_GROUP = tl.constexpr(GROUP)
+_BYTES_A_BIT = tl.constexpr(GROUP // 8)
+"""Bytes of the codes of a group, for each bit of a code."""
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC0)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+_ROUNDER = tl.constexpr(1.5 * 2**23)
+"""Added to a number below 2^22, it leaves no bits for a fraction: the sum is rounded half to even, and its lowest bits
+are those of the integer, in two's complement."""
+
+
+@triton.jit
+def _block_and_group(GROUPS: tl.constexpr) -> tl.tuple:
+    """Which block this program works on, and the first group of its tile; of 64 bits, as blocks can be large."""
+    return tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
+
+
+@triton.jit
+def _load_elements(x: tl.tensor, first: tl.tensor, num_elements: tl.tensor, GROUPS: tl.constexpr,
+                   WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
+    """The planes of a tile of the elements of one block at `x`, as float32."""
+    group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
+    planes = ()
+    for p in tl.static_range(_GROUP // WIDTH):
+        place_gj = group_gj * _GROUP + (column_gj + p * WIDTH)
+        exists_gj = place_gj < num_elements - first * _GROUP
+        plane_gj = tl.load(x + first * _GROUP + place_gj, mask=exists_gj, other=0.0).to(tl.float32)
+        planes += (plane_gj,)
+    return planes
+
+
+@triton.jit
+def _load_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr, GROUPS: tl.constexpr,
+                WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
+    """The planes of what a tile of the codes at `block` stands for."""
+    STRIDE: tl.constexpr = _BYTES_A_BIT * BITS
+    PARTS: tl.constexpr = STRIDE // WIDTH
+    group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
+    exists_gj = group_gj < num_groups - first
+    scales = (block + num_groups * STRIDE).to(tl.pointer_type(tl.uint16), bitcast=True) + first
+    group_g = tl.arange(0, GROUPS)
+    scale_bits_g = tl.load(scales + group_g, mask=group_g < num_groups - first, other=0)
+    scale_g = (scale_bits_g.to(tl.uint32) << 16).to(tl.float32, bitcast=True)[:, None]
+    packed = ()
+    for s in tl.static_range(PARTS):
+        place_gj = group_gj * STRIDE + (column_gj + s * WIDTH)
+        packed += (tl.load(block + first * STRIDE + place_gj, mask=exists_gj, other=0).to(tl.int32),)
+    planes = ()
+    for field in tl.static_range(8 // BITS):
+        for s in tl.static_range(PARTS):
+            planes += (_unpacked(packed[s], scale_g, field * BITS, BITS),)
+    return planes
+
+
+@triton.jit
+def _unpacked(packed_gj: tl.tensor, scale_g: tl.tensor, SHIFT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """What the codes in a field of bytes stand for.
+
+    A code times UNIT, in its place in the byte, and with OFFSET added, which leaves no sign, is the lowest bits of a
+    number of 2^23 and more: it takes a bitwise operation and a subtraction, and a scale divided by UNIT. All of this is
+    exact, that scale as well, which has 8 bits where the smallest numbers have 16 more.
+    """
+    UNIT: tl.constexpr = 2**SHIFT
+    OFFSET: tl.constexpr = 2 ** (SHIFT + BITS - 1)
+    bits_gj = ((packed_gj & ((2**BITS - 1) * UNIT)) ^ OFFSET) | 0x4B000000
+    return (bits_gj.to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)) * (scale_g * (1.0 / UNIT))
+
+
+@triton.jit
+def _sum_blocks(payloads: tl.tensor, rank_stride: tl.tensor, NUM_RANKS: tl.constexpr, first: tl.tensor,
+                num_groups: tl.tensor, BITS: tl.constexpr, ROTATE: tl.constexpr, GROUPS: tl.constexpr,
+                WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
+    """The planes of the sum of a tile of one block of every rank, rotated back."""
+    total = ()
+    for _ in tl.static_range(_GROUP // WIDTH):
+        total += (tl.zeros((GROUPS, WIDTH), tl.float32),)
+    for rank in tl.range(NUM_RANKS, loop_unroll_factor=4):
+        block = payloads + rank * tl.cast(rank_stride, tl.int64)
+        total = _added(total, _load_block(block, first, num_groups, BITS, GROUPS, WIDTH))
+    if ROTATE:
+        total = _scaled(_rotated(total, GROUPS, WIDTH), 0.03125)
+    return total
+
+
+@triton.jit
+def _added(a: tl.tuple, b: tl.tuple) -> tl.tuple:
+    planes = ()
+    for p in tl.static_range(len(a)):
+        planes += (a[p] + b[p],)
+    return planes
+
+
+@triton.jit
+def _scaled(a: tl.tuple, factor: tl.tensor) -> tl.tuple:
+    planes = ()
+    for p in tl.static_range(len(a)):
+        planes += (a[p] * factor,)
+    return planes
+
+
+@triton.jit
+def _rotated(x: tl.tuple, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tuple:
+    """The transform of each 32 elements, which lie in one plane: butterflies of neighbours first."""
+    planes = ()
+    for p in tl.static_range(len(x)):
+        plane = x[p]
+        for stage in tl.static_range(5):
+            pairs = tl.reshape(plane, (GROUPS * WIDTH >> (stage + 1), 2, 1 << stage))
+            bits = pairs.to(tl.int32, bitcast=True)
+            # Where the layout puts both of a pair is the compiler's matter; the sum of two less one is the other.
+            other = (tl.sum(bits, axis=1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+            is_second = tl.arange(0, 2)[None, :, None] == 1
+            plane = tl.reshape(other + tl.where(is_second, -pairs, pairs), (GROUPS, WIDTH))
+        planes += (plane,)
+    return planes
+
+
+@triton.jit
+def _quantised(h: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
+    """Codes, in planes and with _ROUNDER added; the bits of scales; and which groups are finite, both [GROUPS]."""
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    # Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
+    bits = h[0].to(tl.uint32, bitcast=True)
+    key_gj = (bits << 1) | (bits >> 31)
+    for p in tl.static_range(1, len(h)):
+        bits = h[p].to(tl.uint32, bitcast=True)
+        key_gj = tl.maximum(key_gj, (bits << 1) | (bits >> 31))
+    key_g = tl.max(key_gj, axis=1)
+    finite_g = (key_g >> 1) < _INFINITY
+    exact_g = (key_g >> 1).to(tl.float32, bitcast=True) * (1.0 / (HIGHEST + 1))
+    used_g = finite_g & (exact_g >= _SMALLEST_NORMAL)
+    exact_bits_g = exact_g.to(tl.uint32, bitcast=True) | (((key_g & 1) ^ 1) << 31)
+    scale_bits_g = (exact_bits_g + 0x7FFF + ((exact_bits_g >> 16) & 1)) >> 16
+    divisor_g = tl.where(used_g, (scale_bits_g << 16).to(tl.float32, bitcast=True), 1.0)
+    inverse_g = tl.where(used_g, tl.div_rn(1.0, divisor_g), 0.0)[:, None]
+    # Also of what is not finite: the smaller of a NaN and a number is the number.
+    limit_g = tl.where(finite_g, _ROUNDER + HIGHEST, _ROUNDER)[:, None]
+    rounded = ()
+    for p in tl.static_range(len(h)):
+        # Codes need no lower bound: a scale is off by 2^-9 of itself at most, and less than half a code below the
+        # lowest one is rounded to it.
+        rounded += (tl.minimum(h[p] * inverse_g + _ROUNDER, limit_g),)
+    return rounded, tl.where(finite_g, tl.where(used_g, scale_bits_g, 0), _NAN), finite_g
+
+
+@triton.jit
+def _store_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, rounded: tl.tuple, scale_bits_g: tl.tensor,
+                 BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
+    """Write a tile of codes and scales, and the zeros that end the block if the tile is the last."""
+    STRIDE: tl.constexpr = _BYTES_A_BIT * BITS
+    PARTS: tl.constexpr = STRIDE // WIDTH
+    MASK: tl.constexpr = (1 << BITS) - 1
+    group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
+    for s in tl.static_range(PARTS):
+        byte_gj = rounded[s].to(tl.int32, bitcast=True) & MASK
+        for field in tl.static_range(1, 8 // BITS):
+            byte_gj |= (rounded[field * PARTS + s].to(tl.int32, bitcast=True) & MASK) << (field * BITS)
+        place_gj = group_gj * STRIDE + (column_gj + s * WIDTH)
+        tl.store(block + first * STRIDE + place_gj, byte_gj.to(tl.uint8), mask=group_gj < num_groups - first)
+    group_g = tl.arange(0, GROUPS)
+    scales = (block + num_groups * STRIDE).to(tl.pointer_type(tl.uint16), bitcast=True) + first
+    # Blocks are of whole 16 bytes, as codes of a group are: 8 scales. A tile has a multiple of 8 groups.
+    slots = (num_groups + 7) // 8 * 8
+    tl.store(scales + group_g, scale_bits_g.to(tl.uint16), mask=group_g < slots - first)
+
+
+@triton.jit
+def _block_bytes(num_groups: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return (num_groups * (_BYTES_A_BIT * BITS + 2) + 15) // 16 * 16
+
+
+@triton.jit
+def _feed_back(g: tl.tuple, error: tl.tensor, payload: tl.tensor, new_error: tl.tensor, block: tl.tensor,
+               first: tl.tensor, num_groups: tl.tensor, beta: tl.tensor, rest: tl.tensor, BITS: tl.constexpr,
+               GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
+    """Quantise the planes `g` with the error added, and write what is sent and the new error."""
+    ERROR_BITS: tl.constexpr = 8  # of feedback.ERROR_CODEC
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    error_bytes = _block_bytes(num_groups, ERROR_BITS)
+    e = _load_block(error + block * error_bytes, first, num_groups, ERROR_BITS, GROUPS, WIDTH)
+    h = _added(g, e)
+    rounded, scale_bits_g, _ = _quantised(h, BITS)
+    sent = payload + block * _block_bytes(num_groups, BITS)
+    _store_block(sent, first, num_groups, rounded, scale_bits_g, BITS, GROUPS, WIDTH)
+    # A code times its scale is exact, so one rounding in place of two is the same one; but for a product that is more
+    # than the largest float32. Its group must lose all of its error, as the reference's infinity does.
+    scale_g = ((scale_bits_g << 16).to(tl.float32, bitcast=True) * HALF * (1.0 / HALF))[:, None]
+    kept = ()
+    for p in tl.static_range(len(h)):
+        kept += (e[p] * beta + tl.fma(rounded[p] - _ROUNDER, -scale_g, h[p]) * rest,)
+    rounded, scale_bits_g, finite_g = _quantised(kept, ERROR_BITS)
+    # The new error may lie where the old one is: no thread writes before all have read.
+    tl.debug_barrier()
+    kept_block = new_error + block * error_bytes
+    scale_bits_g = tl.where(finite_g, scale_bits_g, 0)
+    _store_block(kept_block, first, num_groups, rounded, scale_bits_g, ERROR_BITS, GROUPS, WIDTH)
+
+
+@triton.jit
+def encode(x: tl.tensor, payload: tl.tensor, num_elements: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr,
+           ROTATE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
+    block, first = _block_and_group(GROUPS)
+    num_groups = tl.cast(num_groups, tl.int64)
+    h = _load_elements(x + block * num_elements, first, num_elements, GROUPS, WIDTH)
+    if ROTATE:
+        h = _rotated(h, GROUPS, WIDTH)
+    rounded, scale_bits_g, _ = _quantised(h, BITS)
+    sent = payload + block * _block_bytes(num_groups, BITS)
+    _store_block(sent, first, num_groups, rounded, scale_bits_g, BITS, GROUPS, WIDTH)
+
+
+@triton.jit
+def loco(g: tl.tensor, error: tl.tensor, payload: tl.tensor, new_error: tl.tensor, num_elements: tl.tensor,
+         num_groups: tl.tensor, beta: tl.tensor, rest: tl.tensor, BITS: tl.constexpr, GROUPS: tl.constexpr,
+         WIDTH: tl.constexpr) -> None:  # fmt: skip
+    block, first = _block_and_group(GROUPS)
+    num_groups = tl.cast(num_groups, tl.int64)
+    planes = _load_elements(g + block * num_elements, first, num_elements, GROUPS, WIDTH)
+    _feed_back(planes, error, payload, new_error, block, first, num_groups, beta, rest, BITS, GROUPS, WIDTH)
+
+
+@triton.jit
+def decode(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor, out: tl.tensor,
+           num_elements: tl.tensor, num_groups: tl.tensor, multiplier: tl.tensor, NUM_RANKS: tl.constexpr,
+           BITS: tl.constexpr, ROTATE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
+    block, first = _block_and_group(GROUPS)
+    num_groups = tl.cast(num_groups, tl.int64)
+    total = _sum_blocks(payloads + block * block_stride, rank_stride, NUM_RANKS, first, num_groups, BITS, ROTATE,
+                        GROUPS, WIDTH)  # fmt: skip
+    total = _scaled(total, multiplier)
+    group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
+    start = out + block * num_elements + first * _GROUP
+    for p in tl.static_range(len(total)):
+        place_gj = group_gj * _GROUP + (column_gj + p * WIDTH)
+        exists_gj = place_gj < num_elements - first * _GROUP
+        tl.store(start + place_gj, total[p].to(out.dtype.element_ty), mask=exists_gj)
+
+
+@triton.jit
+def requantise(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.tensor, error: tl.tensor,
+               payload: tl.tensor, new_error: tl.tensor, num_elements: tl.tensor, num_groups: tl.tensor,
+               beta: tl.tensor, rest: tl.tensor, NUM_RANKS: tl.constexpr, INNER_BITS: tl.constexpr,
+               ROTATE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+               WIDTH: tl.constexpr) -> None:  # fmt: skip
+    block, first = _block_and_group(GROUPS)
+    num_groups = tl.cast(num_groups, tl.int64)
+    total = _sum_blocks(payloads + block * block_stride, rank_stride, NUM_RANKS, first, num_groups, INNER_BITS, ROTATE,
+                        GROUPS, WIDTH)  # fmt: skip
+    # Rotated back, the zeros behind the last element are what their codes lost.
+    group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
+    g = ()
+    for p in tl.static_range(len(total)):
+        place_gj = group_gj * _GROUP + (column_gj + p * WIDTH)
+        g += (tl.where(place_gj < num_elements - first * _GROUP, total[p], 0.0),)
+    _feed_back(g, error, payload, new_error, block, first, num_groups, beta, rest, BITS, GROUPS, WIDTH)

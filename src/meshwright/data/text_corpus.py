@@ -1,0 +1,244 @@
+"""A text corpus as two arrays of token ids: what `data.source` and `data.tokenizer` describe, opened.
+
+Text is tokenised once and cached; every rank of every later run memory-maps the same file. Torch-free.
+
+A corpus is read in windows of T + 1 tokens, T inputs and the T targets that follow them. Window w covers
+tokens w·T … w·T + T, so windows share no input, and a last target is the next window's first input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data import cache, text_documents
+from meshwright.data.corpus_fingerprint import Fingerprint
+from meshwright.data.text_documents import Document, Piece
+from meshwright.data.token_files import is_token_file, open_token_file
+from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
+from meshwright.errors import DataError
+from meshwright.log import get_logger
+from meshwright.units import format_bytes, format_count
+
+Tokens = NDArray[np.integer]
+
+# To be changed with whatever changes the tokens made of the same files: hold-out, separators, what is text.
+_FORMAT = 1
+_BATCH_CHARS = 2**22
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Token ids to train on and to validate with.
+
+    Args:
+        source: `data.source`, for messages.
+        description: one line for people, with the sizes of both parts.
+        train: ids, 1-D, memory-mapped.
+        validation: ids that are never trained on, likewise.
+        vocab_size: the smallest vocabulary that holds every id.
+        validation_bytes_per_token: bytes of text that a token of `validation` stands for, averaged over all
+            of it, with one byte for each separator of documents; turns nats a token into bits a byte. None
+            for token files, whose text is not known.
+        fingerprint: SHA-256 in hex; the same on every machine where both parts hold the same ids.
+    """
+
+    source: str
+    description: str
+    train: Tokens = field(repr=False)
+    validation: Tokens = field(repr=False)
+    vocab_size: int
+    validation_bytes_per_token: float | None
+    fingerprint: str
+
+
+def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str | None) -> Corpus:
+    """Open what `data.source` names, tokenising and caching it if that was not done before.
+
+    Args:
+        source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or
+            else a glob of UTF-8 text files. What is held out: see `documents.py` and `token_file.py`.
+        tokenizer: `bytes` or the path of a `tokenizer.json`; token files do not use it.
+        token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
+        cache_dir: where tokenised text is kept; `~/.cache/meshwright` when None.
+
+    Raises:
+        DataError: the source or the tokenizer is missing, unreadable, malformed or empty.
+    """
+    if is_token_file(source):
+        tokens, facts = open_token_file(source, token_dtype=token_dtype, cache_dir=cache_dir)
+        title = os.path.basename(source)
+    else:
+        found = text_documents.list_documents(source)
+        tokens, facts = _open_text(source, found, tokenizer=tokenizer, cache_dir=cache_dir)
+        title = "standard library source" if source == text_documents.STDLIB else f"{len(found)} files of {source}"
+    bytes_per_token = None
+    if facts.validation_text_bytes is not None:
+        bytes_per_token = facts.validation_text_bytes / facts.num_validation
+    amount = _bytes if facts.validation_text_bytes is not None and tokenizer == BYTES else _tokens
+    return Corpus(
+        source=source,
+        description=f"{title}, {amount(facts.num_train)} train / {amount(facts.num_validation)} validation",
+        train=tokens[: facts.num_train],
+        validation=tokens[facts.num_train :],
+        vocab_size=facts.vocab_size,
+        validation_bytes_per_token=bytes_per_token,
+        fingerprint=facts.fingerprint,
+    )
+
+
+def num_windows(part: Tokens, seq_len: int) -> int:
+    """Whole windows of `seq_len` inputs in a part of a corpus."""
+    return max(0, len(part) - 1) // seq_len
+
+
+def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None:
+    """Check that both parts of a corpus hold at least one window.
+
+    Args:
+        corpus: to be read in windows.
+        seq_len: of a window.
+        multiple_of: what a `seq_len` that works instead is a multiple of, as where ranks divide it.
+
+    Raises:
+        DataError: a part is too short; the fix names the largest `train.seq_len` that works.
+    """
+    parts = {"training": corpus.train, "validation": corpus.validation}
+    name, shortest = min(parts.items(), key=lambda item: len(item[1]))
+    if num_windows(shortest, seq_len):
+        return
+    largest = (len(shortest) - 1) // multiple_of * multiple_of
+    raise DataError(
+        f"train.seq_len = {seq_len} is longer than the {name} part, which has {len(shortest)} tokens",
+        where=f"train.seq_len; data.source, {corpus.source}",
+        rule="the training and the validation part each hold a sample of seq_len + 1 tokens",
+        fix=f"train.seq_len={largest}, or a larger data.source" if largest > 0 else "a larger data.source",
+    )
+
+
+def check_vocab(corpus: Corpus, vocab_size: int) -> None:
+    """Check that a model's vocabulary holds every id of a corpus.
+
+    Raises:
+        DataError: it does not.
+    """
+    if corpus.vocab_size > vocab_size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size} is too small: the corpus has ids up to {corpus.vocab_size - 1}",
+            where=f"model.vocab_size; data.source, {corpus.source}",
+            rule="every token id is less than model.vocab_size",
+            fix=f"model.vocab_size={corpus.vocab_size}, or any larger one",
+        )
+
+
+def _open_text(
+    source: str, found: list[Document], *, tokenizer: str, cache_dir: str | None
+) -> tuple[Tokens, cache.Facts]:
+    identity = [_FORMAT, tokenizer_identity(tokenizer)]
+    listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in found]
+    key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
+
+    def build(file: BinaryIO) -> cache.Facts:
+        size = format_bytes(sum(document.num_bytes for document in found))
+        _log.info("tokenising %d files (%s) of %s with %s", len(found), size, source, tokenizer)
+        return _tokenise(file, found, open_tokenizer(tokenizer), source=source)
+
+    label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
+    path, facts = cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
+    if facts.num_skipped and source != text_documents.STDLIB:
+        what = "%d of the %d files of %s are left out: not UTF-8, or with zero bytes"
+        _log.warning(what, facts.num_skipped, len(found), source)
+    return cache.payload(path, facts), facts
+
+
+def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.Facts:
+    """Write the tokens of all documents, training part first, each document followed by a separator."""
+    dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
+    fingerprint = Fingerprint(dtype)
+    skipped: set[str] = set()
+    counts: list[int] = []
+    text_bytes = 0
+    for pieces in text_documents.split(found):
+        counts.append(0)
+        text_bytes = 0  # Of the last part, which is the validation part.
+        for texts in _batches(_texts(pieces, skipped, source=source)):
+            tokens = _joined(tokenizer.encode_batch(texts), tokenizer.separator_id, dtype)
+            file.write(tokens.data)
+            fingerprint.update(tokens)
+            counts[-1] += len(tokens)
+            text_bytes += sum(len(text.encode("utf-8")) for text in texts)
+            text_bytes += len(texts) if tokenizer.separator_id is not None else 0
+    num_train, num_validation = counts
+    if not num_train or not num_validation:
+        raise _empty(source, "training" if not num_train else "validation", len(found), len(skipped))
+    return cache.Facts(
+        dtype=dtype.str,
+        num_train=num_train,
+        num_validation=num_validation,
+        payload_bytes=(num_train + num_validation) * dtype.itemsize,
+        vocab_size=tokenizer.vocab_size,
+        validation_text_bytes=text_bytes,
+        num_skipped=len(skipped),
+        fingerprint=fingerprint.hexdigest(num_train=num_train),
+    )
+
+
+def _texts(pieces: Iterable[Piece], skipped: set[str], *, source: str) -> Iterator[str]:
+    """The texts of pieces, without empty ones; adds to `skipped` the names of files that are no text."""
+    for piece in pieces:
+        text = text_documents.read(piece, source=source)
+        if text is None:
+            skipped.add(piece.document.name)
+        elif text:
+            yield text
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in groups of some megabytes: one document is held in memory at least, a corpus never."""
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        batch.append(text)
+        num_chars += len(text)
+        if num_chars >= _BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _joined(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.dtype[np.integer]) -> Tokens:
+    separator = np.array([] if separator_id is None else [separator_id], dtype=dtype)
+    arrays = [array for tokens in encoded for array in (tokens, separator)]
+    return np.concatenate(arrays).astype(dtype, copy=False)
+
+
+def _empty(source: str, part: str, num_found: int, num_skipped: int) -> DataError:
+    return DataError(
+        f"the {part} part of {source} is empty: {num_found} files, {num_skipped} of them not UTF-8 text",
+        where=f"data.source, {source}",
+        rule="a tenth of the text is held out for validation, and both parts hold some",
+        fix=f"a pattern that matches more text, or data.source={text_documents.STDLIB}",
+    )
+
+
+def _bytes(count: int) -> str:
+    """`28.3 MB`."""
+    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return f"{count} B"
+
+
+def _tokens(count: int) -> str:
+    """`7.90 M tokens`."""
+    return f"{format_count(count)} tokens"

@@ -1,0 +1,27 @@
+"""DTensor operators made right: sharding rules, corrections, and a fallback to replicated tensors.
+
+`for_dtensor` and `replicate_fallback` are the two contexts; `register_rules` alone adds the sharding rules.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.dtensor_ops.dispatch_mode import for_dtensor
+    from meshwright.dtensor_ops.fallback import replicate_fallback
+    from meshwright.dtensor_ops.sharding_rules import register_rules
+
+_FILES = {"for_dtensor": "dispatch_mode", "register_rules": "sharding_rules", "replicate_fallback": "fallback"}
+"""Public names, and the files that they are in; all of them import torch."""
+
+__all__ = ["for_dtensor", "register_rules", "replicate_fallback"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

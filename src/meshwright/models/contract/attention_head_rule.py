@@ -1,0 +1,24 @@
+"""The rule of attention heads that families share. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.errors import ConfigError
+from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
+from meshwright.settings.violation import Violation
+
+
+def undivided_heads(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:
+    """Heads that the width does not divide into, given the keys of a section `model`."""
+    if head_dim is None and dim % num_heads:
+        heads = [{"model.num_heads": size} for size in by_distance(divisors(dim), num_heads)]
+        multiple = round_up(dim, 2 * num_heads)
+        width = round_up(multiple // num_heads, 2)
+        yield Violation(
+            ConfigError,
+            f"model.num_heads = {num_heads} does not divide model.dim = {dim}",
+            "model.num_heads",
+            "without model.head_dim a head is dim / num_heads wide",
+            [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": width}],
+        )

@@ -1,0 +1,35 @@
+"""Next-token loss written out plainly, sample by sample: what proofs compare the task with.
+
+Shapes: b batch, t time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from numpy import int64
+from torch import Tensor, nn
+
+from meshwright.data.sampler import Order
+from meshwright.data.text_corpus import Corpus
+from meshwright.models.contract.run_facts import RunFacts
+
+
+class TextReference:
+    """Windows of a corpus, and cross-entropy of the next token."""
+
+    def __init__(self, f: RunFacts, corpus: Corpus) -> None:
+        self._seq_len, self._global_batch, self._tokens = f.seq_len, f.global_batch, corpus.train
+        self._order = Order((len(corpus.train) - 1) // f.seq_len, f.seed)
+
+    def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
+        """Mean over the batch's tokens."""
+        size = self._seq_len
+        rows = []
+        for index in indices:
+            start = int(self._order.windows(range(index, index + 1))[0]) * size
+            rows.append(torch.from_numpy(self._tokens[start : start + size + 1].astype(int64)))
+        tokens = torch.stack(rows)
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return loss / (self._global_batch * size)

@@ -1,0 +1,159 @@
+"""V-shaped schedules: ZB-V, V-Half and V-Min. Two chunks a rank, the second on the way back up.
+
+ZB-V: Qi et al. 2024, "Zero bubble pipeline parallelism", section 6. V-Half, V-Min: Qi et al. 2024, "Pipeline
+parallelism with controllable memory", section 3: one micro-batch's forwards and input gradients are a *building
+block*, whose offsets on each rank are distinct modulo the 6 units that a rank works on a micro-batch, so that it can
+be repeated every 6 units. The time from a forward to its backward is what a rank has to hold. The offsets here are our
+own, found by search over all small spacings for the least bubble at the published peak.
+
+p ranks, r a rank, m micro-batches. F0 is a forward of the rank's first chunk, F1 of its second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from meshwright.pipeline.actions import Action, ActionKind
+from meshwright.pipeline.generate.stage_placement import as_a_v
+from meshwright.pipeline.schedule_table import Schedule
+
+K = ActionKind
+
+PERIOD = 6
+"""Units of work on a micro-batch: F, I and W of two chunks."""
+
+
+def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """No bubble where F, I and W take the same time, at the peak of 1F1B.
+
+    Rank r begins with 2(p−r)−1 first forwards, then r times F1 F0, and then goes on with F1 I1 W1 until its first
+    micro-batch is back in the first chunk; from there on it repeats F0 I0 W0 F1 I1 W1. At the end weight gradients are
+    put off where a neighbour waits for an input gradient.
+    """
+    rows = tuple(_zb_v_row(num_ranks, rank, num_microbatches) for rank in range(num_ranks))
+    return Schedule("zb-v", num_microbatches, as_a_v(num_ranks), rows)
+
+
+def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """About half of 1F1B's bubble at half its peak: ⌊(p+2)/2⌋ micro-batches."""
+    turns = (4, 2, 4) if num_ranks % 2 == 0 else (1, 1, 2)
+    block = _Block(num_ranks, spacing=(1, 2, 1, 2), turns=turns)
+    return _repeat("v-half", block, num_microbatches, peak=(num_ranks + 2) // 2)
+
+
+def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """About two thirds of 1F1B's bubble at a third of its peak: ⌊(p+4)/3⌋ micro-batches."""
+    turns = (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1)
+    block = _Block(num_ranks, spacing=(1, 1, 1, 1), turns=turns)
+    return _repeat("v-min", block, num_microbatches, peak=(num_ranks + 4) // 3)
+
+
+def _zb_v_row(num_ranks: int, rank: int, num_microbatches: int) -> tuple[Action, ...]:
+    """One rank's actions, micro-batches counted up for each kind and chunk; what there is no more of is left out."""
+    stages = (rank, 2 * num_ranks - 1 - rank)
+    done = dict.fromkeys(((kind, chunk) for kind in "FIW" for chunk in (0, 1)), 0)
+    row: list[Action] = []
+
+    def do(*names: str) -> None:
+        for name in names:
+            key = (name[0], int(name[1]))
+            if done[key] < num_microbatches and (name[0] == "F" or done[key] < done["FI"["IW".index(name[0])], key[1]]):
+                row.append(Action(K(name[0]), stages[key[1]], done[key]))
+                done[key] += 1
+
+    for _ in range(2 * (num_ranks - rank) - 1):
+        do("F0")
+    for _ in range(rank):
+        do("F1", "F0")
+    for _ in range(num_ranks - rank):
+        do("F1", "I1", "W1")
+    while done["F", 1] < done["F", 0] or done["F", 0] < num_microbatches:
+        do("F0", "I0", "W0", "F1", "I1", "W1")
+    for _ in range(rank):
+        do("I0", "I1")
+    for _ in range(num_ranks - rank):
+        do("I0", "W0")
+    while done["I", 0] < num_microbatches or done["I", 1] < num_microbatches:
+        do("I1", "I0")
+    while done["W", 0] < num_microbatches or done["W", 1] < num_microbatches:
+        do("W1", "W0")
+    return tuple(row)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """When each rank works on micro-batch 0, in units of one F, I or W.
+
+    Attributes:
+        spacing: between neighbouring ranks, of F0, F1, I1 and I0.
+        turns: between F0 and F1 on the last rank, F1 and I1 on the first, I1 and I0 on the last.
+    """
+
+    num_ranks: int
+    spacing: tuple[int, int, int, int]
+    turns: tuple[int, int, int]
+
+    def order(self, rank: int, num_microbatches: int) -> list[Action]:
+        """The rank's F and I of all micro-batches, as repeated blocks have them."""
+        last = self.num_ranks - 1
+        up, down = rank, last - rank
+        f0, f1, i1, i0 = self.spacing
+        at_f1 = f0 * last + self.turns[0] + f1 * down
+        at_i1 = f0 * last + self.turns[0] + f1 * last + self.turns[1] + i1 * up
+        at_i0 = at_i1 + i1 * down + self.turns[2] + i0 * down
+        stages = (rank, 2 * self.num_ranks - 1 - rank)
+        block = [
+            (f0 * up, Action(K.FORWARD, stages[0])),
+            (at_f1, Action(K.FORWARD, stages[1])),
+            (at_i1, Action(K.BACKWARD_INPUT, stages[1])),
+            (at_i0, Action(K.BACKWARD_INPUT, stages[0])),
+        ]
+        assert len({offset % PERIOD for offset, _ in block}) == len(block), "blocks would collide"
+        timed = [(offset + PERIOD * m, action, m) for m in range(num_microbatches) for offset, action in block]
+        timed.sort(key=lambda entry: entry[0])
+        return [Action(action.kind, action.stage, m) for _, action, m in timed]
+
+
+def _repeat(kind: str, block: _Block, num_microbatches: int, *, peak: int) -> Schedule:
+    """Repeat a block, close the gaps, and put weight gradients where a rank would wait or its memory is full.
+
+    Args:
+        kind: the schedule's name.
+        block: fixes the order of F and I on each rank.
+        num_microbatches: repetitions.
+        peak: micro-batches that a rank may hold, both chunks counted as one.
+    """
+    num_ranks = block.num_ranks
+    num_stages = 2 * num_ranks
+    queues = [deque(block.order(rank, num_microbatches)) for rank in range(num_ranks)]
+    weights: list[deque[Action]] = [deque() for _ in range(num_ranks)]
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    held = [0] * num_ranks
+    done: set[tuple[ActionKind, int, int]] = set()
+
+    def is_ready(action: Action) -> bool:
+        stage, m = action.stage, action.microbatch
+        if action.kind is K.FORWARD:
+            return stage == 0 or (K.FORWARD, stage - 1, m) in done
+        received = stage == num_stages - 1 or (K.BACKWARD_INPUT, stage + 1, m) in done
+        return received and (K.FORWARD, stage, m) in done
+
+    while any(queues) or any(weights):
+        finished = []
+        for rank, (queue, pending) in enumerate(zip(queues, weights, strict=True)):
+            is_full = held[rank] >= 2 * peak
+            if queue and is_ready(queue[0]) and not (queue[0].kind is K.FORWARD and is_full):
+                action = queue.popleft()
+            elif pending:
+                action = pending.popleft()
+            else:
+                continue
+            rows[rank].append(action)
+            if action.kind is K.BACKWARD_INPUT:
+                pending.append(Action(K.BACKWARD_WEIGHT, action.stage, action.microbatch))
+            held[rank] += {K.FORWARD: 1, K.BACKWARD_INPUT: 0, K.BACKWARD_WEIGHT: -1}[action.kind]
+            finished.append((action.kind, action.stage, action.microbatch))
+        assert finished, "a building block whose repetition can't go on"
+        done.update(finished)
+    return Schedule(kind, num_microbatches, as_a_v(num_ranks), tuple(map(tuple, rows)))

@@ -1,0 +1,197 @@
+"""What one rank sends in a step, message by message: to whom, what for, and how many bytes.
+
+An all-to-all and a transfer go to the ranks that they are for. The other collectives go in rings that cross each node
+once, as NCCL's do: every rank passes on as much as it would to all others one by one, and of each node one rank passes
+it to the next node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
+from meshwright.pipeline.actions import SENDS
+from meshwright.pipeline.shared_parameters import stage_groups
+from meshwright.plan.fsdp_gathers import count_gathers
+from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
+from meshwright.plan.mesh_views import Atoms, Mesh
+from meshwright.plan.run_plan import BYTES, RunPlan, Stage, StepSum
+
+
+class Purpose(StrEnum):
+    """What bytes are sent for."""
+
+    GRADIENTS = "gradients"
+    """Reduced and scattered over dp_shard."""
+    REPLICAS = "replicas"
+    """Gradients summed over dp_replicate."""
+    WEIGHTS = "weights"
+    """Gathered over dp_shard."""
+    TENSOR = "tensor"
+    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of replicated parameters. What
+    operators move over other axes has the purpose that the plan's collective says."""
+    STAGES = "stages"
+    """Activations and their gradients, from stage to stage."""
+    BUFFERS = "buffers"
+    """Updates of buffers, summed over the ranks that counted different samples."""
+    SHARED = "shared parameters"
+    """Their gradients, summed over the stages that have a copy."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """The same number of bytes to each of some ranks, or as much around the ring of them."""
+
+    purpose: str
+    peers: tuple[int, ...]
+    """Global ranks, without the one that sends."""
+    num_bytes: int
+    """To each."""
+    in_ring: bool = False
+
+
+def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
+    """All of a rank's step of training; without its one sum of loss and gradient norm.
+
+    Args:
+        plan: of the run.
+        rank: of the mesh.
+        exact: as they would be without compression.
+    """
+    for number in plan.stages_of(rank):
+        stage = plan.stages[number]
+        sizes = unit_sizes(plan, stage)
+        yield from _gradients(plan, rank, sizes, exact=exact)
+        yield from _weights(plan, rank, number, sizes, exact=exact)
+        yield from _operators(plan, rank, stage, exact=exact)
+        yield from _buffers(plan, rank, stage)
+    yield from _stages(plan, rank)
+    yield from _shared(plan, rank)
+
+
+def _others(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(other for other in ranks if other != rank)
+
+
+def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+    for one in sizes:
+        unit, elements, size = one.unit, one.num_trained, BYTES[one.unit.reduce]
+        name = EXACT if exact else unit.gradients
+        method, line = find_method(name), plan.mesh.line(rank, unit.sharded)
+        replicas = plan.mesh.line(rank, unit.replicas)
+        near, far = two_stages(plan.mesh, rank, line)
+        if name == EXACT or not far:
+            num_bytes = encoded_bytes(name, elements, element_bytes=size)
+            yield Message(Purpose.GRADIENTS, _others(rank, line), num_bytes, in_ring=name == EXACT)
+        else:
+            # A piece for each node, which the rank of this node will send on or keep.
+            inside = method.codec_inside_node(find_method(unit.inside_node).codec)
+            num_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
+            yield Message(Purpose.GRADIENTS, near, num_bytes)
+            yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
+        share = -(-elements // len(replicas))
+        # Reduced as pieces, of which then all gather the sums.
+        second = codec_of_sum(method.codec, feedback=method.feedback)
+        for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
+            num_bytes = codec.encoded_bytes(share, element_bytes=size)
+            yield Message(Purpose.REPLICAS, _others(rank, replicas), num_bytes, in_ring=in_ring)
+
+
+def two_stages(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The others of `line` on this node, and those at the same place on other nodes; nobody where it is on one node, or
+    has more ranks on some nodes than on others."""
+    nodes: dict[int, list[int]] = {}
+    for other in line:
+        nodes.setdefault(mesh.node(other), []).append(other)
+    own = nodes[mesh.node(rank)]
+    if len(nodes) < 2 or any(len(node) != len(own) for node in nodes.values()):
+        return (), ()
+    local = own.index(rank)
+    return _others(rank, tuple(own)), _others(rank, tuple(node[local] for node in nodes.values()))
+
+
+def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+    row = plan.schedule.actions[plan.mesh.position(rank, "pp")]
+    actions = [one for action in row for one in action.parts() if one.stage == number]
+    for one, count in zip(sizes, count_gathers(actions, sizes), strict=True):
+        unit, line = one.unit, plan.mesh.line(rank, one.unit.sharded)
+        few = unit.num_secondary() or len(line)
+        start = line.index(rank) // few * few
+        # What was sent encoded once is sent among few as it was decoded.
+        among_few = (line[start : start + few], count.among_secondary, EXACT)
+        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), among_few):
+            piece = one.num_elements * len(line) // len(group)
+            encoded = encoded_bytes(name, piece, element_bytes=BYTES[unit.compute])
+            yield Message(Purpose.WEIGHTS, _others(rank, group), times * encoded, in_ring=True)
+
+
+def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
+    """What operators move, as if everything were trained, and sums of gradients that tensor parallel leaves partial."""
+    totals: Counter[tuple[str, Atoms]] = Counter()
+    samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
+    for kind, _ in plan.held(stage):
+        for one in kind.collectives:
+            again = one.recomputed if kind.recompute == "full" else 0
+            piece = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
+            moved = 2 * piece if one.op == "all_reduce" else piece
+            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + again) * moved
+    for step_sum in plan.sums:
+        if step_sum.op == "sum" or not exact:
+            totals[Purpose.TENSOR, step_sum.axes] += _summed(plan, stage, step_sum)
+    for (purpose, axes), num_bytes in totals.items():
+        yield Message(purpose, _others(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
+
+
+def _summed(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
+    """Bytes to each other rank: parameter by parameter before they are sharded; a mean goes over all shards at once."""
+    ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
+    found = [p for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in names]
+    if step_sum.op == "mean":
+        elements = -(-sum(plan.elements(p, sharded=stage.root.sharded) for p in found) // ranks)
+    else:
+        elements = sum(-(-prod(p.shape) // ranks) for p in found)
+    return 2 * elements * BYTES[step_sum.dtype]
+
+
+def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """An all-reduce of each over one axis after the other."""
+    for kind, _ in plan.held(stage):
+        for buffer in kind.buffers:
+            for axis in buffer.summed:
+                elements = -(-prod(buffer.shape) // plan.mesh.size(axis))
+                line = plan.mesh.line(rank, (axis,))
+                yield Message(Purpose.BUFFERS, _others(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
+
+
+def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
+    table, line, edge = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.edge
+    elements = prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
+    num_bytes = plan.batch.samples * elements * BYTES[edge.dtype]
+    for action in table.actions[line.index(rank)]:
+        for one in action.parts():
+            if one.kind in SENDS:
+                yield Message(Purpose.STAGES, (line[table.stage_ranks[one.peer().stage]],), num_bytes)
+
+
+def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
+    """Of the rank of dp_shard that holds most, where they do not hold the same."""
+    table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
+    copies = {
+        (number, kind.full_name(parameter.name, layer)): (parameter, plan.stages[number])
+        for number in plan.stages_of(rank)
+        for kind, layer, parameter in plan.parameters(plan.stages[number])
+        if parameter.trained
+    }
+    for group in stage_groups(shared):
+        ranks = tuple(dict.fromkeys(line[table.stage_ranks[stage]] for stage in group))
+        if rank not in ranks:
+            continue
+        first = [next((site for site in one.sites if site in copies), None) for one in shared if one.stages() == group]
+        trained = [copies[site] for site in first if site is not None]
+        total = sum(plan.elements(parameter, sharded=stage.root.sharded) for parameter, stage in trained)
+        num_bytes = 2 * -(-total // len(ranks)) * BYTES[plan.stages[0].root.reduce]
+        yield Message(Purpose.SHARED, _others(rank, ranks), num_bytes, in_ring=True)

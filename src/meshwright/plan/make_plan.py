@@ -1,0 +1,122 @@
+"""A run's plan from its configuration: stages and their kinds, units, reductions, the table.
+
+Every decision about a layout is made here, once. What a kind of block is divided into comes from the family's styles
+(`make_kinds`), units and stages from `make_stages`, the table from `pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+
+from meshwright.comm.compression.catalogue import is_lossy
+from meshwright.config.facts_for_family import model_facts
+from meshwright.config.schema import RunConfig
+from meshwright.plan.make_kinds import KindMaker
+from meshwright.plan.make_stages import StageMaker
+from meshwright.plan.mesh_views import Atoms, Mesh
+from meshwright.plan.pipeline_table import lowered_table
+from meshwright.plan.run_plan import (
+    FORMAT,
+    BatchShape,
+    By,
+    Gradient,
+    Kind,
+    Loss,
+    Optimizer,
+    OptimizerState,
+    RunPlan,
+    Site,
+    Stage,
+    StepSum,
+)
+
+MASTERS = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
+"""The dtype that parameters and optimizer state are kept in, by `train.precision`."""
+
+
+def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> RunPlan:
+    """The plan of a run.
+
+    Args:
+        config: of the run, which violates no rule.
+        nodes: neighbouring ranks on a machine, or the node of each rank, where `comm.ranks_per_node` does not say; None
+            for all ranks on one.
+    """
+    return _made(config, config.comm.ranks_per_node or nodes)
+
+
+@lru_cache(maxsize=8)
+def _made(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
+    facts, axes, train = model_facts(config), config.mesh.axes(), config.train
+    mesh, table = Mesh.of(axes, nodes=nodes), lowered_table(config)
+    makes = KindMaker(config, facts, mesh)
+    maker = StageMaker(config, facts, mesh, table, makes)
+    stages = maker.stages()
+    kinds = makes.made()
+    shared = _shared(kinds, stages)
+    data, pipelines = mesh.view("batch") + mesh.view("cp"), ("pp",) if axes.pp > 1 else ()
+    return RunPlan(
+        format=FORMAT,
+        mesh=mesh,
+        masters=MASTERS[train.precision],
+        sequence_parallel=config.mesh.sequence_parallel and axes.tp > 1,
+        edge=maker.edge,
+        kinds=kinds,
+        stages=stages,
+        shared=shared,
+        norm_omits=tuple((stage, key) for key, sites in shared for stage, _ in sites[1:]),
+        sums=_sums(config, mesh, kinds, stages),
+        loss=Loss(pipelines + data, mesh.view("tp"), units=None),
+        batch=BatchShape(
+            train.global_batch,
+            train.num_microbatches,
+            train.global_batch // (axes.data_parallel() * train.num_microbatches),
+            facts.tokens,
+        ),
+        schedule=table,
+        optimizer=Optimizer(
+            "adamw",
+            (
+                OptimizerState(
+                    ("matrix", "embedding", "head", "vector"), ("exp_avg", "exp_avg_sq"), MASTERS[train.precision]
+                ),
+            ),
+        ),
+    )
+
+
+def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[str, tuple[Site, ...]], ...]:
+    """Parameters with copies on several stages, and where they are."""
+    by_name, sites = {kind.name: kind for kind in kinds}, defaultdict(list)
+    for number, stage in enumerate(stages):
+        for kind in (by_name[name] for name in (*stage.before, *stage.after)):
+            for parameter in kind.parameters:
+                sites[kind.key(parameter, None)].append((number, kind.full_name(parameter.name, None)))
+    return tuple((key, tuple(found)) for key, found in sorted(sites.items()) if len(found) > 1)
+
+
+def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[StepSum, ...]:
+    """Sums of what tensor parallel leaves partial, and means of copies that a codec lets drift apart."""
+    tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch") + mesh.view("cp")
+    wraps = bool(mean_over) or MASTERS[train.precision] != train.precision
+    reduced = MASTERS[train.precision]
+    # A gradient that was summed over micro-batches has the dtype that it is reduced in.
+    dtype = train.precision if train.num_microbatches == 1 else reduced
+    partial = _trained(kinds, tp, Gradient.PARTIAL)
+    found = [StepSum(partial, tp, "sum", By.FSDP if wraps else By.DTENSOR, dtype)] if partial else []
+    if mean_over and (is_lossy(config.comm.gradients) or is_lossy(config.comm.weights)):
+        drifting = (*partial, *_trained(kinds, tp, Gradient.EQUAL))
+        if tp and drifting:
+            found.append(StepSum(tuple(sorted(drifting)), tp, "mean", By.OURS, reduced))
+    return tuple(found)
+
+
+def _trained(kinds: tuple[Kind, ...], axes: Atoms, gradient: Gradient) -> tuple[str, ...]:
+    """Trained parameters, as kind/name, whose gradient is this along some axis."""
+    return tuple(
+        f"{kind.name}/{parameter.name}"
+        for kind in kinds
+        for parameter in kind.parameters
+        if parameter.trained and any(parameter.gradient(axis) is gradient for axis in axes)
+    )

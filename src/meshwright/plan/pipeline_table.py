@@ -1,0 +1,127 @@
+"""The pipeline that a configuration asks for: its table and the layers of its stages.
+
+Torch-free and a pure function of the configuration: the launcher, every rank and the plan get the same values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.config.facts_for_family import model_facts
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ScheduleError
+from meshwright.pipeline.generate import generate
+from meshwright.pipeline.lower import LowerOptions, lower
+from meshwright.pipeline.schedule_table import Schedule, one_stage
+from meshwright.pipeline.split_layers import balanced
+from meshwright.pipeline.verify import verify
+
+
+def is_file(schedule: str) -> bool:
+    """Whether `pipeline.schedule` names a table's file, and not a schedule that can be generated."""
+    return "/" in schedule or schedule.endswith(".csv")
+
+
+def has_stages(config: RunConfig) -> bool:
+    """Whether the model is divided into stages: over ranks, or into chunks of one."""
+    return config.mesh.pp > 1 or (config.pipeline.chunks or 1) > 1
+
+
+def schedule_name(config: RunConfig) -> str:
+    """`pipeline.schedule`, resolved where it is auto."""
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "interleaved" if (config.pipeline.chunks or 1) > 1 else "1f1b"
+
+
+def compute_table(config: RunConfig) -> Schedule:
+    """The table before lowering; without pipeline parallelism that of one stage.
+
+    Raises:
+        ScheduleError: there is no such table.
+    """
+    if not has_stages(config):
+        return one_stage(config.train.num_microbatches)
+    chosen = schedule_name(config)
+    if is_file(chosen):
+        return read_table(chosen)
+    return generate(
+        chosen,
+        num_stages=config.mesh.pp,
+        num_microbatches=config.train.num_microbatches,
+        num_chunks=config.pipeline.chunks,
+    )
+
+
+def read_table(path: str) -> Schedule:
+    """The CSV table in a file.
+
+    Raises:
+        ScheduleError: it can't be read, is no table, or one that `verify` refuses.
+    """
+    try:
+        source = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"can't read {path}: {getattr(error, 'strerror', None) or error}",
+            where="pipeline.schedule",
+            rule="a schedule is a name, or the path of a CSV table",
+            fix="pipeline.schedule=1f1b",
+        ) from None
+    table = Schedule.from_csv(source, where=path, kind=path)
+    try:
+        verify(table)
+    except ScheduleError as error:
+        raise ScheduleError(error.what, where=f"{path}, {error.where}", rule=error.rule, fix=error.fix) from None
+    return table
+
+
+def num_stages(config: RunConfig) -> int:
+    """Stages over all ranks."""
+    return compute_table(config).num_stages
+
+
+def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
+    """Blocks of each stage: as given, or balanced by floating-point operations with the ends counted.
+
+    Raises:
+        ScheduleError: there are more stages than layers.
+    """
+    if config.pipeline.layers_per_stage is not None and has_stages(config):
+        return config.pipeline.layers_per_stage
+    facts = model_facts(config)
+    return balanced(
+        [facts.kind_of(layer).flops for layer in range(facts.num_layers)],
+        num_stages(config),
+        before=sum(kind.flops for kind in facts.first),
+        after=sum(kind.flops for kind in facts.last),
+        allow_empty=config.pipeline.allow_empty_stages,
+    )
+
+
+def lowered_table(config: RunConfig) -> Schedule:
+    """The table that a run executes."""
+    table = compute_table(config)
+    mesh = config.mesh
+    reduces = mesh.axes().num_ranks() > mesh.pp or config.train.precision == "bfloat16"
+    options = LowerOptions(
+        release=config.pipeline.release,
+        reduces=reduces,
+        keeps_unsharded=reduces and has_stages(config) and not mesh.reshard_after_forward,
+        shared=_shared_stages(config, table.num_stages),
+    )
+    lowered = lower(table, options)
+    verify(lowered, shared=options.shared)
+    return lowered
+
+
+def _shared_stages(config: RunConfig, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """The sets of stages that parameters are shared among: all have the family's ends of every stage; first and last
+    what is tied."""
+    if num_stages == 1:
+        return ()
+    facts = model_facts(config)
+    groups = {tuple(range(num_stages))} if facts.every else set()
+    if any(parameter.tied_to for kind in facts.last for parameter in kind.parameters):
+        groups.add((0, num_stages - 1))
+    return tuple(sorted(groups))

@@ -1,0 +1,213 @@
+"""Plans as JSON: written in lines that people can read and compare, and read back strictly.
+
+Every field is written, with its own name, and read by its type: a plan of another version, with a field more or less,
+or with a value of another type is refused, and never completed by a default. The schedule is written as its rows of
+actions, as in a table's own file (`pipeline/text`).
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from meshwright.errors import ConfigError, ScheduleError
+from meshwright.pipeline.actions import Action, Overlap
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.serialize import parse_action
+from meshwright.plan.run_plan import FORMAT, RunPlan
+
+WIDTH = 160
+"""Characters of a line, where a value can be broken into several."""
+AGAIN = "make the plan again with `meshwright plan … -o FILE`"
+
+T = TypeVar("T")
+
+
+def to_json(plan: RunPlan) -> str:
+    """The whole plan; `from_json` is its inverse. What fits stands on one line."""
+    return "\n".join(_lines(encode(plan), 0)) + "\n"
+
+
+def canonical(value: Any) -> str:
+    """What `encode` gives as the one text that its hash is taken of."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+
+
+def encode(value: Any) -> Any:
+    """A plan, or a part of one, as what JSON knows: fields in the order of their class."""
+    if isinstance(value, Schedule):
+        return {
+            "kind": value.kind,
+            "num_microbatches": value.num_microbatches,
+            "stage_ranks": list(value.stage_ranks),
+            "actions": [" ".join(map(str, row)) for row in value.actions],
+        }
+    if is_dataclass(value):
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [encode(one) for one in value]
+    if isinstance(value, StrEnum):
+        return value.value
+    assert value is None or type(value) in (bool, int, str), f"{value!r} has no place in a plan"
+    return value
+
+
+def _lines(value: Any, depth: int) -> list[str]:
+    short = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    if not isinstance(value, dict | list) or len(short) + depth <= WIDTH:
+        return [short]
+    named = sorted(value.items()) if isinstance(value, dict) else [("", one) for one in value]
+    found = ["{" if isinstance(value, dict) else "["]
+    for number, (name, one) in enumerate(named):
+        first, *others = _lines(one, depth + 1)
+        start = f"{json.dumps(name)}: {first}" if isinstance(value, dict) else first
+        own = [" " * (depth + 1) + start, *others]
+        found += [*own[:-1], own[-1] + ("," if number < len(named) - 1 else "")]
+    return [*found, " " * depth + ("}" if isinstance(value, dict) else "]")]
+
+
+def from_json(text: str, *, where: str) -> RunPlan:
+    """Read the plan that `to_json` wrote; `verify` says whether it is right.
+
+    Args:
+        text: of the file.
+        where: its path, for errors.
+
+    Raises:
+        ConfigError: it is no plan, or one of another version: a field is missing, unknown, or of another type.
+        ScheduleError: an action of its schedule can't be read.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not a plan: {error}", where=where, rule="a plan is JSON", fix=AGAIN) from None
+    if not isinstance(found, dict) or "format" not in found:
+        raise ConfigError("not a plan", where=where, rule=f"a plan has a field format, which is {FORMAT}", fix=AGAIN)
+    if type(found["format"]) is not int or found["format"] != FORMAT:
+        raise ConfigError(
+            f"a plan of format {json.dumps(found['format'])}",
+            where=f"{where}, format",
+            rule=f"this version of Meshwright reads plans of format {FORMAT}",
+            fix=f"{AGAIN}, by this version",
+        )
+    return _Reader(where).read(RunPlan, found, "")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+    return found
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Types of a dataclass's fields."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+class _Reader:
+    """Reads values by their types, and names the field where one is wrong."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def read(self, kind: type[T], value: Any, path: str) -> T:
+        """A value of a type, at a path in the file."""
+        found: T = self._read(kind, value, path)
+        return found
+
+    def _read(self, kind: Any, value: Any, path: str) -> Any:
+        options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+        fitting = next((option for option in options if _fits(option, value)), None)
+        if fitting is None:
+            self._refuse_type(" or ".join(map(_words, options)), value, path)
+        if fitting is Schedule:
+            return self._schedule(value, path)
+        if is_dataclass(fitting):
+            assert isinstance(fitting, type)
+            return fitting(**self._fields(_hints(fitting), value, path))
+        if get_origin(fitting) is tuple:
+            return self._tuple(get_args(fitting), value, path)
+        if issubclass(fitting, StrEnum):
+            if value not in tuple(fitting):
+                self._refuse_type(f"one of {', '.join(fitting)}", value, path)
+            return fitting(value)
+        return value
+
+    def _fields(self, hints: dict[str, Any], value: dict[str, Any], path: str) -> dict[str, Any]:
+        unknown, missing = sorted(value.keys() - hints.keys()), [name for name in hints if name not in value]
+        if unknown:
+            self._refuse("unknown field", _join(path, unknown[0]), f"the fields here are {', '.join(hints)}")
+        if missing:
+            self._refuse("missing field", _join(path, missing[0]), f"a plan of format {FORMAT} writes every field")
+        return {name: self._read(hint, value[name], _join(path, name)) for name, hint in hints.items()}
+
+    def _tuple(self, kinds: tuple[Any, ...], value: list[Any], path: str) -> tuple[Any, ...]:
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        if len(kinds) != len(value):
+            self._refuse_type(f"a list of {len(kinds)}", value, path)
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(self._read(kind, one, f"{path}[{i}]") for i, (kind, one) in pairs)
+
+    def _schedule(self, value: dict[str, Any], path: str) -> Schedule:
+        rows = tuple[str, ...]
+        found = self._fields({**_hints(Schedule), "actions": rows}, value, path)
+        actions = tuple(self._row(row, f"{path}.actions[{rank}]") for rank, row in enumerate(found["actions"]))
+        return Schedule(found["kind"], found["num_microbatches"], found["stage_ranks"], actions)
+
+    def _row(self, row: str, path: str) -> tuple[Action | Overlap, ...]:
+        found = []
+        for number, cell in enumerate(row.split(), start=1):
+            try:
+                found.append(parse_action(cell))
+            except ScheduleError as error:
+                where = f"{self._where}, {path}, action {number}"
+                raise ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or AGAIN) from None
+        return tuple(found)
+
+    def _refuse_type(self, expected: str, value: Any, path: str) -> NoReturn:
+        text = json.dumps(value, ensure_ascii=False)
+        text = text if len(text) < 60 else f"{text[:57]}…"
+        self._refuse(f"{path.rpartition('.')[2] or 'the plan'} = {text}", path, f"it is {expected}")
+
+    def _refuse(self, what: str, path: str, rule: str) -> NoReturn:
+        if not what.startswith(path.rpartition(".")[2]):
+            what = f"{what} {path.rpartition('.')[2]}"
+        raise ConfigError(what, where=f"{self._where}, {path}" if path else self._where, rule=rule, fix=AGAIN)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value of JSON can be one of a type: an int is no bool, and a bool no int."""
+    if kind in (None, type(None)):
+        return value is None
+    if is_dataclass(kind):
+        return isinstance(value, dict)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list)
+    return type(value) is (str if issubclass(kind, StrEnum) else kind)
+
+
+def _words(kind: Any) -> str:
+    """A type for people."""
+    if is_dataclass(kind):
+        return "an object"
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        return f"a list of {_plural(inner[0])}" if inner[-1] is Ellipsis else f"a list of {len(inner)}"
+    return {int: "an int", bool: "true or false", type(None): "null"}.get(kind, "a string")
+
+
+def _plural(kind: Any) -> str:
+    return {int: "ints", str: "strings"}.get(kind, "objects" if is_dataclass(kind) else "lists")

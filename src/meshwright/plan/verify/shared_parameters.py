@@ -1,0 +1,121 @@
+"""Verify parameters with copies on several stages: their gradients are partial over pp and summed once over all sites,
+and the norm counts one of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.plan.run_plan import Kind, Parameter, RunPlan
+from meshwright.plan.verify.error import Fault, ref, stage_words, times, words
+from meshwright.plan.verify.fsdp_units import units_of
+
+ALL_SITES = "a parameter with copies on several stages lists all their sites: gradients are summed over these"
+
+
+class _Copy(NamedTuple):
+    stage: int
+    name: str
+    """In the whole model's module."""
+    kind: Kind
+    parameter: Parameter
+
+
+def shared_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Copies that are forgotten, differ, or are counted twice."""
+    copies: dict[str, list[_Copy]] = defaultdict(list)
+    for number, stage in enumerate(plan.stages):
+        names: set[str] = set()
+        for kind, layer, parameter in plan.parameters(stage):
+            name, key = kind.full_name(parameter.name, layer), kind.key(parameter, layer)
+            if name in names or any(copy.stage == number for copy in copies[key]):
+                what = f"{key} is a second time on one stage, as {ref(kind, parameter)}"
+                rule = "a stage has each parameter once: a tied one's modules share it"
+                yield Fault(what, rule, "stages", parameter=ref(kind, parameter), stages=(number,))
+            names.add(name)
+            copies[key].append(_Copy(number, name, kind, parameter))
+    yield from _keys(copies)
+    yield from _sites(plan, copies)
+    yield from _norm(plan, copies)
+    for key, found in copies.items():
+        yield from _alike(plan, key, found)
+
+
+def _keys(copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
+    """What is a copy is one of something."""
+    for key, found in copies.items():
+        if all(copy.parameter.key is not None and copy.name != key for copy in found):
+            name = ref(found[0].kind, found[0].parameter)
+            what = f"{name} is a copy of {key}, which no stage has"
+            yield Fault(what, "a copy names a parameter", "kinds", parameter=name, stages=(found[0].stage,))
+
+
+def _sites(plan: RunPlan, copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
+    due = {key: tuple((c.stage, c.name) for c in found) for key, found in copies.items() if len(found) > 1}
+    listed = Counter(key for key, _ in plan.shared)
+    sites = dict(plan.shared)
+    for key in dict.fromkeys((*due, *listed)):
+        stages = tuple(stage for stage, _ in due.get(key, ()))
+        if listed[key] > 1:
+            what = f"{key} is shared {times(listed[key])}: its gradient is summed over pp as often"
+        elif key not in due:
+            what = f"{key} is shared, and no two stages have copies"
+        elif key not in sites:
+            on = stage_words(stages)
+            what = f"{key}: its gradient is partial over pp, with copies on {on}, and summed there never"
+        elif sites[key] != due[key]:
+            what = f"{key}: its gradient is summed over pp at {_at(sites[key])}, and copies are at {_at(due[key])}"
+        else:
+            continue
+        yield Fault(what, ALL_SITES, f"shared[{key}]", parameter=key, axis="pp")
+
+
+def _at(sites: tuple[tuple[int, str], ...]) -> str:
+    return words(f"stage {stage} ({name})" for stage, name in sites)
+
+
+def _norm(plan: RunPlan, copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
+    omitted = Counter(plan.norm_omits)
+    due = {(copy.stage, key) for key, found in copies.items() for copy in found[1:]}
+    for stage, key in dict.fromkeys((*sorted(due), *omitted)):
+        if omitted[stage, key] == ((stage, key) in due):
+            continue
+        if (stage, key) in due and not omitted[stage, key]:
+            what = f"{key}: the gradient norm counts it on stage {copies[key][0].stage}, and again on stage {stage}"
+        elif (stage, key) in due:
+            what = f"{key} is left out of the gradient norm twice on stage {stage}"
+        else:
+            what = f"{key}: the gradient norm leaves it out on stage {stage}, and it is counted nowhere else"
+        rule = "the gradient norm counts every parameter once: on the first stage that has it"
+        yield Fault(what, rule, "norm_omits", parameter=key, axis="pp", stages=(stage,))
+
+
+def _alike(plan: RunPlan, key: str, found: list[_Copy]) -> Iterator[Fault]:
+    """Copies stay equal: they are stored, trained and updated alike."""
+    first, states = found[0], plan.optimizer.states
+    for other in found[1:]:
+        for what, one, two in (
+            *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _FACTS),
+            *(
+                (f"optimizer state {number}", first.parameter.role in state.roles, other.parameter.role in state.roles)
+                for number, state in enumerate(states)
+            ),
+            ("unit", _wire(plan, first), _wire(plan, other)),
+        ):
+            if one != two:
+                both = f"{one} on stage {first.stage} and {two} on stage {other.stage}"
+                said = f"{key}: its copies differ in {what}, {both}"
+                name = ref(other.kind, other.parameter)
+                rule = "copies of a parameter are stored, trained and updated alike"
+                yield Fault(said, rule, "kinds", parameter=name, axis="pp", stages=(other.stage,))
+
+
+_FACTS = ("shape", "used", "work", "stored_dim", "trained")
+
+
+def _wire(plan: RunPlan, copy: _Copy) -> tuple[str, ...]:
+    """How its gradient is reduced: summed over stages it must be alike. Exactness of the codec is the plan's choice."""
+    units = units_of(plan.stages[copy.stage], copy.kind, copy.parameter)
+    return tuple(f"{unit.sharded}, {unit.replicas}, {unit.reduce}" for unit in units[:1])

@@ -1,0 +1,1 @@
+"""Compare the two sides of a proof: tensors and scalars, each with a verdict."""

@@ -1,0 +1,1 @@
+"""Diagnose what differs: from the numbers to the cause, in words."""

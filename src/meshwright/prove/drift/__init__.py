@@ -1,0 +1,1 @@
+"""Drift of shared parameters whose gradients are not summed: the experiment behind ."""

@@ -1,0 +1,1 @@
+"""Transfers between meshes on different ranks: trainer to inference, stage to stage."""

@@ -1,0 +1,48 @@
+"""A transfer between meshes in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.mesh.layout import Layout
+from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan
+from meshwright.units import format_bytes
+
+MAX_RANKS = 32
+"""How many ranks are listed one by one."""
+
+
+def explain_transfer(plan: TransferPlan) -> str:
+    """Where from and where to, each rank's bytes, and how far the plan is from the bounds."""
+    shape = " × ".join(map(str, plan.src.shape)) or "scalar"
+    lines = [
+        f"{plan.dtype} {shape}: {_side(plan.src, plan.src_ranks)} → {_side(plan.dst, plan.dst_ranks)}",
+        f"first {plan.src} becomes {plan.start} on the source mesh" if plan.src != plan.start else "",
+        "",
+        f"{'rank':>6} {'sends':>10} {'to':>5} {'receives':>10} {'from':>5}",
+    ]
+    by_rank = plan.bytes_by_rank()
+    for rank, (sent, received) in list(by_rank.items())[:MAX_RANKS]:
+        line = f"{rank:>6} {format_bytes(sent):>10} {len(plan.sends(rank)):>5}"
+        line += f" {format_bytes(received):>10} {len(plan.receives(rank)):>5}"
+        lines.append(line + ("  keeps what it has" if plan.copies(rank) else ""))
+    if len(by_rank) > MAX_RANKS:
+        lines.append(f"{'…':>6} and {len(by_rank) - MAX_RANKS} more ranks")
+    lines += [
+        "",
+        f"messages        {len(plan.moves)}",
+        f"most sent       {format_bytes(plan.bytes_sent)}, evenly shared {format_bytes(plan.even_share_bytes)}",
+        f"most received   {format_bytes(plan.bytes_received)}, by any method {format_bytes(plan.lower_bound_bytes)}",
+    ]
+    return "\n".join(line for at, line in enumerate(lines) if line or at != 1)
+
+
+def _side(layout: Layout, ranks: Sequence[int]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) == 1:
+        words = f"rank {first}"
+    elif list(ranks) == list(range(first, last + 1)):
+        words = f"ranks {first}–{last}"
+    else:
+        words = "ranks " + ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"{str(layout) or 'whole'} on {words}"

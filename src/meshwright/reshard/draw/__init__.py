@@ -1,0 +1,1 @@
+"""Draw plans as figures, and explain them in text."""

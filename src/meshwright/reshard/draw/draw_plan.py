@@ -1,0 +1,305 @@
+"""Plans as pictures: who holds what before, between and after, and what each rank sends each other one in between.
+
+Every rank has one colour, which the small mesh on the left shows. Pictures of the same plan have the same bytes under
+the same matplotlib, so those in the docs can be checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.figure import GREY, IDLE, INK, save_picture
+from meshwright.mesh.layout import Layout
+from meshwright.mesh.reduction import Reduction
+from meshwright.reshard.draw.explain_plan import format_time, short, tensor
+from meshwright.reshard.draw.figure_layout import Dims, Sheet, names_of_ranks, rank_colors, sampled, sheets, shown_dims
+from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, dtype_bytes
+from meshwright.reshard.verify.exchange_counts import Counts, exchange
+from meshwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+AxesAt = Callable[[float, float, float, float], "Axes"]
+"""Makes axes with this left, bottom, width and height."""
+
+SIDE, GAP, MESH = 2.3, 1.75, 1.75
+"""Inches: a tensor's side, what lies between two, the small mesh's column."""
+
+LEFT, RIGHT, TOP, BOTTOM = 0.3, 0.3, 1.3, 0.82
+SHEET = 0.075
+"""Inches that a sheet looks out behind the one before it."""
+
+MAX_SHEETS, MAX_BOXES, MAX_MATRIX = 4, 1024, 64
+LARGEST_FONT, SMALLEST_FONT = 9.0, 4.8
+DIGIT = 0.64
+"""Width of a digit over its height."""
+
+SIGNS = {Reduction.SUM: "Σ", Reduction.AVG: "avg", Reduction.MAX: "max", Reduction.MIN: "min", Reduction.PRODUCT: "Π"}
+
+
+def draw_plan(plan: ReshardPlan, path: str | Path) -> None:
+    """Write a picture of a plan, as .svg or .png.
+
+    Raises:
+        InputError: a picture can't be written there.
+    """
+    save_picture(lambda: _figure(_Picture(plan)), Path(path))
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """What is drawn; nothing of matplotlib's."""
+
+    plan: ReshardPlan
+
+    @cached_property
+    def states(self) -> list[Layout]:
+        return [self.plan.src, *(step.dst for step in self.plan.steps)]
+
+    @cached_property
+    def dims(self) -> Dims:
+        return shown_dims(self.states)
+
+    @cached_property
+    def colors(self) -> NDArray[np.float64]:
+        return rank_colors(self.plan.src.axis_sizes)
+
+    @cached_property
+    def height(self) -> float:
+        """Of a tensor, in inches: a bar where nothing is shown downwards."""
+        return SIDE if self.dims.down else SIDE * 0.85
+
+    def subtitle(self) -> str:
+        """What it is, and below what it costs."""
+        plan = self.plan
+        if not plan.steps:
+            return f"{tensor(plan)}\nevery rank has its part already, nothing has to move"
+        received, bound = plan.bytes_received, plan.lower_bound_bytes
+        least = "the least that any method can do" if received == bound else f"any method must {format_bytes(bound)}"
+        costs = f"a rank receives at most {format_bytes(received)}, {least}" if received else "nothing is received"
+        return f"{tensor(plan)}\n{costs} · {format_time(plan.time_us)} by the cost model"
+
+    def name_of_state(self, number: int) -> str:
+        if not self.plan.steps:
+            return "before and after"
+        return "before" if number == 0 else "after" if number == len(self.plan.steps) else f"after step {number}"
+
+
+def _figure(picture: _Picture) -> Figure:
+    """All sizes in inches."""
+    from matplotlib.figure import Figure
+
+    num_steps = len(picture.plan.steps)
+    width = LEFT + MESH + (num_steps + 1) * SIDE + num_steps * GAP + RIGHT + SHEET * MAX_SHEETS
+    width = max(width, 7.6, LEFT + RIGHT + 0.07 * max(map(len, picture.subtitle().splitlines())))
+    height = TOP + picture.height + BOTTOM
+    figure = Figure(figsize=(width, height))
+
+    def axes_at(left: float, bottom: float, wide: float, high: float) -> Axes:
+        axes = figure.add_axes((left / width, bottom / height, wide / width, high / height))
+        axes.set_axis_off()
+        return axes
+
+    title = f"{short(picture.plan.src)}  →  {short(picture.plan.dst)}"
+    figure.text(LEFT / width, 1 - 0.18 / height, title, fontsize=13, fontweight="bold", color=INK, va="top")
+    figure.text(LEFT / width, 1 - 0.50 / height, picture.subtitle(), fontsize=9, color=GREY, va="top",
+                linespacing=1.35)  # fmt: skip
+    mesh = axes_at(LEFT, BOTTOM, MESH - 0.55, picture.height)
+    mesh.set_gid("mesh")
+    _add_mesh(mesh, picture)
+    for number, layout in enumerate(picture.states):
+        left = LEFT + MESH + number * (SIDE + GAP)
+        state = axes_at(left, BOTTOM, SIDE, picture.height)
+        state.set_gid(f"state-{number}")
+        _add_state(state, picture, layout)
+        _add_caption(state, picture, layout, picture.name_of_state(number))
+        if number == 0:
+            _add_dims(state, picture, layout)
+        if number < num_steps:
+            between = left + SIDE + SHEET * MAX_SHEETS
+            _add_step(axes_at, picture, number, between, GAP - SHEET * MAX_SHEETS - 0.12)
+    return figure
+
+
+def _add_mesh(axes: Axes, picture: _Picture) -> None:
+    """Every rank in its colour, the first axes downwards, the others to the right, as square as it gets."""
+    sizes = picture.plan.src.axis_sizes
+    first = min(range(len(sizes)), key=lambda axis: abs(math.log(math.prod(sizes[:axis]) / math.prod(sizes[axis:]))))
+    first = max(first, int(len(sizes) > 1))
+    down = math.prod(sizes[:first])
+    ranks = np.arange(picture.plan.src.num_ranks()).reshape(down, -1)
+    side = min(1.2 / ranks.shape[1], 1.2 / down, 0.3)
+    wide, high = side * ranks.shape[1], side * down
+    axes.set(xlim=(0, MESH - 0.55), ylim=(picture.height, 0))
+    sheet = Sheet(np.linspace(0, 1, down + 1), np.linspace(0, 1, ranks.shape[1] + 1), ranks)
+    _add_sheet(axes, sheet, picture.colors, (0, 0), (wide, high))
+    _add_numbers(axes, sheet, [sheet], picture.colors, (0, 0), (wide, high))
+    names = [f"{_axes_in_words(range(first))} ↓"] if first else []
+    names.append(f"{_axes_in_words(range(first, len(sizes)))} →")
+    axes.text(0, -0.05, "  ".join(names), fontsize=7.5, color=GREY, va="bottom")
+    axes.text(0, high + 0.08, f"{picture.plan.src.num_ranks():,} ranks", fontsize=8.5, color=INK, va="top")
+
+
+def _add_state(axes: Axes, picture: _Picture, layout: Layout) -> None:
+    """The tensor, with copies and partial values as sheets behind it."""
+    axes.set(xlim=(0, SIDE), ylim=(picture.height, 0))
+    found = sheets(layout, picture.dims)
+    if not found:
+        axes.text(SIDE / 2, picture.height / 2, "no elements", fontsize=9, color=GREY, ha="center", va="center")
+    shown = found[:MAX_SHEETS]
+    for place in reversed(range(len(shown))):
+        corner = (SHEET * place, -SHEET * place)
+        _add_sheet(axes, shown[place], picture.colors, corner, (SIDE, picture.height), place)
+    if shown:
+        _add_numbers(axes, shown[0], found, picture.colors, (0, 0), (SIDE, picture.height))
+    for axis in layout.partial_axes():
+        sign = SIGNS[layout.partial[axis] or Reduction.SUM]
+        axes.text(SIDE - 0.1, 0.1, sign, fontsize=12, color=INK, ha="right", va="top", zorder=9,
+                  bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})  # fmt: skip
+
+
+def _add_sheet(
+    axes: Axes, sheet: Sheet, colors: NDArray[np.float64], corner: tuple[float, float], size: tuple[float, float],
+    depth: int = 0,
+) -> None:  # fmt: skip
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Rectangle
+
+    if sheet.ranks.size > MAX_BOXES:
+        sheet = sampled(sheet, 128)
+        axes.imshow(colors[sheet.ranks], extent=(corner[0], corner[0] + size[0], corner[1] + size[1], corner[1]),
+                    interpolation="nearest", aspect="auto", zorder=4 - depth, clip_on=False)  # fmt: skip
+    else:
+        boxes = [
+            ((left, top), (right, top), (right, bottom), (left, bottom))
+            for top, bottom in zip(sheet.rows[:-1], sheet.rows[1:], strict=True)
+            for left, right in zip(sheet.columns[:-1], sheet.columns[1:], strict=True)
+        ]
+        corners = np.array(boxes) * np.array(size) + np.array(corner)
+        line = min(1.0, 7 * np.diff(sheet.columns).min() * size[0], 7 * np.diff(sheet.rows).min() * size[1])
+        axes.add_collection(PolyCollection(corners, facecolors=colors[sheet.ranks.ravel()], edgecolors="white",
+                                           linewidths=line, zorder=4 - depth, clip_on=False,
+                                           gid=f"{axes.get_gid()}-sheet-{depth}"), autolim=False)  # fmt: skip
+    frame = Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=1.4, zorder=4 - depth, clip_on=False)
+    axes.add_patch(frame)
+
+
+def _add_numbers(
+    axes: Axes, front: Sheet, found: Sequence[Sheet], colors: NDArray[np.float64], corner: tuple[float, float],
+    size: tuple[float, float],
+) -> None:  # fmt: skip
+    """Who has each box, in one size, where there is room."""
+    if front.ranks.size > MAX_BOXES:
+        return
+    wide, high = np.diff(front.columns) * size[0], np.diff(front.rows) * size[1]
+    places = [(row, column) for row in range(len(high)) for column in range(len(wide))]
+    for depth in range(3):
+        names = {}
+        for place in places:
+            ways = names_of_ranks(sorted(int(sheet.ranks[place]) for sheet in found))
+            names[place] = ways[min(depth, len(ways) - 1)]
+        room = [min(wide[c] * 72 / (DIGIT * len(names[r, c]) + 0.5), high[r] * 72 / 1.25) for r, c in places]
+        if (font := min(LARGEST_FONT, *room, LARGEST_FONT)) >= SMALLEST_FONT:
+            break
+    else:
+        return
+    for row, column in places:
+        x = corner[0] + (front.columns[column] + front.columns[column + 1]) / 2 * size[0]
+        y = corner[1] + (front.rows[row] + front.rows[row + 1]) / 2 * size[1]
+        red, green, blue = colors[front.ranks[row, column]]
+        ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.48 else INK
+        axes.text(x, y, names[row, column], fontsize=font, color=ink, ha="center", va="center_baseline", zorder=5)
+
+
+def _add_caption(axes: Axes, picture: _Picture, layout: Layout, when: str) -> None:
+    """Below a state: its name, how much a rank has, and what the sheets are."""
+    plan, high = picture.plan, picture.height
+    size = format_bytes(int(layout.local_numels().max()) * dtype_bytes(plan.dtype))
+    axes.text(0, high + 0.10, short(layout), fontsize=10.5, fontweight="bold", color=INK, va="top")
+    axes.text(0, high + 0.33, f"{when} · {size} a rank", fontsize=8.5, color=GREY, va="top")
+    axes.text(0, high + 0.53, _sheets_in_words(layout), fontsize=8.5, color=GREY, va="top")
+
+
+def _add_dims(axes: Axes, picture: _Picture, layout: Layout) -> None:
+    """Beside the first state, for all of them: which dims lie where."""
+    above = 0.05 + SHEET * (min(MAX_SHEETS, _num_sheets(layout)) - 1)
+    for dims, x, y, turn in ((picture.dims.down, -0.07, 0.0, 270), (picture.dims.right, 0.0, -above, 0)):
+        if dims:
+            name = f"dim {' · '.join(map(str, dims))} →"
+            axes.text(x, y, name, fontsize=7.5, color=GREY, rotation=turn, ha="right" if turn else "left",
+                      va="top" if turn else "bottom")  # fmt: skip
+
+
+def _num_sheets(layout: Layout) -> int:
+    return int(np.prod([size for axis, size in enumerate(layout.axis_sizes) if axis not in layout.sharded_axes()]))
+
+
+def _sheets_in_words(layout: Layout) -> str:
+    words = []
+    for axis in layout.replicated_axes():
+        if layout.axis_sizes[axis] > 1:
+            words.append(f"{layout.axis_sizes[axis]} copies (axis {axis})")
+    for axis in layout.partial_axes():
+        words.append(f"{layout.axis_sizes[axis]} partial (axis {axis})")
+    return " · ".join(words)
+
+
+def _axes_in_words(axes: Sequence[int]) -> str:
+    return f"ax{'es' if len(axes) > 1 else 'is'} {', '.join(map(str, axes))}"
+
+
+def _add_step(axes_at: AxesAt, picture: _Picture, number: int, left: float, wide: float) -> None:
+    """Between two states: an arrow with what is done, and a matrix of who sends how much to whom."""
+    step = picture.plan.steps[number]
+    words = axes_at(left, BOTTOM, wide, picture.height)
+    words.set(xlim=(0, wide), ylim=(picture.height, 0))
+    words.annotate("", (wide, 0.38), (0, 0.38), annotation_clip=False,
+                   arrowprops={"arrowstyle": "-|>,head_width=0.28,head_length=0.5", "color": INK, "linewidth": 1.6,
+                               "shrinkA": 0, "shrinkB": 0})  # fmt: skip
+    name = f"{step.kind} ×{step.rounds}" if step.rounds > 1 else str(step.kind)
+    words.text(wide / 2, 0.27, name, fontsize=9.5, fontweight="bold", color=INK, ha="center", va="bottom")
+    if step.kind in LOCAL:
+        words.text(wide / 2, 0.52, "nothing is sent", fontsize=8.5, color=GREY, ha="center", va="top")
+        return
+    group = f"{_axes_in_words(step.axes)} · {format_time(step.time_us)}"
+    words.text(wide / 2, 0.48, group, fontsize=8, color=GREY, ha="center", va="top")
+    side = min(wide - 0.2, picture.height - 1.0)
+    _add_matrix(axes_at(left + (wide - side) / 2 + 0.06, BOTTOM + 0.2, side, side), step, picture)
+    words.text(wide / 2, picture.height - 0.12, f"≤ {format_bytes(step.bytes_received)} a rank", fontsize=8, color=GREY,
+               ha="center", va="top")  # fmt: skip
+
+
+def _add_matrix(axes: Axes, step: Step, picture: _Picture) -> None:
+    """Receivers downwards, senders to the right; the darker, the more."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    matrix = _summed(exchange(step).matrix())
+    num = len(matrix)
+    colors = LinearSegmentedColormap.from_list("bytes", [IDLE, (0.55, 0.68, 0.86), (0.10, 0.25, 0.50)])
+    axes.imshow(matrix / max(1.0, matrix.max()), cmap=colors, vmin=0, vmax=1, interpolation="nearest", aspect="auto",
+                extent=(0, num, num, 0))  # fmt: skip
+    every = picture.colors[np.linspace(0, len(picture.colors) - 1, num).astype(int)]
+    strip = max(0.06 * num, 0.2)
+    axes.imshow(every[:, None], extent=(-1.5 * strip, -0.5 * strip, num, 0), aspect="auto", interpolation="nearest")
+    axes.imshow(every[None, :], extent=(0, num, -0.5 * strip, -1.5 * strip), aspect="auto", interpolation="nearest")
+    axes.set(xlim=(-1.5 * strip, num), ylim=(num, -1.5 * strip))
+    axes.text(num / 2, -1.7 * strip, "from", fontsize=7, color=GREY, ha="center", va="bottom")
+    axes.text(-1.7 * strip, num / 2, "to", fontsize=7, color=GREY, ha="right", va="center", rotation=90)
+
+
+def _summed(matrix: Counts) -> Counts:
+    """At most `MAX_MATRIX` rows and columns, each for as many neighbouring ranks."""
+    num = len(matrix)
+    block = -(-num // MAX_MATRIX)
+    starts = np.arange(0, num, block)
+    return np.add.reduceat(np.add.reduceat(matrix, starts, 0), starts, 1)

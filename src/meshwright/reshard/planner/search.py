@@ -1,0 +1,203 @@
+"""The cheapest chain of steps through the normal forms: A*, with what any method must still receive as the estimate.
+
+Times are whole nanoseconds, rounded up, so that sums are exact and ties are ties; they are settled by bytes received,
+bytes sent, the number of steps, and the forms' order. Nothing here depends on what was planned before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.mesh.layout import Layout
+from meshwright.reshard.planner.candidate_steps import Problem, least_live, make_step
+from meshwright.reshard.planner.intermediate_layouts import goal_of, normal_forms, stages_of
+from meshwright.reshard.planner.one_axis_layouts import one_axis_forms, one_axis_way
+from meshwright.reshard.planner.steps import Step
+from meshwright.reshard.planner.volumes import lower_bound, numels
+
+MAX_PRICED = 1400
+"""How many steps are priced before the best plan found so far is taken."""
+
+Cost = tuple[int, int, int, int]
+"""Nanoseconds, bytes received, bytes sent, steps."""
+
+
+@dataclass
+class _Search:
+    """A* over the forms; edges are priced only when they come first in the queue."""
+
+    problem: Problem
+    forms: list[Layout]
+    best: dict[int, Cost] = field(default_factory=dict)
+    reached_by: dict[int, tuple[int, Step]] = field(default_factory=dict)
+    rest: dict[int, int] = field(default_factory=dict)
+    queue: list[tuple[Cost, int, int, int]] = field(default_factory=list)
+    num_priced: int = 0
+
+    def __post_init__(self) -> None:
+        topology, axes = self.problem.topology, range(len(self.problem.src.axis_sizes))
+        self.latencies = [topology.latency_us((axis,)) for axis in axes]
+        self.bandwidths = [topology.bandwidth((axis,)) for axis in axes]
+        self.sizes = [int(numels(form).max()) for form in self.forms]
+        self.dims = [_cut_dims(form) for form in self.forms]
+
+    def run(self) -> list[Step] | None:
+        """The steps, or None where no chain fits."""
+        self.best[0] = (0, 0, 0, 0)
+        self._try_directly()
+        if 1 in self.best and self.best[1][0] <= self._rest_ns(0):
+            return self._chain()
+        done = set()
+        heapq.heappush(self.queue, ((self._rest_ns(0), 0, 0, 0), 2, 0, 0))
+        while self.queue and (self.num_priced < MAX_PRICED or self.problem.in_rounds and 1 not in self.best):
+            cost, stage, at, to = heapq.heappop(self.queue)
+            if 1 in self.best and cost[0] > self.best[1][0]:
+                break
+            if to in done:
+                continue
+            if stage == 2:
+                if to == 1:
+                    break
+                done.add(to)
+                self._open(to, done)
+            elif stage == 1:
+                self._price(at, to)
+            else:
+                bound = self.best[at][0] + self._edge_ns(at, to) + self._rest_ns(to)
+                heapq.heappush(self.queue, ((max(cost[0], bound), *cost[1:]), 1, at, to))
+        return self._chain() if 1 in self.best else None
+
+    def _try_directly(self) -> None:
+        """The plan in one step, or by the goal alone, so that there is one at hand."""
+        self._price(0, 1)
+        at = 0
+        for stage in _sure_way(self.problem):
+            to = self.forms.index(stage)
+            if at in self.best and to not in (at, 0):
+                self._price(at, to)
+            at = to
+
+    def _open(self, at: int, done: set[int]) -> None:
+        """Queue what can follow, by the least that it can cost."""
+        time_ns, received, sent, steps = self.best[at]
+        for to in range(1, len(self.forms)):
+            if to == at or to in done or not self._fits(at, to):
+                continue
+            bound = time_ns + self._edge_ns(at, to)
+            if 1 in self.best and bound > self.best[1][0]:
+                continue
+            heapq.heappush(self.queue, ((bound, received, sent, steps + 1), 0, at, to))
+
+    def _fits(self, at: int, to: int) -> bool:
+        limit = self.problem.limit()
+        return limit == sys.maxsize or int(self.problem.held(self.forms[at], self.forms[to]).max()) <= limit
+
+    def _price(self, at: int, to: int) -> None:
+        self.num_priced += 1
+        step = make_step(self.problem, self.forms[at], self.forms[to])
+        if step is None:
+            return
+        old = self.best[at]
+        cost = (
+            old[0] + round(step.time_us * 1e3),
+            old[1] + step.bytes_received,
+            old[2] + step.bytes_sent,
+            old[3] + 1,
+        )
+        if to in self.best and self.best[to] <= cost:
+            return
+        self.best[to] = cost
+        self.reached_by[to] = (at, step)
+        heapq.heappush(self.queue, ((cost[0] + self._rest_ns(to), *cost[1:]), 2, at, to))
+
+    def _edge_ns(self, at: int, to: int) -> int:
+        """The least time of a step, by the sizes of what ranks hold, and axes whose ranks must take part."""
+        src, dst, copies, axes = self.forms[at], self.forms[to], 1, []
+        ends = zip(src.axis_sizes, src.partial, dst.partial, self.dims[at], self.dims[to], strict=True)
+        for axis, (size, a, b, dim, new_dim) in enumerate(ends):
+            if b and a != b:
+                return 0
+            if a and not b:
+                copies *= size
+                axes.append(axis)
+            elif dim is not None and dim != new_dim:
+                axes.append(axis)
+        return self._ns(copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
+
+    def _rest_ns(self, at: int) -> int:
+        """The least time from a form to `dst`."""
+        if at not in self.rest:
+            self.rest[at] = self._ns(lower_bound(self.forms[at], self.problem.dst))
+        return self.rest[at]
+
+    def _ns(self, elements: int, axes: Sequence[int] = ()) -> int:
+        """The least time in which a rank receives so many, over these axes or, where there are none, over any."""
+        if elements <= 0:
+            return 0
+        latency = max([self.latencies[axis] for axis in axes], default=min(self.latencies))
+        bandwidth = min([self.bandwidths[axis] for axis in axes], default=max(self.bandwidths))
+        return math.ceil((latency + elements * self.problem.element_bytes / bandwidth * 1e6) * 1e3)
+
+    def _chain(self) -> list[Step]:
+        steps, at = [], 1
+        while at:
+            at, step = self.reached_by[at]
+            steps.append(step)
+        return steps[::-1]
+
+
+def _cut_dims(form: Layout) -> list[int | None]:
+    """For each axis of several ranks the tensor dim that it cuts, if it does: ranks there lack something without it."""
+    dims: list[int | None] = [None] * len(form.axis_sizes)
+    for dim, splits in enumerate(form.splits):
+        for split in splits:
+            dims[split.axis] = dim if form.axis_sizes[split.axis] > 1 else None
+    return dims
+
+
+def _forms(problem: Problem) -> list[Layout]:
+    """Layouts to pass through, `src` and `dst` first."""
+    forms = normal_forms(problem.src, problem.dst, problem.topology)
+    if problem.one_axis:
+        goal = goal_of(problem.src, problem.dst)
+        forms = list(dict.fromkeys((*forms, *one_axis_forms(problem.src, goal))))
+    return forms
+
+
+def _sure_way(problem: Problem) -> list[Layout]:
+    """Forms one after another by which `dst` is reached if memory allows."""
+    goal = goal_of(problem.src, problem.dst)
+    before = one_axis_way(problem.src, goal) if problem.one_axis else []
+    return [*before, *stages_of(goal, problem.dst)]
+
+
+def search(problem: Problem) -> list[Step] | None:
+    """The cheapest chain of steps through the normal forms that fits the memory cap, or None where none does."""
+    return _Search(problem, _forms(problem)).run()
+
+
+def least_live_bytes(problem: Problem) -> int:
+    """The smallest memory cap for which there is a plan: the least that any chain's largest step can hold."""
+    forms = _forms(problem)
+    best, queue, done = {0: 0}, [(0, 0)], set()
+    goal = forms.index(goal_of(problem.src, problem.dst))
+    while queue:
+        live, at = heapq.heappop(queue)
+        if at == 1:
+            return live * problem.element_bytes
+        if at in done:
+            continue
+        done.add(at)
+        for to in sorted(range(1, len(forms)), key=lambda to: (to != 1, to != goal)):
+            known = min(best.get(to, sys.maxsize), best.get(1, sys.maxsize))
+            if to in done or max(live, int(problem.held(forms[at], forms[to]).max())) >= known:
+                continue
+            least = least_live(problem, forms[at], forms[to])
+            if least is not None and max(live, least) < known:
+                best[to] = max(live, least)
+                heapq.heappush(queue, (best[to], to))
+    raise AssertionError("the goal can always be reached")

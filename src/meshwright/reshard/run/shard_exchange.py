@@ -1,0 +1,184 @@
+"""Which piece of a tensor goes from which rank to which in one step, by [Note: owners] in steps.py.
+
+A piece is a rectangle in the local tensors of both ends, or, where a layout is strided, all combinations of runs of
+indices along each dim. Sender and receiver compute the same pieces, each from its own side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from meshwright.mesh.layout import Layout
+from meshwright.reshard.planner.steps import LOCAL, REDUCING, Step, StepKind
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring indices: `length` of them, from `source` in the sender's tensor, `target` in the other's."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank has for another one.
+
+    Attributes:
+        sender: rank within the mesh.
+        receiver: likewise; may be the sender, then nothing is sent.
+        copy: which of the partial values that the receiver reduces this is, ascending by the senders' coordinates on
+            the reduced axes, the last axis fastest; 0 where nothing is reduced.
+        runs: for each dim, in the order of `target`. The piece is packed as if it were indexed by them.
+    """
+
+    sender: int
+    receiver: int
+    copy: int
+    runs: tuple[tuple[Run, ...], ...]
+
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the piece."""
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
+
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return math.prod(self.shape())
+
+
+def received(step: Step, rank: int) -> tuple[Piece, ...]:
+    """The pieces that make up the rank's tensor after the step, its own included, ordered by sender."""
+    src, dst, place = step.src, step.dst, step.src.coordinate(rank)
+    reduced = _reduced_axes(step)
+    found: list[Piece] = []
+    per_dim = []
+    for dim in range(len(src.shape)):
+        here = dst.intervals(dim).row(place)
+        others = _places(place, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
+        per_dim.append([(other, runs) for other in others if (runs := joint_runs(src.intervals(dim).row(other), here))])
+    copies = list(_places(place, reduced, src.axis_sizes))
+    for choice in product(*per_dim):
+        for copy, other in enumerate(copies):
+            sender = _merge(other, src, [c[0] for c in choice])
+            found.append(Piece(src.rank(sender), rank, copy, tuple(c[1] for c in choice)))
+    return tuple(sorted(found, key=lambda piece: (piece.sender, piece.copy)))
+
+
+def sent(step: Step, rank: int) -> tuple[Piece, ...]:
+    """The pieces of the rank's tensor before the step that others (or the rank itself) are to have, by receiver."""
+    src, dst, place = step.src, step.dst, step.src.coordinate(rank)
+    reduced = _reduced_axes(step)
+    copies = src.replicated_axes()
+    free = [axis for axis in step.axes if axis not in copies]
+    per_dim = []
+    for dim in range(len(src.shape)):
+        here = src.intervals(dim).row(place)
+        others = _places(place, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
+        per_dim.append([(other, runs) for other in others if (runs := joint_runs(here, dst.intervals(dim).row(other)))])
+    rest = [axis for axis in free if axis not in dst.sharded_axes()]
+    copy = list(_places(place, reduced, src.axis_sizes)).index(place)
+    found = []
+    for choice in product(*per_dim):
+        for other in _places(place, rest, src.axis_sizes):
+            receiver = _merge(other, dst, [c[0] for c in choice])
+            found.append(Piece(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
+    return tuple(sorted(found, key=lambda piece: piece.receiver))
+
+
+def in_rounds(piece: Piece, rounds: int) -> tuple[Piece | None, ...]:
+    """The piece in `rounds` parts along its longest dim (the first of these), by the chunk rule; None where empty.
+
+    The parts of a region that is reduced are the same for all senders, since they depend on its extents alone.
+    """
+    if rounds == 1:
+        return (piece,)
+    shape = piece.shape()
+    if not shape:
+        return (piece, *(None,) * (rounds - 1))
+    dim = shape.index(max(shape))
+    size = -(-shape[dim] // rounds)
+    parts = [window(piece.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
+    return tuple(
+        replace(piece, runs=(*piece.runs[:dim], runs, *piece.runs[dim + 1 :])) if runs else None for runs in parts
+    )
+
+
+def staging_elements(step: Step, rank: int, rounds: int = 1) -> int:
+    """The most elements, beside its tensors before and after, that the rank holds at once in the step.
+
+    Packed for others and received from them, round by round; its own piece is copied directly. An all-gather has the
+    largest part of any rank, once for each rank of the group.
+    """
+    if step.kind in LOCAL:
+        return 0
+    if step.kind is StepKind.ALL_GATHER:
+        largest = int(step.src.local_numels().max())
+        return math.prod(step.src.axis_sizes[axis] for axis in step.axes) * -(-largest // rounds)
+    away = [piece for piece in received(step, rank) if piece.sender != rank]
+    away += [piece for piece in sent(step, rank) if piece.receiver != rank]
+    sizes = [[part.numel() if part else 0 for part in in_rounds(piece, rounds)] for piece in away]
+    return max((sum(each) for each in zip(*sizes, strict=True)), default=0)
+
+
+def _reduced_axes(step: Step) -> list[int]:
+    if step.kind not in REDUCING:
+        return []
+    return [axis for axis in step.axes if step.src.partial[axis] and not step.dst.partial[axis]]
+
+
+def _places(place: Place, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Place]:
+    """`place` with all coordinates on `axes`, the last axis fastest."""
+    for chosen in product(*(range(axis_sizes[axis]) for axis in axes)):
+        at = dict(zip(axes, chosen, strict=True))
+        yield tuple(at.get(axis, old) for axis, old in enumerate(place))
+
+
+def _merge(base: Place, layout: Layout, places: Sequence[Place]) -> Place:
+    """`base` with, for each dim, the coordinates on the axes that cut it taken from that dim's place."""
+    merged = list(base)
+    for dim, place in enumerate(places):
+        for axis in layout.axes_of(dim):
+            merged[axis] = place[axis]
+    return tuple(merged)
+
+
+def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[Run, ...]:
+    """Indices in both lists of intervals (each ascending), as runs of the two local tensors, in their order."""
+    runs: list[Run] = []
+    s = t = at_s = at_t = 0
+    while s < len(source) and t < len(target):
+        (low_s, high_s), (low_t, high_t) = source[s], target[t]
+        low, high = max(low_s, low_t), min(high_s, high_t)
+        if low < high:
+            _append(runs, Run(at_s + low - low_s, at_t + low - low_t, high - low))
+        if high_s <= high_t:
+            at_s += high_s - low_s
+            s += 1
+        if high_t <= high_s:
+            at_t += high_t - low_t
+            t += 1
+    return tuple(runs)
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    if runs and runs[-1].source + runs[-1].length == run.source and runs[-1].target + runs[-1].length == run.target:
+        runs[-1] = replace(runs[-1], length=runs[-1].length + run.length)
+    else:
+        runs.append(run)
+
+
+def window(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
+    """The part of `runs` from its `start`-th index to before its `stop`-th."""
+    found, at = [], 0
+    for run in runs:
+        low, high = max(start - at, 0), min(stop - at, run.length)
+        if low < high:
+            found.append(Run(run.source + low, run.target + low, high - low))
+        at += run.length
+    return tuple(found)

@@ -1,0 +1,211 @@
+"""Where a piece lies in a tensor's memory: as few strided windows as there can be, so that one call copies each.
+
+A piece is a product of runs of indices. Runs of one length at one distance from each other, which strided layouts have,
+are one window with one more dim; so are windows of several ranks at one distance from each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from meshwright.reshard.run.shard_exchange import Piece, Run, window
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Elements of a flat memory, for a size that stands beside it."""
+
+    strides: Strides
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Elements of one memory onto as many of another."""
+
+    size: tuple[int, ...]
+    source: Window
+    target: Window
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Runs of one length: the first one, how many, how far apart, and which index of the piece begins them."""
+
+    first: Run
+    at: int
+    count: int = 1
+    source_step: int = 0
+    target_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A product of groups of runs, one window in each memory: the sender's tensor, the receiver's, the packed piece."""
+
+    size: tuple[int, ...]
+    source: Window
+    target: Window
+    packed: Window
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """Of a tensor without gaps, the last dim fastest."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def places(
+    piece: Piece, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
+) -> list[Place]:
+    """The piece as windows.
+
+    Args:
+        piece: what is copied.
+        source_strides: of the sender's tensor.
+        target_strides: of the receiver's.
+        by_source: the windows are right for the sender's tensor; the packed piece is always.
+        by_target: likewise for the receiver's.
+    """
+    packed_strides = contiguous_strides(piece.shape())
+    groups = [_grouped(runs, by_source=by_source, by_target=by_target) for runs in piece.runs]
+    found = []
+    for choice in product(*groups):
+        size: list[int] = []
+        source, target, packed = _Builder(), _Builder(), _Builder()
+        for group, s, t, p in zip(choice, source_strides, target_strides, packed_strides, strict=True):
+            run = group.first
+            if group.count > 1:
+                size.append(group.count)
+                source.strides.append(group.source_step * s)
+                target.strides.append(group.target_step * t)
+                packed.strides.append(run.length * p)
+            size.append(run.length)
+            source.add(s, run.source)
+            target.add(t, run.target)
+            packed.add(p, group.at)
+        found.append(Place(tuple(size), source.window(), target.window(), packed.window()))
+    return found
+
+
+class _Builder:
+    """A window in the making."""
+
+    def __init__(self) -> None:
+        self.strides: list[int] = []
+        self.offset = 0
+
+    def add(self, stride: int, start: int) -> None:
+        self.strides.append(stride)
+        self.offset += stride * start
+
+    def window(self) -> Window:
+        return Window(tuple(self.strides), self.offset)
+
+
+def _grouped(runs: Sequence[Run], *, by_source: bool, by_target: bool) -> list[_Group]:
+    """Runs of one length and distance, together; distances matter in the memories that are asked for."""
+    groups: list[_Group] = []
+    at = 0
+    for run in runs:
+        joined = _joined(groups[-1], run, by_source=by_source, by_target=by_target) if groups else None
+        if joined is None:
+            groups.append(_Group(run, at))
+        else:
+            groups[-1] = joined
+        at += run.length
+    return groups
+
+
+def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Group | None:
+    first, count = group.first, group.count
+    source_step, target_step = group.source_step, group.target_step
+    if count == 1:
+        source_step, target_step = run.source - first.source, run.target - first.target
+    fits = (
+        run.length == first.length
+        and (not by_source or run.source == first.source + count * source_step)
+        and (not by_target or run.target == first.target + count * target_step)
+    )
+    return _Group(first, group.at, count + 1, source_step, target_step) if fits else None
+
+
+def flat_parts(piece: Piece, start: int, stop: int) -> list[Piece]:
+    """From the packed piece's `start`-th element to before its `stop`-th, as pieces that follow each other."""
+    return [
+        replace(piece, runs=tuple(window(runs, *ends) for runs, ends in zip(piece.runs, box, strict=True)))
+        for box in _boxes(piece.shape(), start, min(stop, piece.numel()))
+    ]
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+    """Elements from one to before another of a tensor without gaps, as rectangles in their order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # within one row
+        row = ((last, last + 1),)
+        return [(*row, *box) for box in _boxes(shape[1:], start - last * inner, stop - last * inner)]
+    whole = tuple((0, size) for size in shape[1:])
+    head = _boxes(shape[1:], start - (first - 1) * inner, inner) if start < first * inner else []
+    tail = _boxes(shape[1:], 0, stop - last * inner)
+    return [
+        *(((first - 1, first), *box) for box in head),
+        *([((first, last), *whole)] if first < last else []),
+        *(((last, last + 1), *box) for box in tail),
+    ]
+
+
+def shifted(window: Window, offset: int) -> Window:
+    """The window, that much further on."""
+    return Window(window.strides, window.offset + offset)
+
+
+def flat_range(piece: Piece, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
+    """First element and number of elements, if the piece is one range of a tensor without gaps, in its order."""
+    found = places(piece, strides, strides, by_source=of_source, by_target=not of_source)
+    if len(found) != 1:
+        return None
+    window, expected = found[0].source if of_source else found[0].target, contiguous_strides(found[0].size)
+    for size, stride, step in zip(found[0].size, window.strides, expected, strict=True):
+        if size != 1 and stride != step:
+            return None
+    return window.offset, piece.numel()
+
+
+def fused(copies: Sequence[Copy]) -> tuple[Copy, ...]:
+    """The same copies in fewer calls: those alike at one distance from each other become one of one more dim."""
+    result: list[Copy] = []
+    at = 0
+    while at < len(copies):
+        first, count = copies[at], 1
+        step = _step(first, copies[at + 1]) if at + 1 < len(copies) else None
+        while step and at + count < len(copies) and _step(copies[at + count - 1], copies[at + count]) == step:
+            count += 1
+        if count == 1 or step is None:
+            result.append(first)
+        else:
+            source = Window((step[0], *first.source.strides), first.source.offset)
+            target = Window((step[1], *first.target.strides), first.target.offset)
+            result.append(Copy((count, *first.size), source, target))
+        at += count
+    return tuple(result)
+
+
+def _step(a: Copy, b: Copy) -> tuple[int, int] | None:
+    """From one copy to the next in both memories; None if they are not alike."""
+    if (a.size, a.source.strides, a.target.strides) != (b.size, b.source.strides, b.target.strides):
+        return None
+    step = b.source.offset - a.source.offset, b.target.offset - a.target.offset
+    return step if min(step) > 0 else None

@@ -1,0 +1,1 @@
+"""Verify plans: what they move, what they hold, and the cost that they state."""

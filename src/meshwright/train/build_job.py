@@ -1,0 +1,196 @@
+"""From a plan to the live parts of a job on this rank: mesh, model, optimizer.
+
+The model is laid on the mesh on the meta device and only then given storage, so no rank ever holds more than its
+shard of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.mesh.axes import Axes
+from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.mesh.process_groups import build_mesh
+from meshwright.models.contract.build_module import build_part, tie
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.initial_values import Computed, Constant, Fill
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.nn.weight_init import normal_piece
+from meshwright.parallel.apply_plan import apply_plan, needs_mesh
+from meshwright.parallel.check_applied import check_placements
+from meshwright.parallel.rank_model import RankModel, StagePart, part_of
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.plan.run_plan import RunPlan
+from meshwright.train.gradient_compression import RunCompression
+from meshwright.train.launch.rank_context import RankContext
+from meshwright.train.optimizer import STATE_NAMES, build_optimizer
+
+
+@dataclass
+class Job:
+    """The live parts of a run on one rank."""
+
+    config: RunConfig
+    plan: RunPlan
+    context: RankContext
+    device: torch.device
+    mesh: DeviceMesh | None
+    model: RankModel
+    """This rank's stages."""
+    optimizer: torch.optim.AdamW
+    compression: RunCompression
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The mesh's axes."""
+        return self.config.mesh.axes()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The lowered table of a step."""
+        return self.plan.schedule
+
+    @property
+    def data_index(self) -> int:
+        """Which share of the batch this rank works on."""
+        return self.axes.data_index(self.context.rank)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Position in the pipeline."""
+        return self.plan.mesh.position(self.context.rank, "pp")
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.plan.batch.samples
+
+    @property
+    def family(self) -> Family:
+        """The family of its model."""
+        return self.config.family
+
+    def parts(self) -> dict[int, StagePart]:
+        """The stages on this rank, by number."""
+        return self.model.parts
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """Parameters without the copies of shared ones, which the first of their stages counts."""
+        omitted = set(self.plan.norm_omits)
+        return [
+            parameter
+            for number, part in self.parts().items()
+            for key, parameter in part.named_parameters()
+            if (number, key) not in omitted
+        ]
+
+
+def choose_device(config: RunConfig, context: RankContext) -> torch.device:
+    """The device this rank computes on.
+
+    Raises:
+        LayoutError: CUDA was asked for and there are fewer devices than ranks on this machine.
+    """
+    wanted = config.train.device
+    available = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cpu" or (wanted == "auto" and available == 0):
+        return torch.device("cpu")
+    if available < context.local_ranks:
+        raise LayoutError(
+            f"{context.local_ranks} ranks on this machine but {available} CUDA devices",
+            where="train.device",
+            rule="each rank has a CUDA device of its own",
+            fix="train.device=cpu" + (f", or a mesh of at most {available} ranks a machine" if available else ""),
+        )
+    device = torch.device("cuda", context.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
+    """Build everything on this rank. The process group exists already if the plan needs one."""
+    mesh = build_mesh(config.mesh.axes(), device) if needs_mesh(plan) else None
+    f, facts = run_facts(config), model_facts(config)
+    parts = {}
+    for number in plan.stages_of(context.rank):
+        dtype = getattr(torch, plan.masters)
+        module = build_part(config.family, f, dtype=dtype, part=part_of(plan, number))
+        part = StagePart(plan, number, module)
+        freeze(part)
+        apply_plan(module, mesh, plan, part.stage, facts)
+        check_placements(part)
+        module.to_empty(device=device)
+        tie(module, facts)
+        initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
+        parts[number] = part
+    model = RankModel(parts)
+    return Job(
+        config=config,
+        plan=plan,
+        context=context,
+        device=device,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(model, config.train),
+        compression=RunCompression(config, plan, parts, mesh, rank=context.rank),
+    )
+
+
+def freeze(part: StagePart) -> None:
+    """Leave the parameters that the plan does not train as they start."""
+    for kind, layer, parameter in part.plan.parameters(part.stage):
+        if not parameter.trained:
+            part.module.get_parameter(kind.full_name(parameter.name, layer)).requires_grad_(False)
+
+
+def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: RunFacts) -> None:
+    """Fill parameters' local shards and buffers, by their names in the whole model, the same on every layout."""
+    for name, tensor in tensors:
+        _fill(tensor, name, family.initial(f, name), f.seed)
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
+    local, box = to_local(tensor), local_box(tensor)
+    if not box.numel():
+        return
+    if isinstance(fill, Constant):
+        local.fill_(fill.value)
+    elif isinstance(fill, Computed):
+        local.copy_(fill.compute()[box.slices()])
+    else:
+        if not local.is_floating_point():
+            dtype = str(local.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} is of {dtype}, and its initial values are random",
+                where="Family.initial",
+                rule="normal values are for floating-point parameters and buffers",
+                fix=f"Constant or Computed for {name}",
+            )
+        local.copy_(normal_piece(seed, name, tensor.shape, std=fill.std, index=box.slices()))
+
+
+@torch.no_grad()
+def refresh_copies(job: Job) -> None:
+    """After a checkpoint was loaded: give this rank's further copies of a shared parameter what the first one got.
+
+    Copies on other ranks are loaded by the parameter's name.
+    """
+    first: dict[str, nn.Parameter] = {}
+    for part in job.parts().values():
+        for name, copy in part.named_parameters():
+            original = first.setdefault(name, copy)
+            if original is not copy:
+                to_local(copy).copy_(to_local(original))
+                for kind in STATE_NAMES if copy in job.optimizer.state else ():
+                    to_local(job.optimizer.state[copy][kind]).copy_(to_local(job.optimizer.state[original][kind]))

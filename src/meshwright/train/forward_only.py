@@ -1,0 +1,56 @@
+"""Forward passes of the model under training, for validation and for what tasks draw or write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.contract.task import Batch, RunsForward
+from meshwright.parallel.data_parallel import reshard
+from meshwright.pipeline.lower import forward_only, lower
+from meshwright.train.build_job import Job
+from meshwright.train.pipeline_stages import Pipeline
+
+
+@contextmanager
+def evaluation(job: Job) -> Iterator[None]:
+    """The model in evaluation mode; what forwards gathered is freed at the end, and training goes on."""
+    job.model.train(False)
+    yield
+    job.model.train()
+    for part in job.parts().values():
+        reshard(part.module)
+
+
+class PipelineForward:
+    """The contract's `Forward` over a job's pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        job = pipeline.job
+        self.rank, self.device = job.context.rank, job.device
+        self.source = job.axes.rank(pp=job.schedule.stage_ranks[-1])
+
+    @contextmanager
+    def evaluating(self, num_batches: int, batch_size: int) -> Iterator[RunsForward]:
+        """Run so many micro-batches of so many samples at a time through the stages, without gradients."""
+        pipeline = self._pipeline
+        table = lower(forward_only(num_batches, pipeline.job.schedule.stage_ranks))
+        executor = pipeline.executor(table, batch_size=batch_size)
+
+        def run(batches: Sequence[Batch]) -> list[Tensor]:
+            found: list[Tensor] = []
+
+            def finish(out: Tensor, targets: Tensor) -> Tensor:
+                found.append(out.full_tensor() if isinstance(out, DTensor) else out)
+                return out
+
+            pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish
+            executor.run()
+            return found
+
+        with evaluation(pipeline.job):
+            yield run

@@ -1,0 +1,154 @@
+"""Compressed gradients and weights in a run: every step settles their errors, and every checkpoint holds them.
+
+The errors of a rank are of the pieces that this rank sends, and of no use on another layout. So a checkpoint has one
+tensor of bytes a rank, whatever the number of modules, and says what layout it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.checkpoint import save_load
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.comm.compression.catalogue import EXACT, find_method
+from meshwright.comm.compression.fsdp_collectives import SentBytes
+from meshwright.comm.compression.fsdp_compress import Compression, Replicas, compress
+from meshwright.comm.node_groups import place
+from meshwright.config.schema import RunConfig
+from meshwright.parallel.rank_model import StagePart
+from meshwright.plan.collective_bytes import Purpose
+from meshwright.plan.compare import hashes
+from meshwright.plan.run_plan import RunPlan, Unit
+from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
+
+
+class RunCompression:
+    """The compressed collectives of this rank's stages; of none, where nothing is sent or all is sent as it is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: RunPlan,
+        parts: Mapping[int, StagePart],
+        mesh: DeviceMesh | None,
+        *,
+        rank: int,
+    ) -> None:
+        self._name = f"comm.rank{rank}"
+        self._parts: dict[int, Compression] = {}
+        gradients = sorted({unit.gradients for stage in plan.stages for unit in plan.units(stage)})
+        self._has_feedback = any(find_method(name).feedback for name in gradients)
+        self.identity: dict[str, Any] = {
+            "gradients": gradients[0] if len(gradients) == 1 else gradients,
+            "mesh": list(config.mesh.axes().sizes()),
+            "layers_per_stage": [len(stage.kinds) for stage in plan.stages],
+            "freeze": list(config.train.freeze),
+            "layout": hashes(plan).layout,
+        }
+        """What the errors belong to: where it is the same, they are of the same elements. The plan's hash says it all;
+        the others tell people what differs, and are all that checkpoints of before there were plans have."""
+        units = [unit for stage in plan.stages for unit in plan.units(stage)]
+        sends = plan.mesh.view("fsdp") + plan.mesh.view("replicas")
+        if mesh is None or not sends or all(unit.gradients == unit.weights == EXACT for unit in units):
+            return
+        modules = {number: part.module for number, part in parts.items()}
+        placement = place(modules.values(), nodes=_nodes(plan), timeout_s=config.train.timeout_s)
+        self.identity["nodes"] = list(placement.nodes)
+        for number, part in parts.items():
+            by_module = dict(_unit_modules(part))
+            self._parts[number] = compress(
+                part.module,
+                gradients={name: unit.gradients for name, unit in by_module.items()},
+                weights={name: unit.weights for name, unit in by_module.items()},
+                inside_node={name: unit.inside_node for name, unit in by_module.items()},
+                placement=placement,
+                replicas=Replicas(mesh.get_group("dp_replicate"), sums=True) if plan.mesh.view("replicas") else None,
+            )
+
+    def settle(self, *, taken: bool) -> None:
+        """End a step: its errors go into the next one if the optimizer took it, and are forgotten if not."""
+        for part in self._parts.values():
+            if taken:
+                part.commit()
+            else:
+                part.discard()
+
+    def sent(self) -> SentBytes | None:
+        """Bytes of gradients and weights that this rank has handed to others; None if nobody counts them."""
+        return sum((part.sent() for part in self._parts.values()), SentBytes()) if self._parts else None
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's errors as a tensor of bytes, for a checkpoint; nothing where there are none."""
+        errors = {
+            f"{stage}.{key}": value for stage, part in self._parts.items() for key, value in part.state_dict().items()
+        }
+        if not errors:
+            return {}
+        return {self._name: torch.frombuffer(bytearray(safetensors.torch.save(errors)), dtype=torch.uint8)}
+
+    def restore(self, path: Path, manifest: Manifest) -> str:
+        """Go on with the errors of the checkpoint at `path`. In words, why they start from zero, if they do."""
+        if not self._parts or not self._has_feedback:
+            return ""
+        saved = manifest.run.get("comm")
+        if saved is None or any(self.identity.get(key) != value for key, value in saved.items()):
+            return f"error feedback starts from zero: the checkpoint {_difference(saved, self.identity)}"
+        if self._name in save_load.tensor_names(path):
+            packed = save_load.read_tensors(path, [self._name])[self._name]
+            errors = safetensors.torch.load(packed.numpy().tobytes())
+            for stage, part in self._parts.items():
+                start = f"{stage}."
+                part.load_state_dict({k.removeprefix(start): v for k, v in errors.items() if k.startswith(start)})
+        return ""
+
+
+class CountingSteps:
+    """Bytes that compressed collectives send within the block, time after time: in steps, not in validations."""
+
+    def __init__(self, compression: RunCompression) -> None:
+        self._compression = compression
+        self._counted, self._before = SentBytes(), SentBytes()
+
+    def __enter__(self) -> None:
+        self._before = self._compression.sent() or SentBytes()
+
+    def __exit__(self, *exception: object) -> None:
+        self._counted += (self._compression.sent() or SentBytes()) - self._before
+
+    def total(self) -> Traffic | None:
+        """All of them as a plan's value; None without compression."""
+        if self._compression.sent() is None:
+            return None
+        found = self._counted
+        sent = LinkBytes(found.inside, found.between)
+        return Traffic(0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(found.exact_inside, found.exact_between)),))
+
+
+def _nodes(plan: RunPlan) -> list[int] | None:
+    """The node of each rank, where the plan has several; else the hosts that they are on say it."""
+    nodes = [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())]
+    return nodes if len(set(nodes)) > 1 else None
+
+
+def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
+    """The name of each module that FSDP2 wraps, and its unit."""
+    for kind, layer in part.plan.held(part.stage):
+        for unit in kind.units:
+            yield from ((kind.full_name(path, layer), unit) for path in unit.modules)
+    yield "", part.stage.root
+
+
+def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """How a checkpoint's layout differs, for people."""
+    if saved is None:
+        return "has none"
+    keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # a hash says least
+    key = next(key for key in keys if saved.get(key) != now.get(key))
+    return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"

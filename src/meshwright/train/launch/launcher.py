@@ -1,0 +1,271 @@
+"""Starting the ranks of a run on this machine, watching them, and saying which one failed, at which step and why.
+
+Torch-free: the launcher answers at once and holds no accelerator. Ranks are forked from one server process that has
+already imported torch, so four of them start about as fast as one. They meet at a file, and their sockets stay on
+loopback. Under torchrun, SLURM or Kubernetes nothing is started: `context_from_environment` reads what they set.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
+
+from meshwright.cluster.host import num_cores
+from meshwright.errors import InputError, RunError
+from meshwright.train.launch.failure_report import explain, explain_stopped, stopped_ranks
+from meshwright.train.launch.machine_limits import check_ranks
+from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
+
+T = TypeVar("T")
+
+GRACE_S = 0.5
+"""After one rank ends, how long others may take to end of the same cause before the first cause is chosen."""
+LOOK_S, STOPPED_S = 1.0, 10.0
+"""How often to look whether ranks stand still after others have ended, and how long they may."""
+SAME_S = 0.5
+"""Signals that follow one another sooner are one wish: `timeout` and others signal a process, and then its group."""
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.rank_run",
+           "meshwright.train.launch.local_worker"]  # fmt: skip
+
+
+class Interrupts(Protocol):
+    """Told once when the user asks the run to stop."""
+
+    def __call__(self) -> None: ...
+
+
+def context_from_environment() -> RankContext | None:
+    """The rank that torchrun, SLURM or Kubernetes made this process, or None when started plainly.
+
+    Raises:
+        InputError: the environment names a world but not the whole of it.
+    """
+    if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
+        names = {
+            "rank": "RANK",
+            "num_ranks": "WORLD_SIZE",
+            "local_rank": "LOCAL_RANK",
+            "local_ranks": "LOCAL_WORLD_SIZE",
+        }
+    elif "SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
+        names = {"rank": "SLURM_PROCID", "num_ranks": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
+    else:
+        return None
+    values = {"local_rank": 0, "local_ranks": 1}
+    values |= {field: _number(name) for field, name in names.items() if name in os.environ}
+    # Some containers set WORLD_SIZE=1 and nothing else: started plainly.
+    if values.get("num_ranks") == 1 and "rank" not in values:
+        return None
+    needed = [names["rank"], names["num_ranks"]]
+    if values.get("num_ranks", 2) > 1:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in needed if name not in os.environ]:
+        raise InputError(
+            f"{' and '.join(missing)} not set",
+            where="environment",
+            rule="a launcher gives every rank its number, the number of ranks, and where they meet",
+            fix="start with torchrun; or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank; "
+            f"or unset {names['num_ranks']} {names['rank']} to start plainly",
+        )
+    if values["rank"] >= values["num_ranks"]:
+        raise InputError(
+            f"{names['rank']}={values['rank']} with {names['num_ranks']}={values['num_ranks']}",
+            where="environment",
+            rule="ranks count from 0",
+            fix=f"{names['rank']}=0 … {values['num_ranks'] - 1}",
+        )
+    numbers = [0] * StatusBoard.length(values["num_ranks"])
+    return RankContext(**values, store_path=None, board=StatusBoard(numbers))
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isascii() or not text.isdigit():
+        raise InputError(
+            f"{name}={text} is not a number",
+            where=f"{name} in the environment",
+            rule="a launcher numbers ranks from 0",
+            fix=f"start with torchrun, or unset {name}",
+        )
+    return int(text)
+
+
+def run_as_rank(body: Body[T], context: RankContext, argument: T) -> None:
+    """Run `body` as the rank that another launcher made this process."""
+    from meshwright.train.launch.local_worker import run_here
+
+    run_here(body, argument, context)
+
+
+def launch(
+    body: Body[T],
+    argument: T,
+    *,
+    num_ranks: int,
+    threads: int | None,
+    on_interrupt: Interrupts | None = None,
+    describe_action: DescribeAction | None = None,
+) -> None:
+    """Start `num_ranks` processes that run `body(context, argument)`, and wait for all of them.
+
+    Ctrl-C or SIGTERM asks the ranks to stop after their step, and a second one ends them; where `on_interrupt` is
+    None the first one does. `describe_action` says what a position in a rank's row of the pipeline's table is.
+
+    Raises:
+        MeshwrightError: what a rank raised, or that a rank was killed or died, with its rank and step. By then no
+            rank is left running. Or that there are far too many ranks for this machine; then none was started.
+    """
+    check_ranks(num_ranks)
+    threads = threads or max(1, num_cores() // num_ranks)
+    # Read by the OpenMP runtime when the server process loads it; ranks are forked from there.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    methods = multiprocessing.get_context("forkserver")
+    methods.set_forkserver_preload(PRELOAD)
+    numbers = methods.Array("q", StatusBoard.length(num_ranks), lock=False)
+    board = StatusBoard(numbers)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        ranks: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            context = RankContext(rank, num_ranks, rank, num_ranks, store_path=f"{folder}/store", board=board)
+            # Imported by name in the rank: the launcher itself never imports torch.
+            ranks.append(
+                methods.Process(target=_enter, args=(body, argument, context, threads, folder), name=f"rank {rank}")
+            )
+        with _Interruptions() as interruptions:
+            try:
+                _start_server()
+                with _without_main():
+                    for process in ranks:
+                        process.start()
+                _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
+            finally:
+                _end_all(ranks)
+
+
+def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folder: str) -> None:
+    from meshwright.train.launch.local_worker import enter
+
+    enter(body, argument, context, threads=threads, report_folder=Path(folder))
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Have processes that start not import the program that starts them.
+
+    A rank runs functions of modules alone; and a script that calls `meshwright.run` outside of
+    `if __name__ == "__main__":` would run again in each.
+    """
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from, deaf to what asks a run to stop: ranks end with it, unsaved.
+
+    It inherits the mask for good, and ranks from it, until each has said itself what it does with these signals.
+    """
+    resource_tracker.ensure_running()  # the server's start would start it, and that unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Interruptions:
+    """While entered, each wish to stop puts a byte into `pipe`, instead of raising anywhere."""
+
+    def __init__(self) -> None:
+        self.pipe, self._end = os.pipe()
+        self._heard_s = -math.inf
+
+    def __enter__(self) -> _Interruptions:
+        # Python hears signals in its main thread alone: elsewhere, a notebook's worker say, they mean what they meant.
+        heard = STOPPING if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._hear) for number in heard}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.pipe)
+        os.close(self._end)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._heard_s >= SAME_S:
+            self._heard_s = now_s
+            os.write(self._end, b"!")
+
+
+def _watch(
+    ranks: list[BaseProcess],
+    board: StatusBoard,
+    folder: Path,
+    interruptions: _Interruptions,
+    on_interrupt: Interrupts | None,
+) -> None:
+    """Wait until all ranks ended well; raise for the first cause as soon as one did not."""
+    heard = looks = 0
+    while running := [process for process in ranks if process.is_alive()]:
+        if any(process.exitcode for process in ranks):
+            break
+        # When some have ended well nobody waits for the others, who may have been stopped: look after them.
+        patience = LOOK_S if len(running) < len(ranks) else None
+        ready = connection.wait([interruptions.pipe, *(process.sentinel for process in running)], patience)
+        looks = looks + 1 if not ready and len(stopped_ranks(ranks)) == len(running) else 0
+        if looks * LOOK_S >= STOPPED_S:
+            raise explain_stopped(stopped_ranks(ranks), len(ranks), board, "the others had ended")
+        if interruptions.pipe in ready:
+            os.read(interruptions.pipe, 1)
+            heard += 1
+            _interrupt(heard, board, on_interrupt)
+    if any(process.exitcode for process in ranks):
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+            time.sleep(0.02)
+        raise explain(ranks, board, folder)
+
+
+def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) -> None:
+    if on_interrupt is None:
+        raise KeyboardInterrupt
+    if heard > 1:
+        raise RunError(
+            "ended by a second interrupt, without saving",
+            where=f"launcher, host {socket.gethostname()}",
+            fix="--resume auto goes on from the last checkpoint",
+        )
+    board.request_stop()
+    on_interrupt()
+
+
+def _end_all(ranks: list[BaseProcess]) -> None:
+    """End whatever still runs. A rank in a collective whose peer is gone can't hear SIGTERM: kill."""
+    for process in ranks:
+        if process.pid is not None and process.is_alive():
+            process.kill()
+    for process in ranks:
+        if process.pid is not None:
+            process.join(5)

@@ -1,0 +1,190 @@
+"""What connects a job's parts to the pipeline's executor: data in, loss out, gradients reduced.
+
+Shapes: b batch, t tokens, d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.p2p import Channel, open_channels
+from meshwright.errors import LayoutError
+from meshwright.mesh.axes import Axes
+from meshwright.models.contract.task import Batch
+from meshwright.nn.deferred_weight_gradients import WeightGradients, defer_weight_gradients, undeferred
+from meshwright.parallel.check_applied import FirstGradients
+from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
+from meshwright.parallel.rank_model import StagePart
+from meshwright.parallel.sync_shared_gradients import SharedGradients
+from meshwright.parallel.tensor_parallel import average_copies, sync_partial_gradients
+from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
+from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.plan.run_plan import By
+from meshwright.train.build_job import Job
+
+
+@dataclass
+class Feed:
+    """What a rank's stages read and write in a step; the step sets it before it runs the table."""
+
+    batch: Callable[[int], Batch]
+    """The micro-batch of a number. A rank's stages ask once each."""
+    finish: Callable[[Tensor, Tensor], Tensor]
+    """From the last stage's output and the targets to a scalar to run backward from."""
+
+
+class ModelStage(Stage):
+    """A part of the model as a stage."""
+
+    def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients) -> None:
+        self._module, self._is_last = part.module, part.part.is_last
+        self._run = job.family.run
+        self._feed = feed
+        self._shared = shared
+        self._has_backward = True
+        means = [one for one in job.plan.sums if one.by is By.OURS and one.op == "mean"]
+        self._drifting = job.mesh if means else None
+        self._first: FirstGradients | None = FirstGradients(part)
+        self.weight_gradients: WeightGradients | None = None
+        if part.stage.splits_backward:
+            _check_deferral(part)
+            self.weight_gradients = defer_weight_gradients(part.module)
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        """The stream [b, t, d], or the loss on the last stage."""
+        batch = self._feed.batch(microbatch)
+        out = self._run(self._module, batch.inputs if x is None else x, batch)
+        self._has_backward = out.requires_grad
+        return self._feed.finish(out, batch.targets) if self._is_last else out
+
+    def before_backward(self, *, reduces: bool) -> None:
+        """Set FSDP2's gradient sync."""
+        set_gradient_sync(self._module, reduces)
+        if self._first is not None:
+            self._first.watch()
+
+    def reduce(self, *, done: bool) -> None:
+        """Reduce over the ranks that hold the same stage.
+
+        A first stage that is frozen has no backward, at the end of which FSDP2 would free what it gathered.
+        """
+        if not done or not self._has_backward:
+            reduce_gradients(self._module)
+        sync_partial_gradients(self._module)
+        if self._first is not None:
+            self._first.check()
+            self._first = None
+        if self._drifting is not None:
+            average_copies(self._module, self._drifting)
+
+    def unshard(self) -> None:
+        """Gather all parameters."""
+        keep_unsharded(self._module)
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        reshard(self._module)
+
+    def sync_shared(self, number: int) -> None:
+        """Sum the gradients of a group of shared parameters."""
+        self._shared.sync(number)
+
+
+class Pipeline:
+    """A job's part in its pipeline: channels and stages, made once; executors of tables over them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.feed = Feed(_no_batch, _no_loss)
+        self._channels = _open_channels(job)
+        self.shared = _shared_gradients(job)
+        self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
+
+    def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
+        """A table bound to this rank.
+
+        Args:
+            schedule: lowered, with the stages of the job's own table.
+            batch_size: samples of a micro-batch.
+        """
+        job = self.job
+        buffers = None
+        if schedule.num_stages > 1:
+            edge = _stream_spec(job, batch_size)
+            edges = dict.fromkeys(range(schedule.num_stages - 1), edge)
+            buffers = Buffers(
+                schedule, rank=job.pipeline_rank, edges=edges, device=job.device, poison=job.config.pipeline.poison
+            )
+        return Executor(
+            schedule,
+            rank=job.pipeline_rank,
+            stages=self._stages,
+            channels=self._channels,
+            buffers=buffers,
+            post=job.context.post_action,
+        )
+
+
+def _no_batch(microbatch: int) -> Batch:
+    raise AssertionError("the step sets the feed first")
+
+
+def _no_loss(out: Tensor, targets: Tensor) -> Tensor:
+    raise AssertionError("the step sets the feed first")
+
+
+def _check_deferral(part: StagePart) -> None:
+    """See that a stage's backward can be split: every matrix's gradient can be deferred.
+
+    Raises:
+        LayoutError: one can't, by its name.
+    """
+    if names := undeferred(part.module):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise LayoutError(
+            f"stage {part.number} can't defer the gradient of {names[0]}{more}, and its backward is split",
+            where="pipeline.schedule",
+            rule="a schedule that splits backwards needs matrices in layers that defer their gradients",
+            fix="pipeline.schedule=1f1b; or meshwright.nn.linear.Linear, or a layer with `deferred_parameters`",
+        )
+
+
+def _open_channels(job: Job) -> Mapping[ChannelKey, Channel]:
+    """Those of this rank's pipeline. All ranks create those of all pipelines, in one order."""
+    keys = channel_keys(job.schedule)
+    columns = _pipelines(job.axes) if keys else []
+    ends = [(column[source], column[target]) for column in columns for source, target, _ in keys]
+    found = open_channels(ends, rank=job.context.rank, timeout_s=job.config.train.timeout_s)
+    mine = zip(keys * len(columns), found, strict=True)
+    return {key: channel for key, channel in mine if channel is not None}
+
+
+def _pipelines(axes: Axes) -> list[list[int]]:
+    """The ranks of each pipeline, by position in it."""
+    starts = (axes.coordinate(rank) for rank in range(axes.num_ranks() // axes.pp))  # pp is the outermost axis
+    return [[axes.rank(**{**start, "pp": position}) for position in range(axes.pp)] for start in starts]
+
+
+def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
+    """What goes from a stage to the next on this rank."""
+    edge, mesh = job.plan.edge, job.plan.mesh
+    shape = list(edge.shape)
+    for shard in edge.shards:
+        shape[shard.dim] //= mesh.size(*shard.axes)
+    return TensorSpec((batch_size, *shape), getattr(torch, edge.dtype))
+
+
+def _shared_gradients(job: Job) -> SharedGradients:
+    """What this rank's stages share with others."""
+    return SharedGradients(
+        job.plan.shared_parameters(),
+        {number: part.module for number, part in job.parts().items()},
+        pipelines=_pipelines(job.axes),
+        stage_ranks=job.schedule.stage_ranks,
+        timeout_s=job.config.train.timeout_s,
+    )

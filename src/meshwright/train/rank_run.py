@@ -1,0 +1,149 @@
+"""A run as one rank lives it, however the rank was started: group, corpus, agreement, job, loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from meshwright.cluster.host import machine_bytes
+from meshwright.comm.collective_timeout import naming_collectives
+from meshwright.comm.collectives import all_gather_object, broadcast_object
+from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.config.schema import RunConfig
+from meshwright.errors import DataError, MeshwrightError
+from meshwright.mesh.process_groups import process_group
+from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.task import Task
+from meshwright.parallel.apply_plan import needs_mesh
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.traffic import predict_traffic
+from meshwright.plan.verify import verify
+from meshwright.train.build_job import build_job, choose_device
+from meshwright.train.consensus import agree_on_plan, shared_nodes
+from meshwright.train.launch.machine_limits import check_memory
+from meshwright.train.launch.rank_context import RankContext
+from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.record.metrics import memory_bytes
+from meshwright.train.record.reporter import Facts, Reporter
+from meshwright.train.run_folder import RunFolder, choose_folder
+from meshwright.train.training_loop import Trainer
+
+CORPUS = "corpus"
+
+
+def run_rank(context: RankContext, spec: RunSpec) -> None:
+    """Train as this rank.
+
+    Raises:
+        MeshwrightError: whatever a person can act on; anything else is a bug.
+    """
+    config = spec.config
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    plan = spec.plan or make_plan(config)
+    context.board.describe(plan.action_words)  # for errors under another launcher, which knows no table
+    device = choose_device(config, context)
+    _check_memory(plan, context, device)
+    group = process_group(
+        rank=context.rank,
+        num_ranks=context.num_ranks,
+        device=device,
+        timeout_s=config.train.timeout_s,
+        store_path=context.store_path,
+        needed=needs_mesh(plan),
+    )
+    with group, naming_collectives(), ExitStack() as hold:
+        f = run_facts(config)
+        corpus = config.family.open_data(f)
+        check_agreement(config, corpus)
+        plan = spec.plan or make_plan(config, nodes=shared_nodes(context.num_ranks))
+        verify(plan)
+        agree_on_plan(plan)
+        folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
+        reporter = spec.make_reporter() if context.rank == 0 else Reporter()
+        task = config.family.task(f, corpus, device)
+        reporter.started(_facts(config, plan, corpus, task, device, folder))
+        Trainer(build_job(config, plan, context, device), task, corpus.fingerprint, folder, reporter).run()
+
+
+def _check_memory(plan: RunPlan, context: RankContext, device: torch.device) -> None:
+    if device.type == "cuda":
+        num_bytes = torch.cuda.get_device_properties(device).total_memory
+        check_memory(plan, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
+    else:
+        check_memory(plan, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
+
+
+def _facts(
+    config: RunConfig,
+    plan: RunPlan,
+    corpus: TrainingData,
+    task: Task,
+    device: torch.device,
+    folder: RunFolder,
+) -> Facts:
+    axes = config.mesh.axes()
+    return Facts(
+        name=config.name,
+        num_params=model_facts(config).num_params(),
+        corpus=corpus.description,
+        mesh=str(axes),
+        num_ranks=axes.num_ranks(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",
+        global_batch=config.train.global_batch,
+        seq_len=plan.batch.tokens,
+        steps=config.train.steps,
+        # What Python and PyTorch themselves take is measured, the rest predicted.
+        predicted_bytes=memory_bytes(device) + predict_memory(plan).total(),
+        traffic=predict_traffic(plan),
+        folder=folder.path,
+        unit=task.unit,
+    )
+
+
+def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, hold: ExitStack) -> RunFolder:
+    """Rank 0 chooses, and keeps other runs out; its error, if it has one, is every rank's."""
+    choice: RunFolder | MeshwrightError | None = None
+    if context.rank == 0:
+        try:
+            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint, hold=hold)
+        except MeshwrightError as error:
+            choice = error
+    choice = broadcast_object(choice)
+    if isinstance(choice, MeshwrightError):
+        if context.rank != 0:
+            sys.exit(choice.exit_code)  # rank 0 says it for all
+        raise choice
+    assert choice is not None
+    return choice
+
+
+def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
+    """Ranks started apart may have other files: compare what decides the numbers before the first step."""
+    facts = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
+    for rank, fact in enumerate(facts):
+        for name in sorted(fact.keys() | facts[0].keys()):
+            mine, other = (known.get(name, "not set") for known in (facts[0], fact))
+            if mine != other:
+                values = "" if name == CORPUS else f": {mine} and {other}"
+                raise DataError(
+                    f"ranks 0 and {rank} do not have the same {name}{values}",
+                    where=config.data.source if name == CORPUS else f"command line, {name}",
+                    rule="every rank trains on the same corpus with the same configuration",
+                    fix="the same Python version, libraries, files and command line on every node",
+                )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of all sections, dotted."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return found

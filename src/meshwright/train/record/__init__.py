@@ -1,0 +1,1 @@
+"""Record a run: metrics, loss curves, the timeline of a step, and reports to whoever watches."""

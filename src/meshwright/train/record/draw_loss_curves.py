@@ -1,0 +1,66 @@
+"""Losses of runs as a picture: all of them above, and below how far each is from the first. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.figure import GREY, INK, plain, save_picture
+from meshwright.train.record.loss_curves import Curve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLORS = ((0.13, 0.13, 0.15), (0.18, 0.40, 0.69), (0.78, 0.36, 0.11), (0.16, 0.53, 0.33), (0.55, 0.30, 0.60))
+
+
+def draw_losses(curves: Sequence[Curve], path: Path, *, title: str, window: int) -> None:
+    """Write a picture, as .svg or .png.
+
+    Args:
+        curves: of the runs; the first is what the others are compared with, at the steps that both have.
+        path: the picture.
+        title: its first line stands out, the others explain.
+        window: steps whose mean a point below is: losses of single steps jump with their samples.
+
+    Raises:
+        InputError: a picture can't be written there.
+    """
+    save_picture(lambda: _figure(curves, title, window), path)
+
+
+def differences(curve: Curve, first: Curve, *, window: int) -> tuple[list[int], list[float]]:
+    """Steps, and by what part of the first run's loss this one's is higher there: means over `window` steps."""
+    reference = dict(zip(first.steps, first.losses, strict=True))
+    pairs = [(s, loss / reference[s] - 1) for s, loss in zip(curve.steps, curve.losses, strict=True) if s in reference]
+    ends = range(window, len(pairs) + 1)
+    return [pairs[end - 1][0] for end in ends], [sum(d for _, d in pairs[end - window : end]) / window for end in ends]
+
+
+def _figure(curves: Sequence[Curve], title: str, window: int) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 5.6))
+    above = figure.add_axes((0.11, 0.46, 0.86, 0.40))
+    below = figure.add_axes((0.11, 0.10, 0.86, 0.29), sharex=above)
+    for i, curve in enumerate(curves):
+        held_out = "" if curve.validation is None else f", validation {curve.validation:.4f}"
+        above.plot(
+            curve.steps, curve.losses, color=COLORS[i % len(COLORS)], linewidth=1.1, label=f"{curve.name}{held_out}"
+        )
+    above.set_ylabel("loss", fontsize=9, color=INK)
+    above.tick_params(labelbottom=False)
+    above.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    below.axhline(0.0, color=COLORS[0], linewidth=1.1)
+    for i, curve in enumerate(curves[1:], start=1):
+        steps, apart = differences(curve, curves[0], window=window)
+        below.plot(steps, [100 * value for value in apart], color=COLORS[i % len(COLORS)], linewidth=1.4)
+    below.set_ylabel(f"over {curves[0].name}, %", fontsize=9, color=INK)
+    below.set_xlabel(f"step (below: mean of {window} steps)", fontsize=9, color=INK)
+    headline, _, others = title.partition("\n")
+    figure.text(0.02, 0.975, headline, fontsize=12, fontweight="bold", color=INK, va="top")
+    figure.text(0.02, 0.925, others, fontsize=9, color=GREY, va="top")
+    for axes in (above, below):
+        plain(axes)
+    return figure

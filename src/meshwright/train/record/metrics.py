@@ -1,0 +1,161 @@
+"""The run folder's record: `metrics.jsonl`, one object a step, and the loss plot drawn from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright.errors import InputError
+from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.output_files import writing
+from meshwright.train.build_job import Job
+from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.reporter import Progress, Reporter, Validation
+from meshwright.train.run_folder import RunFolder
+from meshwright.train.train_step import StepResult
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+PAGE_BYTES = resource.getpagesize()
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run, written line by line and flushed at each.
+
+    A resumed run drops what stands after the step it goes on from, so that the file reads as if never interrupted.
+    """
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
+        self._path = path
+        temporary = path.with_suffix(".tmp")
+        with writing(path):
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+            os.replace(temporary, path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append one step's object. What is not finite becomes null: NaN is not JSON."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        with writing(self._path):
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Recorder:
+    """Writes each step's metrics and tells the reporter, on rank 0."""
+
+    def __init__(self, job: Job, folder: RunFolder, reporter: Reporter, *, done: int) -> None:
+        self._job = job
+        self._reporter = reporter
+        self._done = done
+        self._started = time.perf_counter()
+        self._file = MetricsFile(folder.metrics, after_step=done)
+        self._board = _tensorboard(folder) if job.config.train.tensorboard else None
+
+    def record(self, result: StepResult, seconds: float, validation: Validation | None) -> None:
+        """Record one step.
+
+        Args:
+            result: what the step computed.
+            seconds: how long it took.
+            validation: where the step was followed by one.
+        """
+        train, step = self._job.config.train, result.step
+        values = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens_per_s": train.global_batch * self._job.plan.batch.tokens / seconds,
+            "memory_bytes": memory_bytes(self._job.device),
+            "samples": [(step - 1) * train.global_batch, step * train.global_batch - 1],
+            "skipped": result.skipped,
+        }
+        if validation is not None:
+            values |= {"validation_loss": validation.loss, **validation.figures}
+        self._file.write(values)
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, float | int):
+                    self._board.add_scalar(name, value, step)
+        self._reporter.progress(self._progress(result, values))
+
+    def _progress(self, result: StepResult, values: dict[str, Any]) -> Progress:
+        steps, step = self._job.config.train.steps, result.step
+        seconds_a_step = (time.perf_counter() - self._started) / (step - self._done)
+        return Progress(
+            step=step,
+            steps=steps,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            tokens_per_s=values["tokens_per_s"],
+            memory_bytes=values["memory_bytes"],
+            eta_s=seconds_a_step * (steps - step),
+            skipped=result.skipped,
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: RunFolder) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            "TensorBoard is not installed",
+            where="train.tensorboard",
+            rule="train.tensorboard=true needs the extra",
+            fix='pip install "meshwright[tensorboard]"',
+        ) from None
+    return SummaryWriter(str(folder.path / "tensorboard"))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak bytes allocated on a CUDA device; on CPU the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
+    """Draw training and validation loss over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = list(read_metrics(metrics))
+    figure, plot = pyplot.subplots(figsize=(7, 4), dpi=120)
+    train = [(line["step"], line["loss"] * unit.scale) for line in lines if line["loss"] is not None]
+    held_out = [(line["step"], line["validation_loss"] * unit.scale) for line in lines if line.get("validation_loss")]
+    plot.plot(*zip(*train, strict=True), linewidth=1, label="training") if train else None
+    if held_out:
+        plot.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label=f"validation {held_out[-1][1]:.2f}")
+    plot.set(xlabel="step", ylabel=f"loss ({unit.name})", title=title)
+    plot.grid(alpha=0.3)
+    if train or held_out:
+        plot.legend()
+    figure.tight_layout()
+    with writing(out):
+        figure.savefig(out)
+    pyplot.close(figure)

@@ -1,0 +1,83 @@
+"""Timelines of one step, measured and predicted: `train.trace=true`.
+
+Measured is when each computation ran on each rank of the first pipeline, from a common start. Predicted is the same
+table simulated with the median time of each kind of computation on each stage, and free transfers: what lies between
+the two is waiting that the table doesn't explain.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.collectives import all_gather_object, barrier
+from meshwright.output_files import writing
+from meshwright.pipeline.actions import ActionKind
+from meshwright.pipeline.costs import Costs, StageCosts
+from meshwright.pipeline.draw import draw_comparison
+from meshwright.pipeline.execute import Executor
+from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.timeline import Span, Timeline, to_chrome_trace, to_json
+from meshwright.train.build_job import Job
+
+K = ActionKind
+
+
+def run_traced(executor: Executor, job: Job) -> Timeline:
+    """Run a step, and bring all ranks' spans together, on every rank; in seconds from the step's start."""
+    synchronize = torch.cuda.synchronize if job.device.type == "cuda" else _nothing
+    barrier()
+    start = time.perf_counter()
+    spans = [Span(span.rank, span.action, span.start - start, span.end - start)
+             for span in executor.run_traced(synchronize=synchronize)]  # fmt: skip
+    place = job.axes.coordinate(job.context.rank)
+    is_first = not any(position for axis, position in place.items() if axis != "pp")
+    everyone = all_gather_object(spans if is_first else [])
+    together = sorted((span for each in everyone for span in each), key=lambda span: (span.rank, span.start))
+    return Timeline(job.axes.pp, tuple(together))
+
+
+def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
+    """The median time of each kind of computation on each stage."""
+    times: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        times[span.action.stage, span.action.kind].append(span.end - span.start)
+
+    def median(stage: int, kind: ActionKind) -> float:
+        return statistics.median(times.get((stage, kind), [0.0]))
+
+    stages = []
+    for stage in range(num_stages):
+        inputs, weights = median(stage, K.BACKWARD_INPUT), median(stage, K.BACKWARD_WEIGHT)
+        if (stage, K.BACKWARD) in times and (stage, K.BACKWARD_WEIGHT) not in times:
+            inputs, weights = median(stage, K.BACKWARD), 0.0
+        stages.append(StageCosts(median(stage, K.FORWARD), inputs, weights))
+    return Costs(stages)
+
+
+def write_trace(folder: Path, schedule: Schedule, measured: Timeline) -> list[Path]:
+    """Leave `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` in a run folder."""
+    predicted = simulate(schedule, measured_costs(measured, schedule.num_stages)).timeline
+    both = {"predicted": predicted, "measured": measured}
+    texts = {"timeline.json": to_json(both), "trace.json": to_chrome_trace(both, time_us=1e6)}
+    for name, text in texts.items():
+        with writing(folder / name) as path:
+            path.write_text(text, "utf-8")
+    picture = folder / "timeline.svg"
+    title = (
+        f"{schedule.kind}, {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches\n"
+        f"predicted {predicted.makespan:.3g} s from the measured times of computations · "
+        f"measured {measured.makespan:.3g} s"
+    )
+    draw_comparison(predicted, measured, picture, title=title, unit="s", schedule=schedule)
+    return [*(folder / name for name in texts), picture]
+
+
+def _nothing(*_: Iterable[object]) -> None:
+    """There is no device to wait for."""

@@ -1,0 +1,37 @@
+"""Loss on held-out samples: the same ones on every layout, shared out over the data-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collectives import all_reduce_sum
+from meshwright.models.contract.task import Task
+from meshwright.pipeline.lower import forward_only, lower
+from meshwright.train.forward_only import evaluation
+from meshwright.train.pipeline_stages import Pipeline
+from meshwright.train.train_step import vocab_context
+
+
+def validate(pipeline: Pipeline, task: Task) -> float:
+    """Mean loss over the task's held-out samples."""
+    job = pipeline.job
+    totals = torch.zeros(2, dtype=torch.float64, device=job.device)
+    batches = task.validation(
+        batch_size=job.microbatch_size, data_parallel=job.axes.data_parallel(), data_index=job.data_index
+    )
+
+    def finish(out: Tensor, targets: Tensor) -> Tensor:
+        loss, count = task.validation_sums(out, targets)
+        totals[0] += loss
+        totals[1] += count
+        return loss
+
+    table = lower(forward_only(len(batches), job.schedule.stage_ranks))
+    executor = pipeline.executor(table, batch_size=job.microbatch_size)
+    pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish
+    with evaluation(job), vocab_context(job):
+        executor.run()
+    # Ranks of tp hold the same numbers, and all but the last stage's none; the ratio is that of one copy.
+    loss, count = all_reduce_sum(totals).tolist()
+    return float(loss / count)

@@ -1,0 +1,291 @@
+"""The Triton kernels give the reference's bits: on a GPU where there is one, and anywhere by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshwright.comm.compression import codecs, error_feedback
+from meshwright.comm.compression.catalogue import Codec
+from meshwright.comm.compression.codecs import QUANTISED_DTYPES
+from meshwright.comm.kernels import dispatch
+from meshwright.errors import InputError
+from meshwright.testing.gang import Gang
+from tests.comm.agree import (
+    QUANTISED,
+    assert_codecs_agree,
+    assert_feedback_agrees,
+    assert_requantising_agrees,
+    same,
+)
+from tests.comm.data import assorted
+from tests.helpers import covering_pairs, quick_and_slow
+
+LENGTHS = (1, 127, 128, 129, 1000, 4227)
+CASES = covering_pairs(itertools.product(LENGTHS, QUANTISED, QUANTISED_DTYPES, (False, True)))
+
+
+def needs_triton() -> None:
+    """Skip without Triton; it is not imported here, where it would not be the interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton: pip install triton")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Gang]:
+    """A process of its own: Triton decides when it is imported whether it interprets, for good."""
+    needs_triton()
+    with Gang(1) as gang:
+        yield gang
+
+
+def interpreted(rank, world_size, check, *args):
+    """`check(kernels, *args)`, with kernels that a CPU interprets."""
+    if "meshwright.comm.kernels.triton_programs" not in sys.modules:
+        import meshwright.comm.compression.fsdp_compress  # noqa: F401
+
+        assert "meshwright.comm.kernels.triton_programs" not in sys.modules, "only tensors of a GPU need Triton"
+        forget_triton()
+        os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    from meshwright.comm.kernels.triton_launch import TritonKernels
+
+    assert interpreter._convert_float and interpreter.InterpreterBuilder.create_fma
+    interpreter._convert_float = bfloat16_as_a_gpu_has_it
+    interpreter.InterpreterBuilder.create_fma = fused_as_on_a_gpu
+    torch.set_num_threads(1)
+    return check(TritonKernels(), *args)
+
+
+def forget_triton():
+    """PyTorch's compiler may have imported it, to compile: imported again it interprets."""
+    for name in list(sys.modules):
+        if re.match(r"triton(?!\._C\b)\b", name):  # a library that is loaded stays
+            del sys.modules[name]
+
+
+def test_one_file_imports_triton():
+    """That which is imported when the first tensor of a GPU comes."""
+    uses = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
+    files = Path(dispatch.__file__).parents[1].rglob("*.py")
+    assert [file.name for file in files if uses.search(file.read_text("utf-8"))] == ["triton_programs.py"]
+
+
+def bfloat16_as_a_gpu_has_it(x, source, target, rounding):
+    """For the interpreter's own conversion, which cuts off what a GPU rounds, and loses the smallest numbers."""
+    import numpy as np
+
+    if str(source) == "bf16":
+        return x.astype(np.uint32) << 16
+    assert (str(source), str(target)) == ("fp32", "bf16")
+    return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16).view(torch.int16).numpy()
+
+
+def fused_as_on_a_gpu(builder, a, b, c):
+    """For the interpreter's own product and sum, which round twice."""
+    import numpy as np
+
+    wide = a.data.astype(np.float64) * b.data.astype(np.float64) + c.data.astype(np.float64)
+    return type(a)(wide.astype(np.float32), a.dtype)
+
+
+def check_codecs(kernels, length, codec, dtype, rotate, device="cpu"):
+    x = assorted((1 + rotate, length), dtype, seed=length)
+    assert_codecs_agree(kernels, x, codec, rotate=rotate, multipliers=(1 / 3,), device=device)
+
+
+def check_feedback(kernels, length, codec, dtype, rotate, device="cpu"):
+    steps = [assorted((1 + rotate, length), dtype, seed=length + step) for step in range(2)]
+    assert_feedback_agrees(kernels, steps, codec, beta=0.5 if rotate else error_feedback.BETA, device=device)
+
+
+def check_requantising(kernels, length, inner, codec, rotate, device="cpu"):
+    x = assorted((3, 2, length), torch.float32, seed=length)
+    error = torch.zeros(2, Codec.INT8.encoded_bytes(length), dtype=torch.uint8)
+    error = error_feedback.loco_quantise(x[0], error, codec)[1]
+    assert_requantising_agrees(kernels, x, inner, error, codec, rotate=rotate, device=device)
+
+
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[::2]))
+def test_interpreted_codecs_agree_with_the_reference(interpreter, length, codec, dtype, rotate):
+    interpreter.run(interpreted, check_codecs, length, codec, dtype, rotate)
+
+
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[1::2]))
+def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, codec, dtype, rotate):
+    interpreter.run(interpreted, check_feedback, length, codec, dtype, rotate)
+
+
+@pytest.mark.parametrize(
+    ("length", "inner", "codec", "rotate"),
+    [(4227, Codec.INT8, Codec.INT4, True), (129, Codec.INT4, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
+)
+def test_interpreted_requantising_agrees_with_the_reference(interpreter, length, inner, codec, rotate):
+    interpreter.run(interpreted, check_requantising, length, inner, codec, rotate)
+
+
+def compiled_without_a_gpu(rank, world_size, cache):
+    """The machine code, by kernel and codec, for an H200; and what the intermediate one says of memory."""
+    os.environ["TRITON_CACHE_DIR"] = cache
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from meshwright.comm.kernels import triton_launch, triton_programs
+
+    numbers = {"multiplier": "fp32", "beta": "fp32", "rest": "fp32"}
+    numbers |= dict.fromkeys(("num_elements", "num_groups", "rank_stride", "block_stride"), "i32")
+    found = {}
+    for name, bits in itertools.product(("encode", "loco", "decode", "requantise"), (8, 4)):
+        program = getattr(triton_programs, name)
+        tiles = triton_launch._tiles(torch.empty(1, 1), bits, itemsize=2)
+        given = {"NUM_RANKS": 8, "BITS": bits, "INNER_BITS": 8, "ROTATE": name != "decode"}
+        given |= {"GROUPS": tiles.groups, "WIDTH": tiles.width}
+        constants = {(i,): given[arg] for i, arg in enumerate(program.arg_names) if arg in given}
+        types = numbers | dict.fromkeys(("x", "g", "out"), "*bf16") | dict.fromkeys(given, "constexpr")
+        signature = {arg: types.get(arg, "*u8") for arg in program.arg_names}
+        whole = [i for i, arg in enumerate(program.arg_names) if signature[arg][0] == "*" or arg in STRIDES]
+        aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
+        source = ASTSource(program, signature=signature, constexprs=constants, attrs=aligned)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_launch.OPTIONS)
+        found[name, bits] = code.asm["ptx"], code.asm["sass"], code.asm["ttgir"]
+    return found
+
+
+STRIDES = ("num_elements", "rank_stride", "block_stride")
+
+
+@pytest.mark.slow
+def test_compiled_programs_round_as_pinned_and_move_16_bytes_at_a_time(tmp_path):
+    """Without a GPU: what the compiler makes of them."""
+    needs_triton()
+    with Gang(1) as gang:
+        [found] = gang.run(compiled_without_a_gpu, str(tmp_path), timeout_s=120)
+    for (name, _), (ptx, sass, layouts) in found.items():
+        assert ".ftz" not in ptx and "div.full" not in ptx and "div.approx" not in ptx
+        assert ("div.rn.f32" in ptx) == (name != "decode")
+        # The product that `loco` adds in one rounding is exact; a division has its own.
+        assert ("fma.rn.f32" in ptx) == (name in ("loco", "requantise"))
+        assert name != "decode" or "FFMA" not in sass
+        # Only scales change their layout, and elements go in and out in the widest loads and stores there are.
+        changed = [line for line in layouts.splitlines() if "convert_layout" in line]
+        assert all("xi16" in line for line in changed), changed
+        if name != "requantise":
+            assert f"{'st' if name == 'decode' else 'ld'}.global.v4.b32" in ptx
+
+
+def check_smallest_scale(kernels):
+    for codec in QUANTISED:
+        smallest = torch.tensor([2.0 ** (codec.bits - 127)])
+        x = torch.stack([smallest, -smallest, smallest * (1 - 2**-20), smallest * 1.5])
+        payload = codecs.encode(x, codec)
+        assert payload[0].any() and not payload[2].any()
+        assert same(kernels.encode(x, codec), payload)
+
+
+def test_interpreted_the_smallest_scale_is_that_of_the_reference(interpreter):
+    interpreter.run(interpreted, check_smallest_scale)
+
+
+def check_layouts(kernels):
+    x = torch.randn(2, 130)
+    payload = codecs.encode(x, Codec.INT4)
+    assert same(kernels.encode(x.t().contiguous().t(), Codec.INT4), payload)
+    shifted = torch.empty(payload.numel() + 1, dtype=torch.uint8)[1:].view_as(payload).copy_(payload)
+    expected = codecs.decode(payload, Codec.INT4, num_elements=130, dtype=torch.float32)
+    assert same(kernels.decode(shifted, Codec.INT4, out=torch.empty(2, 130)), expected)
+    assert same(kernels.decode(payload.flip(0)[:1], Codec.INT4, out=torch.empty(1, 130)), expected[1:])
+    for rows in (0, 2):
+        nothing = torch.zeros(rows, 0)
+        none = kernels.encode(nothing, Codec.INT4)
+        assert none.shape == (rows, 0) and kernels.decode(none, Codec.INT4, out=nothing).shape == (rows, 0)
+        assert [one.shape for one in kernels.loco_quantise(nothing, none, Codec.INT4)] == [(rows, 0)] * 2
+
+
+def test_interpreted_any_layout_of_memory_is_taken(interpreter):
+    interpreter.run(interpreted, check_layouts)
+
+
+def check_refusals(kernels):
+    x = torch.randn(2, 130)
+    payload, error = codecs.encode(x, Codec.INT4), torch.zeros(1, 272, dtype=torch.uint8)
+    with pytest.raises(InputError, match="no block of 129 elements"):
+        kernels.decode(payload[:, 16:], Codec.INT4, out=torch.empty(2, 129))
+    with pytest.raises(InputError, match="float64"):
+        kernels.encode(x.double(), Codec.INT4)
+    with pytest.raises(InputError, match="an error of shape"):
+        kernels.loco_quantise(x, error, Codec.INT4)
+    with pytest.raises(InputError, match="an error of shape"):
+        kernels.requantise(payload.unsqueeze(0), Codec.INT4, error=error, codec=Codec.INT4, num_elements=130)
+
+
+def test_interpreted_what_does_not_fit_is_refused(interpreter):
+    interpreter.run(interpreted, check_refusals)
+
+
+def test_without_triton_a_gpu_has_the_reference_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_launch", raising=False)
+    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_programs", raising=False)
+    dispatch.find_triton.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="meshwright"):
+            assert [dispatch._kernels(SimpleNamespace(is_cuda=True), Codec.INT4) for _ in range(2)] == [None] * 2
+        [line] = [record.getMessage() for record in caplog.records]
+        assert "torch reference" in line and "triton" in line
+    finally:
+        dispatch.find_triton.cache_clear()
+
+
+def test_tensors_of_a_gpu_go_to_triton(monkeypatch):
+    kernels = SimpleNamespace(requantise=lambda x, *args, **options: "there")
+    monkeypatch.setattr(dispatch, "find_triton", lambda: kernels)
+    tensor = SimpleNamespace(is_cuda=True)
+    assert dispatch._kernels(tensor, Codec.EXACT) is None
+    options = {"error": tensor, "codec": Codec.INT4, "num_elements": 1}
+    assert dispatch.requantise(tensor, Codec.INT8, **options) == "there"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [*LENGTHS, 3_000_000, 3_000_001])
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_kernels_on_a_gpu_agree_with_the_reference(length, codec, rotate):
+    needs_triton()
+    from meshwright.comm.kernels.triton_launch import TritonKernels
+
+    found = TritonKernels()
+    for dtype in QUANTISED_DTYPES:
+        check_codecs(found, length, codec, dtype, rotate, device="cuda")
+        check_feedback(found, length, codec, dtype, rotate, device="cuda")
+    for inner in QUANTISED:
+        check_requantising(found, length, inner, codec, rotate, device="cuda")
+
+
+@pytest.mark.gpu
+def test_blocks_beyond_2_to_the_31_bytes_are_found():
+    needs_triton()
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs a GPU with 40 GB of memory")
+    length, ends = 1_200_000_064, 128 * 64
+    x = torch.zeros(2, length, dtype=torch.bfloat16, device="cuda")
+    x[:, -ends:] = torch.randn(2, ends, device="cuda")
+    payload = dispatch.encode(x, Codec.INT8)
+    assert payload.numel() > 2**31
+    last = codecs.encode(x[:, -ends - 64 :].cpu(), Codec.INT8)
+    start = (length - 64) // 128 * 128 - ends
+    assert same(payload[:, start:][:, : ends + 128], last[:, : ends + 128])
+    decoded = dispatch.decode(payload, Codec.INT8, out=torch.empty_like(x))
+    expected = codecs.decode(last, Codec.INT8, num_elements=ends + 64, dtype=torch.bfloat16)
+    assert same(decoded[:, -ends - 64 :], expected)

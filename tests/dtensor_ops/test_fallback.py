@@ -1,0 +1,245 @@
+"""Operators without a sharding rule: right values, in place, gradients, what is said and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.refused_ops import OperatorError
+from tests.reshard.placing import numbers, place
+
+MANY_S = 120
+"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+
+LAYOUTS = {
+    "even": ((4,), [Shard(0)]),
+    "cut along dim 1, unevenly": ((4,), [Shard(1)]),
+    "strided": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    "two dims": ((2, 2), [Shard(1), Shard(0)]),
+    "partial": ((2, 2), [Partial(), Shard(0)]),
+    "copies": ((4,), [Replicate()]),
+}
+
+
+def by_layout(rank, world_size):
+    """By layout: whether values and placements of the result are right, and what was written into a given one."""
+    found = {}
+    x = numbers(8, 6)
+    for name, (mesh_shape, placements) in LAYOUTS.items():
+        mesh = init_device_mesh("cpu", mesh_shape)
+        d = place(x, mesh, placements)
+        with replicate_fallback(warn=False) as fallbacks:
+            y = torch.renorm(d, 2, 0, 1.0)
+            into = place(numbers(8, 6, seed=3), mesh, [Replicate() if p.is_partial() else p for p in placements])
+            held = into.to_local()
+            same = torch.ops.aten.renorm.out(d, 2, 0, 1.0, out=into)
+        expected = torch.renorm(x, 2, 0, 1.0)
+        whole = [Replicate() if p.is_partial() else p for p in placements]
+        found[name] = (
+            torch.allclose(y.full_tensor(), expected, atol=1e-6),
+            list(y.placements) == whole,
+            same is into and torch.equal(into.to_local(), held),
+            torch.allclose(into.full_tensor(), expected, atol=1e-6),
+            fallbacks.counts,
+        )
+    return found
+
+
+def test_results_are_right_and_lie_as_the_input_of_their_shape(gang):
+    counts = {"aten.renorm.default": 1, "aten.renorm.out": 1}
+    for found in gang(4).run(by_layout, timeout_s=MANY_S):
+        assert found == dict.fromkeys(LAYOUTS, (True, True, True, True, counts))
+
+
+def in_place(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = numbers(7, 6)
+    d = place(x, mesh, [Shard(0)])
+    local = d.to_local()
+    with replicate_fallback(warn=False):
+        same = d.renorm_(2, 0, 1.0)
+        partial = place(x, mesh, [Partial()])
+        alias = partial.detach()
+        partial.renorm_(2, 0, 1.0)
+        failed = place(x, mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="renorm"):
+            failed.renorm_(-1.0, 0, 1.0)
+    expected = torch.renorm(x, 2, 0, 1.0)
+    kept = torch.equal(failed.full_tensor(), x)
+    parts = torch.allclose(alias.full_tensor(), expected) and alias.placements == (Partial(),)
+    return same is d, torch.equal(d.to_local(), local), torch.equal(d.full_tensor(), expected), kept, parts
+
+
+def test_in_place_writes_into_the_given_tensor_or_leaves_it(gang):
+    assert gang(4).run(in_place) == [(True, True, True, True, True)] * 4
+
+
+def gradients(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    plain = [numbers(6, 3).requires_grad_(), numbers(5, 3, seed=1).requires_grad_()]
+    placed = [place(x.detach(), mesh, [Shard(0)]).requires_grad_() for x in plain]
+    torch.cdist(*plain).square().sum().backward()
+    with replicate_fallback(warn=False) as fallbacks:
+        torch.cdist(*placed).square().sum().backward()
+    close = all(torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-5) for a, b in zip(placed, plain, strict=True))
+    return (
+        close,
+        [list(x.grad.placements) == [Shard(0)] for x in placed],
+        "aten._cdist_backward.default" in fallbacks.counts,
+    )
+
+
+def test_gradients_flow(gang):
+    assert gang(4).run(gradients, timeout_s=MANY_S) == [(True, [True, True], True)] * 4
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def said(rank, world_size):
+    """What is logged and raised: warned, silent, "error"."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    d, seen = place(numbers(8, 6), mesh, [Shard(0)]), Lines()
+    logger = logging.getLogger("meshwright.dtensor_ops.fallback")
+    logger.addHandler(seen)
+    try:
+        with replicate_fallback():
+            for _ in range(2):
+                torch.renorm(d, 2, 0, 1.0)
+            torch.cdist(d, d)
+        with replicate_fallback(warn=False):
+            torch.renorm(d, 2, 0, 1.0)
+        with replicate_fallback(warn="error"), pytest.raises(OperatorError) as caught:
+            torch.renorm(d, 2, 0, 1.0)
+    finally:
+        logger.removeHandler(seen)
+    return seen.lines, str(caught.value)
+
+
+def test_an_operator_is_named_once_with_its_bytes_or_refused(gang):
+    results = gang(4).run(said)
+    lines, text = results[0]
+    assert len(lines) == 2 and all(other == [] for other, _ in results[1:])
+    assert "aten.renorm.default" in lines[0] and "144 B" in lines[0]
+    assert "aten._cdist_forward" in lines[1] and "144 B" in lines[1], "one tensor twice is gathered once"
+    for part in ("aten.renorm.default", "(8, 6)", "Shard(dim=0)", "144 B", "register_sharding", "where", "rule", "fix"):
+        assert part in text
+
+
+def refused(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = numbers(8, 6)
+    d, found = place(x, mesh, [Shard(0)]), {}
+    calls = {
+        "resize_": lambda: place(x, mesh, [Shard(0)]).resize_(4, 4),
+        "set_": lambda: place(x, mesh, [Shard(0)]).set_(d),
+        "data_ptr": d.data_ptr,
+        "strides of a transposed": lambda: d.t().as_strided((2, 2), (1, 1)),
+        "cauchy_": lambda: place(x, mesh, [Shard(0)]).cauchy_(),
+        "normal": lambda: torch.normal(d, d.abs()),
+        "poisson": lambda: torch.poisson(d.abs()),
+        "own plain tensor": lambda: d + torch.full((8, 6), float(rank)),
+        "multinomial": lambda: torch.multinomial(d.abs(), 2),
+        "out of another shape": lambda: torch.ops.aten.renorm.out(
+            d, 2, 0, 1.0, out=place(numbers(3, 3), mesh, [Shard(0)])
+        ),
+        "two meshes": lambda: torch.cdist(d, place(x, init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])),
+    }
+    for name, call in calls.items():
+        with replicate_fallback(warn=False):
+            try:
+                call()
+                found[name] = "nothing"
+            except OperatorError as error:
+                found[name] = error.what if error.rule and error.fix else "no rule or fix"
+    return found
+
+
+REFUSALS = {
+    "resize_": "looks at their memory", "set_": "looks at their memory", "data_ptr": "looks at their memory",
+    "strides of a transposed": "looks at their memory", "cauchy_": "draws random numbers",
+    "normal": "draws random numbers", "poisson": "draws random numbers", "own plain tensor": "differ between ranks",
+    "multinomial": "draws random numbers",
+
+    "out of another shape": "of shape (3, 3)", "two meshes": "several meshes",
+}  # fmt: skip
+
+
+def test_what_no_copies_can_give_is_refused(gang):
+    for found in gang(4).run(refused, timeout_s=MANY_S):
+        assert {name: what for name, what in found.items() if REFUSALS[name] not in what} == {}
+
+
+def mixed(rank, world_size):
+    """Plain tensors that are the same on all ranks, a table read on the host, dims smaller than the mesh."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    x, small = numbers(8, 6), numbers(3, 5)
+    d, s = place(x, mesh, [Shard(0)]), place(small, mesh, [Shard(0)])
+    with replicate_fallback(warn=False) as fallbacks:
+        found = [
+            torch.equal((d + x).full_tensor(), x + x),
+            torch.equal(torch.tensor_split(d, place(torch.tensor([2, 3]), mesh, [Shard(0)]))[1].full_tensor(), x[2:3]),
+        ]
+        counts = dict(fallbacks.counts)
+        found += [
+            torch.equal(s.max().full_tensor(), small.max()),
+            torch.allclose(torch.fft.fft(s).full_tensor(), torch.fft.fft(small)),
+            torch.equal(s.argmax().full_tensor(), small.argmax()),
+            torch.equal(torch.squeeze_copy(s).full_tensor(), small),
+        ]
+    return found, [name for name in counts if "add" in name]
+
+
+def test_plain_tensors_of_one_value_and_empty_pieces(gang):
+    assert gang(4).run(mixed, timeout_s=MANY_S) == [([True] * 6, [])] * 4
+
+
+def left_behind(rank, world_size):
+    """Which of these raise DTensor's own error: outside, after a nested context, after an exception, in a thread."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    d, found = place(numbers(8, 6), mesh, [Shard(0)]), {}
+
+    def raises(key):
+        try:
+            torch.renorm(d, 2, 0, 1.0)
+            found[key] = "ran"
+        except NotImplementedError:
+            found[key] = "not implemented"
+        except OperatorError:
+            found[key] = "refused"
+
+    raises("before")
+    with replicate_fallback(warn=False):
+        with replicate_fallback(warn="error"):
+            raises("nested")
+        raises("after nested")
+        with pytest.raises(ZeroDivisionError), replicate_fallback(warn="error"):
+            raise ZeroDivisionError
+        raises("after an exception")
+        thread = threading.Thread(target=raises, args=("thread",))
+        thread.start()
+        thread.join()
+    raises("after")
+    return found
+
+
+def test_the_context_holds_on_its_thread_until_it_ends(gang):
+    assert gang(4).run(left_behind) == [{
+        "before": "not implemented", "nested": "refused", "after nested": "ran", "after an exception": "ran",
+        "thread": "not implemented", "after": "not implemented",
+    }] * 4  # fmt: skip

@@ -1,0 +1,159 @@
+"""A module that is not as its family describes it is refused, with what differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.config.facts_for_family import run_facts
+from meshwright.errors import ConfigError
+from meshwright.models.contract import model_facts
+from meshwright.models.contract.build_module import build_part
+from meshwright.models.contract.initial_values import Normal
+from meshwright.models.contract.model_facts import BufferFacts, Part
+from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer
+from meshwright.plan.load_config import load
+from meshwright.train.build_job import initialize
+
+CONFIG = load("llama-tiny", ["model.num_layers=2"])
+
+
+def block(facts, change):
+    """The description with other parameters of the blocks."""
+    (kind,) = facts.kinds
+    return replace(facts, kinds=(replace(kind, parameters=tuple(change(list(kind.parameters)))),))
+
+
+def buffer(facts, one):
+    (kind,) = facts.kinds
+    return replace(facts, kinds=(replace(kind, buffers=(one,)),))
+
+
+WRONG = {
+    "omitted": (
+        lambda f: block(f, lambda own: own[1:]),
+        "the module has the parameter blocks.0.attention_norm.weight, and the description doesn't",
+    ),
+    "not there": (
+        lambda f: block(f, lambda own: [*own, replace(own[0], name="bias")]),
+        "the description has the parameter blocks.0.bias, and the module doesn't",
+    ),
+    "another shape": (
+        lambda f: block(f, lambda own: [replace(own[0], shape=(7,)), *own[1:]]),
+        "the parameter blocks.0.attention_norm.weight has the shape (128,) in the module, and (7,) in the description",
+    ),
+    "another order": (
+        lambda f: block(f, lambda own: [own[1], own[0], *own[2:]]),
+        "blocks.0.attention_norm.weight comes before blocks.0.attention.wq.weight in the module, and after it in",
+    ),
+    "a buffer": (
+        lambda f: buffer(f, BufferFacts("seen", (3,), "int64")),
+        "the description has the buffer blocks.0.seen, and the module doesn't",
+    ),
+}
+
+
+BUFFER = BufferFacts("seen", (3,), "float32", saved=False)
+
+
+def told(change=lambda facts: facts, build=lambda module: module, part=None):
+    """What is said of a family whose description or module is changed."""
+
+    class Other(type(CONFIG.family)):
+        def describe(self, f):
+            return change(super().describe(f))
+
+        def build(self, f, part):
+            return build(super().build(f, part))
+
+    with pytest.raises(ConfigError) as caught:
+        build_part(Other(), run_facts(CONFIG), dtype=torch.float32, part=part)
+    assert caught.value.where.startswith("Other.describe, stage ") and caught.value.fix
+    return caught.value.what
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_differs_is_named(case):
+    change, said = WRONG[case]
+    assert told(change).startswith(said)
+    stage = Part(range(1, 2), 1, 2)
+    assert told(change, part=stage).startswith(said.replace("blocks.0", "blocks.1"))
+
+
+def with_handle(make):
+    def build(module):
+        for block in module.blocks.values():
+            made = make()
+            if isinstance(made, torch.nn.Module):
+                block.add_module("seen", made)
+            else:
+                block.register_buffer("seen", made[0], persistent=made[1])
+        return module
+
+    return build
+
+
+FLOATS = with_handle(lambda: (torch.zeros(3), True))
+HANDLES = {
+    "a buffer of no description": (
+        lambda f: f, FLOATS, "the module has the buffer blocks.0.seen, and the description doesn't"),
+    "saved only by the module": (
+        lambda f: buffer(f, BUFFER), FLOATS,
+        "the buffer blocks.0.seen is not saved by the description, and persistent in the module"),
+    "saved only by the description": (
+        lambda f: buffer(f, replace(BUFFER, saved=True)), with_handle(lambda: (torch.zeros(3), False)),
+        "the buffer blocks.0.seen is saved by the description, and not persistent in the module"),
+    "another dtype": (
+        lambda f: buffer(f, replace(BUFFER, dtype="int64")), with_handle(lambda: (torch.zeros(3), False)),
+        "the buffer blocks.0.seen has the dtype float32 in the module, and int64 in the description"),
+    "a step buffer that is not described as updated": (
+        lambda f: buffer(f, BufferFacts("seen.value", (3,), "int64")),
+        with_handle(lambda: StepBuffer((3,), torch.int64)),
+        "blocks.0.seen.value is a step buffer of the module, and not updated in the description"),
+    "a buffer that nothing updates": (
+        lambda f: buffer(f, replace(BUFFER, saved=True, updated=True)), FLOATS,
+        "blocks.0.seen is no step buffer of the module, and updated in the description"),
+    "an auxiliary loss": (
+        lambda f: f, with_handle(lambda: AuxiliaryLoss("balance", 0.1)),
+        "the module has the auxiliary loss balance in blocks.0, and the description doesn't"),
+    "an auxiliary loss of no module": (
+        lambda f: replace(f, last=(replace(f.last[0], auxiliary=(model_facts.AuxiliaryLoss("balance", 0.1),)),)),
+        lambda module: module,
+        "the description has the auxiliary loss balance in an end, and the module doesn't"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HANDLES)
+def test_other_buffers_and_losses_are_named(case):
+    change, build, said = HANDLES[case]
+    assert told(change, build, Part(range(2))) == said
+
+
+def test_buffers_of_complex_numbers_stay_so():
+    class Other(type(CONFIG.family)):
+        def describe(self, f):
+            return buffer(super().describe(f), replace(BUFFER, dtype="complex64"))
+
+        def build(self, f, part):
+            module = super().build(f, part)
+            for block in module.blocks.values():
+                block.register_buffer("seen", torch.zeros(3, dtype=torch.complex64), persistent=False)
+            return module
+
+    module = build_part(Other(), run_facts(CONFIG), dtype=torch.float64)
+    assert module.blocks["0"].seen.dtype == torch.complex128 and module.norm.weight.dtype == torch.float64
+    assert not list(module.state_dict().keys() & {"blocks.0.seen"})
+
+
+def test_random_values_are_for_floats():
+    tensors = [("mask", torch.zeros(3, dtype=torch.bool))]
+
+    class Other(type(CONFIG.family)):
+        def initial(self, f, name):
+            return Normal(0.02)
+
+    with pytest.raises(ConfigError) as caught:
+        initialize(tensors, Other(), run_facts(CONFIG))
+    assert "mask is of bool" in caught.value.what and "Constant or Computed for mask" in caught.value.fix

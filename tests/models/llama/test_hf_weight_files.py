@@ -1,0 +1,120 @@
+"""Each tensor comes from the one file that the index names, and has numbers that can be trained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshwright.checkpoint import manifest, save_load
+from meshwright.errors import CheckpointError
+from meshwright.models.llama import hf_convert
+from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.hf_weight_files import INDEX, SINGLE_FILE, open_weights
+from tests.models.specs import build as build_model
+
+SPEC = LlamaSpec(2, 32, 4, 2, 48, 64, 8)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    model = build_model(SPEC, dtype=torch.float32)
+    tensors = {f"model.{name}": torch.randn(p.shape) for name, p in model.named_parameters()}
+    return save_load.save(tmp_path_factory.mktemp("run"), 1, tensors, model=SPEC.identity(), run={}, keep=1)
+
+
+@pytest.fixture
+def whole(run_folder, tmp_path):
+    """Exported as one file."""
+    return hf_convert.export_safetensors(run_folder, tmp_path / "whole")
+
+
+@pytest.fixture
+def shards(run_folder, tmp_path):
+    """Exported as several files."""
+    return hf_convert.export_safetensors(run_folder, tmp_path / "shards", max_shard_bytes=20_000)
+
+
+def refused(source, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        hf_convert.import_safetensors(source, tmp_path / "imported")
+    assert caught.value.where and caught.value.rule and caught.value.fix
+    assert not manifest.list_checkpoints(tmp_path / "imported")
+    return caught.value
+
+
+def edit(path, change):
+    """Changes a JSON or safetensors file in place."""
+    if path.suffix == ".json":
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+    else:
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+
+@pytest.mark.parametrize("weight_map", [["a"], {"a": 3}, {"a": None}, "a", None, {"a": ["b"]}])
+def test_an_index_that_is_none_is_refused(shards, tmp_path, weight_map):
+    edit(shards / INDEX, lambda content: content.update(weight_map=weight_map))
+    error = refused(shards, tmp_path)
+    assert INDEX in error.what and "weight_map" in error.what
+
+
+def test_an_index_without_its_map_is_refused(shards, tmp_path):
+    edit(shards / INDEX, lambda content: content.pop("weight_map"))
+    assert refused(shards, tmp_path).what == f"{INDEX} has no weight_map"
+
+
+def test_a_tensor_in_two_files_is_refused_until_one_is_gone(shards, tmp_path):
+    told = json.loads((shards / INDEX).read_text())["weight_map"]
+    name, home = next(iter(told.items()))
+    other = next(file for file in told.values() if file != home)
+    edit(shards / other, lambda tensors: tensors.update({name: torch.zeros(64, 32)}))
+    error = refused(shards, tmp_path)
+    assert error.what == f"{name} is in {other}, but by the index in {home}"
+    edit(shards / other, lambda tensors: tensors.pop(name))
+    hf_convert.import_safetensors(shards, tmp_path / "imported")
+
+
+def test_an_index_that_names_another_file_is_refused(shards, tmp_path):
+    told = json.loads((shards / INDEX).read_text())["weight_map"]
+    name, home = next(iter(told.items()))
+    other = next(file for file in told.values() if file != home)
+    edit(shards / INDEX, lambda content: content["weight_map"].update({name: other}))
+    assert name in refused(shards, tmp_path).what
+    edit(shards / INDEX, lambda content: content["weight_map"].pop(name))
+    assert refused(shards, tmp_path).what == f"{name} is in {home}, and not in the index"
+
+
+def test_both_forms_hold_the_same(whole, shards):
+    with open_weights(whole) as one, open_weights(shards) as several:
+        assert set(one) == set(several) and all(torch.equal(one[name], several[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
+     torch.float8_e5m2],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_are_no_weights_are_refused_by_name(whole, tmp_path, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def change(tensors, to=dtype):
+        tensors[name] = torch.ones(tensors[name].shape, dtype=to)
+
+    edit(whole / SINGLE_FILE, change)
+    error = refused(whole, tmp_path)
+    assert error.what == f"{name} is of {str(dtype).removeprefix('torch.')}" and "as bfloat16" in error.fix
+    edit(whole / SINGLE_FILE, lambda tensors: change(tensors, torch.bfloat16))
+    hf_convert.import_safetensors(whole, tmp_path / "imported")
+
+
+def test_more_layers_than_tensors_are_refused_without_counting_them(whole, tmp_path):
+    """Names of a billion layers would not fit into memory."""
+    edit(whole / "config.json", lambda content: content.update(num_hidden_layers=10**9))
+    assert "num_hidden_layers = 1000000000, but there are 21 tensors" in refused(whole, tmp_path).what

@@ -1,0 +1,212 @@
+"""Compressed gradients in a run: steps settle errors, checkpoints hold them, and another layout starts from zero."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.config.rules_compression import idle_notes
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import RunPlan
+from meshwright.train.build_job import build_job
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright.train.record.reporter import Reporter
+from meshwright.train.run_folder import RunFolder
+from meshwright.train.training_loop import Trainer
+from tests.helpers import open_data
+from tests.train.jobs import Pieces, load_words, make_job, make_task, pieces
+from tests.train.runs import assert_bitwise_equal, final_state
+
+LAST, MIDDLE = 4, 2
+Edit = Callable[[RunPlan], RunPlan] | None
+WORDS = (f"train.steps={LAST}", f"checkpoint.every={MIDDLE}", "checkpoint.keep=3", "mesh.dp_shard=2",
+         "comm.gradients=loco2", "comm.weights=int8", "train.sample_tokens=0")  # fmt: skip
+
+
+class Notes(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def mixed(plan: RunPlan) -> RunPlan:
+    """A plan whose roots send gradients by another codec than its blocks."""
+    stages = (replace(stage, root=replace(stage.root, gradients="int8")) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def whole_run(
+    rank: int, world_size: int, words: tuple[str, ...], out: Path, checkpoint: Path | None, edit: Edit = None
+) -> list[str]:
+    """A run as its ranks live it. What the reporter was told."""
+    torch.set_num_threads(1)
+    config = load_words(words)
+    plan = make_plan(config) if edit is None else edit(make_plan(config))
+    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    notes = Notes()
+    job = build_job(config, plan, context, torch.device("cpu"))
+    Trainer(job, make_task(config), open_data(config).fingerprint, RunFolder(out, checkpoint), notes).run()
+    return notes.texts
+
+
+@pytest.fixture(scope="module")
+def whole(gang, tmp_path_factory):
+    """The folder of a run of WORDS."""
+    out = tmp_path_factory.mktemp("whole")
+    gang(2).run(whole_run, WORDS, out, None)
+    return out
+
+
+def resumed(gang, whole, broken, words, edit=None):
+    """Go on from the middle of the run in `whole` with other words, in the folder `broken`. What was noted."""
+    shutil.copy(whole / "metrics.jsonl", broken)
+    middle = whole / "checkpoints" / f"{MIDDLE:08d}"
+    num_ranks = load_words(words).mesh.axes().num_ranks()
+    notes: list[str] = gang(num_ranks).run(whole_run, words, broken, middle, edit)[0]
+    return notes
+
+
+def test_a_resumed_run_is_bitwise_as_if_uninterrupted(gang, whole, tmp_path):
+    notes = resumed(gang, whole, tmp_path, WORDS)
+    assert_bitwise_equal(tmp_path, whole)
+    state = final_state(whole)
+    assert {"comm.rank0", "comm.rank1"} <= state.keys() and not torch.equal(state["comm.rank0"], state["comm.rank1"])
+    assert not [note for note in notes if "error" in note]
+
+
+@pytest.mark.slow
+def test_a_run_with_several_codecs_goes_on_with_its_feedback(gang, tmp_path):
+    out, broken = tmp_path / "whole", tmp_path / "broken"
+    gang(2).run(whole_run, WORDS, out, None, mixed)
+    broken.mkdir()
+    notes = resumed(gang, out, broken, WORDS, mixed)
+    assert_bitwise_equal(broken, out)
+    assert not [note for note in notes if "error" in note]
+
+
+def test_a_run_goes_on_without_the_feedback_it_had(gang, whole, tmp_path):
+    """Weights are compressed still; exact gradients have no errors, and nothing to say of them."""
+    notes = resumed(gang, whole, tmp_path, (*WORDS, "comm.gradients=exact"))
+    assert (tmp_path / "checkpoints" / f"{LAST:08d}").is_dir()
+    assert not [note for note in notes if "error feedback" in note]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("comm.gradients=loco4", "gradients = loco2, and this run has loco4"),
+        pytest.param("train.freeze=norm.*", "freeze = [], and this run has ['norm.*']", marks=pytest.mark.slow),
+        pytest.param("comm.ranks_per_node=1", "nodes = [0, 0], and this run has [0, 1]", marks=pytest.mark.slow),
+        pytest.param("mesh.dp_shard=4", "mesh = [1, 1, 2, 1, 1], and this run has", marks=pytest.mark.slow),
+    ],
+)
+def test_errors_of_another_layout_start_from_zero_and_it_says_so(gang, whole, tmp_path, change, words):
+    notes = resumed(gang, whole, tmp_path, (*WORDS, change))
+    (note,) = [note for note in notes if "error feedback" in note]
+    assert "starts from zero" in note and words in note
+    assert (tmp_path / "checkpoints" / f"{LAST:08d}").is_dir()
+
+
+def skipped(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """The errors after one step, after another that is skipped for an overflow, and after one that is taken."""
+    job, step = make_job(rank, world_size, WORDS)
+    step(1)
+    states = [job.compression.state()]
+    for number, factor in ((2, float("nan")), (3, 1.0)):
+        assert step.update(number, step.accumulate(number) * factor).skipped == (factor != 1.0)
+        states.append(job.compression.state())
+    return states
+
+
+def test_a_skipped_step_commits_nothing(gang):
+    for rank, (before, after, later) in enumerate(gang(2).run(skipped)):
+        name = f"comm.rank{rank}"
+        assert torch.equal(before[name], after[name]) and not torch.equal(after[name], later[name])
+
+
+def held(rank: int, world_size: int, words: tuple[str, ...]) -> Pieces:
+    """This rank's parameters after some steps."""
+    job, step = make_job(rank, world_size, words)
+    for number in (1, 2, 3):
+        assert not step(number).skipped
+    return pieces(job)
+
+
+TP = ("mesh.tp=2", "mesh.dp_shard=2")
+LOCO, INT8 = "comm.gradients=loco4", "comm.weights=int8"
+REPLICAS = ("mesh.dp_replicate=2", "mesh.dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TP, LOCO),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                (*TP, LOCO, INT8, "comm.ranks_per_node=2", "mesh.sequence_parallel=false"),
+                ("mesh.tp=2", "mesh.dp_replicate=2", LOCO),
+                (*TP, INT8, "mesh.sequence_parallel=false", "train.precision=bfloat16"),
+                (*REPLICAS, LOCO, INT8, "comm.ranks_per_node=2"),
+                ("mesh.pp=2", "mesh.dp_shard=2", LOCO, "model.tie_embeddings=true", "train.num_microbatches=2"),
+            )
+        ),
+    ],
+    ids=" ".join,
+)
+def test_copies_of_a_parameter_stay_equal(gang, words):
+    """Of replicas, of what tensor parallel leaves whole, of what stages share: rounded by other neighbours on each."""
+    seen: dict[tuple[str, str], torch.Tensor] = {}
+    num_copies = 0
+    for found in gang(4).run(held, (*words, "model.num_layers=2"), timeout_s=120):
+        for name, piece in found.items():
+            first = seen.setdefault((name, str(piece.index)), piece.values)
+            num_copies += first is not piece.values
+            assert torch.equal(first, piece.values), name
+    assert num_copies
+
+
+def norm(rank: int, world_size: int, words: tuple[str, ...]) -> float:
+    _, step = make_job(rank, world_size, words)
+    return step(1).grad_norm
+
+
+@pytest.mark.parametrize("layout", ["mesh.dp_replicate=2", pytest.param("mesh.dp_shard=2", marks=pytest.mark.slow)])
+def test_gradients_are_summed_and_not_averaged(gang, layout):
+    """Which AdamW would not show."""
+    expected = norm(0, 1, ())
+    for way, limit in (("exact-via-all-to-all", 1e-4), ("loco4", 0.05)):
+        assert gang(2).run(norm, (layout, f"comm.gradients={way}"))[0] == pytest.approx(expected, rel=limit)
+
+
+def test_one_rank_sends_nothing_to_be_compressed():
+    job, step = make_job(0, 1, (LOCO, INT8))
+    assert step(1).loss > 0 and not job.compression.state()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), ["comm.gradients = loco4 changes nothing", "comm.weights = int8 changes nothing"]),
+        (("mesh.dp_replicate=2",), ["comm.weights = int8 changes nothing"]),
+        (("mesh.dp_shard=2",), []),
+        (("comm.gradients=exact", "comm.weights=exact"), []),
+    ],
+)
+def test_what_has_nothing_to_do_is_told(words, said):
+    found = list(idle_notes(load_words((LOCO, INT8, *words))))
+    assert [note.partition(":")[0] for note in found] == said
+
+
+def test_a_run_of_one_rank_says_that_nothing_is_compressed(tmp_path):
+    notes = whole_run(0, 1, ("train.steps=1", "train.sample_tokens=0", LOCO), tmp_path, None)
+    assert [note for note in notes if "comm.gradients = loco4 changes nothing" in note]

@@ -1,0 +1,74 @@
+"""Runs that can't fit this machine are refused before anything is started, with a way out that works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from meshwright.errors import LayoutError
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.train.launch import launcher, machine_limits
+from meshwright.train.launch.machine_limits import check_machine, check_memory, check_ranks
+from tests.helpers import meshwright, shown_error
+
+CPU = "train.device=cpu"
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(machine_limits, "num_cores", lambda: 2)
+
+
+@pytest.mark.parametrize("words", [
+    ["mesh.dp_shard=99999999999", "train.global_batch=99999999999"],
+    ["mesh.dp_replicate=96", "train.global_batch=96"],
+    ["mesh.dp_shard=48", "mesh.tp=2", "train.global_batch=48"],
+    ["mesh.dp_shard=22", "mesh.pp=3", "train.global_batch=66", "train.num_microbatches=3"],
+])  # fmt: skip
+def test_too_many_ranks(words):
+    with pytest.raises(LayoutError, match="ranks, for a machine with 2 cores") as caught:
+        check_machine(config := load(None, [*words, CPU]), make_plan(config))
+    assert caught.value.rule == "a machine is given at most 32 ranks a core, here 64"
+    [word] = re.findall(r"mesh\.\w+=\d+", caught.value.fix)
+    check_ranks(load(None, [*words, CPU, word]).mesh.axes().num_ranks())
+
+
+def test_as_many_as_are_allowed():
+    check_ranks(64)
+    with pytest.raises(LayoutError):
+        check_ranks(65)
+
+
+def test_no_verb_starts_too_many():
+    with pytest.raises(LayoutError, match="99999999999 ranks"):
+        launcher.launch(print, None, num_ranks=99999999999, threads=1)
+
+
+@pytest.mark.parametrize("words", [["model.dim=100000000"], ["model.ffn_dim=10000000000"],
+                                   ["train.global_batch=1000000000"]])  # fmt: skip
+def test_far_more_memory_than_there_is(words):
+    with pytest.raises(LayoutError, match=r"a rank would need .* TiB by prediction, and this machine has .* GiB"):
+        check_machine(config := load(None, [*words, CPU]), make_plan(config))
+
+
+def test_memory_is_that_of_all_ranks_here():
+    config = load(None, ["mesh.dp_replicate=4"])
+    one = machine_limits.predict_memory(make_plan(config)).total()
+    check_memory(make_plan(config), num_ranks=4, num_bytes=4 * one, place="here")
+    check_memory(make_plan(config), num_ranks=4, num_bytes=int(2.7 * one), place="here")
+    check_memory(make_plan(config), num_ranks=4, num_bytes=None, place="here")
+    with pytest.raises(LayoutError, match="4 ranks would need"):
+        check_memory(make_plan(config), num_ranks=4, num_bytes=int(2.6 * one), place="here")
+
+
+def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_limits, "CUDA_CONTROL", tmp_path)
+    check_machine(config := load(None, ["model.dim=100000000"]), make_plan(config))
+
+
+def test_the_command_says_it_before_it_makes_a_folder(tmp_path):
+    done = meshwright("run", "model.dim=100000000", CPU, "--out", tmp_path / "run")
+    assert done.returncode == 2 and "by prediction" in shown_error(done.stderr)["error"]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,25 @@
+"""Auxiliary losses are those of their own kind, whatever other kinds call theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.errors import LayoutError
+from meshwright.plan.run_plan import Auxiliary
+from meshwright.train.step_handles import _work
+from tests.plan.plans import fake
+
+
+def test_losses_of_one_name_in_two_kinds():
+    plan = fake(tp=2)
+    block, end = plan.kind("block"), plan.kind("head")
+    other = replace(block, auxiliary=(Auxiliary("balance", ()),))
+    held = [(block, 1), (other, 10), (replace(end, auxiliary=(Auxiliary("balance", ("dp_shard",)),)), None)]
+    assert block.auxiliary[0].work == ("tp",)
+    assert _work(held, "blocks.1.balance", "balance") == ("tp",)
+    assert _work(held, "blocks.10.balance", "balance") == ()
+    assert _work(held, "balance", "balance") == ("dp_shard",)
+    with pytest.raises(LayoutError, match=r"blocks\.1\.z computes the auxiliary loss z, and the plan has none"):
+        _work(held, "blocks.1.z", "z")
