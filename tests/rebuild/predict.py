@@ -17,6 +17,8 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 Figures = dict[str, Any]
@@ -52,35 +54,31 @@ def by_api(line: Sequence[str]) -> Figures:
     from meshwright.plan.memory import predict_memory
     from meshwright.plan.traffic import predict_traffic
 
-    load, made, purpose = _functions()
+    load, make_plan = _functions()
     try:
         config = load(line[0], line[1:])
     except MeshwrightError as error:
         return {"refused": str(error)}
-    plan = made(config)
+    plan = make_plan(config)
     figures: Figures = {f"memory.{name}": n for name, n in dataclasses.asdict(predict_memory(plan)).items()}
     most = predict_traffic(plan)
-    figures |= {f"traffic.{purpose(entry).value}": entry.sent.total() for entry in most.entries}
+    figures |= {f"traffic.{entry.purpose.value}": entry.sent.total() for entry in most.entries}
     figures["rank that sends most"] = most.rank
     num_ranks = config.mesh.axes().num_ranks()
     for rank in range(num_ranks) if num_ranks <= RANKS_ASKED else (num_ranks // 2 - 1, num_ranks - 1):
         for entry in predict_traffic(plan, rank=rank).entries:
             for name in ("sent", "exact"):
                 for link, num_bytes in dataclasses.asdict(getattr(entry, name)).items():
-                    figures[f"rank {rank}: {purpose(entry).value}, {name}, {link}"] = num_bytes
+                    figures[f"rank {rank}: {entry.purpose.value}, {name}, {link}"] = num_bytes
     return figures
 
 
-def _functions() -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
-    """Of loading, of making what is priced, and of an entry's purpose: with a plan, and as before there was one."""
-    try:
-        from meshwright.plan.load_config import load
-        from meshwright.plan.make_plan import make_plan
-    except ImportError:
-        from meshwright.config.load import load as load_alone
-
-        return load_alone, lambda config: config, lambda entry: entry.what
-    return load, make_plan, lambda entry: entry.purpose
+def _functions() -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Of loading a configuration and of making its plan, wherever this checkout has them."""
+    for load, make in (("load_config", "make_plan"), ("load", "make")):
+        if find_spec(f"meshwright.plan.{make}"):
+            return import_module(f"meshwright.plan.{load}").load, import_module(f"meshwright.plan.{make}").make_plan
+    raise ImportError("neither meshwright.plan.make_plan nor meshwright.plan.make")
 
 
 def by_plan(line: Sequence[str]) -> Figures:

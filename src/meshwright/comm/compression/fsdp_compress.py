@@ -139,7 +139,6 @@ def compress(
     Rounding depends on neighbouring elements, so replicas of a parameter over another axis (norms under tensor
     parallel) get different gradients: average them after the backward, before clipping. Error feedback is kept by
     position: where steps leave different parameters unused, call FSDP2's `set_reduce_scatter_unused_params(True)`.
-
     A second call replaces what the first set, except where it says `exact`: FSDP2 takes no custom collective back.
 
     Args:
