@@ -38,7 +38,7 @@ def test_what_can_not_be_written_is_named(tmp_path, monkeypatch, name, call):
 def test_a_folder_that_is_not_there_can_be_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "not there/nor this/x.json"
-    with pytest.raises(InputError, match="there is no folder") as caught:
+    with pytest.raises(InputError, match="folder not found: ") as caught:
         check_output(path, where="--json")
     subprocess.run(caught.value.fix, shell=True, check=True)
     check_output(path, where="--json")

@@ -4,13 +4,13 @@
 import meshwright
 
 config = meshwright.load_config("llama-tiny", "mesh.dp_shard=2", "train.steps=20")
-meshwright.plan(config)   # the run as a value: meshwright.plan.run_plan.RunPlan
-meshwright.prove(config)  # a meshwright.api.Proof, true where it passed
-meshwright.run(config)    # a meshwright.api.RunResult: losses and the folder
+meshwright.plan(config)   # returns a RunPlan
+meshwright.prove(config)  # returns a Proof, true if it passed
+meshwright.run(config)    # returns a RunResult with losses and folder
 ```
 
-The verbs are documented in `meshwright.api`. The parts that are libraries (`meshwright.pipeline`, `.reshard`, `.comm`,
-`.checkpoint`) are imported when they are asked for. Importing the package imports neither torch nor numpy.
+The verbs are documented in `meshwright.api`. The library parts (`meshwright.pipeline`, `.reshard`, `.dtensor_ops`,
+`.comm`, `.checkpoint`) are imported lazily. Importing the package imports neither torch nor numpy.
 """
 
 from importlib import import_module

@@ -1,13 +1,13 @@
-"""`meshwright` and `python -m meshwright`: the way to the verbs, and the one place where Ctrl-C ends quietly.
+"""Entry point of `meshwright` and `python -m meshwright`, which exits quietly on Ctrl-C.
 
-Nothing is imported before `main` runs: an interrupt amid the imports that follow is as likely as one later.
+Nothing is imported before `main` runs, since an interrupt is just as likely during the imports.
 """
 
 import sys
 
 
 def main() -> None:
-    """Entry point: 0 fine, 1 a run or proof failed, 2 bad input, 130 interrupted."""
+    """Run the command line; exit with 0, 1 if a run or proof failed, 2 on bad input, 130 if interrupted."""
     try:
         from meshwright.cli.main import main as verbs
 

@@ -1,7 +1,7 @@
 """Plan, run and prove from Python: the verbs of the command line as functions that return values.
 
-They start processes of their own, as the commands do, so a notebook's kernel holds no accelerator and no process group,
-and imports no torch for them.
+Like the commands, they start their own processes, so a notebook's kernel holds no accelerator and no process group and
+need not import torch.
 """
 
 from __future__ import annotations
@@ -37,34 +37,35 @@ if TYPE_CHECKING:
     from meshwright.train.launch.rank_context import RankContext
 
 MakeReporter = Callable[[], Reporter]
-"""Makes what is told of a run, in its rank 0: picklable, as a class of a module is."""
+"""Factory of the reporter on rank 0; picklable, such as a class of a module."""
 Say = Callable[[str], None]
-"""Told what a longer wait is for."""
+"""Callback with the reason for a longer wait."""
 
 
 def load_config(source: str | Path | None = None, *words: str) -> RunConfig:
-    """The configuration of a run: a preset's or a file's, with words over it, checked against every rule.
+    """Load the configuration of a run from a preset or a file, apply words to it, and check every rule.
 
     Args:
         source: a preset (`meshwright presets` lists them), or the path of a TOML file; llama-tiny when None.
         words: `section.key=value`, as on the command line.
 
     Raises:
-        ConfigError: an unknown preset, key or value. LayoutError: a mesh, batch or stages that do not fit.
+        ConfigError: a preset, key or value is unknown.
+        LayoutError: mesh, batch or stages do not fit.
     """
     return load(None if source is None else str(source), words)
 
 
 def plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> RunPlan:
-    """The run as a value: stages, units, styles, reductions and the schedule, verified.
+    """Return the verified plan of a run: stages, FSDP units, tensor-parallel styles, reductions and the schedule.
 
     Args:
-        config: of the run.
-        nodes: neighbouring ranks on a machine, or the node of each rank, where `comm.ranks_per_node` does not say.
+        config: configuration of the run.
+        nodes: consecutive ranks per node, or the node of each rank, unless `comm.ranks_per_node` is set.
 
     Raises:
-        ConfigError, LayoutError: the configuration violates a rule; or the plan would train wrongly, which is a fault
-            of a family's description.
+        ConfigError: the configuration violates a rule.
+        LayoutError: the layout does not fit, or a faulty description of a model family makes the plan incorrect.
     """
     _check(config)
     made = make_plan(config, nodes=nodes)
@@ -74,11 +75,11 @@ def plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> Ru
 
 @dataclass(frozen=True)
 class RunResult:
-    """Losses, folder and checkpoint of a run."""
+    """Result of a run: losses, folder and checkpoint."""
 
     folder: Path
     losses: tuple[float | None, ...]
-    """Of each step from the first, in nats a token or as the model has it; None where one was not finite."""
+    """Loss per step in the unit of the model, such as nats per token; None where it was not finite."""
     validation: float | None
     """The last validation's loss; None without one."""
     checkpoint: Path | None
@@ -98,22 +99,22 @@ def run(
     """Train: start the processes that the mesh needs on this machine, and wait for them.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         out: the run folder; `runs/<name>-<n>` when None.
-        resume: `auto` goes on from the folder's newest checkpoint; or a checkpoint's path.
-        plan: made or changed by hand, or the path of one in a file; the configuration's own when None.
-        reporter: what is told of the run; nobody is by default.
-        on_interrupt: called at the first Ctrl-C, after which the run saves and ends; when None, Ctrl-C ends it at once.
-        say: told what the start waits for.
+        resume: `auto` for the folder's newest valid checkpoint, or the path of a checkpoint.
+        plan: a plan or the path of a plan file; the plan of the configuration when None.
+        reporter: factory of the reporter; nothing is reported by default.
+        on_interrupt: called at the first Ctrl-C, after which the run saves and stops; when None, Ctrl-C kills it.
+        say: called with what the start waits for.
 
     Raises:
-        MeshwrightError: bad input, before any process starts; or what a rank raised, with its rank and step.
+        MeshwrightError: bad input, before any process starts; or the error of a rank, with its rank and step.
     """
-    say = say or _nobody
+    say = say or _ignore
     _check(config)
-    made = make_plan(config) if plan is None else _given(plan, config)
+    made = make_plan(config) if plan is None else _load_plan(plan, config)
     check_machine(config, made)
-    say("reading the corpus")
+    say("reading the data")
     corpus = config.family.open_data(run_facts(config))
     num_ranks = config.mesh.axes().num_ranks()
     with ExitStack() as hold:
@@ -141,13 +142,13 @@ def run(
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a proof; true where it passed."""
+    """Result of a proof; true if it passed."""
 
     passed: bool
     lines: tuple[str, ...]
-    """For people."""
+    """Report as lines of text."""
     report: Mapping[str, Any] = field(repr=False)
-    """For programs, as `meshwright prove --json` writes it."""
+    """Report as JSON values, as `meshwright prove --json` writes it."""
 
     def __bool__(self) -> bool:
         return self.passed
@@ -162,18 +163,18 @@ def prove(
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process.
 
     Args:
-        config: of the run; its dtypes become float64, its device the CPU.
+        config: configuration of the run; its dtypes become float64 and its device the CPU.
         steps: optimizer steps to compare.
-        plan: as of `run`.
-        say: told what it waits for.
+        plan: as for `run`.
+        say: called with what the proof waits for.
 
     Raises:
-        MeshwrightError: bad input, before any process starts; or what a rank raised.
+        MeshwrightError: bad input, before any process starts; or the error of a rank.
     """
-    say = say or _nobody
+    say = say or _ignore
     _check(config)
     proved = as_proof(config)
-    made = make_plan(proved) if plan is None else plan_in_float64(_given(plan, config))
+    made = make_plan(proved) if plan is None else plan_in_float64(_load_plan(plan, config))
     axes, threads = proved.mesh.axes(), proved.train.threads
     proved.family.open_data(run_facts(proved))
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
@@ -188,14 +189,14 @@ def prove(
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:
-    """Be one rank of a run; torch is imported here, not in the process that starts it."""
+    """Run one rank; torch is imported here, not in the launcher."""
     from meshwright.train.rank_run import run_rank
 
     run_rank(context, spec)
 
 
 def record_body(context: RankContext, spec: ProofSpec) -> None:
-    """Be one rank of a layout under proof; torch is imported here."""
+    """Run one rank of the layout under proof; torch is imported here."""
     from meshwright.prove.driver import record_layout
 
     record_layout(context, spec)
@@ -209,15 +210,15 @@ def compare_body(context: RankContext, spec: ProofSpec) -> None:
 
 
 def _check(config: RunConfig) -> None:
-    """Check the rules, which `with_keys` doesn't look at."""
+    """Check the rules, which `RunConfig.with_keys` does not."""
     check(config, dict.fromkeys(known_keys(config.model.kind), "the configuration"), rules=violations)
 
 
-def _given(plan: RunPlan | str | Path, config: RunConfig) -> RunPlan:
+def _load_plan(plan: RunPlan | str | Path, config: RunConfig) -> RunPlan:
     if isinstance(plan, RunPlan):
         return check_fits(plan, config, where="plan")
     return adopt_plan(Path(plan), config)
 
 
-def _nobody(text: str) -> None:
+def _ignore(text: str) -> None:
     pass

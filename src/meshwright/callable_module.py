@@ -1,4 +1,4 @@
-"""Rooms that are verbs too: `meshwright.plan` is a package, and calling it is `meshwright.api.plan`."""
+"""Callable packages: `meshwright.plan` is a package, and `meshwright.plan(config)` calls `meshwright.api.plan`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Verb(ModuleType):
-    """A package that can be called; its `__init__` takes this for its class."""
+    """Class of a callable package, set by its `__init__`."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the function of the package's name in `meshwright.api`, which stands above all rooms."""
+        """Call the function of the same name in `meshwright.api`."""
         return getattr(import_module("meshwright.api"), self.__name__.rpartition(".")[2])(*args, **named)

@@ -1,8 +1,8 @@
-"""The errors a user can meet, each with what was found, where, the rule, and a fix that works.
+"""Errors for users, each with what was found, where, the violated rule, and a fix that works.
 
-One base class so that a caller can catch everything Meshwright raises on purpose; anything else that escapes is
-a bug of ours and keeps its traceback. `exit_code` is what the command line ends with: 1 a run or a proof failed,
-2 bad input.
+All share one base class, so that callers can catch everything Meshwright raises on purpose; any other exception is a
+bug and keeps its traceback. `exit_code` is the exit code of the command line: 1 if a run or a proof failed, 2 on bad
+input.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class MeshwrightError(Exception):
-    """A failure that we can explain.
+    """Base class of all errors that Meshwright raises on purpose.
 
     Args:
-        what: what was found, in one sentence (`mesh.tp = 3 does not divide 4 attention heads`).
-        where: the place it was found (`command line, mesh.tp`, a file's path, a rank and step).
-        rule: the rule that was broken.
-        fix: something that works.
+        what: the problem in one sentence (`mesh.tp = 3 does not divide 4 attention heads`).
+        where: its location (`command line, mesh.tp`, the path of a file, a rank and step).
+        rule: the violated rule.
+        fix: a change that works.
     """
 
     exit_code = 1
@@ -30,7 +30,7 @@ class MeshwrightError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle by positional args alone; ranks send these to each other, so keep every field.
+        # Exceptions pickle positional arguments only; ranks send these to each other, so keep every field.
         return _rebuild, (type(self), self.what, self.where, self.rule, self.fix)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class LayoutError(InputError):
 
 
 class ScheduleError(InputError):
-    """A pipeline table that is not one, or that would compute something wrong or never end."""
+    """A pipeline table that is malformed, computes something wrong, or deadlocks."""
 
 
 class DataError(InputError):
@@ -73,4 +73,4 @@ class CheckpointError(InputError):
 
 
 class RunError(MeshwrightError):
-    """A run that started and could not go on."""
+    """A run that started and failed."""

@@ -1,4 +1,4 @@
-"""Pictures in one style, with the same bytes for the same figure under the same matplotlib."""
+"""Figures in one style, reproducible to the byte under the same matplotlib."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ STYLE: dict[Any, Any] = {
 
 
 def save_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Write the figure that `draw` makes, as .svg or .png, in our style and nobody else's.
+    """Write the figure that `draw` returns as .svg or .png, independent of the user's matplotlibrc.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: the file can't be written.
     """
     check_picture(path)
     import matplotlib
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what a person's matplotlibrc says
+        matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         figure = draw()
         try:
@@ -43,13 +43,13 @@ def save_picture(draw: Callable[[], Figure], path: Path) -> None:
             raise InputError(
                 f"can't write {path}: {error.strerror}",
                 where=str(path),
-                rule="a picture is written to a file that can be written",
+                rule="a figure needs a writable file",
                 fix="another name or folder",
             ) from error
 
 
 def plain(axes: Axes) -> None:
-    """A plot's frame and ticks in our style."""
+    """Style the frame and ticks of a plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(labelsize=8.5, color=GREY, labelcolor=GREY)
@@ -57,16 +57,16 @@ def plain(axes: Axes) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """See that a picture can be written there.
+    """Check that a figure can be written to `path`.
 
     Raises:
-        InputError: it is no kind of picture that is known, or it can't be written.
+        InputError: the format is unknown, or the file can't be written.
     """
     if path.suffix.lower() not in EXTENSIONS:
         raise InputError(
-            f"no picture is called {path.name!r}",
+            f"unknown figure format: {path.name!r}",
             where=str(path),
-            rule=f"a picture's name ends with {' or '.join(EXTENSIONS)}",
-            fix=shlex.quote(str(path.with_suffix(".svg"))) if path.name else "picture.svg",
+            rule=f"the name of a figure ends with {' or '.join(EXTENSIONS)}",
+            fix=shlex.quote(str(path.with_suffix(".svg"))) if path.name else "figure.svg",
         )
     check_output(path, where=str(path))

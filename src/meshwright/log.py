@@ -1,4 +1,4 @@
-"""Logging: one logger for the package, silent unless a verb or the user turns it on."""
+"""Logging of the package, silent unless a verb or the user enables it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ ROOT = "meshwright"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; pass `__name__`."""
+    """Return the logger of a module; pass `__name__`."""
     return logging.getLogger(name)
 
 
 def configure(*, rank: int = 0, level: int = logging.WARNING) -> None:
-    """Send the package's log to stderr, each line with its rank. Calling it again replaces the handler."""
+    """Log to stderr with the rank in each line; a second call replaces the handler."""
     logger = logging.getLogger(ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

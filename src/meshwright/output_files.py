@@ -1,4 +1,4 @@
-"""Files that a command or a run writes: what can't be written is an error that says so, early where it can be."""
+"""Output files of commands and runs, checked for write access early and with clear errors."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from meshwright.errors import InputError, RunError
 
 
 def check_output(path: Path, *, where: str) -> None:
-    """See that `path` can be written, and leave it as it was.
+    """Check that `path` can be written, without changing it.
 
-    Asked of the disk: permission bits say nothing of read-only mounts, nor to root.
+    Opens the file, since permission bits don't show read-only mounts and don't apply to root.
 
     Args:
-        path: a file to be; what is there is written over.
+        path: the output file, which may exist.
         where: the option that named it.
 
     Raises:
-        InputError: it can't be written.
+        InputError: the file can't be written.
     """
     try:
         is_new = not path.exists()
         if not is_new and not path.is_file() and not path.is_dir():
-            return  # opening a pipe may wait for its reader, and closing it would end him
+            return  # opening a pipe may block until it has a reader, and closing it would end that reader
         with open(path, "ab"):
             pass
         if is_new:
-            os.unlink(path.resolve())  # of a link that leads nowhere yet, what it leads to
+            os.unlink(path.resolve())  # the target of a dangling link
     except OSError as error:
         raise _cannot_write(path, error, where) from None
 
 
 def write_output(path: Path, text: str, *, where: str) -> None:
-    """Write `text` as the file `path`.
+    """Write `text` to the file `path`.
 
     Raises:
-        InputError: it can't be written.
+        InputError: the file can't be written.
     """
     try:
         path.write_text(text, "utf-8")
@@ -49,10 +49,10 @@ def write_output(path: Path, text: str, *, where: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Give `path`, and turn a failure to write it within the block into an error that says so.
+    """Context that yields `path` and turns a failed write into a `RunError`.
 
     Raises:
-        RunError: it can't be written.
+        RunError: the file can't be written.
     """
     try:
         yield path
@@ -60,22 +60,22 @@ def writing(path: Path) -> Iterator[Path]:
         raise RunError(
             f"can't write {path.name}: {error.strerror or error}",
             where=str(path),
-            rule="a run keeps its record in its folder; the checkpoints saved before are intact",
-            fix="free some room there, then --resume auto",
+            rule="a run writes its metrics to its folder; earlier checkpoints are intact",
+            fix="free some space there, then --resume auto",
         ) from error
 
 
 def _cannot_write(path: Path, error: OSError, where: str) -> InputError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return InputError(
-            f"there is no folder {path.parent}",
+            f"folder not found: {path.parent}",
             where=where,
-            rule="a file is written into a folder that exists",
+            rule="the folder of an output file must exist",
             fix=f"mkdir -p {shlex.quote(str(path.parent))}",
         )
     return InputError(
         f"can't write {path}: {error.strerror or error}",
         where=where,
-        rule="what is written is a file, in a folder that can be written to",
+        rule="an output is a file in a writable folder",
         fix="another name or folder",
     )

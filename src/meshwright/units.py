@@ -1,4 +1,4 @@
-"""How quantities are written for people: bytes, counts, durations."""
+"""Formatting of bytes, counts and durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GIB = 1024**3
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`0.42 GiB`, `3.1 MiB`, `512 B`: binary units, three digits, or two below a GiB."""
+    """Format bytes in binary units with three digits: `0.42 GiB`, `3.1 MiB`, `512 B`."""
     for size, name in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= size or (name == "GiB" and abs(num_bytes) >= size / 10):
             return f"{_three_digits(num_bytes / size)} {name}"
@@ -16,16 +16,16 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`70.6 B`, `0.9 M`, `18.2 k`: powers of a thousand, as parameters and tokens are counted."""
+    """Format a count in powers of a thousand: `70.6 B`, `0.9 M`, `18.2 k`."""
     for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        # From 0.9 of a unit upward the larger unit reads better: 0.9 M rather than 900 k.
+        # The larger unit reads better just below its threshold: 0.9 M rather than 900 k.
         if abs(count) >= 0.8 * size and size > 1e3 or abs(count) >= size:
             return f"{_three_digits(count / size)}{name}"
     return f"{count:.0f}"
 
 
 def format_duration(seconds: float) -> str:
-    """`3:41`, `1:02:09`, `12 s` below a minute, `0.4 s` below ten seconds."""
+    """Format a duration: `3:41`, `1:02:09`, `12 s` below a minute, `0.4 s` below ten seconds."""
     if round(seconds, 1) < 10:
         return f"{seconds:.1f} s"
     if round(seconds) < 60:

@@ -103,7 +103,7 @@ def test_export_takes_the_newest_valid_one(here, copied, tmp_path, part):
     (copied / "checkpoints/00000010/layout.json").write_text("{}")
     done = here("checkpoint", "export", copied / part, tmp_path / "hf", torch=True)
     assert done.returncode == 0 and "00000005 →" in done.stdout
-    assert "passed over" in done.stderr and "00000010: layout.json is truncated" in done.stderr
+    assert "skipped" in done.stderr and "00000010: layout.json is truncated" in done.stderr
     # One that is asked for by its own path is that one or none.
     done = here("checkpoint", "export", copied / "checkpoints/00000010", tmp_path / "other", torch=True)
     assert done.returncode == 2 and "layout.json is truncated" in shown_error(done.stderr)["error"]

@@ -15,7 +15,7 @@ from tests.helpers import meshwright, shown_error
         (("dit-digits", "mesh.pp=5"), "5 stages", ""),
         (("dit-digits", "mesh.qq=2"), "mesh.qq", ""),
         (("-o", "a.pdf"), "a.pdf", "a.svg"),
-        (("-o", "none/a.svg"), "no folder none", "mkdir -p none"),
+        (("-o", "none/a.svg"), "folder not found: none", "mkdir -p none"),
     ],
 )
 def test_bad_input(here, words, error, fix):
@@ -43,4 +43,4 @@ def test_two_lines_and_a_picture(tmp_path):
     synced, unsynced, picture = done.stdout.splitlines()
     assert "copies bitwise equal after all 4 steps · loss" in synced
     assert "copies apart from step 3 on, " in unsynced and "after 4 · loss" in unsynced
-    assert picture == "picture   drift.svg" and (tmp_path / "drift.svg").exists()
+    assert picture == "figure    drift.svg" and (tmp_path / "drift.svg").exists()

@@ -14,11 +14,11 @@ def test_a_line_a_run_and_a_picture(here, tmp_path):
     assert done.returncode == 0, done.stderr
     exact, loco4, picture = done.stdout.splitlines()
     assert "comm.gradients=exact  loss 2.0000 (mean of the last 1 of 2 steps) · validation 7.5000" in exact
-    assert loco4.startswith("comm.gradients=loco4") and loco4.endswith("· +25.00% of the first's")
-    assert picture.startswith("picture") and "comm.gradients=loco4" in (tmp_path / "loss.svg").read_text()
+    assert loco4.startswith("comm.gradients=loco4") and loco4.endswith("· +25.00% relative to the first")
+    assert picture.startswith("figure") and "comm.gradients=loco4" in (tmp_path / "loss.svg").read_text()
 
 
 def test_bad_input(here, tmp_path):
-    for words, error in (((tmp_path,), "is no run's folder"), ((tmp_path, "-o", "a.pdf"), "a.pdf")):
+    for words, error in (((tmp_path,), "is not a run folder"), ((tmp_path, "-o", "a.pdf"), "a.pdf")):
         done = here("draw", "loss", *words)
         assert done.returncode == 2 and error in shown_error(done.stderr)["error"]

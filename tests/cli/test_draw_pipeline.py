@@ -39,7 +39,7 @@ def test_names_are_forgiven_case_and_underscores(draws):
 
 def test_simulate_prints_a_row_a_rank(draws):
     lines = draws("zb-v", *SIZE, "--simulate").stdout.splitlines()
-    assert "idle of the worst rank 0 inside its span, 3 of the makespan" in lines[5]
+    assert "idle on the worst rank: 0 within its span, 3 of the makespan" in lines[5]
     assert lines[6].split()[:2] == ["rank", "busy"]
     rows = [line.split() for line in lines[7:]]
     assert [row[:5] for row in rows] == [[str(rank), "48", "0", "3", "4"] for rank in range(4)]
@@ -80,7 +80,7 @@ def test_a_table_on_the_standard_output_stands_alone(draws):
 
 def test_pictures_are_written(draws, tmp_path):
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
-        assert f"picture   {name}\n" in draws("dualpipe-v", *SIZE, "-o", name).stdout
+        assert f"figure    {name}\n" in draws("dualpipe-v", *SIZE, "-o", name).stdout
         assert (tmp_path / name).read_bytes().startswith(start)
 
 
@@ -125,8 +125,8 @@ def test_no_torch_and_no_matplotlib_for_text(no_torch, tmp_path):
         (("zbv", *SIZE), "'zbv'", "zb-v"),
         (("gpipe", *SIZE), "'gpipe'", "f-then-b"),
         (("nothing-like-it", *SIZE), "'nothing-like-it'", ""),
-        (("1f1b",), "how many stages", "--stages 4 --microbatches 8"),
-        (("1f1b", "--stages", 3), "how many micro-batches", "--stages 3 --microbatches 8"),
+        (("1f1b",), "1f1b needs the number of stages", "--stages 4 --microbatches 8"),
+        (("1f1b", "--stages", 3), "1f1b needs the number of micro-batches", "--stages 3 --microbatches 8"),
         (("1f1b", "--stages", 0, "--microbatches", 8), "0 stages", ""),
         (("1f1b", "--stages", 4, "--microbatches", -1), "-1 micro-batches", ""),
         (("1f1b", *SIZE, "--chunks", 2), "1f1b with 2 chunks", "interleaved"),
@@ -136,9 +136,9 @@ def test_no_torch_and_no_matplotlib_for_text(no_torch, tmp_path):
         (("1f1b", *SIZE, "--backward-weight", "nan"), "--backward-weight nan", "--backward-weight 1"),
         (("1f1b", *SIZE, "--backward-input", "inf"), "--backward-input inf", "--backward-input 1"),
         (("1f1b", *SIZE, "-o", "a.pdf"), "a.pdf", "a.svg"),
-        (("1f1b", *SIZE, "-o", "none/a.svg"), "no folder none", "mkdir -p none"),
+        (("1f1b", *SIZE, "-o", "none/a.svg"), "folder not found: none", "mkdir -p none"),
         (("1f1b", *SIZE, "-o", "/proc/a.svg"), "can't write /proc/a.svg", "another name"),
-        (("1f1b", *SIZE, "--csv", "-", "--json", "-"), "--csv and --json", "--csv -"),
+        (("1f1b", *SIZE, "--csv", "-", "--json", "-"), "--csv - and --json - both", "--csv -"),
         (("none.csv",), "can't read none.csv", "--csv mine.csv"),
         (("./",), "can't read", ""),
     ],
@@ -158,15 +158,15 @@ def test_a_table_that_can_not_be_written(here):
     ("table", "words", "error", "where"),
     [
         ("0F0,0B0\n1F0, 1K0\n", (), "'1K0' is not an action", "a.csv, line 2, column 6"),
-        ("0F0,0B0\n1F0,1B0\n", ("--stages", 3), "a schedule for another number of ranks: 2", "a.csv"),
-        ("0F0,0B0\n1F0,1B0\n", ("--microbatches", 2), "another number of micro-batches: 1", "a.csv"),
-        ("0F0,0B0\n1F0,1B0\n", ("--chunks", 2), "another number of chunks: 1", "a.csv"),
+        ("0F0,0B0\n1F0,1B0\n", ("--stages", 3), "has 2 ranks, not 3", "a.csv"),
+        ("0F0,0B0\n1F0,1B0\n", ("--microbatches", 2), "has 1 micro-batches, not 2", "a.csv"),
+        ("0F0,0B0\n1F0,1B0\n", ("--chunks", 2), "has 1 chunks, not 2", "a.csv"),
         ("0F0,0B0\n1F0\n", (), "", "a.csv"),
         ("0F0,0B0,0B0\n", (), "0B0", "a.csv"),
         ("0B0,0F0\n", (), "0B0", "a.csv"),
         ("0F0,1B0,0B0\n1F0\n", (), "stage 1", "a.csv"),
         ("\n# nothing\n", (), "no actions", "a.csv"),
-        ("0F0,0B0\n", ("--stages", 0), "another number of ranks", "a.csv"),
+        ("0F0,0B0\n", ("--stages", 0), "has 1 ranks, not 0", "a.csv"),
     ],
 )
 def test_bad_tables(fails, tmp_path, table, words, error, where):

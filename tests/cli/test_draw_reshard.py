@@ -59,7 +59,7 @@ def test_topology_and_memory_cap_reach_the_planner(prints):
 def test_pictures_are_written(prints, tmp_path):
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
         out = prints("--mesh", "2x2", "--shape", "8x8", "S0 S1", "S1 S0", "-o", name)
-        assert out.endswith(f"\npicture   {name}\n")
+        assert out.endswith(f"\nfigure    {name}\n")
         assert (tmp_path / name).read_bytes().startswith(start)
 
 

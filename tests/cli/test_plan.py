@@ -68,7 +68,7 @@ def test_words_that_can_t_be_meant(here, tmp_path):
     path = tmp_path / "plan.json"
     here("plan", "llama-tiny", "-o", path)
     for words, what, where in (
-        ([path, "mesh.tp=2"], "mesh.tp=2 with a plan's file", "command line"),
+        ([path, "mesh.tp=2"], "mesh.tp=2 together with a plan file", "command line"),
         ([path, "--diff", "foo 'bar"], "No closing quotation", "command line, --diff"),
         ([path, "--diff", "no.json"], "can't read no.json", "command line, --diff"),
     ):

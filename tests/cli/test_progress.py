@@ -21,7 +21,7 @@ from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
-from meshwright.train.record.reporter import Facts, LossUnit, Progress, Summary, Validation
+from meshwright.train.record.reporter import LossUnit, Progress, Start, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 
 TRAFFIC = Traffic(0, (TrafficEntry(Purpose.GRADIENTS, LinkBytes(100_000, 30_000), LinkBytes(400_000, 300_000)),
@@ -32,7 +32,7 @@ SUMMARY = Summary(steps=30, seconds=3.0, validation=Validation(2.0, {"drawn_reco
                   checkpoint=Path("runs/x-1/checkpoints/00000030"),
                   sample="def f\x1b[31m(\x00):\n    pass")  # fmt: skip
 
-FACTS = Facts(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
+FACTS = Start(name="x", num_params=10, corpus="some text", mesh="dp_shard 2", num_ranks=2, device="cpu",
               backend="gloo", global_batch=8, seq_len=64, steps=30, predicted_bytes=10**9, traffic=TRAFFIC,
               folder=Path("runs/x-1"), unit=LossUnit("bits/byte", 1.25))  # fmt: skip
 
@@ -133,11 +133,11 @@ def test_what_is_sent_is_said_before_and_after(capsys):
         reporter = TerminalReporter()
         reporter.started(replace(FACTS, traffic=traffic))
         reporter.finished(replace(SUMMARY, traffic=traffic))
-    assert [line for line in capsys.readouterr().out.splitlines() if "iB" in line and "predicted" not in line] == [
-        "a rank sends 615 KiB a step (uncompressed 1.14 MiB): stages 488 KiB · gradients 127 KiB",
+    assert [line for line in capsys.readouterr().out.splitlines() if "iB" in line and "· predicted" not in line] == [
+        "each rank sends at most 615 KiB per step (uncompressed 1.14 MiB): stages 488 KiB · gradients 127 KiB",
         "  586 KiB instead of 879 KiB inside a node · 29.3 KiB instead of 293 KiB between nodes",
-        "  sent by plan in 30 steps: 18.0 MiB a rank (uncompressed 34.3 MiB) · 17.2 MiB instead of 25.7 MiB inside a "
-        "node · 879 KiB instead of 8.58 MiB between nodes",
+        "  sent in 30 steps, predicted: 18.0 MiB per rank (uncompressed 34.3 MiB) · 17.2 MiB instead of 25.7 MiB "
+        "inside a node · 879 KiB instead of 8.58 MiB between nodes",
     ]
 
 

@@ -9,7 +9,7 @@ from tests.helpers import shown_error
 
 @pytest.mark.parametrize(
     ("path", "error", "fix"),
-    [("none/x.json", "there is no folder none", "mkdir -p none"), ("a-folder", "can't write a-folder", "another name")],
+    [("none/x.json", "folder not found: none", "mkdir -p none"), ("a-folder", "can't write a-folder", "another name")],
 )
 def test_a_result_that_can_not_be_written(here, tmp_path, path, error, fix):
     (tmp_path / "a-folder").mkdir()

@@ -203,7 +203,7 @@ def test_a_signal_stops_after_the_step_saved(words, tmp_path, number):
     _, stderr = ends_in_time(process)
     assert process.returncode == 1
     assert "stopping after this step" in stderr
-    step = int(re.search(r"stopped after step (\d+), as asked; saved .*/0*\1\n", stderr)[1])
+    step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
     assert num_steps(tmp_path) == step
     assert verify(list_checkpoints(tmp_path / "checkpoints")[-1]).step == step
     process = start([*words, f"train.steps={step + 2}"], tmp_path, resume=True)
@@ -224,7 +224,7 @@ def test_a_second_signal_ends_it_at_once(words, tmp_path):
     time.sleep(SAME_S)
     process.send_signal(signal.SIGINT)
     _, stderr = ends_in_time(process)
-    assert process.returncode == 1 and "ended by a second interrupt" in stderr
+    assert process.returncode == 1 and "killed by a second interrupt" in stderr
 
 
 MOMENTS = {
@@ -248,7 +248,7 @@ def test_a_signal_to_all_processes_stops_after_the_step_saved(words, tmp_path, n
     os.killpg(process.pid, number)
     _, stderr = ends_in_time(process)
     assert process.returncode == 1 and "Traceback" not in stderr
-    step = int(re.search(r"stopped after step (\d+), as asked; saved .*/0*\1\n", stderr)[1])
+    step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
     assert verify(list_checkpoints(tmp_path / "checkpoints")[-1]).step == step
 
 

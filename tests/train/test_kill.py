@@ -85,7 +85,7 @@ def test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fau
     """The others end, the message names rank and step, and what follows is bitwise what would have been."""
     words = [*words, *LAYOUTS[layout]]
     error = killed(words, tmp_path, fault)
-    assert place in error.what and "the other ranks were ended" in error.what
+    assert place in error.what and "the other ranks were killed" in error.what
     train(words, tmp_path, resume="auto")
     assert_bitwise_equal(tmp_path, uninterrupted(*LAYOUTS[layout]))
 
@@ -152,7 +152,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(words, uninterrupt
 @pytest.mark.slow
 def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_path):
     words = [*words, "mesh.dp_shard=2"]
-    with pytest.raises(RunError, match="stopped after step 3, as asked; saved .*00000003") as caught:
+    with pytest.raises(RunError, match="stopped after step 3, as requested; saved .*00000003") as caught:
         train(words, tmp_path, fault=Fault(rank=1, step=3, action="stop"))
     assert caught.value.exit_code == 1 and f"--out {tmp_path} --resume auto" in caught.value.fix
     assert num_steps(tmp_path) == 3

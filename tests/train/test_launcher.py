@@ -94,7 +94,7 @@ def test_all_well(tmp_path):
 
 
 @pytest.mark.parametrize(("action", "what"), [
-    ("kill", "rank 1 was killed by SIGKILL in step 7; the other ranks were ended"),
+    ("kill", "rank 1 was killed by SIGKILL in step 7; the other ranks were killed"),
     ("segfault", "rank 1 was killed by SIGSEGV in step 7"),
     ("exit", "rank 1 exited with code 7 in step 7"),
     ("bug", "rank 1 failed in step 7\nTraceback"),
@@ -131,7 +131,7 @@ def test_a_signal_asks_all_ranks_to_stop(tmp_path, action):
 
 def test_a_second_signal_ends_them(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.train.launch.launcher.SAME_S", 0.0)
-    with pytest.raises(RunError, match="ended by a second interrupt") as caught:
+    with pytest.raises(RunError, match="killed by a second interrupt") as caught:
         run(tmp_path, r0="interrupt twice")
     assert caught.value.fix
 

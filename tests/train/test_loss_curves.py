@@ -33,7 +33,7 @@ def test_what_is_no_run_is_named(tmp_path, missing):
     folder = run_folder(tmp_path / "a", [None] if missing == "steps" else [1.0], config)
     if "." in missing:
         (folder / missing).unlink()
-    with pytest.raises(InputError, match="is no run's folder") as caught:
+    with pytest.raises(InputError, match="is not a run folder") as caught:
         read_curves([folder])
     assert missing.split(".")[0][:4] in caught.value.what
 
@@ -43,7 +43,7 @@ def test_what_is_no_run_is_named(tmp_path, missing):
 def test_a_line_that_is_no_steps_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.5}\n' + line + '\n{"step": 3, "loss": null}\n')
-    with pytest.raises(InputError, match="no step's") as caught:
+    with pytest.raises(InputError, match="is not a step") as caught:
         list(read_metrics(path))
     assert caught.value.where == f"{path}, line 2"
 

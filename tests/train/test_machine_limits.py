@@ -28,9 +28,9 @@ def two_cores(monkeypatch):
     ["mesh.dp_shard=22", "mesh.pp=3", "train.global_batch=66", "train.num_microbatches=3"],
 ])  # fmt: skip
 def test_too_many_ranks(words):
-    with pytest.raises(LayoutError, match="ranks, for a machine with 2 cores") as caught:
+    with pytest.raises(LayoutError, match="ranks, but this machine has 2 cores") as caught:
         check_machine(config := load(None, [*words, CPU]), make_plan(config))
-    assert caught.value.rule == "a machine is given at most 32 ranks a core, here 64"
+    assert caught.value.rule == "at most 32 ranks per core, 64 on this machine"
     [word] = re.findall(r"mesh\.\w+=\d+", caught.value.fix)
     check_ranks(load(None, [*words, CPU, word]).mesh.axes().num_ranks())
 
@@ -49,7 +49,7 @@ def test_no_verb_starts_too_many():
 @pytest.mark.parametrize("words", [["model.dim=100000000"], ["model.ffn_dim=10000000000"],
                                    ["train.global_batch=1000000000"]])  # fmt: skip
 def test_far_more_memory_than_there_is(words):
-    with pytest.raises(LayoutError, match=r"a rank would need .* TiB by prediction, and this machine has .* GiB"):
+    with pytest.raises(LayoutError, match=r"one rank would need .* TiB, but this machine has .* GiB"):
         check_machine(config := load(None, [*words, CPU]), make_plan(config))
 
 
@@ -70,5 +70,5 @@ def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):
 
 def test_the_command_says_it_before_it_makes_a_folder(tmp_path):
     done = meshwright("run", "model.dim=100000000", CPU, "--out", tmp_path / "run")
-    assert done.returncode == 2 and "by prediction" in shown_error(done.stderr)["error"]
+    assert done.returncode == 2 and "would need" in shown_error(done.stderr)["error"]
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ import torch
 from meshwright.checkpoint import save_load
 from meshwright.config.facts_for_family import run_facts
 from meshwright.data.images import Pictures
-from meshwright.train.build_job import refresh_copies
+from meshwright.train.build_job import refresh_shared_parameters
 from meshwright.train.optimizer import named_state
 from meshwright.train.train_step import TrainStep
 from tests.helpers import for_pictures, meshwright
@@ -29,7 +29,7 @@ def continued(rank, world_size, words, pictures: Pictures, folder, resumes):
     tensors = named_state(job.model, job.optimizer)
     if resumes:
         save_load.load(folder / f"{MIDDLE:08d}", tensors)
-        refresh_copies(job)
+        refresh_shared_parameters(job)
     losses = []
     for number in range(MIDDLE + 1 if resumes else 1, LAST + 1):
         losses.append(step(number).loss)

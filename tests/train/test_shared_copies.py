@@ -157,7 +157,7 @@ def test_a_run_names_the_key_that_ranks_differ_in(gang, word, key, values):
     pictures = few_pictures(load("dit-digits", SMALL))
     words = [*SMALL, *CHUNKED]
     for what, where in gang(2).run(compare_configurations, [words, [*words, word]], pictures):
-        assert re.fullmatch(rf"ranks 0 and 1 do not have the same {key}: {values}", what)
+        assert re.fullmatch(rf"ranks 0 and 1 have different values of {key}: {values}", what)
         assert where == f"command line, {key}"
 
 

@@ -1,1 +1,1 @@
-"""The command line: thin verbs."""
+"""The command line: thin verbs over `meshwright.api`."""

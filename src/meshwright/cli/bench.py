@@ -1,4 +1,4 @@
-"""`meshwright bench`: the command of the package `meshwright-bench`, or where it is not installed, how to get it."""
+"""`meshwright bench`: the command of the package `meshwright-bench`, or an error that says how to install it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def bench_command() -> Callable[..., Any]:
-    """The command that measures, which lives beside the results in the repository's folder `bench/`."""
+    """Return the command of `meshwright-bench` if it is installed, else one that raises an error."""
     if find_spec("meshwright_bench") is None:
         return bench
     from meshwright_bench.command import bench as measure
@@ -27,6 +27,6 @@ def bench(context: typer.Context) -> None:
     raise InputError(
         "the benchmarks are not installed",
         where="meshwright bench",
-        rule="they are the package meshwright-bench, in the folder bench/ of Meshwright's repository",
+        rule="the benchmarks are the package meshwright-bench, in the folder bench/ of the repository",
         fix="pip install ./bench, in a clone of the repository",
     )

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: list, verify, export to and import from Hugging Face's layout."""
+"""`meshwright checkpoint`: list, verify, and convert to and from Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
 
 @app.command("verify")
 def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
-    """Check size and hash of every file; exits 2 and names the file where one is damaged."""
+    """Check size and hash of every file; exit with 2 and name the file if one is damaged."""
     failed: CheckpointError | None = None
     for path in _find(folder):
         try:
@@ -56,12 +56,10 @@ def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]
 
 @app.command("export")
 def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="The checkpoint, or a run folder whose newest valid one is taken.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder for its newest valid one.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
 ) -> None:
-    """Write the model's weights in the format that others know the model by, with its names."""
+    """Write the model's weights in Hugging Face's format, with its parameter names."""
     path = _newest_valid(checkpoint)
     _weights_of(path).export(path, out)
     print(f"{path} → {out}")
@@ -70,7 +68,7 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(help="A folder with safetensors and config.json.")],
-    out: Annotated[Path, typer.Argument(help="The run folder whose checkpoints it becomes the first of.")],
+    out: Annotated[Path, typer.Argument(help="A run folder, which gets the checkpoint.")],
 ) -> None:
     """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
     path = _weights_like(source).load(source, out / "checkpoints")
@@ -79,31 +77,32 @@ def import_(
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:
-    """The other format of a checkpoint's family.
+    """Return the external weight format of a checkpoint's family.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the family has none.
     """
     from meshwright.models.contract.family import family_names, find_family
 
     kind = str(read_manifest(checkpoint).model.get("kind"))
-    found = find_family(kind).other_weights()
-    if found is None:
+    weights = find_family(kind).other_weights()
+    if weights is None:
         known = ", ".join(name for name in family_names() if find_family(name).other_weights() is not None)
         raise CheckpointError(
-            f"the checkpoint is of a {kind}, whose weights have no other format",
+            f"the checkpoint holds a {kind} model, which has no export format",
             where=str(checkpoint),
-            rule=f"weights are exported of {known}",
+            rule=f"families with an export format: {known}",
             fix=f"export a checkpoint of {known}",
         )
-    return found
+    return weights
 
 
 def _weights_like(source: Path) -> OtherWeights:
-    """The format that a folder's config.json names; where it names none, the first one, which says what is wrong."""
+    """Return the format named by a folder's config.json, or else the first one, whose error explains the problem."""
     from meshwright.models.contract.family import family_names, find_family
 
-    known = [found for found in (find_family(name).other_weights() for name in family_names()) if found is not None]
+    formats = (find_family(name).other_weights() for name in family_names())
+    known = [weights for weights in formats if weights is not None]
     try:
         config = json.loads((source / "config.json").read_text("utf-8"))
         model_type = config.get("model_type") if isinstance(config, dict) else None
@@ -113,39 +112,39 @@ def _weights_like(source: Path) -> OtherWeights:
 
 
 def _newest_valid(folder: Path) -> Path:
-    """The newest checkpoint that a path means and that is whole; newer ones that are passed over are named.
+    """Return the newest valid checkpoint at a path, and print newer ones that are skipped.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no checkpoint is valid.
     """
-    found = _find(folder)
-    if found == [folder]:
-        return folder  # the one that was asked for, or an error
-    path, passed_over = newest_valid(found[0].parent)
+    checkpoints = _find(folder)
+    if checkpoints == [folder]:
+        return folder  # the requested checkpoint, or an error
+    path, skipped = newest_valid(checkpoints[0].parent)
     if path is None:
-        newest, reason = passed_over[0]
+        newest, reason = skipped[0]
         raise CheckpointError(
             f"no valid checkpoint in {folder}: {reason}",
             where=str(newest),
-            rule="every file of a checkpoint has the size and hash that its manifest says",
-            fix=f"restore a copy of one of the {len(found)}",
+            rule="every file of a checkpoint has the size and hash in its manifest",
+            fix=f"restore a copy of one of the {len(checkpoints)}",
         )
-    for bad, reason in passed_over:
-        print(f"passed over {bad}: {reason}", file=sys.stderr)
+    for bad, reason in skipped:
+        print(f"skipped {bad}: {reason}", file=sys.stderr)
     return path
 
 
 def _find(folder: Path) -> list[Path]:
-    """The checkpoints that a path means, oldest first.
+    """Return the checkpoints at a path, oldest first.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the path has no checkpoint.
     """
     if (folder / "manifest.json").exists():
         return [folder]
     for root in (folder / "checkpoints", folder):
-        if root.is_dir() and (found := list_checkpoints(root)):
-            return found
+        if root.is_dir() and (checkpoints := list_checkpoints(root)):
+            return checkpoints
     raise CheckpointError(
         f"no checkpoint in {folder}",
         where=str(folder),

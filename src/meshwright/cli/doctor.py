@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what is here, what is missing, and how to get it."""
+"""`meshwright doctor`: installed versions, devices and limits, with fixes for what is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_FREE_BYTES = 2 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: `ok`, `note` (fine, but know it) or `missing` (something will not work)."""
+    """One line of the report; `state` is `ok`, `note` (works, but worth knowing) or `missing` (won't work)."""
 
     state: str
     name: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Report versions, devices, ports and limits; exits 1 if a training could not run here."""
+    """Report versions, devices, ports and limits; exit with 1 if a training could not run here."""
     marks = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "red")}
     is_broken = False
     for finding in _findings():
@@ -129,7 +129,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    yield Finding("ok", "local runs", "meet at a file; their sockets stay on loopback; no port to open")
+    yield Finding("ok", "local runs", "rendezvous through a file, sockets on loopback only: no port to open")
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

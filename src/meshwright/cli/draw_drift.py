@@ -1,4 +1,4 @@
-"""`meshwright draw drift`: copies of shared parameters with and without the sum of their gradients."""
+"""`meshwright draw drift`: replicas of shared parameters with and without summed gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from meshwright.errors import InputError
 if TYPE_CHECKING:
     from meshwright.prove.drift.result import Curve, Drift
 
-WORDS_HELP = "A preset's name or a TOML file, then section.key=value …; dit-digits mesh.pp=2 pipeline.chunks=2 if none."
+WORDS_HELP = "A preset or a TOML file, then section.key=value …; default: dit-digits mesh.pp=2 pipeline.chunks=2."
 
 
 def drift(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train, twice.")] = 30,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each of the two trainings.")] = 30,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
 ) -> None:
-    """Train a layout with and without summing the gradients of shared parameters, and show the copies drift apart."""
+    """Train with and without summing the gradients of shared parameters, and show how their replicas drift apart."""
     from meshwright.figure import check_picture
     from meshwright.plan.make_plan import make_plan
     from meshwright.prove.drift.experiment import load_sharing, measure_drift
@@ -42,29 +42,29 @@ def drift(
         check_picture(out)
     config = load_sharing(*split_words(words))
     facts = f"{config.name} · {config.mesh.axes()} · {len(make_plan(config).stages)} stages · {steps} steps"
-    _say(f"{facts}, twice …")
-    found = measure_drift(config, num_steps=steps)
+    _say(f"{facts}, two trainings …")
+    result = measure_drift(config, num_steps=steps)
     _say("")
-    for label, curve in (("with the sum", found.synced), ("without it", found.unsynced)):
-        print(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, found)}")
+    for label, curve in (("with the sum", result.synced), ("without it", result.unsynced)):
+        print(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, result)}")
     if out is not None:
         from meshwright.prove.drift.draw import draw_drift
 
-        title = f"Copies of shared parameters, with and without the sum of their gradients\n{facts}"
-        draw_drift(found, out, title=title)
-        print(f"picture   {out}")
+        title = f"Replicas of shared parameters with and without summed gradients\n{facts}"
+        draw_drift(result, out, title=title)
+        print(f"figure    {out}")
 
 
 def _summary(curve: Curve, drift: Drift) -> str:
     first = next((step for step, apart in enumerate(curve.apart, start=1) if apart > 0), None)
     if first is None:
-        copies = f"copies bitwise equal after all {len(curve.apart)} steps"
+        replicas = f"replicas bitwise equal after all {len(curve.apart)} steps"
     else:
-        copies = f"copies apart from step {first} on, {curve.apart[-1]:.2%} after {len(curve.apart)}"
-    return f"{copies} · loss {curve.losses[0]:.4f} → {curve.losses[-1]:.4f} {drift.loss_unit}"
+        replicas = f"replicas differ from step {first} on, by {curve.apart[-1]:.2%} after {len(curve.apart)}"
+    return f"{replicas} · loss {curve.losses[0]:.4f} → {curve.losses[-1]:.4f} {drift.loss_unit}"
 
 
 def _say(text: str) -> None:
-    """What a longer wait is for; on a terminal only, and gone when it is over."""
+    """Show the reason for a wait, on a terminal only; the next call replaces it."""
     if sys.stderr.isatty():
         print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)

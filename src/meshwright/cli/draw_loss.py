@@ -1,4 +1,4 @@
-"""`meshwright draw loss`: what runs lost, beside each other."""
+"""`meshwright draw loss`: losses of several runs, compared."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from meshwright.cli.colors import paint
 
 
 def loss(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; the first is compared with.")],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
-    window: Annotated[int, typer.Option(min=1, help="Steps that differences are a mean over.")] = 20,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders; the others are compared with the first.")
+    ],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
+    window: Annotated[int, typer.Option(min=1, help="Steps over which differences are averaged.")] = 20,
 ) -> None:
-    """Compare the losses of runs with those of the first."""
+    """Compare the losses of runs with those of the first run."""
     from meshwright.figure import check_picture
     from meshwright.train.record.draw_loss_curves import differences, draw_losses
     from meshwright.train.record.loss_curves import read_curves
@@ -31,9 +33,9 @@ def loss(
         if curve.validation is not None:
             words += f" · validation {curve.validation:.4f}"
         if curve is not curves[0] and (apart := differences(curve, curves[0], window=last)[1]):
-            words += f" · {apart[-1]:+.2%} of the first's"
+            words += f" · {apart[-1]:+.2%} relative to the first"
         print(f"{paint(curve.name.ljust(width), 'bold', sys.stdout)}  {words}")
     if out is not None:
-        title = f"Losses of {len(curves)} runs\nabove as they are, below how far they are from {curves[0].name}"
+        title = f"Losses of {len(curves)} runs\nabove: loss; below: difference to {curves[0].name}"
         draw_losses(curves, out, title=title, window=window)
-        print(f"picture   {out}")
+        print(f"figure    {out}")

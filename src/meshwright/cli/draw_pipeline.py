@@ -1,4 +1,4 @@
-"""`meshwright draw`: what a pipeline schedule does when, as text, as a picture and as a table; others are next door."""
+"""`meshwright draw pipeline`: a schedule's timeline as text, figure and table; and the group of `draw` commands."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
 from meshwright.pipeline.verify import verify
 
-app = typer.Typer(help="Draw plans: what is done where and when.", no_args_is_help=True)
+app = typer.Typer(help="Draw schedules, redistributions and losses.", no_args_is_help=True)
 app.command("drift")(drift)
 app.command("loss")(loss)
 app.command("reshard")(reshard)
 
 COMMAND_LINE = "command line"
 OFF_TERMINAL_COLUMNS = 100
-A_TABLE = "one to start from: meshwright draw pipeline 1f1b --stages 4 --microbatches 8 --csv mine.csv"
-OTHER_NAMES = {"gpipe": "f-then-b", "zbv": "zb-v", "zbh1": "zb-h1", "dualpipe": "dualpipe-v"}
+A_TABLE = "create one to start from: meshwright draw pipeline 1f1b --stages 4 --microbatches 8 --csv mine.csv"
+ALIASES = {"gpipe": "f-then-b", "zbv": "zb-v", "zbh1": "zb-h1", "dualpipe": "dualpipe-v"}
 BOX = re.compile(r"([FBIW])\1*[0-9 ]*|(·)+", re.IGNORECASE)
 STYLES = {"F": "bold", "B": "green", "I": "green", "W": "yellow", "·": "dim"}
 
 SCHEDULE_HELP = f"{', '.join(kind.value for kind in ScheduleKind)}, or a table's file (.csv, .json)."
-Time = Annotated[float, typer.Option(help="Of one stage and one micro-batch; a chunk is a stage.")]
-TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - is the standard output.")]
+Time = Annotated[float, typer.Option(help="Time per stage and micro-batch; a chunk is a stage.")]
+TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - for stdout.")]
 
 
 @app.command("pipeline")
 def pipeline(
     source: Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP)],
-    stages: Annotated[int | None, typer.Option(help="Pipeline stages, one a rank.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Chunks of layers that each rank has.")] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Chunks (stages) per rank.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
     table: Annotated[bool, typer.Option("--simulate", help="Print bubble, peak and buffers per rank.")] = False,
     forward: Time = 1.0,
     backward_input: Time = 1.0,
     backward_weight: Time = 1.0,
-    latency: Annotated[float, typer.Option(help="Of a transfer between neighbouring stages.")] = 0.0,
+    latency: Annotated[float, typer.Option(help="Latency of a transfer between neighbouring stages.")] = 0.0,
     csv: TableFile = None,
     json: TableFile = None,
 ) -> None:
@@ -65,10 +65,10 @@ def pipeline(
     """
     if csv == json == "-":
         raise InputError(
-            "--csv and --json both to the standard output",
+            "--csv - and --json - both write to stdout",
             where=COMMAND_LINE,
-            rule="one table at a time goes there",
-            fix="--csv - alone, or a file's name for one of them",
+            rule="one of them at a time",
+            fix="--csv - alone, or a file name for one of them",
         )
     if out is not None:
         check_picture(out)
@@ -90,7 +90,7 @@ def pipeline(
             _write(name, text(schedule), screen)
     if out is not None:
         draw(simulation, out, title=title, schedule=schedule)
-        print(f"picture   {out}", file=screen)
+        print(f"figure    {out}", file=screen)
 
 
 def _costs(times: dict[str, float]) -> Costs:
@@ -100,7 +100,7 @@ def _costs(times: dict[str, float]) -> Costs:
             raise InputError(
                 f"--{name} {time:g}",
                 where=f"{COMMAND_LINE}, --{name}",
-                rule=f"a time is {least}, in any one unit",
+                rule=f"times are {least}, in any unit",
                 fix=f"--{name} {0 if name == 'latency' else 1}",
             )
     forward, backward_input, backward_weight, latency = times.values()
@@ -114,34 +114,34 @@ def _costs(times: dict[str, float]) -> Costs:
 
 
 def _schedule(source: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    """The table that the words name, generated or read and verified."""
+    """Return the named table, generated, or read from a file and verified."""
     if "/" in source or source.endswith((".csv", ".json")):
         schedule = _read(Path(source))
         asked = (("stages", stages, schedule.num_ranks, "ranks"),
                  ("microbatches", microbatches, schedule.num_microbatches, "micro-batches"),
                  ("chunks", chunks, schedule.num_chunks, "chunks"))  # fmt: skip
-        for option, wanted, found, name in asked:
-            if wanted not in (None, found):
+        for option, wanted, actual, name in asked:
+            if wanted not in (None, actual):
                 raise ScheduleError(
-                    f"a schedule for another number of {name}: {found} in {source}, --{option} {wanted}",
+                    f"{source} has {actual} {name}, not {wanted}",
                     where=source,
-                    rule="a file says itself how many there are",
-                    fix=f"--{option} {found}, or leave it out",
+                    rule=f"--{option} must match the file",
+                    fix=f"--{option} {actual}, or leave it out",
                 )
         return schedule
     name = source.lower().replace("_", "-")
     names = [kind.value for kind in ScheduleKind]
     if name not in names:
-        near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b")
+        near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b")
         raise ScheduleError(
-            f"there is no schedule {source!r}",
+            f"unknown schedule {source!r}",
             where=COMMAND_LINE,
-            rule=f"schedules are {', '.join(names)}; a file's name has a / or ends with .csv or .json",
+            rule=f"schedules are {', '.join(names)}; a file name has a / or ends with .csv or .json",
             fix=near,
         )
     if stages is None or microbatches is None:
         raise ScheduleError(
-            f"{name} of how many {'stages' if stages is None else 'micro-batches'}?",
+            f"{name} needs the number of {'stages' if stages is None else 'micro-batches'}",
             where=COMMAND_LINE,
             rule="a schedule by name needs --stages and --microbatches",
             fix=f"meshwright draw pipeline {name} --stages {stages or 4} --microbatches {microbatches or 8}",
@@ -160,7 +160,7 @@ def _read(path: Path) -> Schedule:
         raise InputError(
             f"can't read {path}: {reason}",
             where=str(path),
-            rule="a table is a file as --csv or --json writes it",
+            rule="a table file has the format of --csv or --json",
             fix=A_TABLE,
         ) from None
     try:
@@ -182,7 +182,7 @@ def _located(error: ScheduleError, where: str) -> ScheduleError:
 
 
 def _title(schedule: Schedule, simulation: Simulation) -> str:
-    """Two lines: what it is, and what it costs."""
+    """Return two lines: name, and size with costs."""
     parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_microbatches} micro-batches"]
     if schedule.num_chunks > 1:
         parts.append(f"{schedule.num_chunks} chunks")
@@ -192,7 +192,7 @@ def _title(schedule: Schedule, simulation: Simulation) -> str:
 
 
 def _peak(schedule: Schedule, simulation: Simulation, rank: int) -> float:
-    """What a rank holds when it holds most, in its activations of one micro-batch over all its chunks."""
+    """Return a rank's peak in activations of one micro-batch over all its chunks."""
     return simulation.peak_bytes[rank].total / max(1, len(schedule.stages_of(rank)))
 
 
@@ -205,7 +205,7 @@ def _print_timeline(schedule: Schedule, simulation: Simulation, title: str, scre
     in_span = max(idle.in_span for idle in simulation.idle)
     in_makespan = max(idle.in_makespan for idle in simulation.idle)
     print(
-        f"makespan {simulation.makespan:.6g} · idle of the worst rank {in_span:.6g} inside its span, "
+        f"makespan {simulation.makespan:.6g} · idle on the worst rank: {in_span:.6g} within its span, "
         f"{in_makespan:.6g} of the makespan",
         file=screen,
     )

@@ -1,4 +1,4 @@
-"""`meshwright draw reshard`: how a tensor gets from one layout to another, as a table, as a picture and as JSON."""
+"""`meshwright draw reshard`: the redistribution of a tensor as a table, a figure and JSON."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def reshard(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="A word for each mesh axis: R copies, S0 cuts dim 0, "
-                                          "P or P(max) partial values, SS0/4 strided; S0@1 S0@0 cuts by the second "
+    source: Annotated[str, typer.Argument(metavar="FROM", help="A word per mesh axis: R replicated, S0 sharded on dim "
+                                          "0, P or P(max) partial, SS0/4 strided; S0@1 S0@0 shards by the second "
                                           "axis first.")],
-    target: Annotated[str, typer.Argument(metavar="TO", help="Likewise.")],
-    mesh: Annotated[str, typer.Option(help="Ranks on each mesh axis, as 4,8.")],
-    shape: Annotated[str, typer.Option(help="Of the whole tensor, as 8192,8192.")],
-    dtype: Annotated[str, typer.Option(help="Of its elements.")] = "bf16",
-    topology: Annotated[str | None, typer.Option(metavar="PRESET", help="A cluster whose links the axes use; without "
-                                                 "it all axes have the same one.")] = None,
-    memory_cap: Annotated[str | None, typer.Option(help="What a rank may hold at once, as 100MB or 1.5GiB.")] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a picture, .svg or .png.")] = None,
+    target: Annotated[str, typer.Argument(metavar="TO", help="The target layout, likewise.")],
+    mesh: Annotated[str, typer.Option(help="Size of each mesh axis, such as 4,8.")],
+    shape: Annotated[str, typer.Option(help="Shape of the full tensor, such as 8192,8192.")],
+    dtype: Annotated[str, typer.Option(help="Data type of the tensor.")] = "bf16",
+    topology: Annotated[str | None, typer.Option(metavar="PRESET", help="Cluster preset for the links of the axes; "
+                                                 "without it all links are equal.")] = None,
+    memory_cap: Annotated[str | None, typer.Option(help="Peak memory per rank, such as 100MB or 1.5GiB.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")] = False,
 ) -> None:  # fmt: skip
-    """Plan how a tensor gets from one layout to another: steps, bytes, time, memory."""
+    """Plan the redistribution of a tensor: steps, bytes, time, memory."""
     from meshwright.figure import check_picture
     from meshwright.mesh.layout import Layout
     from meshwright.reshard import draw_plan, explain_plan, plan
@@ -59,11 +59,11 @@ def reshard(
     if out is not None:
         draw_plan(planned, str(out))
         if not json:
-            print(f"picture   {out}")
+            print(f"figure    {out}")
 
 
 def _located(error: MeshwrightError, where: str, words: dict[str, str]) -> LayoutError:
-    """The error with its place on the command line, and its fix in the command line's words."""
+    """Return the error with its location on the command line and its fix as an option."""
     fix = error.fix
     for pattern, word in words.items():
         fix = re.sub(pattern, word, fix)
@@ -76,7 +76,7 @@ def _numbers(option: str, text: str, example: str, *, least: int) -> tuple[int, 
         raise LayoutError(
             f"{option} {text!r}",
             where=f"{COMMAND_LINE}, {option}",
-            rule=f"whole numbers of at least {least} with commas between",
+            rule=f"takes integers of at least {least}, separated by commas",
             fix=f"{option} {example}",
         )
     return tuple(map(int, words))
@@ -95,13 +95,13 @@ def _topology(name: str | None, axis_sizes: tuple[int, ...]) -> Topology | None:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
         raise LayoutError(
             f"--memory-cap {text!r}",
             where=f"{COMMAND_LINE}, --memory-cap",
-            rule="a number of bytes, of kB, MB, GB (1000), or of KiB, MiB, GiB (1024)",
+            rule="takes bytes, kB, MB, GB (powers of 1000), or KiB, MiB, GiB (powers of 1024)",
             fix="--memory-cap 100MB",
         )
-    return int(float(found[1]) * unit)
+    return int(float(match[1]) * unit)

@@ -1,4 +1,4 @@
-"""How an error looks: what, where, rule, fix, on one screen."""
+"""Printed form of an error: what, where, rule, fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.errors import MeshwrightError
 
 
 def show_error(error: MeshwrightError) -> None:
-    """Print to stderr."""
+    """Print an error to stderr."""
     sys.stdout.flush()
     if is_terminal(sys.stderr):
         print(CLEAR_LINE, end="", file=sys.stderr)  # a progress line may be open

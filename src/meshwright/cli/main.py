@@ -1,4 +1,4 @@
-"""`meshwright`: plan, prove and run. Verbs import what they need late, so that help and errors answer at once."""
+"""`meshwright`: plan, prove and run. Verbs import lazily, so that help and errors appear at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the verb that was asked for; exits with 1 where a run or proof failed, with 2 on bad input."""
+    """Run the command line; exit with 1 if a run or proof failed, with 2 on bad input."""
     tolerate(sys.stdout, sys.stderr)
     try:
         app()

@@ -1,4 +1,4 @@
-"""`meshwright plan`: what a run will do and what it costs, before it starts."""
+"""`meshwright plan`: the layout, memory and traffic of a run before it starts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the plan, for run --plan FILE.")] = None,
     diff: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="Name what differs from a plan file, or from quoted words.")
+        str | None, typer.Option(metavar="OTHER", help="List the differences to a plan file, or to quoted words.")
     ] = None,
 ) -> None:
-    """Show a run's memory, traffic, stages, units and reductions, verified, without starting it."""
+    """Show and verify a run's memory, traffic, stages, units and reductions without starting it."""
     from meshwright.plan.serialize import to_json
     from meshwright.plan.verify import verify
 
@@ -44,7 +44,7 @@ def plan(
     name, made = _plan_of(words)
     verify(made, where=name)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
-    # Files come first: who reads the page may have seen enough of it, and end the command.
+    # Files first: a pager may end the command before the page is complete.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
     figures = "" if json_path is None else json.dumps(_figures(name, made), indent=1)
@@ -66,15 +66,15 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise InputError(
-            f"{text!r} can't be read: {error}",
+            f"can't parse {text!r}: {error}",
             where="command line, --diff",
-            rule="a plan's file, or a preset with words, quoted as a whole",
+            rule="takes a plan file, or a preset with words in one pair of quotes",
             fix='--diff "llama-tiny mesh.dp_shard=2"',
         ) from None
 
 
 def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan]:
-    """The plan of a preset, a configuration's file or words; or the one in a file."""
+    """Return the name and plan of a preset, a configuration file, words, or a plan file."""
     from meshwright.plan.load_config import load
     from meshwright.plan.load_plan import read_plan
     from meshwright.plan.make_plan import make_plan
@@ -83,10 +83,10 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
     if source is not None and source.endswith(".json"):
         if overrides:
             raise InputError(
-                f"{overrides[0]} with a plan's file",
+                f"{overrides[0]} together with a plan file",
                 where=where,
-                rule="a plan has all its values; words go over a preset's or a configuration's",
-                fix=f"{source} alone; or the preset and words that it was made with",
+                rule="a plan is complete; words change a preset or a configuration file",
+                fix=f"{source} alone, or the preset and words that it was made from",
             )
         return source, read_plan(Path(source), where=where)
     config = load(source, overrides)
@@ -94,7 +94,7 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
 
 
 def _figures(name: str, made: RunPlan) -> dict[str, Any]:
-    """What programs read: bytes by type and purpose, the hashes, and the plan itself."""
+    """Return the JSON object: bytes by type and purpose, the hashes, and the plan itself."""
     from meshwright.plan.compare import hashes
     from meshwright.plan.memory import predict_memory
     from meshwright.plan.serialize import encode
@@ -117,7 +117,7 @@ def _figures(name: str, made: RunPlan) -> dict[str, Any]:
 def _show_differences(first: RunPlan, second: RunPlan) -> None:
     from meshwright.plan.compare import differences
 
-    found = differences(first, second)
-    for one in found:
-        print(f"{one.path}\n  {one.first}\n  {one.second}")
-    print(f"{len(found)} fields differ" if len(found) != 1 else "1 field differs")
+    changes = differences(first, second)
+    for change in changes:
+        print(f"{change.path}\n  {change.first}\n  {change.second}")
+    print(f"{len(changes)} fields differ" if len(changes) != 1 else "1 field differs")

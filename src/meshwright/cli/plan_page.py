@@ -15,11 +15,11 @@ from meshwright.units import format_bytes, format_count
 
 COLUMNS = 80
 MAX_ROWS = 8
-"""Stages that are shown one by one; of more, those that differ from the one before."""
+"""Most stages that are listed one by one; of more, only those that differ from the one before."""
 
 
 def page(name: str, plan: RunPlan) -> Iterator[str]:
-    """Its lines; a line that is not indented is a heading."""
+    """Yield the lines of the page; headings are not indented."""
     yield f"{name} · {format_count(_num_params(plan))} parameters"
     yield from _batch(plan)
     memory = predict_memory(plan)
@@ -28,10 +28,10 @@ def page(name: str, plan: RunPlan) -> Iterator[str]:
     yield from _traffic(plan, predict_traffic(plan))
     yield "stages" if len(plan.stages) > 1 else "stage"
     yield from _stages(plan)
-    yield "units, gathered and reduced as one"
+    yield "FSDP units"
     yield from _units(plan)
     if collectives := list(_collectives(plan)):
-        yield "collectives of operators, for a micro-batch"
+        yield "collectives of operators, per micro-batch"
         yield from collectives
     if plan.sums or plan.shared:
         yield "sums after the last backward"
@@ -42,13 +42,13 @@ def page(name: str, plan: RunPlan) -> Iterator[str]:
 
 
 def _num_params(plan: RunPlan) -> int:
-    """Elements of the whole model's parameters; a shared one counts once."""
-    whole = {
+    """Return the number of parameters of the model, shared ones counted once."""
+    sizes = {
         kind.key(parameter, layer): math.prod(parameter.shape)
         for stage in plan.stages
         for kind, layer, parameter in plan.parameters(stage)
     }
-    return sum(whole.values())
+    return sum(sizes.values())
 
 
 def _batch(plan: RunPlan) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _batch(plan: RunPlan) -> Iterator[str]:
         (
             f"{' × '.join(used)} = {plan.mesh.num_ranks()} ranks" if used else "one rank",
             f"batch {batch.global_batch} × {batch.tokens} tokens",
-            f"{batch.num_microbatches} × {batch.samples} samples a rank",
+            f"{batch.num_microbatches} × {batch.samples} samples per rank",
             f"{compute}{kept}",
             f"schedule {plan.schedule.kind}",
         )
@@ -75,10 +75,10 @@ def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
     yield f"each rank sends per step, at most  {format_bytes(sent.total())}{without}"
     for one in sorted(traffic.entries, key=lambda one: -one.sent.total()):
         links = [(one.sent.inside_node, "inside a node"), (one.sent.between_nodes, "between nodes")]
-        told = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
-        yield f"  {one.purpose:<18} {told}"
+        by_link = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
+        yield f"  {one.purpose:<18} {by_link}"
     if plan.mesh.nodes == plan.mesh.num_ranks() > MAX_ROWS:
-        yield "  as if all ranks were on one node: comm.ranks_per_node=8 says otherwise"
+        yield "  assuming a single node; set comm.ranks_per_node=8 for several"
 
 
 def _stages(plan: RunPlan) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
             skipped += 1
             continue
         if skipped:
-            yield f"  … {skipped} more like it"
+            yield f"  … {skipped} more like this"
         before, skipped = row, 0
         yield f"  {number:>5}  {stage.pp_rank:>7}  {layers:<12} {format_count(elements):>8}  {ends}".rstrip()
 
@@ -103,11 +103,11 @@ def _units(plan: RunPlan) -> Iterator[str]:
     layers = Counter(name for stage in plan.stages for name in stage.kinds)
     for kind in plan.kinds:
         for unit in kind.units:
-            of = [parameter for parameter in kind.parameters if parameter.name in unit.parameters]
+            members = [parameter for parameter in kind.parameters if parameter.name in unit.parameters]
             times = f" × {layers[kind.name]}" if kind.is_block else ""
-            elements = sum(math.prod(parameter.shape) for parameter in of)
-            frozen = sum(not parameter.trained for parameter in of)
-            more = [f"{frozen} of {len(of)} frozen"] if frozen else []
+            elements = sum(math.prod(parameter.shape) for parameter in members)
+            frozen = sum(not parameter.trained for parameter in members)
+            more = [f"{frozen} of {len(members)} frozen"] if frozen else []
             more += ["recomputed"] if kind.recompute != "none" else []
             more += ["compiled"] if kind.compiled else []
             yield from _item(f"{kind.name}{times}", format_count(elements), _unit_words(unit), *more)
@@ -124,7 +124,7 @@ def _unit_words(unit: Unit) -> str:
     over += f", replicated over {_axes(unit.replicas)}" if unit.replicas else ""
     kept = unit.num_secondary()
     after = "freed after the forward" if unit.freed is True else "kept until the backward"
-    after = f"kept among {kept} ranks until the backward" if kept else after
+    after = f"kept sharded over {kept} ranks until the backward" if kept else after
     sent = [f"{what} {method}" for what, method in (("gradients", unit.gradients), ("weights", unit.weights))
             if method != "exact"]  # fmt: skip
     return " · ".join([over, *([after] if unit.sharded else []), *sent])
@@ -167,7 +167,7 @@ def _item(*parts: str) -> Iterator[str]:
 
 
 def _items(parts: Iterable[str]) -> Iterator[str]:
-    """Parts with a middle dot between them; lines break between parts only, or between the words of a long one."""
+    """Join parts with middle dots and wrap lines between parts."""
     line = " "
     for part in parts:
         for inner in part.split(" · "):

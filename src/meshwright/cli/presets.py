@@ -1,4 +1,4 @@
-"""`meshwright presets`: the presets that come with the package, one of them whole, or the devices known by name."""
+"""`meshwright presets`: list the presets, print one in full, or list the known devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshwright.units import format_bytes, format_count
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(help="Print this preset whole, every key resolved.")] = None,
-    devices: Annotated[bool, typer.Option("--devices", help="List the devices whose facts are known.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Print this preset in full, with every key.")] = None,
+    devices: Annotated[bool, typer.Option("--devices", help="List the known devices.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="Print every key with its meaning, as Markdown.")] = False,
 ) -> None:
     """List the presets with their size and layout, or print one."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the plan, one live line, the result. Off a terminal: plain lines, no escape codes."""
+"""Terminal output of a run: the plan, a live progress line, the result. Plain lines when not on a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
-from meshwright.train.record.reporter import Facts, Progress, Reporter, Summary, Validation
+from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
 from meshwright.units import format_bytes, format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.2
 SPARK_POINTS = 8
 DISPENSABLE = ("bars", "memory", "norm", "speed")
-"""Parts of the progress line that a narrow terminal does without, the first to go first."""
+"""Parts of the progress line that are dropped on a narrow terminal, in this order."""
 
 
 class TerminalReporter(Reporter):
@@ -30,40 +30,40 @@ class TerminalReporter(Reporter):
         self._is_terminal = is_terminal(sys.stdout)
         self._losses: list[float] = []
         self._last_shown = 0.0
-        self._line_is_open = self._is_terminal  # the launcher's, which says what it waits for
+        self._line_is_open = self._is_terminal  # of the launcher, which shows what it waits for
         tolerate(sys.stdout)
         self._steps = 0
         self._unit = LossUnit("nats/token")
 
-    def started(self, facts: Facts) -> None:
-        """The plan: the model, how it is laid out, and what that sends."""
-        self._steps, self._unit = facts.steps, facts.unit
-        where = facts.device if facts.backend is None else f"{facts.device}, {facts.backend}"
-        processes = "1 process" if facts.num_ranks == 1 else f"{facts.num_ranks} processes"
-        mesh = processes if facts.num_ranks == 1 else f"mesh {facts.mesh} = {processes}"
-        name = paint(facts.name, "bold", sys.stdout)
-        self._print(f"{name} · {format_count(facts.num_params)} parameters · {facts.corpus}")
+    def started(self, start: Start) -> None:
+        """Print the plan: the model, its layout, and its traffic."""
+        self._steps, self._unit = start.steps, start.unit
+        where = start.device if start.backend is None else f"{start.device}, {start.backend}"
+        processes = "1 process" if start.num_ranks == 1 else f"{start.num_ranks} processes"
+        mesh = processes if start.num_ranks == 1 else f"mesh {start.mesh} = {processes}"
+        name = paint(start.name, "bold", sys.stdout)
+        self._print(f"{name} · {format_count(start.num_params)} parameters · {start.corpus}")
         self._print(
-            f"{mesh} ({where}) · batch {facts.global_batch} × {facts.seq_len} tokens · "
-            f"predicted {format_bytes(facts.predicted_bytes)} a rank · {facts.folder}"
+            f"{mesh} ({where}) · batch {start.global_batch} × {start.seq_len} tokens · "
+            f"predicted {format_bytes(start.predicted_bytes)} per rank · {start.folder}"
         )
-        if facts.traffic.entries:
-            self._print(f"a rank sends {_amount(facts.traffic, 'a step')}: {_purposes(facts.traffic)}")
-        if facts.traffic.sent().between_nodes:
-            self._print(f"  {_links(facts.traffic)}")
+        if start.traffic.entries:
+            self._print(f"each rank sends at most {_amount(start.traffic, 'per step')}: {_purposes(start.traffic)}")
+        if start.traffic.sent().between_nodes:
+            self._print(f"  {_links(start.traffic)}")
 
     def note(self, text: str) -> None:
-        """One line of its own."""
+        """Print one line."""
         self._print(text)
 
     def waiting(self, text: str) -> None:
-        """Shown in place of the progress line while it lasts."""
+        """Show the reason for a wait in place of the progress line."""
         if self._is_terminal and not self._quiet:
             self._show(f"{text} …")
-            self._last_shown = -math.inf  # the progress line takes its place as soon as there is one
+            self._last_shown = -math.inf  # the next progress line replaces it at once
 
     def progress(self, progress: Progress) -> None:
-        """The live line; off a terminal every `log_every` steps."""
+        """Update the live line, or print a line every `log_every` steps when not on a terminal."""
         if math.isfinite(progress.loss):
             self._losses.append(progress.loss)
         is_last = progress.step == progress.steps
@@ -78,12 +78,12 @@ class TerminalReporter(Reporter):
             print(self._text(progress), flush=True)
 
     def validated(self, step: int, validation: Validation) -> None:
-        """One line; the last validation stands in the result instead."""
+        """Print one line, except for the last validation, which is part of the result."""
         if step < self._steps:
             self._print(f"step {step}  validation {self._words(validation)}")
 
     def finished(self, summary: Summary) -> None:
-        """What came out, and where it lies."""
+        """Print the result and the files of the run."""
         if summary.validation is not None:
             result = self._words(summary.validation)
             self._print(
@@ -99,7 +99,7 @@ class TerminalReporter(Reporter):
             sent = summary.traffic.over(summary.steps_here)
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
             steps = "1 step" if summary.steps_here == 1 else f"{summary.steps_here} steps"
-            self._print(f"  sent by plan in {steps}: {_amount(sent, 'a rank')}{where}")
+            self._print(f"  sent in {steps}, predicted: {_amount(sent, 'per rank')}{where}")
             if summary.counted is not None:
                 counted = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
                 self._print(f"  counted on rank 0: {counted}")
@@ -154,7 +154,7 @@ def _with_and_without(sent: int, exact: int) -> str:
 
 
 def _links(traffic: Traffic) -> str:
-    """Over which links, with and without compression."""
+    """Describe the bytes per kind of link, with and without compression."""
     sent, exact = traffic.sent(), traffic.exact()
     links = (
         (sent.inside_node, exact.inside_node, "inside a node"),
@@ -164,7 +164,7 @@ def _links(traffic: Traffic) -> str:
 
 
 def _purposes(traffic: Traffic) -> str:
-    """What for, most first."""
+    """Describe the bytes per purpose, largest first."""
     entries = sorted(traffic.entries, key=lambda entry: -entry.sent.total())
     return " · ".join(f"{entry.purpose} {format_bytes(entry.sent.total())}" for entry in entries)
 
@@ -174,7 +174,7 @@ def _joined(parts: dict[str, str]) -> str:
 
 
 def _spark(losses: list[float]) -> str:
-    """The loss so far as a row of bars, each the mean of its part of the steps."""
+    """Return the loss so far as a row of bars, each the mean over an interval of steps."""
     if not losses:
         return ""
     size = max(1, len(losses) // SPARK_POINTS)

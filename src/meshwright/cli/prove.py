@@ -1,4 +1,4 @@
-"""`meshwright prove`: does this layout compute what one device computes?"""
+"""`meshwright prove`: prove that a layout computes the same as one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prove(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     plan_path: Annotated[
-        Path | None, typer.Option("--plan", help="Prove this plan: one of meshwright plan -o, or changed by hand.")
+        Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the result as JSON; - for stdout.")
@@ -63,7 +63,7 @@ def prove(
 
 
 def _say(text: str) -> None:
-    """What a longer wait is for; on a terminal only, and gone when it is over."""
+    """Show the reason for a wait, on a terminal only; the next call replaces it."""
     if sys.stderr.isatty():
         print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""`meshwright run`: start a training, or be one rank of it under torchrun, SLURM or Kubernetes."""
+"""`meshwright run`: start a training, or run one rank of it under torchrun, SLURM or Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ def run(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
     ] = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The run folder; runs/<name>-<n> when left out.")
-    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="PATH", help="The run folder; default: runs/<name>-<n>.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="auto: go on from the folder's newest valid checkpoint; or a checkpoint's path.")
+        str | None,
+        typer.Option(help="auto for the folder's newest valid checkpoint, or the path of a checkpoint."),
     ] = None,
     plan_path: Annotated[
-        Path | None, typer.Option("--plan", help="Do what this plan says: of meshwright plan -o, or changed by hand.")
+        Path | None, typer.Option("--plan", help="Run this plan, written by meshwright plan -o and possibly edited.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
-    """Train: start the processes that the mesh needs here, or join those that a launcher started."""
+    """Train: start the processes of the mesh on this machine, or join those that a launcher started."""
     from meshwright import api
     from meshwright.config.facts_for_family import run_facts
     from meshwright.plan.load_config import load
@@ -41,7 +40,7 @@ def run(
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
 
-    # The configuration is right: from here on numpy may be imported.
+    # The configuration is valid: from here on numpy may be imported.
     from meshwright.cli.progress import TerminalReporter
     from meshwright.train.launch.run_spec import RunSpec
 
@@ -51,16 +50,16 @@ def run(
         api.run(config, out=path, resume=resume, plan=plan_path, reporter=reporter, on_interrupt=_say_stopping, say=say)
         return
     plan = None if plan_path is None else adopt_plan(plan_path, config)
-    say("reading the corpus")
+    say("reading the data")
     config.family.open_data(run_facts(config))
     run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))
 
 
 def _say_waiting(text: str, *, quiet: bool) -> None:
-    """What the start waits for, on a terminal; the first line after it takes its place."""
+    """Show what the start waits for, on a terminal; the next line replaces it."""
     if is_terminal(sys.stdout) and not quiet:
         print(f"{CLEAR_LINE}{text} …", end="", flush=True)
 
 
 def _say_stopping() -> None:
-    print("\nstopping after this step, saved (again to end at once)", file=sys.stderr, flush=True)
+    print("\nsaving and stopping after this step (press again to kill at once)", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""A config becomes a running job."""
+"""Training: from a plan to a running job on every rank."""

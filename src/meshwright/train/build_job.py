@@ -1,7 +1,6 @@
-"""From a plan to the live parts of a job on this rank: mesh, model, optimizer.
+"""Build a job on this rank from a plan: mesh, model, optimizer.
 
-The model is laid on the mesh on the meta device and only then given storage, so no rank ever holds more than its
-shard of it.
+The model is sharded on the meta device and only then given storage, so no rank ever holds more than its shard.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from meshwright.train.optimizer import STATE_NAMES, build_optimizer
 
 @dataclass
 class Job:
-    """The live parts of a run on one rank."""
+    """The live objects of a run on one rank."""
 
     config: RunConfig
     plan: RunPlan
@@ -46,46 +45,46 @@ class Job:
     device: torch.device
     mesh: DeviceMesh | None
     model: RankModel
-    """This rank's stages."""
+    """Stages of this rank."""
     optimizer: torch.optim.AdamW
     compression: RunCompression
 
     @cached_property
     def axes(self) -> Axes:
-        """The mesh's axes."""
+        """Axes of the mesh."""
         return self.config.mesh.axes()
 
     @property
     def schedule(self) -> Schedule:
-        """The lowered table of a step."""
+        """Lowered pipeline table of a step."""
         return self.plan.schedule
 
     @property
     def data_index(self) -> int:
-        """Which share of the batch this rank works on."""
+        """Index of this rank's share of the batch."""
         return self.axes.data_index(self.context.rank)
 
     @property
     def pipeline_rank(self) -> int:
-        """Position in the pipeline."""
+        """Position of this rank in its pipeline."""
         return self.plan.mesh.position(self.context.rank, "pp")
 
     @property
     def microbatch_size(self) -> int:
-        """Samples of a micro-batch."""
+        """Samples per micro-batch."""
         return self.plan.batch.samples
 
     @property
     def family(self) -> Family:
-        """The family of its model."""
+        """Family of the model."""
         return self.config.family
 
     def parts(self) -> dict[int, StagePart]:
-        """The stages on this rank, by number."""
+        """Return the stages on this rank, by number."""
         return self.model.parts
 
     def counted_parameters(self) -> list[nn.Parameter]:
-        """Parameters without the copies of shared ones, which the first of their stages counts."""
+        """Return the parameters that count towards the gradient norm: a shared one counts on its first stage only."""
         omitted = set(self.plan.norm_omits)
         return [
             parameter
@@ -96,10 +95,10 @@ class Job:
 
 
 def choose_device(config: RunConfig, context: RankContext) -> torch.device:
-    """The device this rank computes on.
+    """Return the device of this rank.
 
     Raises:
-        LayoutError: CUDA was asked for and there are fewer devices than ranks on this machine.
+        LayoutError: fewer CUDA devices than ranks on this machine.
     """
     wanted = config.train.device
     available = torch.cuda.device_count() if wanted != "cpu" else 0
@@ -109,8 +108,8 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
         raise LayoutError(
             f"{context.local_ranks} ranks on this machine but {available} CUDA devices",
             where="train.device",
-            rule="each rank has a CUDA device of its own",
-            fix="train.device=cpu" + (f", or a mesh of at most {available} ranks a machine" if available else ""),
+            rule="each rank has its own CUDA device",
+            fix="train.device=cpu" + (f", or a mesh of at most {available} ranks per machine" if available else ""),
         )
     device = torch.device("cuda", context.local_rank)
     torch.cuda.set_device(device)
@@ -118,7 +117,7 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
 
 
 def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
-    """Build everything on this rank. The process group exists already if the plan needs one."""
+    """Build the job of this rank; the process group exists already if the plan needs one."""
     mesh = build_mesh(config.mesh.axes(), device) if needs_mesh(plan) else None
     f, facts = run_facts(config), model_facts(config)
     parts = {}
@@ -147,14 +146,14 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
 
 
 def freeze(part: StagePart) -> None:
-    """Leave the parameters that the plan does not train as they start."""
+    """Freeze the parameters that the plan does not train."""
     for kind, layer, parameter in part.plan.parameters(part.stage):
         if not parameter.trained:
             part.module.get_parameter(kind.full_name(parameter.name, layer)).requires_grad_(False)
 
 
 def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: RunFacts) -> None:
-    """Fill parameters' local shards and buffers, by their names in the whole model, the same on every layout."""
+    """Initialize local shards of parameters and buffers by their names in the model, the same on every layout."""
     for name, tensor in tensors:
         _fill(tensor, name, family.initial(f, name), f.seed)
 
@@ -172,25 +171,25 @@ def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
         if not local.is_floating_point():
             dtype = str(local.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{name} is of {dtype}, and its initial values are random",
+                f"{name} has dtype {dtype}, but its initial values are random",
                 where="Family.initial",
-                rule="normal values are for floating-point parameters and buffers",
+                rule="random values are for floating-point parameters and buffers",
                 fix=f"Constant or Computed for {name}",
             )
         local.copy_(normal_piece(seed, name, tensor.shape, std=fill.std, index=box.slices()))
 
 
 @torch.no_grad()
-def refresh_copies(job: Job) -> None:
-    """After a checkpoint was loaded: give this rank's further copies of a shared parameter what the first one got.
+def refresh_shared_parameters(job: Job) -> None:
+    """Copy each shared parameter and its optimizer state from its first stage on this rank to the others.
 
-    Copies on other ranks are loaded by the parameter's name.
+    Called after a checkpoint was loaded; other ranks load theirs by the parameter's name.
     """
     first: dict[str, nn.Parameter] = {}
     for part in job.parts().values():
-        for name, copy in part.named_parameters():
-            original = first.setdefault(name, copy)
-            if original is not copy:
-                to_local(copy).copy_(to_local(original))
-                for kind in STATE_NAMES if copy in job.optimizer.state else ():
-                    to_local(job.optimizer.state[copy][kind]).copy_(to_local(job.optimizer.state[original][kind]))
+        for name, replica in part.named_parameters():
+            original = first.setdefault(name, replica)
+            if original is not replica:
+                to_local(replica).copy_(to_local(original))
+                for kind in STATE_NAMES if replica in job.optimizer.state else ():
+                    to_local(job.optimizer.state[replica][kind]).copy_(to_local(job.optimizer.state[original][kind]))

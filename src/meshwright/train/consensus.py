@@ -1,4 +1,4 @@
-"""One plan on all ranks: the nodes that they are on, and the fingerprints of what each is about to run."""
+"""Consensus of all ranks on one plan: their nodes, and the fingerprints of their plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.plan.serialize import from_json, to_json
 
 
 def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:
-    """Where the ranks of a process group are, as plans say it: neighbours on a node, or the node of each rank.
+    """Return the nodes of the ranks in the form of plans: consecutive ranks per node, or the node of each rank.
 
     None for one rank. All ranks call it.
     """
@@ -27,21 +27,21 @@ def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:
 
 
 def agree_on_plan(plan: RunPlan) -> None:
-    """See that all ranks have the same plan. All ranks call it.
+    """Check that all ranks have the same plan. All ranks call it.
 
     Raises:
-        LayoutError: two have not, with the first field that differs; on all ranks alike.
+        LayoutError: two plans differ, on all ranks; the message names the first field.
     """
     fingerprints = all_gather_object(hashes(plan).fingerprint)
-    other = next((rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]), None)
+    other = next((rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]), None)
     if other is None:
         return
     texts = all_gather_object(to_json(plan))
     first, second = (from_json(texts[rank], where=f"the plan of rank {rank}") for rank in (0, other))
-    found = differences(first, second)[0]
+    difference = differences(first, second)[0]
     raise LayoutError(
-        f"ranks 0 and {other} have different plans: {found}",
-        where=f"rank {other}, {found.path}",
-        rule="all ranks run one plan",
+        f"ranks 0 and {other} have different plans: {difference}",
+        where=f"rank {other}, {difference.path}",
+        rule="all ranks run the same plan",
         fix="the same configuration, plan file, schedule file and version of Meshwright on every node",
     )

@@ -1,8 +1,8 @@
-"""Where a run whose numbers stopped being finite can go back to, as errors that say it. Torch-free.
+"""Errors of a diverged run, which name the last good checkpoint. Torch-free.
 
-A checkpoint is saved after its step's update, and what the update has made of the weights only the next loss shows: of
-a run that diverges, the newest checkpoint may be the one that the divergence starts from. So a checkpoint is called
-good when a later step, or a validation, was finite on its weights.
+A checkpoint is saved after its step's update, and only the next loss shows whether that update ruined the weights: the
+newest checkpoint of a diverging run may already be bad. So a checkpoint counts as good once a later step or a
+validation was finite with its weights.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ GENTLER = "a lower train.lr or a longer train.warmup_steps"
 
 
 @dataclass(frozen=True)
-class Proven:
-    """What a run's losses have shown of its checkpoints."""
+class FiniteSteps:
+    """Steps of a run that were seen to be finite."""
 
     step: int
-    """The newest step whose weights gave a finite loss; a checkpoint of an earlier one is good too."""
+    """Newest step whose weights gave a finite loss; checkpoints up to it are good."""
     started: bool
-    """Whether this run had a finite step at all."""
+    """Whether this run had any finite step."""
 
 
-def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, proven: Proven) -> RunError:
-    """That a run's numbers are not finite, with its last good checkpoint and how to go on from it."""
-    found = sorted(_steps(folder))
-    good = [path for step, path in found if step <= proven.step]
+def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, finite: FiniteSteps) -> RunError:
+    """Return the error for a loss or gradient that is not finite, with the last good checkpoint and how to resume."""
+    checkpoints = sorted(_steps(folder))
+    good = [path for step, path in checkpoints if step <= finite.step]
     if not good:
-        fix = f"a new run with another --out, {GENTLER if proven.started else _without_a_finite_step(folder)}"
+        fix = f"a new run with another --out, {GENTLER if finite.started else _without_a_finite_step(folder)}"
         return RunError(f"{what}; no checkpoint is good", where=where, rule=rule, fix=fix)
-    if good[-1] == found[-1][1] and good[-1].parent == folder.checkpoints:
+    if good[-1] == checkpoints[-1][1] and good[-1].parent == folder.checkpoints:
         fix = f"--out {_quoted(folder.path)} --resume auto with {GENTLER}"
     else:
         fix = f"--resume {_quoted(good[-1])} with another --out and {GENTLER}"
@@ -44,7 +44,7 @@ def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, proven: P
 
 
 def stopped_unsaved(step: int, folder: RunFolder) -> RunError:
-    """That a run was stopped after a step that was skipped, and what it goes on from."""
+    """Return the error for a run stopped after a skipped step, with the checkpoint to resume from."""
     ours = [path for _, path in sorted(_steps(folder)) if path.parent == folder.checkpoints]
     if ours:
         what, fix = f"the newest checkpoint is {ours[-1]}", f"--out {_quoted(folder.path)} --resume auto"
@@ -52,11 +52,11 @@ def stopped_unsaved(step: int, folder: RunFolder) -> RunError:
         what = f"the newest checkpoint is {folder.checkpoint}"
         fix = f"--resume {_quoted(folder.checkpoint)} with another --out"
     else:
-        what, fix = "there is no checkpoint", f"--out {_quoted(folder.path)} --resume auto, which starts again"
+        what, fix = "there is no checkpoint", f"--out {_quoted(folder.path)} --resume auto, which starts over"
     return RunError(
-        f"stopped after step {step}, as asked; that step was not finite, so it was not saved: {what}",
+        f"stopped after step {step}, as requested; that step was not finite, so it was not saved: {what}",
         where=f"step {step}",
-        rule="what a step that was skipped leaves is not saved: it may be what the run diverges from",
+        rule="the weights of a skipped step are not saved: the run may be diverging from them",
         fix=fix,
     )
 
@@ -68,7 +68,7 @@ def _without_a_finite_step(folder: RunFolder) -> str:
 
 
 def _steps(folder: RunFolder) -> Iterator[tuple[int, Path]]:
-    """The checkpoints that the run can go back to, by step: its own, and the one it came from."""
+    """Yield the checkpoints that the run can resume from, by step: its own, and the one it started from."""
     paths = list_checkpoints(folder.checkpoints)
     if folder.checkpoint is not None and folder.checkpoint.parent != folder.checkpoints:
         paths.append(folder.checkpoint)

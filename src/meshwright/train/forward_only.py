@@ -1,4 +1,4 @@
-"""Forward passes of the model under training, for validation and for what tasks draw or write."""
+"""Forward passes of the model under training, for validation and for samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.train.pipeline_stages import Pipeline
 
 @contextmanager
 def evaluation(job: Job) -> Iterator[None]:
-    """The model in evaluation mode; what forwards gathered is freed at the end, and training goes on."""
+    """Context with the model in evaluation mode; gathered parameters are freed at the end."""
     job.model.train(False)
     yield
     job.model.train()
@@ -26,7 +26,7 @@ def evaluation(job: Job) -> Iterator[None]:
 
 
 class PipelineForward:
-    """The contract's `Forward` over a job's pipeline."""
+    """The contract's `Forward` on the pipeline of a job."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -36,21 +36,21 @@ class PipelineForward:
 
     @contextmanager
     def evaluating(self, num_batches: int, batch_size: int) -> Iterator[RunsForward]:
-        """Run so many micro-batches of so many samples at a time through the stages, without gradients."""
+        """Yield a function that runs `num_batches` batches of `batch_size` samples without gradients."""
         pipeline = self._pipeline
         table = lower(forward_only(num_batches, pipeline.job.schedule.stage_ranks))
         executor = pipeline.executor(table, batch_size=batch_size)
 
         def run(batches: Sequence[Batch]) -> list[Tensor]:
-            found: list[Tensor] = []
+            outputs: list[Tensor] = []
 
             def finish(out: Tensor, targets: Tensor) -> Tensor:
-                found.append(out.full_tensor() if isinstance(out, DTensor) else out)
+                outputs.append(out.full_tensor() if isinstance(out, DTensor) else out)
                 return out
 
             pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish
             executor.run()
-            return found
+            return outputs
 
         with evaluation(pipeline.job):
             yield run

@@ -1,7 +1,7 @@
-"""Compressed gradients and weights in a run: every step settles their errors, and every checkpoint holds them.
+"""Compressed gradients and weights in a run, and their error feedback in steps and checkpoints.
 
-The errors of a rank are of the pieces that this rank sends, and of no use on another layout. So a checkpoint has one
-tensor of bytes a rank, whatever the number of modules, and says what layout it is of.
+The error feedback of a rank belongs to the shards that this rank sends, and is useless on another layout. So a
+checkpoint has one tensor of bytes per rank, whatever the number of modules, and records its layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
 
 
 class RunCompression:
-    """The compressed collectives of this rank's stages; of none, where nothing is sent or all is sent as it is."""
+    """The compressed collectives of this rank's stages; empty without compression."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RunCompression:
             "freeze": list(config.train.freeze),
             "layout": hashes(plan).layout,
         }
-        """What the errors belong to: where it is the same, they are of the same elements. The plan's hash says it all;
-        the others tell people what differs, and are all that checkpoints of before there were plans have."""
+        """Identity of the error feedback: if equal, errors belong to the same elements. The plan's hash suffices; the
+        other keys name the difference to the user, and are all that checkpoints older than plans have."""
         units = [unit for stage in plan.stages for unit in plan.units(stage)]
         sends = plan.mesh.view("fsdp") + plan.mesh.view("replicas")
         if mesh is None or not sends or all(unit.gradients == unit.weights == EXACT for unit in units):
@@ -73,7 +73,7 @@ class RunCompression:
             )
 
     def settle(self, *, taken: bool) -> None:
-        """End a step: its errors go into the next one if the optimizer took it, and are forgotten if not."""
+        """End a step: keep its error feedback if the optimizer took the step, else discard it."""
         for part in self._parts.values():
             if taken:
                 part.commit()
@@ -81,11 +81,11 @@ class RunCompression:
                 part.discard()
 
     def sent(self) -> SentBytes | None:
-        """Bytes of gradients and weights that this rank has handed to others; None if nobody counts them."""
+        """Return the bytes of gradients and weights that this rank has sent, or None without compression."""
         return sum((part.sent() for part in self._parts.values()), SentBytes()) if self._parts else None
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's errors as a tensor of bytes, for a checkpoint; nothing where there are none."""
+        """Return this rank's error feedback as a tensor of bytes for a checkpoint, if there is any."""
         errors = {
             f"{stage}.{key}": value for stage, part in self._parts.items() for key, value in part.state_dict().items()
         }
@@ -94,7 +94,7 @@ class RunCompression:
         return {self._name: torch.frombuffer(bytearray(safetensors.torch.save(errors)), dtype=torch.uint8)}
 
     def restore(self, path: Path, manifest: Manifest) -> str:
-        """Go on with the errors of the checkpoint at `path`. In words, why they start from zero, if they do."""
+        """Restore the error feedback of the checkpoint at `path`; return why it starts from zero, or an empty text."""
         if not self._parts or not self._has_feedback:
             return ""
         saved = manifest.run.get("comm")
@@ -110,7 +110,7 @@ class RunCompression:
 
 
 class CountingSteps:
-    """Bytes that compressed collectives send within the block, time after time: in steps, not in validations."""
+    """Context that counts the bytes of compressed collectives in steps, but not in validations."""
 
     def __init__(self, compression: RunCompression) -> None:
         self._compression = compression
@@ -123,22 +123,24 @@ class CountingSteps:
         self._counted += (self._compression.sent() or SentBytes()) - self._before
 
     def total(self) -> Traffic | None:
-        """All of them as a plan's value; None without compression."""
+        """Return the total as predicted traffic is given, or None without compression."""
         if self._compression.sent() is None:
             return None
-        found = self._counted
-        sent = LinkBytes(found.inside, found.between)
-        return Traffic(0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(found.exact_inside, found.exact_between)),))
+        counted = self._counted
+        sent = LinkBytes(counted.inside, counted.between)
+        return Traffic(
+            0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(counted.exact_inside, counted.exact_between)),)
+        )
 
 
 def _nodes(plan: RunPlan) -> list[int] | None:
-    """The node of each rank, where the plan has several; else the hosts that they are on say it."""
+    """Return the node of each rank if the plan has several nodes, else None: then hosts decide."""
     nodes = [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())]
     return nodes if len(set(nodes)) > 1 else None
 
 
 def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
-    """The name of each module that FSDP2 wraps, and its unit."""
+    """Yield the name of each module that FSDP2 wraps, with its unit."""
     for kind, layer in part.plan.held(part.stage):
         for unit in kind.units:
             yield from ((kind.full_name(path, layer), unit) for path in unit.modules)
@@ -146,9 +148,9 @@ def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
 
 
 def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """How a checkpoint's layout differs, for people."""
+    """Describe how a checkpoint's layout differs."""
     if saved is None:
         return "has none"
-    keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # a hash says least
+    keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # a hash explains least
     key = next(key for key in keys if saved.get(key) != now.get(key))
     return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"

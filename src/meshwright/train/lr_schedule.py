@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: warm-up + cosine, or warm-up–stable–decay (Hu et al. 2024)."""
+"""Learning rate schedules: warm-up and cosine, or warm-up–stable–decay (Hu et al. 2024)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.config.schema import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Learning rate of the step numbered `step`, from 1 to `config.steps`."""
+    """Return the learning rate of step `step`, from 1 to `config.steps`."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "cosine":
@@ -22,10 +22,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def warmup_notes(config: TrainConfig) -> Iterator[str]:
-    """What a person may not have meant: short runs are tried with the warm-up of long ones."""
+    """Yield a note if the warm-up is longer than the run, as in short trials of long runs."""
     if config.warmup_steps > config.steps:
         reached = learning_rate(config.steps, config)
         yield (
-            f"train.warmup_steps = {config.warmup_steps} is over train.steps = {config.steps}: "
-            f"the learning rate gets to {reached:.3g}, not to train.lr = {config.lr:g}"
+            f"train.warmup_steps = {config.warmup_steps} exceeds train.steps = {config.steps}: "
+            f"the learning rate only reaches {reached:.3g} of train.lr = {config.lr:g}"
         )

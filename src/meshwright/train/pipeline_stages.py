@@ -1,4 +1,4 @@
-"""What connects a job's parts to the pipeline's executor: data in, loss out, gradients reduced.
+"""Stages of a job for the pipeline's executor: data in, loss out, gradients reduced.
 
 Shapes: b batch, t tokens, d model width.
 """
@@ -30,16 +30,16 @@ from meshwright.train.build_job import Job
 
 @dataclass
 class Feed:
-    """What a rank's stages read and write in a step; the step sets it before it runs the table."""
+    """Batches and loss function of a step, set before its table runs."""
 
     batch: Callable[[int], Batch]
-    """The micro-batch of a number. A rank's stages ask once each."""
+    """Return a micro-batch by number; each stage of the rank asks once."""
     finish: Callable[[Tensor, Tensor], Tensor]
-    """From the last stage's output and the targets to a scalar to run backward from."""
+    """Return the scalar to run backward from, given the last stage's output and the targets."""
 
 
 class ModelStage(Stage):
-    """A part of the model as a stage."""
+    """A part of the model as a stage of the executor."""
 
     def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients) -> None:
         self._module, self._is_last = part.module, part.part.is_last
@@ -56,7 +56,7 @@ class ModelStage(Stage):
             self.weight_gradients = defer_weight_gradients(part.module)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """The stream [b, t, d], or the loss on the last stage."""
+        """Return the activations [b, t, d], or the loss on the last stage."""
         batch = self._feed.batch(microbatch)
         out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
@@ -69,9 +69,9 @@ class ModelStage(Stage):
             self._first.watch()
 
     def reduce(self, *, done: bool) -> None:
-        """Reduce over the ranks that hold the same stage.
+        """Reduce gradients over the ranks that hold the same stage.
 
-        A first stage that is frozen has no backward, at the end of which FSDP2 would free what it gathered.
+        A frozen first stage has no backward, at the end of which FSDP2 would free its gathered parameters.
         """
         if not done or not self._has_backward:
             reduce_gradients(self._module)
@@ -87,7 +87,7 @@ class ModelStage(Stage):
         keep_unsharded(self._module)
 
     def reshard(self) -> None:
-        """Free what was gathered."""
+        """Free the gathered parameters."""
         reshard(self._module)
 
     def sync_shared(self, number: int) -> None:
@@ -96,7 +96,7 @@ class ModelStage(Stage):
 
 
 class Pipeline:
-    """A job's part in its pipeline: channels and stages, made once; executors of tables over them."""
+    """Channels and stages of this rank, created once, and executors of tables on them."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -106,11 +106,11 @@ class Pipeline:
         self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
 
     def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
-        """A table bound to this rank.
+        """Return a table bound to this rank.
 
         Args:
-            schedule: lowered, with the stages of the job's own table.
-            batch_size: samples of a micro-batch.
+            schedule: lowered table with the stages of the job's own table.
+            batch_size: samples per micro-batch.
         """
         job = self.job
         buffers = None
@@ -139,39 +139,39 @@ def _no_loss(out: Tensor, targets: Tensor) -> Tensor:
 
 
 def _check_deferral(part: StagePart) -> None:
-    """See that a stage's backward can be split: every matrix's gradient can be deferred.
+    """Check that the backward of a stage can be split: the gradient of every matrix can be deferred.
 
     Raises:
-        LayoutError: one can't, by its name.
+        LayoutError: the gradient of a matrix can't be deferred; the message has its name.
     """
     if names := undeferred(part.module):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise LayoutError(
-            f"stage {part.number} can't defer the gradient of {names[0]}{more}, and its backward is split",
+            f"stage {part.number} can't defer the gradient of {names[0]}{more}, but its backward is split",
             where="pipeline.schedule",
-            rule="a schedule that splits backwards needs matrices in layers that defer their gradients",
+            rule="a schedule that splits backwards needs layers that can defer the gradients of their matrices",
             fix="pipeline.schedule=1f1b; or meshwright.nn.linear.Linear, or a layer with `deferred_parameters`",
         )
 
 
 def _open_channels(job: Job) -> Mapping[ChannelKey, Channel]:
-    """Those of this rank's pipeline. All ranks create those of all pipelines, in one order."""
+    """Return the channels of this rank's pipeline; all ranks create the groups of all pipelines in the same order."""
     keys = channel_keys(job.schedule)
     columns = _pipelines(job.axes) if keys else []
     ends = [(column[source], column[target]) for column in columns for source, target, _ in keys]
-    found = open_channels(ends, rank=job.context.rank, timeout_s=job.config.train.timeout_s)
-    mine = zip(keys * len(columns), found, strict=True)
+    channels = open_channels(ends, rank=job.context.rank, timeout_s=job.config.train.timeout_s)
+    mine = zip(keys * len(columns), channels, strict=True)
     return {key: channel for key, channel in mine if channel is not None}
 
 
 def _pipelines(axes: Axes) -> list[list[int]]:
-    """The ranks of each pipeline, by position in it."""
+    """Return the ranks of each pipeline, by position."""
     starts = (axes.coordinate(rank) for rank in range(axes.num_ranks() // axes.pp))  # pp is the outermost axis
     return [[axes.rank(**{**start, "pp": position}) for position in range(axes.pp)] for start in starts]
 
 
 def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
-    """What goes from a stage to the next on this rank."""
+    """Return the shape and dtype of the activations sent between stages on this rank."""
     edge, mesh = job.plan.edge, job.plan.mesh
     shape = list(edge.shape)
     for shard in edge.shards:
@@ -180,7 +180,7 @@ def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
 
 
 def _shared_gradients(job: Job) -> SharedGradients:
-    """What this rank's stages share with others."""
+    """Return the shared parameters of this rank's stages."""
     return SharedGradients(
         job.plan.shared_parameters(),
         {number: part.module for number, part in job.parts().items()},

@@ -1,4 +1,4 @@
-"""A run as one rank lives it, however the rank was started: group, corpus, agreement, job, loop."""
+"""A run on one rank, under any launcher: process group, data, agreement between ranks, job, training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.metrics import memory_bytes
-from meshwright.train.record.reporter import Facts, Reporter
+from meshwright.train.record.reporter import Reporter, Start
 from meshwright.train.run_folder import RunFolder, choose_folder
 from meshwright.train.training_loop import Trainer
 
@@ -41,13 +41,13 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     """Train as this rank.
 
     Raises:
-        MeshwrightError: whatever a person can act on; anything else is a bug.
+        MeshwrightError: an error that the user can fix; any other exception is a bug.
     """
     config = spec.config
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     plan = spec.plan or make_plan(config)
-    context.board.describe(plan.action_words)  # for errors under another launcher, which knows no table
+    context.board.describe(plan.action_words)  # for errors under another launcher, which has no table
     device = choose_device(config, context)
     _check_memory(plan, context, device)
     group = process_group(
@@ -68,7 +68,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = config.family.task(f, corpus, device)
-        reporter.started(_facts(config, plan, corpus, task, device, folder))
+        reporter.started(_start(config, plan, corpus, task, device, folder))
         Trainer(build_job(config, plan, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
@@ -80,16 +80,16 @@ def _check_memory(plan: RunPlan, context: RankContext, device: torch.device) -> 
         check_memory(plan, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
 
 
-def _facts(
+def _start(
     config: RunConfig,
     plan: RunPlan,
     corpus: TrainingData,
     task: Task,
     device: torch.device,
     folder: RunFolder,
-) -> Facts:
+) -> Start:
     axes = config.mesh.axes()
-    return Facts(
+    return Start(
         name=config.name,
         num_params=model_facts(config).num_params(),
         corpus=corpus.description,
@@ -100,7 +100,7 @@ def _facts(
         global_batch=config.train.global_batch,
         seq_len=plan.batch.tokens,
         steps=config.train.steps,
-        # What Python and PyTorch themselves take is measured, the rest predicted.
+        # The memory of Python and PyTorch is measured, the rest is predicted.
         predicted_bytes=memory_bytes(device) + predict_memory(plan).total(),
         traffic=predict_traffic(plan),
         folder=folder.path,
@@ -109,7 +109,7 @@ def _facts(
 
 
 def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, hold: ExitStack) -> RunFolder:
-    """Rank 0 chooses, and keeps other runs out; its error, if it has one, is every rank's."""
+    """Let rank 0 choose and lock the folder; its error ends every rank."""
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
@@ -119,22 +119,26 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, 
     choice = broadcast_object(choice)
     if isinstance(choice, MeshwrightError):
         if context.rank != 0:
-            sys.exit(choice.exit_code)  # rank 0 says it for all
+            sys.exit(choice.exit_code)  # rank 0 reports the error
         raise choice
     assert choice is not None
     return choice
 
 
 def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
-    """Ranks started apart may have other files: compare what decides the numbers before the first step."""
-    facts = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
-    for rank, fact in enumerate(facts):
-        for name in sorted(fact.keys() | facts[0].keys()):
-            mine, other = (known.get(name, "not set") for known in (facts[0], fact))
-            if mine != other:
-                values = "" if name == CORPUS else f": {mine} and {other}"
+    """Check that all ranks have the same configuration and data, which may differ between nodes.
+
+    Raises:
+        DataError: two ranks differ; the message names the first key and both values.
+    """
+    by_rank = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
+    for rank, keys in enumerate(by_rank):
+        for name in sorted(keys.keys() | by_rank[0].keys()):
+            first, other = (known.get(name, "not set") for known in (by_rank[0], keys))
+            if first != other:
+                values = "" if name == CORPUS else f": {first} and {other}"
                 raise DataError(
-                    f"ranks 0 and {rank} do not have the same {name}{values}",
+                    f"ranks 0 and {rank} have different values of {name}{values}",
                     where=config.data.source if name == CORPUS else f"command line, {name}",
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
@@ -142,8 +146,8 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys of all sections, dotted."""
-    found: dict[str, Any] = {}
+    """Return the values of all sections by dotted key."""
+    keys: dict[str, Any] = {}
     for key, value in section.items():
-        found.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return found
+        keys.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return keys

@@ -1,4 +1,4 @@
-"""The run folder: where a run writes, and which checkpoint it goes on from.
+"""The run folder: metrics, plan and checkpoints of a run, and the checkpoint that it resumes from.
 
 Torch-free, so that a folder in use or a checkpoint of another model is an error before any process starts.
 """
@@ -39,51 +39,51 @@ AUTO = "auto"
 RUNS = Path("runs")
 
 DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch")}
-"""Keys, by section, that decide what a step trains on; families have more."""
+"""Keys, by section, that determine the samples of a step; families add theirs."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes and where it starts."""
+    """The folder of a run and the checkpoint that it starts from."""
 
     path: Path
     checkpoint: Path | None
-    """The verified checkpoint it goes on from, or None for a fresh start."""
+    """Verified checkpoint to resume from, or None for a fresh start."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the choice, such as checkpoints passed over."""
+    """Messages for the user about the choice, such as checkpoints that were skipped."""
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """The metrics file."""
+        """Path of the metrics."""
         return self.path / "metrics.jsonl"
 
     @property
     def plan(self) -> Path:
-        """The file of the plan."""
+        """Path of the plan."""
         return self.path / "plan.json"
 
 
 def choose_folder(
     config: RunConfig, *, out: Path | None, resume: str | None, corpus: str, hold: ExitStack
 ) -> RunFolder:
-    """Decide where a run writes and which checkpoint it starts from, and make the folder.
+    """Choose the folder of a run and the checkpoint that it starts from, and create the folder.
 
     Args:
         config: the run.
-        out: the folder asked for. When None: a new `runs/<name>-<n>`; to resume, the newest of these or the folder
-            of the checkpoint named.
+        out: the requested folder. When None: a new `runs/<name>-<n>`; to resume, the newest of these or the folder
+            of the given checkpoint.
         resume: None for a fresh run, `auto` for the newest valid checkpoint of the folder, or a checkpoint's path.
-        corpus: fingerprint of what the run trains on.
-        hold: keeps other runs out of the folder until it is closed.
+        corpus: fingerprint of the training data.
+        hold: keeps the lock of the folder until it is closed.
 
     Raises:
-        InputError: the folder holds another run, is being written by one, can't be written, or has a damaged record.
-        CheckpointError: a checkpoint that is damaged, of another model, or of other data.
+        InputError: the folder holds another run, is in use, can't be written to, or its metrics are damaged.
+        CheckpointError: the checkpoint is damaged, or of another model or other data.
     """
     if resume is None:
         path = _take(out or _new_folder(config.name), hold)
@@ -93,10 +93,10 @@ def choose_folder(
         return _from_checkpoint(config, Path(resume), out=out, corpus=corpus, hold=hold)
     path = _take(out or _last_folder(config.name) or _new_folder(config.name), hold)
     _check_record(path)
-    newest, passed_over = newest_valid(path / "checkpoints")
-    notes = [f"passed over {bad}: {reason}" for bad, reason in passed_over]
+    newest, skipped = newest_valid(path / "checkpoints")
+    notes = [f"skipped {bad}: {reason}" for bad, reason in skipped]
     if newest is None:
-        _check_none_lost(path, passed_over)
+        _check_none_lost(path, skipped)
         return RunFolder(path, None, (f"no checkpoint in {path / 'checkpoints'}: starting at step 0",))
     check_continues(read_manifest(newest), config, newest, corpus)
     return RunFolder(path, newest, (*notes, f"resuming from {newest}"))
@@ -110,7 +110,7 @@ def _from_checkpoint(
         raise CheckpointError(
             f"{checkpoint} is a run folder, not a checkpoint",
             where="--resume",
-            rule="--resume takes auto, which looks into --out, or one checkpoint",
+            rule="--resume takes auto, which searches --out, or the path of one checkpoint",
             fix=f"--out {quote(str(checkpoint))} --resume auto, or --resume {quote(str(inside[-1]))}",
         )
     check_continues(verify(checkpoint), config, checkpoint, corpus)
@@ -120,9 +120,9 @@ def _from_checkpoint(
         _check_unused(path)
     elif (newest := newest_complete(checkpoint.parent)) and newest.name != checkpoint.name:
         raise InputError(
-            f"{path} has gone on to {newest.name} after {checkpoint.name}",
+            f"{path} already has {newest.name}, which is newer than {checkpoint.name}",
             where="--resume",
-            rule="a run folder holds one run: what came after its checkpoint is not written over",
+            rule="a run folder holds one run: later checkpoints are not overwritten",
             fix=f"a new --out, or --out {quote(str(path))} --resume auto",
         )
     _check_record(path)
@@ -130,15 +130,15 @@ def _from_checkpoint(
 
 
 def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
-    """Before a run that goes on writes its plan: rename that of the steps so far, if it is another one.
+    """Rename the plan of the earlier steps if a resumed run has a different one.
 
     Args:
-        path: of the folder's plan, which may not be there.
-        plan: of the run from here on.
-        done: the last step done.
+        path: path of the folder's plan, which may not exist.
+        plan: plan of the resumed run.
+        done: last completed step.
 
     Returns:
-        What a person should know of it.
+        Messages for the user.
     """
     try:
         earlier = from_json(path.read_text("utf-8"), where=str(path))
@@ -147,15 +147,15 @@ def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
     except (MeshwrightError, UnicodeDecodeError) as error:
         what = f"which this version can't read ({error})"
     else:
-        found = differences(earlier, plan)
-        if not found:
+        changes = differences(earlier, plan)
+        if not changes:
             return []
-        what = f"which has {found[0].first} for {found[0].path}, where this one has {found[0].second}"
-        what += f", and {len(found) - 1} more that differ" if found[1:] else ""
+        what = f"which has {changes[0].first} for {changes[0].path}, where this one has {changes[0].second}"
+        what += f", and {len(changes) - 1} more differences" if changes[1:] else ""
     names = (f"plan-to-{done:08d}{suffix}.json" for suffix in chain([""], (f"-{number}" for number in count(2))))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(kept)
-    return [f"the plan is not that of the steps so far, {what}; {kept.name} keeps it, and --plan goes on with it"]
+    return [f"the plan differs from that of the earlier steps, {what}; {kept.name} keeps that one, for --plan"]
 
 
 def _check_unused(path: Path) -> None:
@@ -163,34 +163,34 @@ def _check_unused(path: Path) -> None:
         raise InputError(
             f"{path} already holds a run",
             where="--out",
-            rule="a run never writes over another",
-            fix=f"--out {quote(str(path))} --resume auto to go on with it, or another --out",
+            rule="a run never overwrites another",
+            fix=f"--out {quote(str(path))} --resume auto to continue it, or another --out",
         )
 
 
 def _check_record(path: Path) -> None:
-    """A run goes on in its record: what can't be read is said before any process starts."""
+    """Read the metrics that the run will append to, so that a damaged file is an error before any process starts."""
     metrics = path / "metrics.jsonl"
     for _ in read_metrics(metrics) if metrics.exists() else ():
         pass
 
 
-def _check_none_lost(path: Path, passed_over: Sequence[tuple[Path, str]]) -> None:
-    if passed_over:
-        newest, reason = passed_over[0]
+def _check_none_lost(path: Path, skipped: Sequence[tuple[Path, str]]) -> None:
+    if skipped:
+        newest, reason = skipped[0]
         raise CheckpointError(
-            f"none of the checkpoints of {path} is valid ({len(passed_over)}); of the newest, {reason}",
+            f"none of the checkpoints of {path} is valid ({len(skipped)}); of the newest, {reason}",
             where=str(newest),
-            rule="--resume auto starts at step 0 only where there is no checkpoint: it would write over the record",
+            rule="--resume auto starts at step 0 only where there is no checkpoint: it would overwrite the metrics",
             fix="restore a copy of a checkpoint; or start again with another --out",
         )
 
 
 def _take(path: Path, hold: ExitStack) -> Path:
-    """The folder, which exists now, can be written to, and is this run's alone."""
+    """Create the folder if needed, check that it is writable, and lock it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Asked of the disk: permission bits say nothing of read-only mounts, nor to root.
+        # Try it: permission bits don't show read-only mounts, and don't apply to root.
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
@@ -201,7 +201,7 @@ def _take(path: Path, hold: ExitStack) -> Path:
 
 def _not_writable(path: Path, error: OSError) -> InputError:
     return InputError(
-        f"{path} can't be written: {error.strerror or error}",
+        f"can't write to {path}: {error.strerror or error}",
         where="--out",
         rule="a run writes its metrics and checkpoints into a folder",
         fix="--out with another folder",
@@ -209,12 +209,12 @@ def _not_writable(path: Path, error: OSError) -> InputError:
 
 
 def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
-    """Check that `config` may go on from a checkpoint: same model, same samples, and state of all that is trained.
+    """Check that `config` can resume from a checkpoint: same model, same samples, and state of all trained parameters.
 
-    A checkpoint without a configuration holds weights only, which start a run of their own.
+    A checkpoint without a configuration holds weights only, which start a new run.
 
     Raises:
-        CheckpointError: it is of another model, a key that decides the samples differs, or what was frozen is trained.
+        CheckpointError: the model or a key that determines the samples differs, or a frozen parameter is now trained.
     """
     check_model(manifest, model_facts(config).identity)
     saved: dict[str, Any] = manifest.run.get("config", {})
@@ -226,7 +226,7 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
             raise CheckpointError(
                 f"{section}.{key} = {now}, but the checkpoint was trained with {before}",
                 where=str(path),
-                rule=f"a resumed run sees the samples it would have seen: {', '.join(decides[section])} stay",
+                rule=f"a resumed run sees the same samples: {', '.join(decides[section])} can't change",
                 fix=f"{section}.{key}={before}",
             )
     _check_frozen(saved.get("train", {}).get("freeze", ()), config, path)
@@ -234,13 +234,13 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
         raise CheckpointError(
             "the checkpoint was trained on another corpus",
             where=f"data.source = {config.data.source}; {path}",
-            rule="a resumed run sees the samples it would have seen",
+            rule="a resumed run sees the same samples",
             fix="the files and the Python version of the first run; or a new run, with another --out",
         )
 
 
 def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
-    """A checkpoint has no optimizer state of what was frozen, so that stays frozen."""
+    """Check that frozen parameters stay frozen: the checkpoint has no optimizer state for them."""
     names = model_facts(config).parameter_names()
 
     def matching(globs: Sequence[str]) -> list[str]:
@@ -252,20 +252,20 @@ def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
         raise CheckpointError(
             f"{thawed} is trained now, but was frozen when the checkpoint was saved",
             where=f"train.freeze; {path}",
-            rule="a resumed run has the optimizer state of all that it trains, and there is none of what was frozen",
+            rule="a checkpoint has no optimizer state of frozen parameters",
             fix=as_words({"train.freeze": before}),
         )
 
 
 def _numbers(name: str) -> list[int]:
-    """Of the folders `runs/<name>-<n>`."""
+    """Return the numbers of the folders `runs/<name>-<n>`."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     matches = (pattern.fullmatch(path.name) for path in RUNS.iterdir()) if RUNS.is_dir() else iter(())
     return [int(match.group(1)) for match in matches if match]
 
 
 def _new_folder(name: str) -> Path:
-    """Made here, so that of runs that start at once each has its own."""
+    """Create the next free folder, so that runs started at the same time get different ones."""
     while True:
         path = RUNS / f"{name}-{max(_numbers(name), default=0) + 1}"
         try:

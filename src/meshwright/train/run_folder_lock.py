@@ -1,7 +1,7 @@
-"""One run at a time in a folder: a lock that goes with the process that holds it, however that ends. Torch-free.
+"""Lock of a run folder, so that one run at a time writes to it. Torch-free.
 
-It is on a file that says who holds it, and that is removed when it is let go. The file that a killed run leaves locks
-nothing. Where the file system knows no locks a run goes on without one.
+The lock is held on a file that names its holder and is removed on release; the kernel drops it with the process, so the
+file that a killed run leaves behind locks nothing. On file systems without locks a run continues with a warning.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _log = get_logger(__name__)
 
 
 def hold_folder(folder: Path, hold: ExitStack) -> None:
-    """Keep other runs out of `folder`, which exists, until `hold` is closed or this process ends.
+    """Lock the existing `folder` until `hold` is closed or this process ends.
 
     Raises:
-        InputError: another run is there, with its process and host.
+        InputError: another run holds the lock; the message has its process and host.
     """
     path = folder / LOCK
     try:
@@ -38,19 +38,19 @@ def hold_folder(folder: Path, hold: ExitStack) -> None:
             fix="another --out; or --resume auto, once that run has ended",
         ) from None
     except OSError as error:
-        _log.warning("no lock on %s (%s): nothing keeps another run from writing there too", folder, error)
+        _log.warning("can't lock %s (%s): another run could write to the same folder", folder, error)
         return
-    hold.callback(_let_go, file, path)
+    hold.callback(_release, file, path)
 
 
 def _locked(path: Path) -> io.FileIO:
-    """The file, locked, and still the one of that name: its last holder may have removed it after it was opened."""
+    """Open and lock the file; open it again if its last holder removed it in between."""
     while True:
         file = path.open("ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
-                with suppress(OSError):  # a full disk keeps the lock, not the words
+                with suppress(OSError):  # on a full disk the lock still holds
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
                 return file
@@ -74,7 +74,7 @@ def _holder(path: Path) -> str:
         return "it has just ended"
 
 
-def _let_go(file: io.FileIO, path: Path) -> None:
+def _release(file: io.FileIO, path: Path) -> None:
     with suppress(OSError):
-        path.unlink()  # while it is locked: nobody else's
+        path.unlink()  # while locked, so it can't be another run's
     file.close()

@@ -1,4 +1,4 @@
-"""What a model's modules ask to be done once a step: auxiliary losses are scaled and collected, buffers updated."""
+"""Work that modules request once per step: scaling and collecting auxiliary losses, updating buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshwright.plan.run_plan import Kind
 from meshwright.train.build_job import Job
 
 
-class OncePerStep:
-    """The handles in a rank's stages, and what the plan says of them."""
+class StepHandles:
+    """The step handles in a rank's stages, with their entries in the plan."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         plan = job.plan
         self._losses: list[tuple[AuxiliaryLoss, int]] = []
-        """With the number of ranks that have a part of it each, where others have the same loss."""
+        """Each with the number of ranks that hold a partial value of it where other losses are replicated."""
         self._buffers: list[tuple[StepBuffer, Atoms]] = []
         for part in job.parts().values():
             held = list(plan.held(part.stage))
@@ -32,23 +32,23 @@ class OncePerStep:
                 self._buffers.append((buffer, summed[f"{name}.value"]))
 
     def begin(self, global_batch: int) -> None:
-        """Start a step: auxiliary losses are means over its samples."""
+        """Start a step: scale auxiliary losses to means over its samples."""
         for loss, _ in self._losses:
             loss.scale = 1.0 / global_batch
 
     def auxiliary_losses(self) -> list[Tensor]:
-        """This rank's part of the batch's auxiliary losses, as its part of the task's loss: equal over tp."""
-        found = ((loss.take(), num_parts) for loss, num_parts in self._losses)
-        # Where ranks of tp have different tokens their sums are parts, and not the same loss again.
-        return [value * num_parts for value, num_parts in found if value is not None]
+        """Return this rank's contribution to the auxiliary losses of the batch, scaled like the task's loss over tp."""
+        taken = ((loss.take(), num_parts) for loss, num_parts in self._losses)
+        # Where tp ranks have different tokens, their sums are partial, not replicated.
+        return [value * num_parts for value, num_parts in taken if value is not None]
 
     @torch.no_grad()
     def settle(self, *, taken: bool) -> None:
-        """End a step: buffers take what all ranks' samples add to them, or nothing of a step that is skipped."""
+        """End a step: update buffers from the samples of all ranks, or leave them if the step was skipped."""
         for buffer, axes in self._buffers if taken else ():
             total = buffer.pending()
             for axis in axes:
-                assert self._job.mesh is not None, "what is summed over an axis is on a mesh"
+                assert self._job.mesh is not None, "a sum over an axis needs a mesh"
                 all_reduce_sum(total, group=self._job.mesh.get_group(axis))
             buffer.commit(total)
         for handle in (*(loss for loss, _ in self._losses), *(buffer for buffer, _ in self._buffers)):
@@ -56,15 +56,15 @@ class OncePerStep:
 
 
 def _work(held: list[tuple[Kind, int | None]], path: str, name: str) -> Atoms:
-    """The atoms over which ranks have parts of the auxiliary loss of this name in the module at `path`."""
+    """Return the atoms over which the auxiliary loss `name` of the module at `path` is partial."""
     blocks = [kind for kind, layer in held if layer is not None and path.startswith(kind.full_name("", layer) + ".")]
     kinds = blocks or [kind for kind, layer in held if layer is None]
-    found = [one.work for kind in kinds for one in kind.auxiliary if one.name == name]
-    if not found:
+    work = [one.work for kind in kinds for one in kind.auxiliary if one.name == name]
+    if not work:
         raise LayoutError(
-            f"{path} computes the auxiliary loss {name}, and the plan has none of this name there",
+            f"{path} computes the auxiliary loss {name}, which the plan does not have there",
             where="plan, kinds",
             rule="a run does what its plan says",
-            fix="a plan that is made again (meshwright plan … -o FILE)",
+            fix="make the plan again: meshwright plan … -o FILE",
         )
-    return found[0]
+    return work[0]

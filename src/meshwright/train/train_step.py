@@ -1,8 +1,8 @@
-"""One optimizer step: a batch through the pipeline table, one shared decision, the update.
+"""One optimizer step: a batch through the pipeline table, gradient clipping, and the update.
 
-Each rank divides its loss by the units (tokens, pixels) of the whole batch and gradients are summed, so the gradient is
-the mean over the batch on every layout. Loss, gradient norm and the wish to stop travel in one all-reduce, whose result
-is the same bits on every rank: what ranks decide from it, they decide alike.
+Each rank divides its loss by the units (tokens, pixels) of the global batch and gradients are summed, so the gradient
+is the mean over the batch on every layout. Loss, gradient norm and stop requests share one all-reduce, whose result is
+bitwise the same on every rank, so all ranks make the same decisions.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.timeline_trace import run_traced
-from meshwright.train.step_handles import OncePerStep
+from meshwright.train.step_handles import StepHandles
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step."""
+    """Result of a step, the same on all ranks."""
 
     step: int
     loss: float
-    """Mean over the batch."""
+    """Mean over the global batch."""
     grad_norm: float
-    """Global, before clipping."""
+    """Global norm before clipping."""
     lr: float
     skipped: bool
-    """The loss or the norm was not finite, so no rank updated anything."""
+    """True if the loss or the norm was not finite; then no rank updated anything."""
     stop: bool
-    """Some rank was asked to stop."""
+    """True if any rank was asked to stop."""
 
 
 @contextmanager
 def vocab_context(job: Job) -> Iterator[None]:
-    """Within it, cross-entropy works on logits sharded over the vocabulary; its backward belongs inside too."""
+    """Context for cross-entropy on logits sharded over the vocabulary, and for its backward."""
     if job.axes.tp == 1:
         yield
         return
@@ -56,13 +56,13 @@ def vocab_context(job: Job) -> Iterator[None]:
     try:
         yield
     finally:
-        # PyTorch's context has no `finally` of its own: told of an exception, it would leave its handlers of the
-        # whole process's DTensors behind, and every later loss would be taken for one that is sharded over classes.
+        # PyTorch's context has no `finally`: given the exception, it would leave its process-wide DTensor handlers
+        # installed, and every later loss would be treated as sharded over classes.
         context.__exit__(None, None, None)
 
 
 class TrainStep:
-    """Runs steps of a job."""
+    """Runs the steps of a job."""
 
     def __init__(self, job: Job, task: Task, stop_requested: Callable[[], bool]) -> None:
         self._job = job
@@ -70,28 +70,28 @@ class TrainStep:
         self._stop_requested = stop_requested
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
-        self._once = OncePerStep(job)
+        self._handles = StepHandles(job)
         self.pipeline = Pipeline(job)
         self.timeline: Timeline | None = None
-        """Of the last step, when it was traced."""
+        """Timeline of the last step, if it was traced."""
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
 
     def __call__(self, step: int) -> StepResult:
-        """Run the step numbered `step`, from 1, on its samples."""
+        """Run step `step`, counted from 1, on its samples."""
         return self.update(step, self.accumulate(step))
 
     def update(self, step: int, loss: Tensor) -> StepResult:
-        """Agree with all ranks on loss and gradient norm, clip, and update the parameters.
+        """Reduce loss and gradient norm over all ranks, clip, and update the parameters.
 
         Args:
-            step: the step's number.
-            loss: what `accumulate` returned.
+            step: number of the step.
+            loss: result of `accumulate`.
         """
         job = self._job
         ranks_per_stage = job.axes.num_ranks() // job.axes.pp
         squared_norm = local_squared_norm(self._counted, num_ranks=ranks_per_stage, device=job.device)
         stop = torch.full_like(squared_norm, float(self._stop_requested()))
-        # The same loss stands on all ranks of tp: count it once.
+        # All tp ranks hold the same loss: count it once.
         totals = torch.stack((loss.to(squared_norm) / job.axes.tp, squared_norm, stop))
         total_loss, total_squared, stops = all_reduce_sum(totals).tolist()
         grad_norm = math.sqrt(total_squared) if total_squared >= 0 else math.nan
@@ -99,23 +99,23 @@ class TrainStep:
         lr = learning_rate(step, job.config.train)
         if finite:
             self._optimize(lr, grad_norm)
-        self._once.settle(taken=finite)
+        self._handles.settle(taken=finite)
         job.compression.settle(taken=finite)
         job.optimizer.zero_grad(set_to_none=True)
         return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
 
     def accumulate(self, step: int) -> Tensor:
-        """Forward and backward of this rank's share; gradients are left reduced in `.grad`.
+        """Run forward and backward on this rank's samples and leave reduced gradients in `.grad`.
 
         Returns:
-            The share's part of the batch's mean loss, a scalar without a graph.
+            This rank's contribution to the mean loss of the batch, a detached scalar.
         """
         job = self._job
         train = job.config.train
         samples = self.samples(step)
         num_units = self._count_units(samples)
         losses: list[Tensor] = []
-        self._once.begin(train.global_batch)
+        self._handles.begin(train.global_batch)
 
         @cache
         def batch(microbatch: int) -> Batch:
@@ -132,22 +132,22 @@ class TrainStep:
                 self.timeline = run_traced(self._executor, job)
             else:
                 self._executor.run()
-        losses += self._once.auxiliary_losses()
-        # Only the last stage's rank has the task's losses; the sum over all ranks is the batch's.
+        losses += self._handles.auxiliary_losses()
+        # Only ranks of the last stage have the task's losses; their sum over all ranks is the loss of the batch.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)
 
     def _count_units(self, samples: list[range]) -> int:
-        """The divisor of the batch's loss: counted over all ranks before the first backward, where samples differ."""
+        """Return the divisor of the loss; where samples differ in units, all ranks count before the first backward."""
         task, axes = self._task, self._job.axes
         if task.units_a_sample is not None:
             return self._job.config.train.global_batch * task.units_a_sample
-        own = sum(task.count(part) for part in samples)
-        counts = torch.tensor(own, dtype=torch.int64, device=self._job.device)
-        # Ranks of a pipeline stage and of tp count the same samples again.
+        local_units = sum(task.count(microbatch) for microbatch in samples)
+        counts = torch.tensor(local_units, dtype=torch.int64, device=self._job.device)
+        # The ranks of other pipeline stages and of tp count the same samples.
         return int(all_reduce_sum(counts).item()) * axes.data_parallel() // axes.num_ranks()
 
     def samples(self, step: int) -> list[range]:
-        """The samples of this rank's micro-batches in the step numbered `step`, from 1."""
+        """Return the samples of each micro-batch of this rank in step `step`, counted from 1."""
         train = self._job.config.train
         return share(
             step - 1,

@@ -1,4 +1,4 @@
-"""The loop over steps, with validation, checkpoints and records."""
+"""The training loop: steps, validation, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.plan.traffic import predict_traffic
-from meshwright.train.build_job import Job, refresh_copies
-from meshwright.train.divergence import Proven, not_finite, stopped_unsaved
+from meshwright.train.build_job import Job, refresh_shared_parameters
+from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
@@ -35,10 +35,10 @@ from meshwright.train.validation_loss import validate
 
 
 class Trainer:
-    """Takes a job from its folder's checkpoint, or from nothing, to the last step."""
+    """Trains a job from its checkpoint, or from scratch, to the last step."""
 
     def __init__(self, job: Job, task: Task, corpus: str, folder: RunFolder, reporter: Reporter) -> None:
-        """Of a job; `corpus` is the fingerprint of what it trains on."""
+        """Set up the loop; `corpus` is the fingerprint of the training data."""
         self._job = job
         self._task = task
         self._corpus = corpus
@@ -49,15 +49,15 @@ class Trainer:
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
         self._skipped_in_a_row = 0
-        self._proven = Proven(-1, started=False)
+        self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
 
     def run(self) -> None:
-        """Train, and leave metrics, plot and a checkpoint in the run folder.
+        """Train, and write metrics, loss plot and checkpoints to the run folder.
 
         Raises:
-            RunError: too many non-finite steps in a row, or an end that is not finite, a stop that was asked for, or a
-                failed save.
+            RunError: too many non-finite steps in a row, a last step or validation that is not finite, a requested
+                stop, or a failed save.
         """
         started = time.perf_counter()
         train = self._job.config.train
@@ -74,12 +74,12 @@ class Trainer:
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 if recorder is not None:
                     recorder.record(result, seconds, validation)
-                self._learn(result, validation)
+                self._track_finite(result, validation)
                 if result.stop or self._is_due(step, self._job.config.checkpoint.every):
                     self._save(result, validation)
                 self._check(result)
         if done >= train.steps:
-            self._reporter.note(f"step {done} is done and train.steps = {train.steps}: nothing left to train")
+            self._reporter.note(f"step {done} is complete and train.steps = {train.steps}: nothing left to train")
             validation = self._validate(done)
         if recorder is not None:
             recorder.close()
@@ -87,18 +87,18 @@ class Trainer:
         self._finish(validation, time.perf_counter() - started, done=done)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Every `every` steps (0: never) and at the last."""
+        """Return whether `step` is a multiple of `every` (0: never) or the last step."""
         return step == self._job.config.train.steps or (every > 0 and step % every == 0)
 
     def _open_folder(self, done: int) -> Recorder | None:
-        """Rank 0 writes the run folder."""
+        """Write configuration and plan on rank 0, and return its recorder."""
         if self._job.context.rank != 0:
             return None
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
         config, notes = self._job.config, []
-        if done < config.train.steps or not self._folder.plan.exists():  # else no step is done by this plan
+        if done < config.train.steps or not self._folder.plan.exists():  # otherwise no step runs by this plan
             with writing(self._folder.plan) as path:
                 notes = keep_other_plan(path, self._job.plan, done)
                 path.write_text(to_json(self._job.plan), "utf-8")
@@ -107,7 +107,7 @@ class Trainer:
         return Recorder(self._job, self._folder, self._reporter, done=done)
 
     def _restore(self) -> int:
-        """Load the folder's checkpoint, if there is one. Returns the last step done."""
+        """Load the folder's checkpoint, if there is one, and return the last completed step."""
         path = self._folder.checkpoint
         if path is None:
             return 0
@@ -117,35 +117,35 @@ class Trainer:
         if "config" not in manifest.run:
             self._reporter.note(f"{path} holds weights only: starting at step 0 with fresh optimizer state")
             save_load.load(path, {name: tensor for name, tensor in tensors.items() if name.startswith("model.")})
-            refresh_copies(self._job)
+            refresh_shared_parameters(self._job)
             return 0
         save_load.load(path, tensors)
-        refresh_copies(self._job)
+        refresh_shared_parameters(self._job)
         if lost := self._job.compression.restore(path, manifest):
             self._reporter.note(lost)
-        self._proven = Proven(manifest.step - 1, started=False)
+        self._finite = FiniteSteps(manifest.step - 1, started=False)
         return manifest.step
 
-    def _learn(self, result: StepResult, validation: Validation | None) -> None:
-        """Take note of what a step and the validation after it say of the weights, before and after the step."""
+    def _track_finite(self, result: StepResult, validation: Validation | None) -> None:
+        """Record which weights were seen to be finite: a loss shows those before the step, a validation those after."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if not result.skipped:
-            self._proven = Proven(result.step - 1, started=True)
+            self._finite = FiniteSteps(result.step - 1, started=True)
         if validation is not None and math.isfinite(validation.loss):
-            self._proven = Proven(result.step, started=self._proven.started)
+            self._finite = FiniteSteps(result.step, started=self._finite.started)
 
-    def _is_sound(self, result: StepResult, validation: Validation | None) -> bool:
-        """Whether what a step leaves may be saved, and then take the place of earlier checkpoints.
+    def _may_save(self, result: StepResult, validation: Validation | None) -> bool:
+        """Return whether the weights after a step may be saved and replace earlier checkpoints.
 
-        Not while steps are skipped: the weights may be what the run diverges from. At the end, when it is saved now or
-        never, a finite validation says that they are not.
+        Weights are not saved while steps are skipped, since the run may be diverging from them; after the last step, a
+        finite validation shows that they are good.
         """
         if validation is not None and (result.step == self._job.config.train.steps or not result.skipped):
             return math.isfinite(validation.loss)
         return not result.skipped
 
     def _save(self, result: StepResult, validation: Validation | None) -> None:
-        if not self._is_sound(result, validation):
+        if not self._may_save(result, validation):
             return
         step = result.step
         self._job.context.post("saving", step)
@@ -160,13 +160,13 @@ class Trainer:
                 "corpus": self._corpus,
                 "comm": self._job.compression.identity,
                 "plan": vars(hashes(self._job.plan)),
-                "skipped_in_a_row": 0,  # nothing is saved amid skipped steps; earlier versions ask for it
+                "skipped_in_a_row": 0,  # nothing is saved between skipped steps; earlier versions read this
             },
             keep=self._job.config.checkpoint.keep,
         )
 
     def _check(self, result: StepResult) -> None:
-        """End the run on what all ranks know alike: too many skipped steps, or the wish to stop."""
+        """End the run on all ranks after too many skipped steps or a requested stop."""
         train = self._job.config.train
         if self._skipped_in_a_row > train.max_skipped_steps:
             first = (result.step - 1) * train.global_batch
@@ -176,18 +176,18 @@ class Trainer:
                 where=f"step {result.step}, samples {first} … {first + train.global_batch - 1}",
                 rule=f"at most train.max_skipped_steps = {train.max_skipped_steps} in a row",
                 folder=self._folder,
-                proven=self._proven,
+                finite=self._finite,
             )
         if result.stop and result.skipped and result.step < train.steps:
             raise stopped_unsaved(result.step, self._folder)
         if result.stop and result.step < train.steps:
             raise RunError(
-                f"stopped after step {result.step}, as asked; saved {self._saved}",
-                fix=f"--out {quote(str(self._folder.path))} --resume auto goes on from there",
+                f"stopped after step {result.step}, as requested; saved {self._saved}",
+                fix=f"--out {quote(str(self._folder.path))} --resume auto continues from there",
             )
 
     def _check_end(self, step: int, validation: Validation | None) -> None:
-        """A run whose last numbers are not finite has not ended well, however few they are."""
+        """Raise if the last step or the last validation was not finite."""
         what = "the last step was not finite and was skipped" if self._skipped_in_a_row else ""
         if validation is not None and not math.isfinite(validation.loss):
             what = f"the last validation was not finite (loss {validation.loss})"
@@ -195,9 +195,9 @@ class Trainer:
             raise not_finite(
                 what,
                 where=f"step {step}, the last",
-                rule="a run ends with a step and a validation that are finite",
+                rule="the last step and the last validation of a run are finite",
                 folder=self._folder,
-                proven=self._proven,
+                finite=self._finite,
             )
 
     def _validate(self, step: int) -> Validation | None:
@@ -207,12 +207,12 @@ class Trainer:
         self._job.context.post("validating", step)
         self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
         loss = validate(self._step.pipeline, self._task)
-        found = Validation(loss, self._task.after_validation(self._forward, step, self._folder.path))
-        self._reporter.validated(step, found)
-        return found
+        validation = Validation(loss, self._task.after_validation(self._forward, step, self._folder.path))
+        self._reporter.validated(step, validation)
+        return validation
 
     def _finish(self, validation: Validation | None, seconds: float, *, done: int) -> None:
-        """The run's sample, pictures and summary; `done` steps were done before this run."""
+        """Write the run's sample, figures and summary; `done` steps were complete before this run."""
         last = max(done, self._job.config.train.steps)
         self._job.context.post("generating text", last)
         self._reporter.waiting("generating text")

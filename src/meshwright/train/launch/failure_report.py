@@ -1,4 +1,4 @@
-"""Why a run on this machine ended: which rank was the cause, what it was doing, and what to do about it. Torch-free."""
+"""Failure report of a local run: the rank that failed first, its last action, and a fix. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshwright.train.launch.rank_context import StatusBoard
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a rank ended."""
+class RankExit:
+    """Exit of one rank."""
 
     rank: int
     exit_code: int
@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """A rank that a signal killed explains the others' lost connections; among the rest, the first to fail."""
+        """Order of blame: a rank killed by a signal explains lost connections elsewhere; then the earliest failure."""
         if self.exit_code < 0:
             return 0, 0.0
         if self.report is None:
@@ -35,49 +35,49 @@ class Ended:
 
 
 def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> MeshwrightError:
-    """The first cause, as an error.
+    """Return the error of the rank that failed first.
 
     Args:
-        ranks: the processes, some of which ended badly; others may still run.
-        board: what each does, or did last.
-        folder: where ranks leave their reports.
+        ranks: processes, some of which failed; others may still run.
+        board: progress of every rank.
+        folder: folder of the ranks' reports.
     """
-    ended = [_how_ended(rank, process, board, folder) for rank, process in enumerate(ranks) if process.exitcode]
+    ended = [_rank_exit(rank, process, board, folder) for rank, process in enumerate(ranks) if process.exitcode]
     cause = min(ended, key=lambda end: end.priority)
     if cause.priority[0] < 3:
         return _explain(cause, len(ranks))
     stopped = stopped_ranks(ranks)
     if stopped:
-        what_came_of_it = f"rank {cause.rank} waited for it until its time was up"
-        return explain_stopped(stopped, len(ranks), board, what_came_of_it, told=_told(cause))
+        consequence = f"rank {cause.rank} waited for it until the timeout"
+        return explain_stopped(stopped, len(ranks), board, consequence, details=_details(cause))
     error = _explain(cause, len(ranks))
     return RunError(error.what, where=error.where + _everyone(len(ranks), board), rule=error.rule, fix=error.fix)
 
 
 def stopped_ranks(ranks: Sequence[BaseProcess]) -> list[int]:
-    """Ranks whose process exists but does not run."""
+    """Return the ranks whose process is stopped."""
     return [rank for rank, process in enumerate(ranks) if process.is_alive() and _is_stopped(process.pid)]
 
 
 def explain_stopped(
-    stopped: Sequence[int], num_ranks: int, board: StatusBoard, what_came_of_it: str, *, told: str = ""
+    stopped: Sequence[int], num_ranks: int, board: StatusBoard, consequence: str, *, details: str = ""
 ) -> RunError:
-    """That ranks were stopped, with what each was doing; `told` is what another one said of it."""
+    """Return the error for stopped ranks, with the last action of each; `details` is another rank's error."""
     place = board.place(stopped[0])
     others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
     return RunError(
-        f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; {what_came_of_it}, "
-        "and the ranks were ended",
+        f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; {consequence}, "
+        "and all ranks were killed",
         where=f"rank {stopped[0]} of {num_ranks}, {place}, host {socket.gethostname()}"
         + _everyone(num_ranks, board)
-        + told,
+        + details,
         rule="no rank may wait longer than train.timeout_s",
         fix="run again with --resume auto",
     )
 
 
-def _told(end: Ended) -> str:
-    """What a rank's error said, below where the cause was."""
+def _details(end: RankExit) -> str:
+    """Return a rank's error, indented below the location of the cause."""
     fields = end.report["error"] if end.report is not None else None
     return f"\n       {fields['what']}\n       {fields['where']}" if fields is not None else ""
 
@@ -87,21 +87,21 @@ def _everyone(num_ranks: int, board: StatusBoard) -> str:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    """Whether a process exists but does not run (Linux)."""
+    """Return whether a process is stopped or traced (Linux)."""
     try:
-        # The state follows the name, which is in brackets and may have any characters.
+        # The state follows the name, which is in parentheses and may hold any characters.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except OSError:
         return False
 
 
-def _how_ended(rank: int, process: BaseProcess, board: StatusBoard, folder: Path) -> Ended:
+def _rank_exit(rank: int, process: BaseProcess, board: StatusBoard, folder: Path) -> RankExit:
     path = folder / f"rank-{rank}.json"
     report = json.loads(path.read_text("utf-8")) if path.is_file() else None
-    return Ended(rank, process.exitcode or 0, board.place(rank), report)
+    return RankExit(rank, process.exitcode or 0, board.place(rank), report)
 
 
-def _explain(end: Ended, num_ranks: int) -> MeshwrightError:
+def _explain(end: RankExit, num_ranks: int) -> MeshwrightError:
     where = f"rank {end.rank} of {num_ranks}, {end.place}, host {socket.gethostname()}"
     if end.report is not None and end.report["error"] is not None:
         fields = end.report["error"]
@@ -115,7 +115,7 @@ def _explain(end: Ended, num_ranks: int) -> MeshwrightError:
                 "; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or a smaller batch"
             )
         return RunError(
-            f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were ended",
+            f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were killed",
             where=where,
             fix=fix,
         )

@@ -1,8 +1,9 @@
-"""Starting the ranks of a run on this machine, watching them, and saying which one failed, at which step and why.
+"""Launcher of local ranks: starts them, watches them, and reports which rank failed first, at which step and why.
 
-Torch-free: the launcher answers at once and holds no accelerator. Ranks are forked from one server process that has
-already imported torch, so four of them start about as fast as one. They meet at a file, and their sockets stay on
-loopback. Under torchrun, SLURM or Kubernetes nothing is started: `context_from_environment` reads what they set.
+Torch-free, so the launcher starts at once and holds no accelerator. Ranks are forked from a server process that has
+already imported torch, so four of them start about as fast as one. They rendezvous through a file, and their sockets
+stay on loopback. Under torchrun, SLURM or Kubernetes nothing is started: `context_from_environment` reads the
+variables that those set.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction,
 T = TypeVar("T")
 
 GRACE_S = 0.5
-"""After one rank ends, how long others may take to end of the same cause before the first cause is chosen."""
+"""Time that other ranks get to fail from the same cause before the first failure is chosen."""
 LOOK_S, STOPPED_S = 1.0, 10.0
-"""How often to look whether ranks stand still after others have ended, and how long they may."""
+"""Polling interval for stopped processes once some ranks have ended, and the time they may stay stopped."""
 SAME_S = 0.5
-"""Signals that follow one another sooner are one wish: `timeout` and others signal a process, and then its group."""
+"""Signals closer together count as one: `timeout` and others signal a process and then its group."""
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.rank_run",
            "meshwright.train.launch.local_worker"]  # fmt: skip
 
 
 class Interrupts(Protocol):
-    """Told once when the user asks the run to stop."""
+    """Callback for the user's first request to stop."""
 
     def __call__(self) -> None: ...
 
 
 def context_from_environment() -> RankContext | None:
-    """The rank that torchrun, SLURM or Kubernetes made this process, or None when started plainly.
+    """Return the rank that torchrun, SLURM or Kubernetes assigned to this process, or None without a launcher.
 
     Raises:
-        InputError: the environment names a world but not the whole of it.
+        InputError: variables of a launcher are set, but not all that are needed.
     """
     if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
         names = {
@@ -67,7 +68,7 @@ def context_from_environment() -> RankContext | None:
         return None
     values = {"local_rank": 0, "local_ranks": 1}
     values |= {field: _number(name) for field, name in names.items() if name in os.environ}
-    # Some containers set WORLD_SIZE=1 and nothing else: started plainly.
+    # Some containers set WORLD_SIZE=1 and nothing else: no launcher.
     if values.get("num_ranks") == 1 and "rank" not in values:
         return None
     needed = [names["rank"], names["num_ranks"]]
@@ -77,9 +78,9 @@ def context_from_environment() -> RankContext | None:
         raise InputError(
             f"{' and '.join(missing)} not set",
             where="environment",
-            rule="a launcher gives every rank its number, the number of ranks, and where they meet",
+            rule="a launcher sets the rank, the world size and the rendezvous address on every rank",
             fix="start with torchrun; or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank; "
-            f"or unset {names['num_ranks']} {names['rank']} to start plainly",
+            f"or unset {names['num_ranks']} {names['rank']} to start without a launcher",
         )
     if values["rank"] >= values["num_ranks"]:
         raise InputError(
@@ -105,7 +106,7 @@ def _number(name: str) -> int:
 
 
 def run_as_rank(body: Body[T], context: RankContext, argument: T) -> None:
-    """Run `body` as the rank that another launcher made this process."""
+    """Run `body` in this process, which another launcher started as a rank."""
     from meshwright.train.launch.local_worker import run_here
 
     run_here(body, argument, context)
@@ -122,12 +123,12 @@ def launch(
 ) -> None:
     """Start `num_ranks` processes that run `body(context, argument)`, and wait for all of them.
 
-    Ctrl-C or SIGTERM asks the ranks to stop after their step, and a second one ends them; where `on_interrupt` is
-    None the first one does. `describe_action` says what a position in a rank's row of the pipeline's table is.
+    The first Ctrl-C or SIGTERM asks the ranks to stop after their step, the second kills them; without `on_interrupt`
+    the first one kills. `describe_action` turns a position in a rank's row of the pipeline table into text.
 
     Raises:
-        MeshwrightError: what a rank raised, or that a rank was killed or died, with its rank and step. By then no
-            rank is left running. Or that there are far too many ranks for this machine; then none was started.
+        MeshwrightError: the error of the rank that failed first, or that a rank was killed, with its rank and step; no
+            rank is left running. Or the machine has far too few cores for this many ranks; then none was started.
     """
     check_ranks(num_ranks)
     threads = threads or max(1, num_cores() // num_ranks)
@@ -164,10 +165,10 @@ def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folde
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Have processes that start not import the program that starts them.
+    """Keep started processes from importing the main program.
 
-    A rank runs functions of modules alone; and a script that calls `meshwright.run` outside of
-    `if __name__ == "__main__":` would run again in each.
+    Ranks only run functions of modules, and a script that calls `meshwright.run` outside of
+    `if __name__ == "__main__":` would run again in every rank.
     """
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
@@ -179,11 +180,11 @@ def _without_main() -> Iterator[None]:
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from, deaf to what asks a run to stop: ranks end with it, unsaved.
+    """Start the process that ranks are forked from, with SIGINT and SIGTERM blocked: ranks would die with it, unsaved.
 
-    It inherits the mask for good, and ranks from it, until each has said itself what it does with these signals.
+    The server keeps the mask, and ranks inherit it until they install their own handlers.
     """
-    resource_tracker.ensure_running()  # the server's start would start it, and that unblocks signals
+    resource_tracker.ensure_running()  # started by the server otherwise, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         forkserver.ensure_running()
@@ -192,14 +193,14 @@ def _start_server() -> None:
 
 
 class _Interruptions:
-    """While entered, each wish to stop puts a byte into `pipe`, instead of raising anywhere."""
+    """Context in which each request to stop writes a byte to `pipe` instead of raising somewhere."""
 
     def __init__(self) -> None:
         self.pipe, self._end = os.pipe()
         self._heard_s = -math.inf
 
     def __enter__(self) -> _Interruptions:
-        # Python hears signals in its main thread alone: elsewhere, a notebook's worker say, they mean what they meant.
+        # Python handles signals in its main thread only; elsewhere, as in a notebook's worker, handlers stay.
         heard = STOPPING if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._hear) for number in heard}
         return self
@@ -226,17 +227,17 @@ def _watch(
     interruptions: _Interruptions,
     on_interrupt: Interrupts | None,
 ) -> None:
-    """Wait until all ranks ended well; raise for the first cause as soon as one did not."""
+    """Wait until all ranks succeeded; raise with the first cause as soon as one failed."""
     heard = looks = 0
     while running := [process for process in ranks if process.is_alive()]:
         if any(process.exitcode for process in ranks):
             break
-        # When some have ended well nobody waits for the others, who may have been stopped: look after them.
+        # Once some ranks have succeeded, nobody waits for the others, which may be stopped: poll them.
         patience = LOOK_S if len(running) < len(ranks) else None
         ready = connection.wait([interruptions.pipe, *(process.sentinel for process in running)], patience)
         looks = looks + 1 if not ready and len(stopped_ranks(ranks)) == len(running) else 0
         if looks * LOOK_S >= STOPPED_S:
-            raise explain_stopped(stopped_ranks(ranks), len(ranks), board, "the others had ended")
+            raise explain_stopped(stopped_ranks(ranks), len(ranks), board, "the other ranks had ended")
         if interruptions.pipe in ready:
             os.read(interruptions.pipe, 1)
             heard += 1
@@ -253,16 +254,16 @@ def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) 
         raise KeyboardInterrupt
     if heard > 1:
         raise RunError(
-            "ended by a second interrupt, without saving",
+            "killed by a second interrupt, without saving",
             where=f"launcher, host {socket.gethostname()}",
-            fix="--resume auto goes on from the last checkpoint",
+            fix="--resume auto continues from the last checkpoint",
         )
     board.request_stop()
     on_interrupt()
 
 
 def _end_all(ranks: list[BaseProcess]) -> None:
-    """End whatever still runs. A rank in a collective whose peer is gone can't hear SIGTERM: kill."""
+    """Kill the ranks that still run: one in a collective whose peer is gone doesn't react to SIGTERM."""
     for process in ranks:
         if process.pid is not None and process.is_alive():
             process.kill()

@@ -1,7 +1,7 @@
-"""The life of one local rank: threads, signals, errors that reach the launcher.
+"""Entry point of a local rank: threads, signals, and errors reported to the launcher.
 
-Its errors are written to a file, which the launcher reads when the rank has ended: a rank that dies in the middle of
-a pipe's message would leave the launcher waiting.
+Errors are written to a file that the launcher reads when the rank has ended: a rank that died halfway through a
+message on a pipe would leave the launcher waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, report_folder: Path) -> None:
-    """Run `body` as this rank and end the process: 0 well, otherwise with a report for the launcher."""
+    """Run `body` as this rank; after an error, write a report for the launcher and exit with the error's code."""
     _die_with_launcher()
     _leave_stopping_to_launcher()
     faulthandler.enable()
@@ -48,10 +48,10 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
 
 
 def run_here(body: Body[T], argument: T, context: RankContext) -> None:
-    """Run `body` in this process, a rank that another launcher started; errors name the rank and what it was doing.
+    """Run `body` in this process, which another launcher started; errors name the rank and its last action.
 
     Raises:
-        MeshwrightError: what the body raised, or that a peer was lost.
+        MeshwrightError: raised by the body, or a peer was lost.
     """
     configure(rank=context.rank)
     try:
@@ -72,7 +72,7 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` only says that another rank went away."""
+    """Return whether `error` is only the loss of another rank."""
     return isinstance(error, CollectiveError) or is_lost(error)
 
 
@@ -92,9 +92,9 @@ def _report(error: BaseException, path: Path) -> None:
 
 
 def _leave_stopping_to_launcher() -> None:
-    """The launcher hears Ctrl-C and SIGTERM and asks through the board; a rank that died of them could not save.
+    """Ignore Ctrl-C and SIGTERM: the launcher handles them and asks through the status board, so that ranks can save.
 
-    They come blocked from the process that ranks are forked from. The training loop hears SIGTERM itself.
+    Ranks inherit them blocked from the server process. The training loop installs its own handler of SIGTERM.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
@@ -102,10 +102,10 @@ def _leave_stopping_to_launcher() -> None:
 
 
 def _die_with_launcher() -> None:
-    """End this rank when the launcher goes, however it went, so that a killed launcher leaves none.
+    """Kill this rank when the launcher dies for any reason, so that no rank outlives it.
 
-    Linux kills it when the process it was forked from goes. But that one stays for as long as a rank lives: each holds
-    an end of the pipe by which it hears of the launcher. So a thread listens for the launcher itself.
+    Linux sends the signal when the forking server dies, but the server lives as long as any rank does, since each holds
+    an end of its pipe to the launcher. So a thread waits for the launcher itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,6 +1,6 @@
-"""What can't fit this machine, said before it is tried: its processes, and the memory they are predicted to need.
+"""Limits of this machine, checked before ranks are started: number of processes, and predicted memory.
 
-Torch-free. Both rules are generous: they are for mistakes, such as a mesh or a model meant for a cluster, and not for
+Torch-free. Both limits are generous: they catch mistakes such as a mesh or a model meant for a cluster, and leave alone
 runs that may just fit.
 """
 
@@ -18,34 +18,34 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import as_words
 from meshwright.units import format_bytes
 
-RANKS_A_CORE = 32
-"""More processes than this do not train on a core, they take turns."""
+RANKS_PER_CORE = 32
+"""Most processes that a core may share."""
 EXCESS = 1.5
-"""How far a prediction may go over the memory there is before it can't be the prediction that is wrong."""
+"""Ratio of predicted to available memory above which an error of the prediction can't be the reason."""
 CUDA_CONTROL = Path("/dev/nvidiactl")
 
 
 def check_ranks(num_ranks: int, *, fix: str = "a mesh of fewer ranks") -> None:
-    """Check that this machine may be asked for so many processes.
+    """Check the number of ranks against the cores of this machine.
 
     Raises:
-        LayoutError: it may not.
+        LayoutError: there are too many.
     """
-    most = RANKS_A_CORE * num_cores()
+    most = RANKS_PER_CORE * num_cores()
     if num_ranks > most:
         raise LayoutError(
-            f"the mesh has {num_ranks} ranks, for a machine with {num_cores()} cores",
+            f"the mesh has {num_ranks} ranks, but this machine has {num_cores()} cores",
             where="mesh",
-            rule=f"a machine is given at most {RANKS_A_CORE} ranks a core, here {most}",
+            rule=f"at most {RANKS_PER_CORE} ranks per core, {most} on this machine",
             fix=f"{fix}; or start the ranks on several machines with torchrun",
         )
 
 
 def check_machine(config: RunConfig, plan: RunPlan) -> None:
-    """Check that a run whose processes are all started here may fit; where CUDA devices are, ranks look at theirs.
+    """Check that a run on this machine alone may fit; on CUDA, each rank checks its own device later.
 
     Raises:
-        LayoutError: too many ranks, or far more memory than there is.
+        LayoutError: too many ranks, or the predicted memory far exceeds what is available.
     """
     num_ranks = config.mesh.axes().num_ranks()
     check_ranks(num_ranks, fix=_smaller_mesh(config))
@@ -54,26 +54,26 @@ def check_machine(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place: str) -> None:
-    """Check that `num_ranks` ranks may fit into `num_bytes` of memory; None where nobody knows how much there is.
+    """Check that `num_ranks` ranks may fit into `num_bytes` of memory; None means unknown, and passes.
 
     Raises:
-        LayoutError: they are predicted to need far more.
+        LayoutError: the predicted memory far exceeds it.
     """
-    one = predict_memory(plan).total()
-    if num_bytes is None or num_ranks * one <= EXCESS * num_bytes:
+    per_rank = predict_memory(plan).total()
+    if num_bytes is None or num_ranks * per_rank <= EXCESS * num_bytes:
         return
-    ranks = "a rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
     raise LayoutError(
-        f"{ranks} would need {format_bytes(num_ranks * one)} by prediction, and {place} has {format_bytes(num_bytes)}",
-        where=f"model, train.global_batch = {plan.batch.global_batch}, {plan.batch.tokens} tokens a sample",
-        rule=f"what a run is predicted to need is at most {EXCESS:g} times the memory there is",
+        f"{ranks} would need {format_bytes(num_ranks * per_rank)}, but {place} has {format_bytes(num_bytes)}",
+        where=f"model, train.global_batch = {plan.batch.global_batch}, {plan.batch.tokens} tokens per sample",
+        rule=f"the predicted memory is at most {EXCESS:g} times the available memory",
         fix="a smaller model.dim, model.num_layers, train.global_batch or train.seq_len; or torchrun on more machines",
     )
 
 
 def _smaller_mesh(config: RunConfig) -> str:
-    """Words that make the mesh small enough by one axis, as long as no rule is broken."""
-    most, axes = RANKS_A_CORE * num_cores(), config.mesh.axes()
+    """Return words that shrink one axis of the mesh to fit without violating a rule."""
+    most, axes = RANKS_PER_CORE * num_cores(), config.mesh.axes()
     for axis in ("dp_shard", "dp_replicate", "tp", "pp"):
         rest = axes.num_ranks() // getattr(axes, axis)
         for size in range(min(most // rest, getattr(axes, axis)), 0, -1):

@@ -1,6 +1,6 @@
-"""Who a rank is, and the board on which it posts where it stands.
+"""A rank's identity in the run, and the shared status board on which ranks post their progress.
 
-Torch-free: shared by the launcher, which starts in milliseconds, and the ranks.
+Torch-free: used by both the launcher, which starts in milliseconds, and the ranks.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ PHASES = (
 )
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""What asks a run to stop. Sent to the process group it reaches the launcher, which acts on it, and all others too."""
+"""Signals that ask a run to stop. A terminal sends them to the whole process group; only the launcher acts on them."""
 
 DescribeAction = Callable[[int, int], str]
-"""From a rank and a position in its row of the pipeline's table to words."""
+"""Text for a rank and a position in its row of the pipeline table."""
 
 
 class StatusBoard:
-    """What each rank is doing, in memory that launcher and ranks share: a dead rank's last word stays readable.
+    """Progress of every rank in memory shared with the launcher, readable after a rank has died.
 
-    Per rank: phase, step, and position in its row of the pipeline's table, from 1. One more number: whether a stop was
-    asked for.
+    Per rank: phase, step, and position in its row of the pipeline table, counted from 1. The last number is set when a
+    stop was requested.
     """
 
     def __init__(self, numbers: Any, describe_action: DescribeAction | None = None) -> None:
-        """Over shared numbers; `describe_action` puts a rank's position in its row of the table in words."""
+        """Wrap shared numbers; `describe_action` turns a position in a rank's row of the table into text."""
         self._numbers = numbers
         self._describe_action = describe_action
 
     def describe(self, action: DescribeAction) -> None:
-        """Put positions in words from here on."""
+        """Use `action` to describe positions from now on."""
         self._describe_action = action
 
     @staticmethod
     def length(num_ranks: int) -> int:
-        """64-bit numbers the board needs."""
+        """Return how many 64-bit integers the board needs."""
         return 3 * num_ranks + 1
 
     def post(self, rank: int, phase: str, step: int) -> None:
-        """Say what `rank` starts doing."""
+        """Post that `rank` enters a phase."""
         self._numbers[3 * rank] = PHASES.index(phase)
         self._numbers[3 * rank + 1] = step
         self._numbers[3 * rank + 2] = 0
 
     def post_action(self, rank: int, position: int) -> None:
-        """Say which action of its row, from 0, `rank` starts."""
+        """Post that `rank` starts an action of its row, counted from 0."""
         self._numbers[3 * rank + 2] = position + 1
 
     def position(self, rank: int) -> int | None:
-        """The action of its row, from 0, that `rank` started last in its phase; None if there was none."""
-        found = int(self._numbers[3 * rank + 2])
-        return found - 1 if found else None
+        """Return the action of its row, counted from 0, that `rank` last started in this phase, or None."""
+        posted = int(self._numbers[3 * rank + 2])
+        return posted - 1 if posted else None
 
     def place(self, rank: int) -> str:
-        """What `rank` last said, for people: `step 37, action 12 (2F3: …)`, `saving step 40`, `starting`."""
+        """Describe the last post of `rank`: `step 37, action 12 (2F3: …)`, `saving (step 40)`, `starting`."""
         phase, step = PHASES[self._numbers[3 * rank]], self._numbers[3 * rank + 1]
         if phase == "step":
             position = self.position(rank)
@@ -79,36 +79,36 @@ class StatusBoard:
         self._numbers[len(self._numbers) - 1] = 1
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked the run to stop."""
+        """Return whether the run was asked to stop."""
         return bool(self._numbers[len(self._numbers) - 1])
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank's place in the run."""
+    """Identity of a rank: its numbers, its rendezvous and its status board."""
 
     rank: int
     num_ranks: int
     local_rank: int
     local_ranks: int
     store_path: str | None
-    """File at which local ranks meet; None to meet at a launcher's MASTER_ADDR:MASTER_PORT."""
+    """Rendezvous file of local ranks; None for a launcher's MASTER_ADDR:MASTER_PORT."""
     board: StatusBoard
-    """Shared with the launcher, or this process's own under another one."""
+    """Shared with the launcher; private to this process under another launcher."""
 
     def post(self, phase: str, step: int = 0) -> None:
-        """Say what this rank starts doing."""
+        """Post that this rank enters a phase."""
         self.board.post(self.rank, phase, step)
 
     def post_action(self, position: int) -> None:
-        """Say which action of its row of the pipeline's table this rank starts."""
+        """Post that this rank starts an action of its row of the pipeline table."""
         self.board.post_action(self.rank, position)
 
     def place(self) -> str:
-        """What this rank last said it does."""
+        """Describe this rank's last post."""
         return self.board.place(self.rank)
 
 
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]
-"""What a rank runs: a top-level function of (context, argument)."""
+"""Body of a rank: a top-level function of (context, argument)."""

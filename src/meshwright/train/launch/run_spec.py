@@ -1,4 +1,4 @@
-"""What every rank of a run is told. Torch-free: the launcher makes it."""
+"""Specification of a run that the launcher passes to every rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run, resolved."""
+    """A resolved run: configuration, plan and folder."""
 
     config: RunConfig
     make_reporter: Callable[[], Reporter]
-    """Makes the reporter on rank 0; picklable."""
+    """Picklable factory of the reporter on rank 0."""
     plan: RunPlan | None = None
-    """What the launcher made, or read; None where each rank makes it, as another launcher started the ranks."""
+    """The plan made or read by the launcher; None under another launcher, where each rank makes it."""
     folder: RunFolder | None = None
-    """Decided by the launcher; None when rank 0 decides because another launcher started the ranks."""
+    """The folder chosen by the launcher; None under another launcher, where rank 0 chooses it."""
     out: Path | None = None
     resume: str | None = None

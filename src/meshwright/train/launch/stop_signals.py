@@ -1,6 +1,6 @@
-"""Hearing that the run should stop: the launcher's board, or SIGTERM from a scheduler.
+"""Requests to stop a run: from the launcher's status board, or SIGTERM from a scheduler.
 
-Only a wish: the step's all-reduce carries it to all ranks, which then stop after the same step, saved.
+A request takes effect through the step's all-reduce, so that all ranks save and stop after the same step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.train.launch.rank_context import RankContext
 
 
 class StopSignal:
-    """While entered, SIGTERM asks to stop instead of ending the process."""
+    """Context in which SIGTERM requests a stop instead of ending the process."""
 
     def __init__(self, context: RankContext) -> None:
         self._board = context.board
@@ -22,7 +22,7 @@ class StopSignal:
         self._previous: Any = None
 
     def requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Return whether this rank was asked to stop."""
         return self._heard or self._board.stop_requested()
 
     def __enter__(self) -> StopSignal:

@@ -1,1 +1,1 @@
-"""Record a run: metrics, loss curves, the timeline of a step, and reports to whoever watches."""
+"""Record a run: metrics, loss curves, the timeline of a step, and progress reports."""

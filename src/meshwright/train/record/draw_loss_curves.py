@@ -1,4 +1,4 @@
-"""Losses of runs as a picture: all of them above, and below how far each is from the first. Torch-free."""
+"""Figure of the losses of several runs, and of their differences to the first run. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ COLORS = ((0.13, 0.13, 0.15), (0.18, 0.40, 0.69), (0.78, 0.36, 0.11), (0.16, 0.5
 
 
 def draw_losses(curves: Sequence[Curve], path: Path, *, title: str, window: int) -> None:
-    """Write a picture, as .svg or .png.
+    """Write the figure as .svg or .png.
 
     Args:
-        curves: of the runs; the first is what the others are compared with, at the steps that both have.
-        path: the picture.
-        title: its first line stands out, the others explain.
-        window: steps whose mean a point below is: losses of single steps jump with their samples.
+        curves: losses of the runs; the others are compared with the first, at the steps that both have.
+        path: file to write.
+        title: headline in the first line, explanation in the others.
+        window: number of steps averaged in the lower plot, since losses of single steps vary with their samples.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: the file can't be written.
     """
     save_picture(lambda: _figure(curves, title, window), path)
 
 
 def differences(curve: Curve, first: Curve, *, window: int) -> tuple[list[int], list[float]]:
-    """Steps, and by what part of the first run's loss this one's is higher there: means over `window` steps."""
+    """Return steps, and the relative difference of this run's loss to the first run's, averaged over `window` steps."""
     reference = dict(zip(first.steps, first.losses, strict=True))
     pairs = [(s, loss / reference[s] - 1) for s, loss in zip(curve.steps, curve.losses, strict=True) if s in reference]
     ends = range(window, len(pairs) + 1)

@@ -1,4 +1,4 @@
-"""Losses of runs from their folders, to compare the runs by. Torch-free."""
+"""Losses of runs, read from their folders. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Curve:
     """The losses of a run."""
 
     name: str
-    """What its configuration has that those of the other runs have not."""
+    """Keys in which its configuration differs from the other runs."""
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-    """Of each step, in nats a token or as the run's model has it; a step whose loss was not finite is left out."""
+    """Loss per step in the unit of the model, such as nats per token, without steps whose loss was not finite."""
     validation: float | None
-    """The last one."""
+    """Last validation loss."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics file; a last line that a kill cut short is left out.
+    """Yield the objects of a metrics file, without a last line truncated by a kill.
 
     Raises:
-        InputError: it can't be read, or a line is no step's object.
+        InputError: the file can't be read, or a line is not the object of a step.
     """
     try:
         lines = path.read_text("utf-8").splitlines(keepends=True)
@@ -40,17 +40,17 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         raise _damaged(path, f"can't be read: {getattr(error, 'strerror', None) or error}", str(path)) from None
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):
-            yield _of_a_step(line, path, number)
+            yield _parse_step(line, path, number)
 
 
-def _of_a_step(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse_step(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and type(found.get("step")) is int and _is_loss(found.get("loss", "")):
         return found
-    raise _damaged(path, f"has a line that is no step's: {shorten(line.strip())}", f"{path}, line {number}")
+    raise _damaged(path, f"has a line that is not a step: {shorten(line.strip())}", f"{path}, line {number}")
 
 
 def _is_loss(value: Any) -> bool:
@@ -68,17 +68,17 @@ def _damaged(path: Path, state: str, where: str) -> InputError:
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
-    """The losses of the runs in these folders.
+    """Return the losses of the runs in these folders.
 
     Raises:
-        InputError: a folder holds no run, or one without a step.
+        InputError: a folder is not a run folder, or has no steps.
     """
     configs = [_config(folder) for folder in folders]
     curves = []
     for folder, config in zip(folders, configs, strict=True):
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["loss"] is not None]
         if not lines:
-            raise _no_run(folder, "no step with a loss")
+            raise _not_a_run(folder, "no step with a loss")
         held_out = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
         own = [f"{key}={as_word(value)}" for key, value in config.items() if _differs(key, configs)]
         curves.append(
@@ -93,13 +93,13 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The run's configuration, by dotted key."""
+    """Return the run's configuration by dotted key."""
     try:
         if not (folder / "metrics.jsonl").is_file():
-            raise _no_run(folder, "no metrics.jsonl")
+            raise _not_a_run(folder, "no metrics.jsonl")
         return dict(_flat(tomllib.loads((folder / "config.toml").read_text("utf-8")), ""))
     except (OSError, ValueError) as error:
-        raise _no_run(folder, f"no readable config.toml ({error})") from None
+        raise _not_a_run(folder, f"no readable config.toml ({error})") from None
 
 
 def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -114,10 +114,10 @@ def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     return any(config.get(key) != configs[0].get(key) for config in configs)
 
 
-def _no_run(folder: Path, why: str) -> InputError:
+def _not_a_run(folder: Path, why: str) -> InputError:
     return InputError(
-        f"{folder} is no run's folder: {why}",
+        f"{folder} is not a run folder: {why}",
         where=str(folder),
-        rule="a run writes metrics.jsonl and config.toml into its folder",
-        fix="a folder given to run --out, or the one that a run named at its end",
+        rule="a run folder has metrics.jsonl and config.toml",
+        fix="the folder given to run --out, or printed at the end of a run",
     )

@@ -1,4 +1,4 @@
-"""The run folder's record: `metrics.jsonl`, one object a step, and the loss plot drawn from it."""
+"""Metrics of a run: `metrics.jsonl` with one object per step, and the loss plot."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PAGE_BYTES = resource.getpagesize()
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run, written line by line and flushed at each.
+    """The file `metrics.jsonl` of a run, flushed after every line.
 
-    A resumed run drops what stands after the step it goes on from, so that the file reads as if never interrupted.
+    A resumed run drops the lines after its first step, so the file reads as if the run was never interrupted.
     """
 
     def __init__(self, path: Path, *, after_step: int) -> None:
@@ -43,7 +43,7 @@ class MetricsFile:
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one step's object. What is not finite becomes null: NaN is not JSON."""
+        """Append the object of a step; values that are not finite become null, since JSON has no NaN."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with writing(self._path):
             self._file.write(json.dumps(finite) + "\n")
@@ -55,7 +55,7 @@ class MetricsFile:
 
 
 class Recorder:
-    """Writes each step's metrics and tells the reporter, on rank 0."""
+    """Writes the metrics of each step and informs the reporter, on rank 0."""
 
     def __init__(self, job: Job, folder: RunFolder, reporter: Reporter, *, done: int) -> None:
         self._job = job
@@ -69,9 +69,9 @@ class Recorder:
         """Record one step.
 
         Args:
-            result: what the step computed.
-            seconds: how long it took.
-            validation: where the step was followed by one.
+            result: result of the step.
+            seconds: duration of the step.
+            validation: validation after the step, if there was one.
         """
         train, step = self._job.config.train, result.step
         values = {
@@ -95,7 +95,7 @@ class Recorder:
 
     def _progress(self, result: StepResult, values: dict[str, Any]) -> Progress:
         steps, step = self._job.config.train.steps, result.step
-        seconds_a_step = (time.perf_counter() - self._started) / (step - self._done)
+        seconds_per_step = (time.perf_counter() - self._started) / (step - self._done)
         return Progress(
             step=step,
             steps=steps,
@@ -103,12 +103,12 @@ class Recorder:
             grad_norm=result.grad_norm,
             tokens_per_s=values["tokens_per_s"],
             memory_bytes=values["memory_bytes"],
-            eta_s=seconds_a_step * (steps - step),
+            eta_s=seconds_per_step * (steps - step),
             skipped=result.skipped,
         )
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the metrics file and TensorBoard."""
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -128,7 +128,7 @@ def _tensorboard(folder: RunFolder) -> SummaryWriter:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak bytes allocated on a CUDA device; on CPU the resident memory of this process."""
+    """Return the peak bytes allocated on a CUDA device; on CPU, the resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

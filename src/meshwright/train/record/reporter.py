@@ -1,6 +1,6 @@
-"""What a run tells whoever watches it. The command line shows it; a program may pass its own.
+"""Reports of a run's progress: the command line shows them, and a program may pass its own `Reporter`.
 
-Torch-free: the launcher names the reporter, rank 0 makes it.
+Torch-free: the launcher names the reporter, and rank 0 creates it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from meshwright.plan.traffic import Traffic
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a run is about to do."""
+class Start:
+    """Facts about a run that is about to start."""
 
     name: str
     num_params: int
@@ -24,22 +24,22 @@ class Facts:
     num_ranks: int
     device: str
     backend: str | None
-    """What moves bytes between ranks; None for a single rank."""
+    """Communication backend, or None for a single rank."""
     global_batch: int
     seq_len: int
-    """Tokens a sample."""
+    """Tokens per sample."""
     steps: int
     predicted_bytes: int
-    """Memory a rank, predicted, with what Python and PyTorch take on the CPU."""
+    """Predicted memory per rank, including Python and PyTorch on the CPU."""
     traffic: Traffic
-    """What a rank sends in a step, predicted: the one that sends most."""
+    """Predicted bytes per step of the rank that sends most."""
     folder: Path
     unit: LossUnit
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step."""
+    """Progress of a run after a step."""
 
     step: int
     steps: int
@@ -53,50 +53,50 @@ class Progress:
 
 @dataclass(frozen=True)
 class Validation:
-    """What held-out samples show."""
+    """Result of a validation."""
 
     loss: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    """More of them, by name."""
+    """Further figures, by name."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """Summary at the end of a run."""
 
     steps: int
     seconds: float
     validation: Validation | None
     steps_here: int
-    """Without those of a run that this one went on from."""
+    """Steps of this process, without those before the resumed checkpoint."""
     traffic: Traffic
-    """What a rank sends in a step, predicted, as in the facts."""
+    """Predicted bytes per step, as in `Start`."""
     counted: Traffic | None
-    """What compressed collectives have sent from this rank in all these steps; None without compression."""
+    """Bytes sent by this rank's compressed collectives in these steps; None without compression."""
     folder: Path
     checkpoint: Path | None
     sample: str | None
     plan_given: bool = False
-    """The plan is not the one that the configuration makes: it came from a file."""
+    """True if the plan came from a file and differs from the configuration's own."""
 
 
 class Reporter:
-    """Says nothing; the base of those that do."""
+    """Base class of reporters, which ignores everything."""
 
-    def started(self, facts: Facts) -> None:
-        """Once, before the model is built."""
+    def started(self, start: Start) -> None:
+        """Handle the start of the run, before the model is built."""
 
     def note(self, text: str) -> None:
-        """A fact a person should see once."""
+        """Show a message to the user."""
 
     def waiting(self, text: str) -> None:
-        """What a longer wait is for."""
+        """Show the reason for a longer wait."""
 
     def progress(self, progress: Progress) -> None:
-        """After every step."""
+        """Handle the progress after every step."""
 
     def validated(self, step: int, validation: Validation) -> None:
-        """After a validation."""
+        """Handle the result of a validation."""
 
     def finished(self, summary: Summary) -> None:
-        """At the end of a run that ended well."""
+        """Handle the end of a successful run."""

@@ -1,8 +1,8 @@
-"""Timelines of one step, measured and predicted: `train.trace=true`.
+"""Measured and predicted timeline of one step: `train.trace=true`.
 
-Measured is when each computation ran on each rank of the first pipeline, from a common start. Predicted is the same
-table simulated with the median time of each kind of computation on each stage, and free transfers: what lies between
-the two is waiting that the table doesn't explain.
+The measured timeline has each computation on each rank of the first pipeline, from a common start. The predicted one
+simulates the same table with the median time of each kind of computation per stage and free transfers; the difference
+is waiting that the table doesn't explain.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ K = ActionKind
 
 
 def run_traced(executor: Executor, job: Job) -> Timeline:
-    """Run a step, and bring all ranks' spans together, on every rank; in seconds from the step's start."""
+    """Run a step and return the spans of all ranks on every rank, in seconds from the start of the step."""
     synchronize = torch.cuda.synchronize if job.device.type == "cuda" else _nothing
     barrier()
     start = time.perf_counter()
     spans = [Span(span.rank, span.action, span.start - start, span.end - start)
              for span in executor.run_traced(synchronize=synchronize)]  # fmt: skip
-    place = job.axes.coordinate(job.context.rank)
-    is_first = not any(position for axis, position in place.items() if axis != "pp")
-    everyone = all_gather_object(spans if is_first else [])
-    together = sorted((span for each in everyone for span in each), key=lambda span: (span.rank, span.start))
+    coordinate = job.axes.coordinate(job.context.rank)
+    is_first = not any(position for axis, position in coordinate.items() if axis != "pp")
+    by_rank = all_gather_object(spans if is_first else [])
+    together = sorted((span for each in by_rank for span in each), key=lambda span: (span.rank, span.start))
     return Timeline(job.axes.pp, tuple(together))
 
 
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
-    """The median time of each kind of computation on each stage."""
+    """Return the median time of each kind of computation on each stage."""
     times: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for span in timeline.spans:
         times[span.action.stage, span.action.kind].append(span.end - span.start)
@@ -62,22 +62,22 @@ def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
 
 
 def write_trace(folder: Path, schedule: Schedule, measured: Timeline) -> list[Path]:
-    """Leave `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` in a run folder."""
+    """Write `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` to a run folder."""
     predicted = simulate(schedule, measured_costs(measured, schedule.num_stages)).timeline
     both = {"predicted": predicted, "measured": measured}
     texts = {"timeline.json": to_json(both), "trace.json": to_chrome_trace(both, time_us=1e6)}
     for name, text in texts.items():
         with writing(folder / name) as path:
             path.write_text(text, "utf-8")
-    picture = folder / "timeline.svg"
+    figure = folder / "timeline.svg"
     title = (
         f"{schedule.kind}, {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches\n"
         f"predicted {predicted.makespan:.3g} s from the measured times of computations · "
         f"measured {measured.makespan:.3g} s"
     )
-    draw_comparison(predicted, measured, picture, title=title, unit="s", schedule=schedule)
-    return [*(folder / name for name in texts), picture]
+    draw_comparison(predicted, measured, figure, title=title, unit="s", schedule=schedule)
+    return [*(folder / name for name in texts), figure]
 
 
 def _nothing(*_: Iterable[object]) -> None:
-    """There is no device to wait for."""
+    """Do nothing: the CPU is synchronous."""
