@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from meshwright_docs.describe import Scope, directive, references, same_as
 from meshwright_docs.prose import as_markdown, first_sentence
@@ -29,12 +30,7 @@ class Page:
     types: dict[str, str] = field(default_factory=dict)
     """More names of this part, which public signatures name."""
     inner: list[Page] = field(default_factory=list)
-
-    def all(self) -> Iterator[Page]:
-        """This page and those inside it."""
-        yield self
-        for page in self.inner:
-            yield from page.all()
+    """The pages of its modules, if it is a part that exports nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,12 @@ class Reference:
     def pages(self) -> dict[str, str]:
         """The text of each page, by its docname."""
         pages = {f"{FOLDER}/index": self._index()}
-        for page in (one for pages_ in self.groups.values() for one in pages_):
+        for page in chain(*self.groups.values()):
             pages[f"{FOLDER}/{page.module.name}"] = self._text(page)
             for inner in page.inner:
-                pages[f"{FOLDER}/{inner.module.name}"] = self._text(inner, part=page)
+                # Not in the sidebar: with all modules nobody finds a part there, and Sphinx takes twice as long.
+                above = f"---\norphan: true\n---\n\n[← {page.module.name}]({page.module.name}.md)\n\n"
+                pages[f"{FOLDER}/{inner.module.name}"] = above + self._text(inner)
         return pages
 
     @cached_property
@@ -62,9 +60,12 @@ class Reference:
         return found
 
     def link(self, name: str) -> str | None:
-        """The documented name that a full name on any page stands for."""
+        """The documented name or module that a full name on any page stands for."""
         top = self.source.modules[self.source.package]
-        return Scope(self.source, self._shown, top).link(name) if name.startswith(f"{top.name}.") else None
+        if not name.startswith(f"{top.name}."):
+            return None
+        modules = (page.module.name for page in self._all_pages())
+        return Scope(self.source, self._shown, top).link(name) or next((one for one in modules if one == name), None)
 
     @cached_property
     def groups(self) -> dict[str, list[Page]]:
@@ -92,31 +93,37 @@ class Reference:
         return shown
 
     def _all_pages(self) -> Iterator[Page]:
-        for pages in self.groups.values():
-            for page in pages:
-                yield from page.all()
+        for page in chain(*self.groups.values()):
+            yield page
+            yield from page.inner
 
     def _page(self, name: str) -> Page:
         module = self.source.modules[name]
         if module.exports:
-            full = {f"{name}.{one}": self.source.resolve(module, one) for one in module.exports}
-            unknown = [one for one, where in full.items() if where is None]
-            assert not unknown, f"{name} exports {', '.join(unknown)}, and nothing says from where"
-            parts = self.source.modules  # exported too, and on pages of their own
-            return Page(module, {one: where for one, where in full.items() if where and where not in parts})
-        page = Page(module, dict(self._defined(module)))
-        page.inner = [Page(one, dict(self._defined(one))) for one in self.source.within(name)]
-        return page
+            return Page(module, self._exported(module))
+        inner = [Page(one, self._exported(one) | self._defined(one)) for one in self.source.within(name)]
+        return Page(module, self._defined(module), inner=inner)
 
-    def _defined(self, module: Module) -> Iterator[tuple[str, str]]:
+    def _exported(self, module: Module) -> dict[str, str]:
+        found = {}
+        for name in module.exports:
+            full = self.source.resolve(module, name)
+            assert full is not None, f"{module.name} exports {name}, and nothing says from where"
+            if full not in self.source.modules:  # a module has a page of its own
+                found[f"{module.name}.{name}"] = full
+        return found
+
+    def _defined(self, module: Module) -> dict[str, str]:
+        found = {}
         for name, node in module.definitions.items():
             documented = isinstance(node, ast.ClassDef | ast.FunctionDef) or module.comment(name)
             if is_public(name) and documented:
-                yield f"{module.name}.{name}", f"{module.name}.{name}"
+                found[f"{module.name}.{name}"] = f"{module.name}.{name}"
+        return found
 
     def _add_types(self, groups: Mapping[str, list[Page]]) -> list[Page]:
         """Add what public signatures name to the pages; the pages of parts that have none yet."""
-        pages = {page.module.name: page for group in groups.values() for top in group for page in top.all()}
+        pages = {page.module.name: page for top in chain(*groups.values()) for page in (top, *top.inner)}
         others: dict[str, Page] = {}
         done = {full for page in pages.values() for full in page.names.values()}
         waiting = sorted(done)
@@ -159,7 +166,7 @@ class Reference:
         docstring = ast.get_docstring(page.module.tree) or ""
         parts = [f"# {name}", f":::{{py:{kind}}} {name}\n:::", as_markdown(docstring, scope.link)]
         if page.inner:
-            parts += ["\n".join(self._table(page.inner)), "\n".join(_toctree(page.inner))]
+            parts.append("\n".join(self._table(page.inner)))
         parts += [self._entry(one, full, page) for one, full in page.names.items()]
         if page.types:
             parts.append(
