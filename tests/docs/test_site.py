@@ -21,8 +21,8 @@ from meshwright_docs.source import Source
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "meshwright"
 PARTS = (
-    "checkpoint", "cluster", "comm", "config", "errors", "mesh", "models.contract", "models.tasks", "nn", "pipeline",
-    "plan", "prove", "reshard", "settings",
+    "checkpoint", "cluster", "comm", "config", "dtensor_ops", "errors", "mesh", "models.contract", "models.tasks", "nn",
+    "pipeline", "plan", "prove", "reshard", "settings",
 )  # fmt: skip
 """Parts that users import from."""
 
@@ -65,17 +65,25 @@ def exported(name: str) -> set[str]:
 
 
 def defined(path: Path) -> set[str]:
-    """Public classes and functions of a file, and public methods of the classes."""
+    """Public classes and functions of a file, and public methods of the classes; what `__all__` lists, where it is."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     module = ".".join(part for part in parts if part != "__init__")
+    body = ast.parse(path.read_text("utf-8")).body
+    listed = [ast.literal_eval(one.value) for one in body if isinstance(one, ast.Assign) and is_all(one.targets[0])]
+    if listed:
+        return {f"{module}.{name}" for name in listed[0]}
     found = set()
-    for node in ast.parse(path.read_text("utf-8")).body:
+    for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             found.add(f"{module}.{node.name}")
             inner = node.body if isinstance(node, ast.ClassDef) else []
             methods = [one.name for one in inner if isinstance(one, ast.FunctionDef)]
             found |= {f"{module}.{node.name}.{one}" for one in methods if not one.startswith("_")}
     return found
+
+
+def is_all(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name) and target.id == "__all__"
 
 
 def public_names() -> set[str]:
@@ -92,7 +100,9 @@ def public_names() -> set[str]:
 
 
 def is_private(path: Path) -> bool:
-    return any(part.startswith("_") and part != "__init__.py" for part in path.relative_to(PACKAGE).parts)
+    """A private file, or an adapter to private names of PyTorch."""
+    parts = path.relative_to(PACKAGE).parts
+    return path.name == "private.py" or any(part.startswith("_") and part != "__init__.py" for part in parts)
 
 
 def test_every_public_name_is_on_a_page(pages):

@@ -16,6 +16,7 @@ from meshwright_docs.describe import Scope, directive, references, same_as
 from meshwright_docs.prose import as_markdown, first_sentence
 from meshwright_docs.source import Module, Source, is_public
 
+MORE_PARTS = ("dtensor_ops",)
 FOR_MODELS = ("models.contract", "models.tasks", "nn")
 SHARED = ("config", "settings", "errors", "cluster", "mesh")
 FOLDER = "reference"
@@ -75,7 +76,7 @@ class Reference:
         parts = [name for name in top.lazy if f"{package}.{name}" in self.source.modules]
         groups = {
             "The package": [self._page(package)],
-            "Library parts": [self._page(f"{package}.{part}") for part in parts],
+            "Library parts": [self._page(f"{package}.{part}") for part in sorted({*parts, *MORE_PARTS})],
             "For models of your own": [self._page(f"{package}.{part}") for part in FOR_MODELS],
             "What all share": [self._page(f"{package}.{part}") for part in SHARED],
         }
@@ -101,7 +102,7 @@ class Reference:
         module = self.source.modules[name]
         if module.exports:
             return Page(module, self._exported(module))
-        inner = [Page(one, self._exported(one) | self._defined(one)) for one in self.source.within(name)]
+        inner = [Page(one, self._exported(one) or self._defined(one)) for one in self.source.within(name)]
         return Page(module, self._defined(module), inner=inner)
 
     def _exported(self, module: Module) -> dict[str, str]:
@@ -109,7 +110,8 @@ class Reference:
         for name in module.exports:
             full = self.source.resolve(module, name)
             assert full is not None, f"{module.name} exports {name}, and nothing says from where"
-            if full not in self.source.modules:  # a module has a page of its own
+            # A module has a page of its own; what is PyTorch's is documented there.
+            if full not in self.source.modules and full.startswith(f"{self.source.package}."):
                 found[f"{module.name}.{name}"] = full
         return found
 

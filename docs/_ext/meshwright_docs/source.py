@@ -12,8 +12,8 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
 
 
 def is_public(name: str) -> bool:
-    """Whether no part of a dotted name is private."""
-    return not any(part.startswith("_") for part in name.split("."))
+    """Whether no part of a dotted name is private; a module `private` is an adapter to private names of PyTorch."""
+    return not any(part.startswith("_") or part == "private" for part in name.split("."))
 
 
 @dataclass(frozen=True)
