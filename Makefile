@@ -40,7 +40,7 @@ lint: $(READY)
 
 docs: $(READY)
 	@echo "docs: the site (a minute or so) …"
-	@$(PY) -m sphinx -q -E -W --keep-going -j auto -b html docs build/docs
+	@$(PY) -m sphinx -q -E -W --keep-going -j auto -b html -d build/doctrees docs build/docs
 	@echo "docs: build/docs/index.html"
 
 setup: $(READY)

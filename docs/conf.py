@@ -30,5 +30,3 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 nitpicky = True
-# Annotations name types of Python's and PyTorch's, which have no page here; ours must have one.
-nitpick_ignore_regex = [("py:.*", r"(?!meshwright\b).*")]

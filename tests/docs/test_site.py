@@ -14,7 +14,7 @@ import pytest
 
 from meshwright_docs import PAGES
 from meshwright_docs.links import Links
-from meshwright_docs.prose import as_markdown, first_sentence
+from meshwright_docs.prose import as_markdown, attributes_apart, first_sentence
 from meshwright_docs.reference import Reference
 from meshwright_docs.source import Source
 
@@ -219,6 +219,13 @@ def test_docstrings_become_markdown():
 
     assert as_markdown(DOCSTRING, link) == MARKDOWN
     assert first_sentence(DOCSTRING, link) == "Give `x`, as {py:obj}`Thing.y <a.Thing.y>` does"
+
+
+def test_attributes_go_to_where_they_are_listed():
+    docstring = "A.\n\nAttributes:\n    x, y: sizes\n        of it.\n    z: more.\n\nRaises:\n    Error: no."
+    rest, said = attributes_apart(docstring)
+    assert rest == "A.\n\nRaises:\n    Error: no."
+    assert said == {"x": "sizes\nof it.", "y": "sizes\nof it.", "z": "more."}
 
 
 FAULTS = {

@@ -9,6 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 from meshwright_docs.links import Links
 from meshwright_docs.notebook import notebook_page
 from meshwright_docs.prose import linked
@@ -25,8 +28,16 @@ def setup(app: Any) -> dict[str, Any]:
     docs = Path(app.srcdir)
     reference = Reference(Source.read(docs.parent / "src" / "meshwright"))
     app.connect("config-inited", lambda app, config: write_pages(docs, reference))
+    app.connect("doctree-read", lambda app, doctree: _unlink_names_of_others(doctree, reference.source.package))
     app.connect("source-read", lambda app, docname, source: _rewrite(docs, reference, docname, source))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _unlink_names_of_others(doctree: nodes.document, package: str) -> None:
+    """Make names in signatures that are not ours plain text: Sphinx would link them to ours of the same last name."""
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        if node["refdomain"] == "py" and not node["reftarget"].startswith(f"{package}."):
+            node.replace_self(addnodes.desc_sig_name("", node["reftarget"]))
 
 
 def write_pages(docs: Path, reference: Reference) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright_docs.prose import as_markdown
+from meshwright_docs.prose import as_markdown, attributes_apart
 from meshwright_docs.source import Definition, Module, Source, comment_below, is_public
 
 LONGEST_DEFAULT = 40
@@ -171,11 +172,15 @@ def _class(scope: Scope, node: ast.ClassDef, name: str, options: dict[str, str])
     if bases:
         parts.append("Bases: " + ", ".join(_base(scope, one) for one in bases))
     made = _init(node)
-    parts.append(as_markdown(ast.get_docstring(node) or "", scope.link))
+    docstring, said = attributes_apart(ast.get_docstring(node) or "")
+    parts.append(as_markdown(docstring, scope.link))
     if made is not None:
         parts.append(as_markdown(ast.get_docstring(made) or "", scope.within(made).link))
-    for member, one in members(node):
-        parts.append(_member(scope, node, member, one))
+    listed = dict(members(node))
+    for member in (one for one in said if one not in listed):  # set in `__init__`
+        parts.append(_fenced("py:attribute", member, {}, as_markdown(said[member], scope.link)))
+    for member, one in listed.items():
+        parts.append(_member(scope, node, member, one, said.get(member, "")))
     kind = "py:exception" if name.endswith("Error") else "py:class"
     return _fenced(kind, name + _made_from(scope, node), options, "\n\n".join(filter(None, parts)), depth=4)
 
@@ -185,7 +190,7 @@ def _base(scope: Scope, base: ast.expr) -> str:
     return f"{{py:obj}}`{ast.unparse(base)} <{target}>`" if target else f"`{ast.unparse(base)}`"
 
 
-def _member(scope: Scope, owner: ast.ClassDef, name: str, node: ast.stmt) -> str:
+def _member(scope: Scope, owner: ast.ClassDef, name: str, node: ast.stmt, said: str) -> str:
     if isinstance(node, ast.FunctionDef):
         text = as_markdown(ast.get_docstring(node) or "", scope.within(node).link)
         marks = {ast.unparse(one).rpartition(".")[2]: "" for one in node.decorator_list}
@@ -197,7 +202,7 @@ def _member(scope: Scope, owner: ast.ClassDef, name: str, node: ast.stmt) -> str
         return _fenced("py:method", name + _signature(scope, node, bound="staticmethod" not in marks), options, text)
     assert isinstance(node, ast.Assign | ast.AnnAssign)
     options = {"type": scope.qualified(node.annotation)} if isinstance(node, ast.AnnAssign) else {}
-    text = as_markdown(comment_below(owner.body, node), scope.link)
+    text = as_markdown(comment_below(owner.body, node) or said or _described(node), scope.link)
     return _fenced("py:attribute", name, options | _value(node), text)
 
 
@@ -214,6 +219,13 @@ def _default(value: ast.expr) -> str:
         return _default(plain) if plain is not None else "..."
     private = any(isinstance(one, ast.Name) and not is_public(one.id) for one in ast.walk(value))
     return "..." if private or len(text) > LONGEST_DEFAULT else text
+
+
+def _described(node: ast.Assign | ast.AnnAssign) -> str:
+    """What `Field(…, description=…)` says of a key of the configuration."""
+    given = node.value.keywords if isinstance(node.value, ast.Call) else []
+    texts = [one.value.value for one in given if one.arg == "description" and isinstance(one.value, ast.Constant)]
+    return re.sub(r"([<*\\])", r"\\\1", str(texts[0])) if texts else ""
 
 
 def _init(node: ast.ClassDef) -> ast.FunctionDef | None:

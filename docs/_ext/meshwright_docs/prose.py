@@ -42,6 +42,24 @@ def as_markdown(docstring: str, link: Link) -> str:
     return linked(lines, link).strip()
 
 
+def attributes_apart(docstring: str) -> tuple[str, dict[str, str]]:
+    """A docstring without its section `Attributes:`, and what that says of each."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    if "Attributes:" not in lines:
+        return docstring, {}
+    start = stop = lines.index("Attributes:") + 1
+    while stop < len(lines) and (not lines[stop].strip() or lines[stop].startswith(" ")):
+        stop += 1
+    said: dict[str, str] = {}
+    names: list[str] = []
+    for line in inspect.cleandoc("\n".join(["", *lines[start:stop]])).splitlines():
+        item = ITEM.fullmatch(line)
+        names = item["names"].split(", ") if item else names
+        for name in names:
+            said[name] = item["text"] if item else f"{said[name]}\n{line.strip()}"
+    return "\n".join([*lines[: start - 1], *lines[stop:]]), said
+
+
 def first_sentence(docstring: str, link: Link) -> str:
     """What a table says of something: its docstring up to the first full stop, on one line."""
     paragraph = " ".join(inspect.cleandoc(docstring).partition("\n\n")[0].split())
