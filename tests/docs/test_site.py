@@ -14,9 +14,11 @@ import pytest
 
 from meshwright_docs import PAGES
 from meshwright_docs.links import Links
+from meshwright_docs.notebook import notebook_page
 from meshwright_docs.prose import as_markdown, attributes_apart, first_sentence
 from meshwright_docs.reference import Reference
 from meshwright_docs.source import Source
+from tests.docs.notebook import QUICKSTART
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "meshwright"
@@ -170,6 +172,18 @@ def test_links_of_a_file_elsewhere_are_those_of_its_page():
     text = "[a](docs/planning.md) ![b](docs/digits.png) [c](CHANGELOG.md) [d](LICENSE)"
     moved = "[a](../planning.md) ![b](../digits.png) [c](changes.md) [d](../../LICENSE)"
     assert Links(ROOT, PAGES).moved(text, "", "docs/project") == moved
+
+
+def test_the_notebook_is_a_page_with_its_outputs():
+    files = notebook_page(QUICKSTART, "project/quickstart")
+    page = files["project/quickstart.md"].decode()
+    assert page.startswith("# Quickstart")
+    assert "{download}`quickstart.ipynb <../examples/quickstart.ipynb>`" in page
+    assert "````python\nproof = meshwright.prove(config)" in page
+    assert page.endswith("PROVED\n````\n")
+    (image,) = set(files) - {"project/quickstart.md"}
+    assert f"]({Path(image).name})" in page
+    assert files[image].startswith(b"\x89PNG")
 
 
 DOCSTRING = """Give `x`, as `Thing.y` does. More of it.

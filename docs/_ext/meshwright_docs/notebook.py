@@ -29,7 +29,8 @@ def notebook_page(notebook: Path, page: str) -> dict[str, bytes]:
                 parts.append(_fenced(_text(output).rstrip("\n"), "text"))
     source = notebook.relative_to(notebook.parents[1]).as_posix()
     heading, *rest = parts
-    download = f"This page is the notebook [{notebook.name}](../{source}), with the outputs that are stored in it."
+    file = f"{{download}}`{notebook.name} <../{source}>`"
+    download = f"This page is the notebook {file}, with the outputs that are stored in it."
     files[f"{page}.md"] = ("\n\n".join([heading, download, *rest]) + "\n").encode()
     return files
 
