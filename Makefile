@@ -10,12 +10,13 @@ TESTERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
-.PHONY: help demo test test-slow lint setup clean redo-setup
+.PHONY: help demo test test-slow lint docs setup clean redo-setup
 help:
 	@echo "make demo       train a small Llama on 2 processes (2 minutes or so), and verify its checkpoint"
 	@echo "make test       all tests but the slow ones"
 	@echo "make test-slow  the end-to-end tests that take tens of seconds"
 	@echo "make lint       ruff, and mypy on src"
+	@echo "make docs       the documentation with its reference, as a site in build/docs; a broken link is an error"
 	@echo "make setup      only the .venv that the others make by themselves"
 	@echo "make clean      remove .venv, caches and the demo's run folder; other runs stay"
 
@@ -37,6 +38,11 @@ lint: $(READY)
 	@$(PY) -m ruff check -q .
 	@$(PY) -m mypy
 
+docs: $(READY)
+	@echo "docs: the site (a minute or so) …"
+	@$(PY) -m sphinx -q -E -W --keep-going -j auto -b html -d build/doctrees docs build/docs
+	@echo "docs: build/docs/index.html"
+
 setup: $(READY)
 
 # The stamp holds the path of this folder: a .venv that came along with a copy points at the original.
@@ -50,5 +56,6 @@ $(READY): pyproject.toml bench/pyproject.toml constraints.txt
 redo-setup:
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUT) build src/*.egg-info bench/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(DEMO_OUT) build docs/reference docs/project src/*.egg-info bench/*.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src bench tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

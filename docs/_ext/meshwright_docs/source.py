@@ -1,0 +1,185 @@
+"""The package as syntax: its modules, what their names stand for, and which names are public."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
+
+
+def is_public(name: str) -> bool:
+    """Whether no part of a dotted name is private; a module `private` is an adapter to private names of PyTorch."""
+    return not any(part.startswith("_") or part == "private" for part in name.split("."))
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package, by its dotted name."""
+
+    name: str
+    is_package: bool
+    tree: ast.Module
+
+    @cached_property
+    def body(self) -> list[ast.stmt]:
+        """Its statements, with those under `if` and `try` among them."""
+        return list(_flat(self.tree.body))
+
+    @cached_property
+    def definitions(self) -> dict[str, Definition]:
+        """Classes, functions and variables by their names; of several assignments the first."""
+        found: dict[str, Definition] = {}
+        for node in self.body:
+            for name in _defined(node):
+                if isinstance(node, Definition):
+                    found.setdefault(name, node)
+        return found
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Full names of what is imported."""
+        names: dict[str, str] = {}
+        for node in self.body:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    first = alias.name.partition(".")[0]
+                    names[alias.asname or first] = alias.name if alias.asname else first
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    names[alias.asname or alias.name] = f"{self._base(node)}.{alias.name}"
+        return names
+
+    @cached_property
+    def lazy(self) -> dict[str, str]:
+        """Names that `__getattr__` answers, with the file of each, as in the module's table of them."""
+        asked = self.definitions.get("__getattr__")
+        if not isinstance(asked, ast.FunctionDef):
+            return {}
+        found: dict[str, str] = {}
+        for node in ast.walk(asked):
+            if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.In):
+                continue
+            if isinstance(node.comparators[0], ast.Name):
+                table = self.constant(node.comparators[0].id)
+                found |= table if isinstance(table, dict) else dict.fromkeys(table, "")
+        return found
+
+    @cached_property
+    def exports(self) -> tuple[str, ...]:
+        """Names in `__all__` and those that `__getattr__` answers."""
+        listed = self.constant("__all__") if "__all__" in self.definitions else ()
+        return tuple(dict.fromkeys([*listed, *self.lazy]))
+
+    def constant(self, name: str) -> dict[str, str] | tuple[str, ...]:
+        """The value of a variable that is a literal."""
+        node = self.definitions[name]
+        assert isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        value = ast.literal_eval(node.value)
+        return value if isinstance(value, dict) else tuple(value)
+
+    def comment(self, name: str) -> str:
+        """The string below an assignment to `name`."""
+        return comment_below(self.body, self.definitions[name])
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        parts = parts[: len(parts) - node.level + self.is_package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+@dataclass(frozen=True)
+class Source:
+    """All modules of the package, by name."""
+
+    package: str
+    modules: Mapping[str, Module]
+
+    @staticmethod
+    def read(folder: Path) -> Source:
+        """Parse every file under the package's folder."""
+        modules = {}
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package else parts)
+            modules[name] = Module(name, is_package, ast.parse(path.read_text("utf-8"), path.name))
+        return Source(folder.name, modules)
+
+    def within(self, package: str) -> list[Module]:
+        """A package's public modules at any depth, without itself."""
+        return [one for name, one in self.modules.items() if name.startswith(f"{package}.") and is_public(name)]
+
+    def resolve(self, module: Module, name: str) -> str | None:
+        """The full name, where it is defined, of what a dotted name in a module stands for; None if unknown."""
+        first, _, rest = name.partition(".")
+        if first in module.definitions:
+            return f"{module.name}.{name}"
+        if first in module.aliases:
+            target = module.aliases[first]
+        elif module.lazy.get(first):
+            target = f"{module.name}.{module.lazy[first]}.{first}"
+        elif f"{module.name}.{first}" in self.modules:
+            target = f"{module.name}.{first}"
+        elif first == self.package:
+            target = first
+        else:
+            return None
+        return self.find(f"{target}.{rest}" if rest else target)
+
+    def find(self, full: str) -> str:
+        """The full name, where it is defined, of something imported from anywhere; itself when it is not ours."""
+        parts = full.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            module = self.modules.get(".".join(parts[:length]))
+            if module is not None:
+                rest = ".".join(parts[length:])
+                if parts[length] in module.definitions:
+                    return f"{module.name}.{rest}"
+                if full in self.modules and parts[length] not in module.aliases:
+                    return full
+                return self.resolve(module, rest) or full
+        return full
+
+    def definition(self, full: str) -> tuple[Module, str, Definition] | None:
+        """The module, name and syntax of something defined at the top of a module."""
+        module = self.modules.get(full.rpartition(".")[0])
+        name = full.rpartition(".")[2]
+        if module is None or name not in module.definitions:
+            return None
+        return module, name, module.definitions[name]
+
+
+def comment_below(body: list[ast.stmt], node: ast.stmt) -> str:
+    """The string that follows a statement, which documents it; empty without one."""
+    position = body.index(node)
+    below = body[position + 1] if position + 1 < len(body) else None
+    if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+        return below.value.value
+    return ""
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _flat([*node.body, *node.orelse])
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign):
+        return [node.target.id] if isinstance(node.target, ast.Name) else []
+    if isinstance(node, ast.Assign):
+        names = []
+        for target in node.targets:
+            elements = target.elts if isinstance(target, ast.Tuple) else [target]
+            names += [one.id for one in elements if isinstance(one, ast.Name)]
+        return names
+    return []
