@@ -17,15 +17,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # For type checkers the verbs hide the rooms of the same name, which code imports from by their whole names.
+    # `plan` and `prove` are the verbs to type checkers; code imports from the packages by their full names.
+    from meshwright import checkpoint, comm, dtensor_ops, pipeline, reshard
     from meshwright.api import Proof, RunResult, load_config, plan, prove, run
 
 __version__ = "0.1.0"
 
 _VERBS = ("load_config", "run", "Proof", "RunResult")
-_ROOMS = ("checkpoint", "comm", "pipeline", "plan", "prove", "reshard")
+_ROOMS = ("checkpoint", "comm", "dtensor_ops", "pipeline", "plan", "prove", "reshard")
 
-__all__ = ["Proof", "RunResult", "load_config", "plan", "prove", "run"]
+__all__ = [
+    "Proof",
+    "RunResult",
+    "checkpoint",
+    "comm",
+    "dtensor_ops",
+    "load_config",
+    "pipeline",
+    "plan",
+    "prove",
+    "reshard",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -37,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_VERBS, *_ROOMS})
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

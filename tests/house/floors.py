@@ -28,7 +28,9 @@ FLOORS = {
 }  # fmt: skip
 """Room, or file beside the rooms, by floor."""
 
-LATE = {("__init__", "api"), ("callable_module", "api"), ("cli", "meshwright_bench")}
+LATE = {("callable_module", "api"), ("cli", "meshwright_bench")} | {
+    ("__init__", above) for above in ("api", "checkpoint", "comm", "dtensor_ops", "pipeline", "reshard")
+}
 """Who names something above it, and imports it when it is called."""
 
 TORCH_FREE = (

@@ -122,6 +122,8 @@ class Source:
             return f"{module.name}.{name}"
         if first in module.aliases:
             target = module.aliases[first]
+            if target == f"{module.name}.{first}":  # `from package import submodule` in its own `__init__`
+                return self.find(f"{target}.{rest}") if rest else target
         elif module.lazy.get(first):
             target = f"{module.name}.{module.lazy[first]}.{first}"
         elif f"{module.name}.{first}" in self.modules:
@@ -141,7 +143,7 @@ class Source:
                 rest = ".".join(parts[length:])
                 if parts[length] in module.definitions:
                     return f"{module.name}.{rest}"
-                if full in self.modules and parts[length] not in module.aliases:
+                if full in self.modules and module.aliases.get(parts[length], full) == full:
                     return full
                 return self.resolve(module, rest) or full
         return full
