@@ -103,7 +103,7 @@ def lose_a_file_of_one_rank(rank, world_size, root):
 
 
 def save_local_tensors(rank, world_size, root):
-    """The mistake of saving pieces as if they were whole, of different shapes: 1000 over 3 ranks is uneven."""
+    """The mistake of saving shards as if they were whole, of different shapes: 1000 over 3 ranks is uneven."""
     return told(lambda: save(root, 1, {"w": tensors()["w"].to_local()}))
 
 

@@ -30,7 +30,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """A mesh, and for each of its axes the tensor dim that it divides (None: replicas)."""
 
     mesh: tuple[int, ...]
@@ -45,15 +45,15 @@ class Layout:
         return "x".join(f"{size}{kind}" for size, kind in zip(self.mesh, kinds, strict=True))
 
 
-ALONE = Layout((1,), (None,))
+ALONE = MeshLayout((1,), (None,))
 LAYOUTS = (
     ALONE,
-    Layout((2,), (0,)),
-    Layout((4,), (0,)),
-    Layout((2, 2), (None, 0)),
-    Layout((2, 2), (0, 1)),
-    Layout((2, 2), (0, 0)),
-    Layout((2, 1, 2), (None, 0, 1)),
+    MeshLayout((2,), (0,)),
+    MeshLayout((4,), (0,)),
+    MeshLayout((2, 2), (None, 0)),
+    MeshLayout((2, 2), (0, 1)),
+    MeshLayout((2, 2), (0, 0)),
+    MeshLayout((2, 1, 2), (None, 0, 1)),
 )
 
 

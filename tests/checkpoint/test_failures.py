@@ -75,7 +75,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(gang, tmp_path):
 def test_pieces_are_not_saved_as_if_they_were_whole(gang, tmp_path):
     told = only(gang(3).run(failures.save_local_tensors, tmp_path))
     assert told.kind == "RunError"
-    assert "ranks 0 and 2 have different tensors named w: pieces of [334] and [332]" in told.text
+    assert "ranks 0 and 2 have different tensors named w: shards of [334] and [332]" in told.text
 
 
 def test_partial_sums_are_not_saved(gang, tmp_path):

@@ -18,7 +18,7 @@ from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.errors import CheckpointError, RunError
 from tests.checkpoint import layouts
-from tests.checkpoint.layouts import ALONE, LAYOUTS, SHAPES, Layout, values
+from tests.checkpoint.layouts import ALONE, LAYOUTS, SHAPES, MeshLayout, values
 
 BLOCK_DEGREES = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (1, 2, 1), (2, 1, 2)]
 """dp_replicate, dp_shard, tp."""
@@ -73,7 +73,7 @@ def test_any_layout_loads_onto_any_other(gang, saved, source, target):
 
 @pytest.mark.slow
 def test_eight_ranks_on_three_axes(gang, saved, tmp_path):
-    layout = Layout((2, 2, 2), (None, 0, 1))
+    layout = MeshLayout((2, 2, 2), (None, 0, 1))
     path = gang(8).run(layouts.save_laid_out, tmp_path, layout)[0]
     found = save_load.read_tensors(path, SHAPES)
     assert all(torch.equal(found[name], tensor) for name, tensor in values().items())
@@ -238,10 +238,10 @@ def test_a_tensor_file_that_cannot_be_read_is_named(tmp_path, damage):
 @given(shape=st.lists(st.integers(0, 5), max_size=3), data=st.data())
 def test_layouts_come_back_from_json(tmp_path_factory, shape, data):
     offset = tuple(data.draw(st.integers(0, size)) for size in shape)
-    key = layout_file.piece_key("wé", offset, tuple(shape), tuple(shape))
-    piece = layout_file.Piece(offset, tuple(shape), "rank-00001.safetensors", key)
+    key = layout_file.shard_key("wé", offset, tuple(shape), tuple(shape))
+    shard = layout_file.StoredShard(offset, tuple(shape), "rank-00001.safetensors", key)
     tensors = {
-        "wé": layout_file.TensorEntry("BF16", tuple(shape), (piece, piece)),
+        "wé": layout_file.TensorEntry("BF16", tuple(shape), (shard, shard)),
         "v": layout_file.TensorEntry("I8", (), ()),
     }
     folder = tmp_path_factory.mktemp("layout")

@@ -43,5 +43,5 @@ def assorted(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor
     """Groups of 128 values, each of another kind: all kinds in 1536 values in a row."""
     *outer, length = shape
     num_groups = -(-length // 128)
-    pieces = [fresh(KINDS[(seed + i) % len(KINDS)], (*outer, 128), dtype, seed=seed + i) for i in range(num_groups)]
-    return torch.cat(pieces, -1)[..., :length].contiguous()
+    shards = [fresh(KINDS[(seed + i) % len(KINDS)], (*outer, 128), dtype, seed=seed + i) for i in range(num_groups)]
+    return torch.cat(shards, -1)[..., :length].contiguous()

@@ -123,7 +123,7 @@ def test_a_name_that_there_is_not(name, use, what, fix):
         find_method(name, use)
     error = refused.value
     assert (error.what, error.fix) == (f"{what} cannot be sent as {name!r}", fix)
-    assert (error.where, error.rule) == (f"compressed {use}", f"{what} is one of {', '.join(names(use))}")
+    assert (error.where, error.rule) == (f"compressed {use}", f"methods for {what} are {', '.join(names(use))}")
 
 
 def test_a_name_without_a_use():

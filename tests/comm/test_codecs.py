@@ -175,5 +175,5 @@ def test_what_cannot_be_encoded_is_refused():
         encode(torch.ones(3), Codec.BF16, rotate=True)
     with pytest.raises(InputError, match="float64"):
         decode(encode(torch.ones(3), Codec.INT8), Codec.INT8, num_elements=3, dtype=torch.float64)
-    with pytest.raises(InputError, match="80 elements of torch.uint8 is no block of 129"):
+    with pytest.raises(InputError, match="80 elements of torch.uint8 is not a block of 129"):
         decode(encode(torch.ones(3), Codec.INT4), Codec.INT4, num_elements=129, dtype=torch.float32)

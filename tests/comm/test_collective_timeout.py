@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import all_to_all, collectives
-from meshwright.comm.collective_log import Passage, record_of, records
-from meshwright.comm.collective_timeout import CollectiveError, naming_collectives
-from meshwright.comm.message_format import ranks_words
+from meshwright.comm.collective_log import TrackedOperation, group_record, group_records
+from meshwright.comm.collective_timeout import CollectiveError, name_failed_collective
+from meshwright.comm.message_format import format_ranks
 from meshwright.comm.p2p import open_channels
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.testing.gang import Gang, GangError
@@ -50,15 +50,15 @@ def wait_here(group, call):
 
 
 def gather_much(group):
-    parts = torch.ones(3, collectives.MUCH_BYTES)
-    collectives.all_gather_onto(parts, group=group)
+    parts = torch.ones(3, collectives.LARGE_SHARD_BYTES)
+    collectives.all_gather_rows_into(parts, group=group)
 
 
 CALLS = {
     "barrier": lambda group: collectives.barrier(group),
     "all_reduce": lambda group: collectives.all_reduce_sum(torch.ones(2, 3), group=group),
     "broadcast from rank 2": lambda group: collectives.broadcast(torch.ones(4), src=2, group=group),
-    "all_gather": lambda group: collectives.all_gather_into(torch.ones(4), group=group),
+    "all_gather": lambda group: collectives.all_gather_rows(torch.ones(4), group=group),
     "all_gather by messages": gather_much,
     "reduce_scatter": lambda group: collectives.reduce_scatter_sum(torch.ones(6), group=group),
     "all_gather_object": lambda group: collectives.all_gather_object("x", group=group),
@@ -85,16 +85,16 @@ def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
     for rank, error in enumerate(found):
         other = 1 - rank
         assert isinstance(error, CollectiveError) and isinstance(error, RunError)
-        assert re.match(rf"rank {rank} (waited [\d.]+ s in vain in|lost another rank in) {name}, number 2 in the group "
-                        rf"of ranks 0, 1, 2", error.what), error.what  # fmt: skip
+        assert re.match(rf"rank {rank} (timed out after [\d.]+ s|lost the connection to another rank) in {name}, "
+                        rf"number 2 in the group of ranks 0, 1, 2", error.what), error.what  # fmt: skip
         assert re.search(r"test_collective_timeout\.py:\d+ in (wait_here|gather_much)\n", error.where), error.where
         assert "/meshwright/comm/" not in error.where and "/torch/" not in error.where
         assert f"rank {other}: {name}, number 2 in the group of ranks 0, 1, 2" in error.where
-        assert "rank 2: in no collective that has failed" in error.where
+        assert "rank 2: in no failed collective" in error.where
         assert error.rule and "MESHWRIGHT_DEBUG_COLLECTIVES=1" in error.fix
     if name == "all_reduce":
         assert "of float32 [2, 3]" in found[0].what
-    assert any("in vain" in error.what for error in found)
+    assert any("timed out" in error.what for error in found)
 
 
 def hang_in_backward(rank, world_size):
@@ -109,7 +109,10 @@ def hang_in_backward(rank, world_size):
 def test_a_backward_that_others_do_not_run_is_named(gang):
     error, _ = gang(2).run(hang_in_backward, timeout_s=BODY_S)
     assert isinstance(error, CollectiveError)
-    assert "in vain in all_to_all, number 2 in the group of ranks 0, 1, of float32 [2]" in error.what
+    assert (
+        " s in all_to_all, number 2 in the group of ranks 0, 1, of float32 [2]" in error.what
+        and "timed out after" in error.what
+    )
     assert re.search(r"test_collective_timeout\.py:\d+ in hang_in_backward\n", error.where), error.where
 
 
@@ -129,7 +132,10 @@ def test_a_stopped_rank_ends_the_others():
     assert caught.value.ranks == (0,)
     cause = caught.value.exception
     assert isinstance(cause, CollectiveError)
-    assert "in vain in all_reduce, number 2 in the group of ranks 0, 1, of float32 [5]" in cause.what
+    assert (
+        " s in all_reduce, number 2 in the group of ranks 0, 1, of float32 [5]" in cause.what
+        and "timed out after" in cause.what
+    )
     assert re.search(r"test_collective_timeout\.py:\d+ in stop\n", cause.where), cause.where
 
 
@@ -181,7 +187,10 @@ def transfer(rank, world_size, sends):
 def test_a_transfer_in_vain_is_named(gang, sends):
     error = gang(2).run(transfer, sends, timeout_s=BODY_S)[0 if sends else 1]
     name = "send" if sends else "receive"
-    assert f"in vain in {name}, number 2 in the group of ranks 0, 1, of float32 [2000000]" in error.what
+    assert (
+        f" s in {name}, number 2 in the group of ranks 0, 1, of float32 [2000000]" in error.what
+        and "timed out after" in error.what
+    )
     assert re.search(r"test_collective_timeout\.py:\d+ in (transfer|<lambda>)\n", error.where), error.where
 
 
@@ -217,11 +226,11 @@ def counted(rank, world_size):
     collectives.barrier()
     collectives.all_reduce_sum(torch.ones(1), group=group)
     collectives.all_reduce_sum(torch.ones(1), group=group)
-    own = [record_of(one) for one in (None, group, other)]
+    own = [group_record(one) for one in (None, group, other)]
     del group, other
     dist.destroy_process_group()
     gc.collect()
-    left = [one for one in records().values() if one in own]  # groups of the body before may be closing meanwhile
+    left = [one for one in group_records().values() if one in own]  # groups of the body before may be closing meanwhile
     return [one.count for one in own], left
 
 
@@ -231,7 +240,7 @@ def test_each_group_counts_its_own_and_takes_its_count_along(gang):
 
 def refused(rank, world_size):
     def call():
-        with Passage("all_reduce", torch.ones(2), None):
+        with TrackedOperation("all_reduce", torch.ones(2), None):
             raise RuntimeError("NCCL error: unhandled system error")
 
     return error_of(call)
@@ -250,14 +259,14 @@ def sharded(rank, world_size):
     group = new_group()
     model = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
     model(torch.ones(2, 4)).sum().backward()
-    with naming_collectives():
+    with name_failed_collective():
         collectives.barrier()
     from_now_in_vain(group)
     if rank == 1:
         return None
 
     def call():
-        with naming_collectives():
+        with name_failed_collective():
             model(torch.ones(2, 4)).sum().backward()
 
     return error_of(call)
@@ -267,7 +276,7 @@ def sharded(rank, world_size):
 def test_a_collective_of_fsdp_is_named_too(gang):
     error, _ = gang(2).run(sharded, timeout_s=BODY_S)
     where = "in the group of ranks 0, 1, of float [10]"
-    assert re.match(r"rank 0 waited in vain in all_gather, number \d+ by PyTorch's count ", error.what), error.what
+    assert re.match(r"rank 0 timed out in all_gather, number \d+ by PyTorch's count ", error.what), error.what
     assert where in error.what
     assert re.search(r"test_collective_timeout\.py:\d+ in call\n", error.where), error.where
 
@@ -290,15 +299,15 @@ def compressed(rank, world_size):
 @pytest.mark.slow
 def test_a_compressed_collective_of_fsdp_is_named_with_its_stack(gang):
     error, _ = gang(2).run(compressed, timeout_s=BODY_S)
-    words = r"rank 0 waited \S+ s in vain in all_to_all, number 1 in the group of ranks 0, 1, of uint8"
+    words = r"rank 0 timed out after \S+ s in all_to_all, number 1 in the group of ranks 0, 1, of uint8"
     assert re.match(words, error.what), error.what
     assert re.search(r"test_collective_timeout\.py:\d+ in <lambda>\n", error.where), error.where
 
 
 def test_other_errors_pass():
-    with pytest.raises(ValueError, match="timeout"), naming_collectives():
+    with pytest.raises(ValueError, match="timeout"), name_failed_collective():
         raise ValueError("timeout")
-    with pytest.raises(RuntimeError, match="shape"), naming_collectives():
+    with pytest.raises(RuntimeError, match="shape"), name_failed_collective():
         raise RuntimeError("shape")
 
 
@@ -307,4 +316,4 @@ def test_other_errors_pass():
     ([0, 2, 4, 6], "ranks 0, 2, 4, 6"),
 ])  # fmt: skip
 def test_ranks_in_words(ranks, words):
-    assert ranks_words(ranks) == words
+    assert format_ranks(ranks) == words

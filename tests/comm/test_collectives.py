@@ -47,11 +47,11 @@ def gathered_and_scattered(rank, world_size):
         strided = x.t().contiguous().t()
         before = strided.clone()
         found.append((
-            collectives.all_gather_into(strided).tolist(), collectives.reduce_scatter_sum(strided).tolist(),
-            torch.equal(strided, before), collectives.all_gather_into(x[:0]).shape,
+            collectives.all_gather_rows(strided).tolist(), collectives.reduce_scatter_sum(strided).tolist(),
+            torch.equal(strided, before), collectives.all_gather_rows(x[:0]).shape,
             collectives.reduce_scatter_sum(x[:0]).shape,
         ))  # fmt: skip
-    inside = collectives.all_gather_into(torch.tensor([rank]), group=group).tolist() if rank < 2 else [0, 1]
+    inside = collectives.all_gather_rows(torch.tensor([rank]), group=group).tolist() if rank < 2 else [0, 1]
     with pytest.raises(LayoutError, match="cannot be divided"):
         collectives.reduce_scatter_sum(torch.ones(world_size + 1))
     return found, inside
@@ -69,7 +69,7 @@ def test_gathering_and_scattering(gang, world_size):
             assert untouched and empty == [(0, 3), (0, 3)]
 
 
-PART_BYTES = (8, 24, collectives.MUCH_BYTES - 8, collectives.MUCH_BYTES)
+PART_BYTES = (8, 24, collectives.LARGE_SHARD_BYTES - 8, collectives.LARGE_SHARD_BYTES)
 """Of a rank's part of an all-gather: on both sides of where messages take over."""
 
 
@@ -81,10 +81,10 @@ def gathered_onto(rank, world_size, dtype):
         own, whole = parts[rank].view(dtype), torch.cat(parts)
         outside = dist.irecv(other := torch.zeros(3), (rank - 1) % world_size)
         sent = dist.isend(torch.full((3,), float(rank)), (rank + 1) % world_size)
-        apart = collectives.all_gather_onto(torch.empty_like(whole).view(dtype), own)
+        apart = collectives.all_gather_rows_into(torch.empty_like(whole).view(dtype), own)
         in_place = torch.zeros_like(whole)
         in_place.view(world_size, -1)[rank] = parts[rank]
-        collectives.all_gather_onto(in_place.view(dtype))
+        collectives.all_gather_rows_into(in_place.view(dtype))
         outside.wait()
         sent.wait()
         assert other.tolist() == [(rank - 1) % world_size] * 3, "messages under way are nobody else's"
@@ -107,7 +107,7 @@ def test_alone():
     assert collectives.all_gather_object("a") == ["a"] and collectives.broadcast_object("a") == "a"
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
     collectives.barrier()
-    for alike in (collectives.all_gather_into, collectives.reduce_scatter_sum):
+    for alike in (collectives.all_gather_rows, collectives.reduce_scatter_sum):
         y = alike(x)
         assert y.tolist() == [1, 1] and y.data_ptr() != x.data_ptr()
     assert everything(0, 1)[1] == [0, 1, 2, 3]

@@ -18,7 +18,7 @@ from meshwright.errors import InputError
 from meshwright.mesh.local_shards import to_local
 
 SIZES = (0, 1, 2, 5, 130, 1000, 1001)
-"""Among them are fewer elements than ranks, and pieces that nothing is left for."""
+"""Among them are fewer elements than ranks, and shards that nothing is left for."""
 
 
 def randn(n, seed, dtype=torch.float32):
@@ -149,7 +149,7 @@ def test_an_error_of_another_size_is_not_used(gang):
     for warnings, is_fresh in gang(2).run(resized):
         assert is_fresh
         assert [text.split(" starts")[0] for text in warnings] == [
-            "the error feedback of the pieces of x", "the error feedback of the sum of x",
+            "the error feedback of the shards of x", "the error feedback of the sum of x",
         ]  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_a_world_of_one_loses_nothing():
 def test_bad_input():
     comm = CompressedAllReduce("x", Codec.INT4)
     for x in (torch.zeros(3, 4), torch.zeros(8)[::2]):
-        with pytest.raises(InputError, match="to reduce in place"):
+        with pytest.raises(InputError, match="cannot be all-reduced in place"):
             comm(x, group=None)
 
 

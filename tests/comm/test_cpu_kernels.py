@@ -220,7 +220,7 @@ def test_one_of_the_ranks_builds(library, monkeypatch, tmp_path):
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'what a source' >&2; exit 3"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(build_cpu_kernels.BuildError, match="ended with 3: what a source"):
+    with pytest.raises(build_cpu_kernels.BuildError, match="failed with exit code 3: what a source"):
         build_cpu_kernels.open_library()
     assert libraries() == []
 
@@ -232,7 +232,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(library, monkeypatch, tm
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         assert CpuKernels(build_cpu_kernels.open_library()).isa in Isa
-    assert "for this process alone" in caplog.text
+    assert "for this process only" in caplog.text
 
 
 def test_an_instruction_set_that_is_missing_is_refused(library):

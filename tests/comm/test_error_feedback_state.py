@@ -9,7 +9,7 @@ import torch
 
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import decode, encode
-from meshwright.comm.compression.error_feedback_state import ErrorLayout, ErrorState, Feedback
+from meshwright.comm.compression.error_feedback_state import ErrorLayout, ErrorState, LazyErrorState
 from meshwright.errors import RunError
 from tests.comm.test_error_feedback import gradients
 
@@ -173,11 +173,11 @@ def test_the_loss_scale_stays_within_a_step():
 
 def test_a_loss_scale_is_that_of_errors_to_come():
     """Also of a saved one, whose layout shows at the first use."""
-    g, saved = steps(1)[0], Feedback("layers.0")
+    g, saved = steps(1)[0], LazyErrorState("layers.0")
     saved.follow_loss_scale(2.0)
     saved.quantise(g, Codec.INT4)
     saved.commit()
-    late = Feedback("layers.0")
+    late = LazyErrorState("layers.0")
     late.load_state_dict(saved.state_dict())
     for one in (saved, late):
         one.follow_loss_scale(16.0)
@@ -188,7 +188,7 @@ def test_a_loss_scale_is_that_of_errors_to_come():
 
 def test_a_state_of_nothing_is_nothing():
     """A state from before the first step takes back what came after it, and is saved as it was."""
-    feedback = Feedback("layers.0")
+    feedback = LazyErrorState("layers.0")
     before = feedback.state_dict()
     expected = feedback.quantise(steps(1)[0], Codec.INT4)
     feedback.commit()

@@ -187,7 +187,7 @@ def poisoned(rank, world_size):
             for dtype in DTYPES[1:]:
                 x, out = torch.ones(600, dtype=dtype), torch.empty(300, dtype=dtype)
                 if rank == 0:
-                    x[400] = value  # element 100 of rank 1's piece
+                    x[400] = value  # element 100 of rank 1's shard
                 comm = CompressedReduceScatter("x", method.codec, rotate=method.rotate, feedback=method.feedback)
                 comm(out, x, dist.group.WORLD, dist.ReduceOp.AVG)
                 found[method.name, str(value), dtype] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
@@ -236,7 +236,7 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="gradients inside a node cannot be sent as 'int16'") as caught:
         compress(Model(), gradients="loco4", inside_node="int16")
     assert caught.value.fix == "inside_node='int8'"
-    with pytest.raises(ConfigError, match="nodes and placement both"):
+    with pytest.raises(ConfigError, match="nodes and placement both define"):
         compress(Model(), gradients="loco4", nodes=[0], placement=Placement((0,), {}))
 
 

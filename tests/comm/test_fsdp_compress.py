@@ -73,7 +73,7 @@ def test_parameters_that_a_step_does_not_use(gang, includes):
 def test_a_state_is_of_exactly_the_module_that_it_names():
     names = ("layers", "layers.1", "layers.1.norm")
     comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in names}
-    comms["layers.1"]._feedback.error_of(ErrorLayout(2, 8), torch.device("cpu"))
+    comms["layers.1"]._feedback.state_for(ErrorLayout(2, 8), torch.device("cpu"))
     saved = Compression(comms, {}).state_dict()
     fresh = {name: mock.Mock() for name in names}
     Compression(fresh, {}).load_state_dict(saved)
@@ -85,7 +85,7 @@ def test_a_state_is_of_exactly_the_module_that_it_names():
 def test_saved_errors_of_modules_that_are_not_there_are_told(caplog):
     comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in ("", "a", "b")}
     for comm in comms.values():
-        comm._feedback.error_of(ErrorLayout(2, 8), torch.device("cpu"))
+        comm._feedback.state_for(ErrorLayout(2, 8), torch.device("cpu"))
     saved = Compression(comms, {}).state_dict()
     Compression(comms, {}).load_state_dict(saved)
     Compression({}, {}).load_state_dict(saved)
@@ -147,5 +147,5 @@ def odd(rank, world_size):
 def test_odd_modules_and_a_loss_scale(gang):
     for names, warnings, losses, scale in gang(2).run(odd):
         assert names == {"", "root", "two"} and scale == 2.0**12
-        assert len(warnings) == 1 and "weights of two are gathered as they are, not as int8" in warnings[0]
+        assert len(warnings) == 1 and "weights of two are gathered uncompressed, not as int8" in warnings[0]
         assert losses[-1] < losses[0] / 3

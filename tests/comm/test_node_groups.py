@@ -74,7 +74,7 @@ def on_mesh(rank, world_size, shape, nodes):
         found = place(parts[0], nodes=nodes)
     for part in parts[0]:
         compress(part, gradients="exact-via-all-to-all", placement=found)
-    two_stage = [found.stages_of(group) is not None for group in map(shard_group, parts[0])]
+    two_stage = [found.two_stage_groups(group) is not None for group in map(shard_group, parts[0])]
     data = mesh["dp"].get_local_rank()
     ours, theirs = ([gradients_of(part, data) for part in one] for one in parts)
     close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for x, y in zip(ours, theirs, strict=True)
@@ -119,14 +119,14 @@ def test_each_group_is_made_once_and_by_all(gang):
     groups = [(0, 1), (0, 2), (1, 3), (2, 3)]
     found = gang(4).run(placed)
     assert [created for created, _ in found] == [groups * 2] * 4
-    assert found[0][1] == "" and all("knows no part of a model that is sharded over ranks 0" in error
+    assert found[0][1] == "" and all("has no model part sharded over ranks 0" in error
                                      for _, error in found[1:])  # fmt: skip
 
 
 def on_real_hosts(rank, world_size, hosts):
     with mock.patch.dict("os.environ", {"NCCL_HOSTID": hosts[rank]}):
         stages = place([fully_shard(nn.Linear(2, 2))])
-    return stages.nodes, stages.stages_of(dist.group.WORLD) is not None
+    return stages.nodes, stages.two_stage_groups(dist.group.WORLD) is not None
 
 
 def test_nodes_are_the_hosts(gang):

@@ -1,4 +1,4 @@
-"""Nodes, links and the plan of two stages: every piece arrives once, whatever the placement."""
+"""Nodes, links and the plan of two stages: every shard arrives once, whatever the placement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.comm import node_topology as nodes_module
-from meshwright.comm.node_topology import Links, host_identity, is_uneven, links_of, node_numbers, two_stages
+from meshwright.comm.node_topology import (
+    Links,
+    group_links,
+    has_uneven_nodes,
+    host_identity,
+    node_numbers,
+    plan_two_stages,
+)
 
 
 @st.composite
@@ -35,23 +42,23 @@ def exchanged(sent, group, rows_each):
 @given(placements())
 def test_every_piece_of_every_rank_arrives_once(placement):
     ranks, nodes = placement
-    plan = two_stages(ranks, nodes)
+    plan = plan_two_stages(ranks, nodes)
     num_nodes = len({nodes[rank] for rank in ranks})
     if num_nodes == 1 or len(ranks) == num_nodes:
         assert plan is None
         return
     assert (plan.num_nodes, plan.num_local) == (num_nodes, len(ranks) // num_nodes)
-    pieces = {rank: [[(rank, piece)] for piece in range(len(ranks))] for rank in ranks}
-    sent = {rank: [pieces[rank][piece] for piece in plan.order()] for rank in ranks}
+    shards = {rank: [[(rank, shard)] for shard in range(len(ranks))] for rank in ranks}
+    sent = {rank: [shards[rank][shard] for shard in plan.send_order()] for rank in ranks}
     sums = {}
     for rank in ranks:
-        inside = plan.inside_of(rank)
+        inside = plan.intra_node_ranks(rank)
         assert rank in inside and list(inside) == sorted(inside) and {nodes[one] for one in inside} == {nodes[rank]}
         received = exchanged(sent, inside, plan.num_nodes)[rank]
         sums[rank] = [sum(column, []) for column in zip(*received, strict=True)]
-        assert tuple({piece for _, piece in one} for one in sums[rank]) == tuple({one} for one in plan.pieces_of(rank))
+        assert tuple({shard for _, shard in one} for one in sums[rank]) == tuple({one} for one in plan.shards_of(rank))
     for at, rank in enumerate(ranks):
-        between = plan.between_of(rank)
+        between = plan.inter_node_ranks(rank)
         assert list(between) == sorted(between) and len({nodes[one] for one in between}) == len(between)
         arrived = sum(sum(exchanged(sums, between, 1)[rank], []), [])
         assert sorted(arrived) == sorted((source, at) for source in ranks)
@@ -61,29 +68,29 @@ def test_every_piece_of_every_rank_arrives_once(placement):
 def test_uneven_nodes_take_one_stage(placement):
     ranks, nodes = placement
     counts = {sum(nodes[other] == nodes[rank] for other in ranks) for rank in ranks}
-    assert is_uneven(ranks, nodes) == (len(counts) > 1)
+    assert has_uneven_nodes(ranks, nodes) == (len(counts) > 1)
     if len(counts) > 1:
-        assert two_stages(ranks, nodes) is None
+        assert plan_two_stages(ranks, nodes) is None
 
 
 @given(placements(even=False))
 def test_links_are_to_all_others(placement):
     ranks, nodes = placement
     for rank in ranks:
-        found = links_of(ranks, nodes, rank=rank)
+        found = group_links(ranks, nodes, rank=rank)
         assert found.inside == sum(nodes[one] == nodes[rank] for one in ranks) - 1
         assert found.num_ranks == len(ranks) and found.num_nodes == len({nodes[one] for one in ranks})
 
 
 def test_the_plan_of_neighbours_and_of_nodes_that_take_turns():
-    side_by_side = two_stages(range(4), [0, 0, 1, 1])
+    side_by_side = plan_two_stages(range(4), [0, 0, 1, 1])
     assert side_by_side.inside == ((0, 1), (2, 3)) and side_by_side.between == ((0, 2), (1, 3))
-    assert side_by_side.order() == (0, 2, 1, 3)
-    in_turns = two_stages([1, 3, 5, 7], [9, 4, 9, 6, 9, 4, 9, 6])
+    assert side_by_side.send_order() == (0, 2, 1, 3)
+    in_turns = plan_two_stages([1, 3, 5, 7], [9, 4, 9, 6, 9, 4, 9, 6])
     assert in_turns.inside == ((1, 5), (3, 7)) and in_turns.between == ((1, 3), (5, 7))
-    assert in_turns.order() == (0, 1, 2, 3)
-    crossed = two_stages(range(4), [0, 1, 1, 0])
-    assert crossed.between == ((0, 1), (2, 3)) and crossed.pieces_of(3) == (2, 3)
+    assert in_turns.send_order() == (0, 1, 2, 3)
+    crossed = plan_two_stages(range(4), [0, 1, 1, 0])
+    assert crossed.between == ((0, 1), (2, 3)) and crossed.shards_of(3) == (2, 3)
 
 
 def test_a_ring_crosses_each_node_once():
@@ -118,4 +125,4 @@ def test_a_host_is_what_nccl_takes_for_one(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "nodes"), [([0], [3]), ([0, 1, 2], [5, 5, 5]), ([0, 2], [0, 0, 1, 1]), ([], [0])])
 def test_one_stage_is_all_there_is_to_do(ranks, nodes):
-    assert two_stages(ranks, nodes) is None and not is_uneven(ranks, nodes)
+    assert plan_two_stages(ranks, nodes) is None and not has_uneven_nodes(ranks, nodes)

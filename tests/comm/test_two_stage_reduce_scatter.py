@@ -23,7 +23,7 @@ PLACEMENTS = [[0, 0, 1, 1], [0, 1, 0, 1], [5, 2, 2, 5]]
 def stages_on(nodes):
     """The placement of four ranks on `nodes`, and its stages of the whole group."""
     found = place([fully_shard(nn.Linear(2, 2))], nodes=nodes)
-    return found, found.stages_of(dist.group.WORLD)
+    return found, found.two_stage_groups(dist.group.WORLD)
 
 
 def new_comm(nodes, codec, *, inside=Codec.INT8, on=None, **options):
@@ -132,7 +132,7 @@ def resumed(rank, world_size, nodes, later_nodes):
             state = comm.state_dict()
             comm = new_comm(later_nodes, Codec.INT2, feedback=True)
             comm.load_state_dict(state)
-            started = comm._feedback.error_of(ErrorLayout(2, 200, comm._pieces), torch.device("cpu"))
+            started = comm._feedback.state_for(ErrorLayout(2, 200, comm._shards), torch.device("cpu"))
             error = bool(started.state_dict()["error"].any())
     return outs, later_nodes is None or error
 
@@ -142,7 +142,7 @@ def test_a_saved_error_goes_on_bitwise_on_the_same_placement_only(gang):
     whole = gang(4).run(resumed, same, None)
     for (expected, _), (outs, has_error) in zip(whole, gang(4).run(resumed, same, same), strict=True):
         assert has_error and all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
-    # Blocks of as many elements, but of other pieces.
+    # Blocks of as many elements, but of other shards.
     assert [has_error for _, has_error in gang(4).run(resumed, same, other)] == [False, False, False, False]
 
 
@@ -153,7 +153,7 @@ def poisoned(rank, world_size):
         for codec, options in ((Codec.INT4, {"feedback": True}), (Codec.INT8, {"rotate": True}), (Codec.EXACT, {})):
             x, out = torch.ones(4 * 300), torch.empty(300)
             if rank == 0:
-                x[700] = torch.inf  # element 100 of rank 2's piece
+                x[700] = torch.inf  # element 100 of rank 2's shard
             comm = new_comm(PLACEMENTS[1], codec, inside=inside, on=on, **options)
             comm(out, x, dist.group.WORLD, dist.ReduceOp.SUM)
             found.append(int((~out.isfinite()).sum()))
@@ -166,7 +166,7 @@ def test_what_is_not_finite_arrives_so(gang):
 
 
 def counted(rank, world_size):
-    """Bytes of one call each: in two stages, in one, and a gather; pieces of 256 elements."""
+    """Bytes of one call each: in two stages, in one, and a gather; shards of 256 elements."""
     found, stages = stages_on([0, 0, 1, 1])
     two = new_comm([0, 0, 1, 1], Codec.INT4, on=(found, stages), feedback=True)
     one = CompressedReduceScatter("x", Codec.INT4, nodes=found.nodes)
@@ -180,11 +180,11 @@ def counted(rank, world_size):
 
 def test_bytes_are_counted_by_the_links_they_take(gang):
     int8, int4 = Codec.INT8.encoded_bytes(256), Codec.INT4.encoded_bytes(256)
-    # A ring of four hands on three pieces, and one rank of two to the other node.
+    # A ring of four hands on three shards, and one rank of two to the other node.
     exact = 3 * 1024 // 2
     expected = [
-        (2 * int8, int4, exact, exact),  # two pieces to the neighbour, then one sum to the other node
-        (int4, 2 * int4, exact, exact),  # a piece to everyone
+        (2 * int8, int4, exact, exact),  # two shards to the neighbour, then one sum to the other node
+        (int4, 2 * int4, exact, exact),  # a shard to everyone
         (3 * int8 // 2, 3 * int8 // 2, exact, exact),
     ]
     expected.append(tuple(sum(column) for column in zip(*expected, strict=True)))
@@ -228,7 +228,7 @@ def test_a_training_with_loco_stays_near_and_sends_a_tenth_between_nodes(gang):
     for (parameters, sent, (error, gradient)), (expected, _, _), (_, one, (whole, _)) in zip(
         ours, theirs, in_one_stage, strict=True
     ):
-        # One sum of int4 for 1.5 pieces of float32; three quarters of all pieces without the first stage.
+        # One sum of int4 for 1.5 shards of float32; three quarters of all shards without the first stage.
         assert sent.between < 0.12 * sent.exact_between and sent.between < 0.4 * one.between
         assert (error * 2, whole) == (gradient, gradient)
         for a, b in zip(parameters, expected, strict=True):

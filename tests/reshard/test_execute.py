@@ -188,7 +188,7 @@ def peak_of(how, x, groups):
     """
     live = LiveBytes()
     with live, pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_onto", "all_to_all_into"):
+        for name in ("all_gather_rows_into", "all_to_all_into"):
             patch.setattr(execute_room, name, let_go(getattr(execute_room, name), live))
         execute(how, x, groups)
     return live.peak

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm import collectives
-from meshwright.comm.collective_log import record_of
+from meshwright.comm.collective_log import group_record
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.cross_mesh.redistribute_across import redistribute_across
@@ -206,7 +206,7 @@ def test_a_part_of_another_shape_is_refused(gang):
 
 def debugged(rank, world_size):
     """Ranks that stay away from an exchange enter the next collective in step with the others."""
-    of_all = record_of(None)
+    of_all = group_record(None)
     of_all.debug = True
     if rank in {*SRC_RANKS, *DST_RANKS}:
         plan = plan_transfer(SRC, DST, src_ranks=SRC_RANKS, dst_ranks=DST_RANKS, dtype="fp32")

@@ -150,7 +150,7 @@ def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, tmp_path):
         "ranks were ended"
     )
     assert re.search(r"rank 0: step 3, action \d+ \(0\w+: .* of micro-batch \d on stage 0\)", error.where), error.where
-    told = r"rank 0 waited [\d.]+ s in vain in (send|receive), number \d+ in the group of ranks 0, 1, of float32 "
+    told = r"rank 0 timed out after [\d.]+ s in (send|receive), number \d+ in the group of ranks 0, 1, of float32 "
     assert re.search(told, error.where) and re.search(r"execute\.py:\d+ in ", error.where), error.where
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: saved from any layout, loaded onto any other, safe against a kill, never pickled."""
+"""Sharded checkpoints that load onto any layout, survive a kill at any time, and never use pickle."""

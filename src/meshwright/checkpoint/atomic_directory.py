@@ -1,17 +1,17 @@
-"""The directory protocol: how files become a checkpoint and stop being one, so that no kill loses one.
+"""Directory protocol that creates, replaces and removes checkpoints atomically.
 
 Torch-free.
 
 [Note: a kill at any instant]
-A checkpoint is a directory `<root>/<step>` of data files and a `manifest.json` that names every one of them
-with its size and hash. One run writes to a root. Everything that is not yet, or no longer, a checkpoint has a
-name that `list_checkpoints` does not look at, and a name changes by one atomic rename:
+A checkpoint is a directory `<root>/<step>` of data files and a `manifest.json` that lists the size and hash of
+each. One run writes to a root. Anything that is not yet, or no longer, a checkpoint has a name that
+`list_checkpoints` ignores, and each change of name is one atomic rename:
 
 - saving: data into `.tmp-<step>`, each file flushed; the manifest last; flush the directory; rename it to
   `<step>`; flush the root
-- removing: rename to `.del-<step>`; only then delete what is in it
+- removing: rename to `.del-<step>`; only then delete its content
 - saving a step again: rename the old one to `<step>.old`, which still counts as a checkpoint of that step;
-  rename the new one to `<step>`; remove the old one. Between the renames the old one stands for that step
+  rename the new one to `<step>`; remove the old one
 
 A kill leaves at most a `.tmp-`, a `.del-`, or an `.old` beside its complete successor; `clean` removes those.
 """
@@ -35,20 +35,20 @@ _log = get_logger(__name__)
 
 
 def final_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, once complete."""
+    """Return the path of the complete checkpoint of `step`."""
     return root / f"{step:08d}"
 
 
 def temporary_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is put together."""
+    """Return the path at which the checkpoint of `step` is assembled."""
     return root / f".tmp-{step:08d}"
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make the empty directory that the files of the checkpoint of `step` are written to; then `commit` it.
+    """Create an empty directory for the files of the checkpoint of `step`, to be passed to `commit`.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     temporary = temporary_path(root, step)
     _make_directory(root)
@@ -66,27 +66,27 @@ def commit(
     run: Mapping[str, Any],
     files: Mapping[str, FileEntry],
 ) -> Path:
-    """Make the checkpoint of `step` of the directory that `begin` gave, in one instant; its final path.
+    """Turn the directory from `begin` into the checkpoint of `step` atomically, and return its final path.
 
     Args:
-        temporary: holds every file of `files`, flushed to the disk by whoever wrote it (`DurableFile`).
-        step: optimizer steps done.
+        temporary: contains every file of `files`, flushed to the disk by its writer (`DurableFile`).
+        step: completed optimizer steps.
         model: the model's identity.
-        run: what the trainer needs to go on.
-        files: the entry of every file, from its writer.
+        run: state that the trainer needs to resume.
+        files: the manifest entry of every file.
 
     Raises:
-        RunError: a file is not there with its size.
-        CheckpointError: `model` or `run` can't be JSON.
-        OSError: the manifest cannot be written, or a name not changed.
+        RunError: a file is missing or has the wrong size.
+        CheckpointError: `model` or `run` cannot be written as JSON.
+        OSError: the manifest cannot be written, or a rename failed.
     """
     root, final = temporary.parent, final_path(temporary.parent, step)
     for name, entry in files.items():
         if problem := size_problem(temporary / name, entry):
             raise RunError(
-                f"{name} {problem}, though its rank has written it",
+                f"{name} {problem} on rank 0, although its rank has written it",
                 where=str(temporary),
-                rule="rank 0 sees the files of all ranks before it calls them a checkpoint",
+                rule="rank 0 must see the files of all ranks to commit a checkpoint",
                 fix="put the run folder on a file system that all nodes share",
             )
     write_file(temporary / MANIFEST, encode(step=step, model=model, run=run, files=files))
@@ -101,19 +101,19 @@ def commit(
     sync_directory(root)
     try:
         _remove([old])
-    except OSError as error:  # what was asked for is done; `clean` tries again
-        _log.warning("%s is saved, but the one it replaces can't be removed: %s", final, error)
+    except OSError as error:  # the checkpoint is saved; `clean` will try again
+        _log.warning("%s is saved, but the checkpoint that it replaces can't be removed: %s", final, error)
     return final
 
 
 def prune(root: Path, keep: int, *, protect: Path | None = None) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints, and `protect` if given; the paths that are gone.
+    """Remove all but the `keep` newest checkpoints and `protect`, and return the removed paths.
 
-    A directory without a readable manifest neither counts nor is removed: it may be someone's last hope. A
-    run that went back to an earlier step protects what it just saved, which is then not the newest by step.
+    A directory without a readable manifest is neither counted nor removed, as its data may still be recoverable.
+    `protect` is for a run that resumed from an earlier step, whose new checkpoint is not the newest by step.
 
     Raises:
-        OSError: a directory cannot be removed; those after it are still there.
+        OSError: a directory cannot be removed; later ones are not attempted.
     """
     complete = [path for path in list_checkpoints(root) if _has_manifest(path)]
     doomed = [path for path in complete[: max(0, len(complete) - keep)] if path != protect]
@@ -122,7 +122,7 @@ def prune(root: Path, keep: int, *, protect: Path | None = None) -> list[Path]:
 
 
 def clean(root: Path) -> list[Path]:
-    """Remove what interrupted saves and removals left; the paths that are gone. Not while someone saves.
+    """Remove leftovers of interrupted saves and removals, and return their paths. Must not run during a save.
 
     Raises:
         OSError: a directory cannot be removed.
@@ -135,10 +135,10 @@ def clean(root: Path) -> list[Path]:
     old = [path for path in list_checkpoints(root) if path.suffix == ".old"]
     replaced = [path for path in old if _has_manifest(path.with_suffix(""))]
     _remove(replaced)
-    gone = leftovers + replaced
-    if gone:
-        _log.info("removed what an interrupted save left in %s: %s", root, [path.name for path in gone])
-    return gone
+    removed = leftovers + replaced
+    if removed:
+        _log.info("removed leftovers of an interrupted save in %s: %s", root, [path.name for path in removed])
+    return removed
 
 
 def _make_directory(path: Path) -> None:

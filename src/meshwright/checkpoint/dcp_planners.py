@@ -1,8 +1,8 @@
-"""Planners for `torch.distributed.checkpoint`: which pieces each rank writes or reads, with our checks.
+"""Planners for `torch.distributed.checkpoint` with additional checks.
 
-PyTorch's default planners do the planning; ours refuse what those would quietly get wrong. Whatever they
-refuse is raised inside PyTorch's planning step, which hands it to every rank: a check outside would leave the
-ranks that passed it waiting.
+PyTorch's default planners do the planning; ours raise on input that those would silently get wrong. The errors are
+raised inside PyTorch's planning step, which forwards them to every rank: a check outside of it would leave the
+ranks that pass it waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.layout_file import Layout
+from meshwright.checkpoint.layout_file import CheckpointLayout
 from meshwright.checkpoint.safetensors_file import DTYPES, dtype_name
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 
@@ -30,12 +30,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def shareable(function: Callable[P, R]) -> Callable[P, R]:
-    """Make whatever `function` raises fit to be sent to the other ranks.
+def with_picklable_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate `function` so that its exceptions can be pickled.
 
-    PyTorch pickles a rank's exception for the others. One that does not survive that would break the
-    exchange on its rank and leave the others waiting, so anything but ours becomes a RuntimeError with the
-    traceback as its text.
+    PyTorch pickles a rank's exception for the other ranks. If that fails, the exchange breaks on its rank and
+    the others hang, so any exception that is not a MeshwrightError becomes a RuntimeError with the traceback as text.
     """
 
     @wraps(function)
@@ -51,17 +50,17 @@ def shareable(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class CheckedSavePlanner(DefaultSavePlanner):
-    """Each rank offers its pieces; of replicas of a piece, the rank with the least to write gets it."""
+    """Save planner that assigns each replicated shard to the rank with the least to write."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
 
-    @shareable
+    @with_picklable_errors
     def create_local_plan(self) -> SavePlan:
-        """This rank's pieces, without the empty ones of tensors that are smaller than their ranks.
+        """This rank's shards, without the empty ones of tensors that are smaller than their ranks.
 
-        So a rank with nothing to write writes no file. A tensor without any element keeps its empty piece, to be
+        So a rank with nothing to write writes no file. A tensor without any element keeps its empty shard, to be
         remembered by.
 
         Raises:
@@ -71,61 +70,61 @@ class CheckedSavePlanner(DefaultSavePlanner):
             _check_dense(name, tensor)
             dtype_name(tensor.dtype)
         plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if _holds_something(tensor_data(item))])
+        return replace(plan, items=[item for item in plan.items if _is_needed(tensor_data(item))])
 
-    @shareable
+    @with_picklable_errors
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Give every piece to one rank.
+        """Assign every shard to one rank.
 
         Raises:
-            RunError: two ranks have different pieces at the same place of a tensor.
+            RunError: two ranks have different shards at the same offset of a tensor.
         """
         _check_agreement(all_plans)
         return super().create_global_plan(all_plans)
 
 
 class CheckedLoadPlanner(DefaultLoadPlanner):
-    """Finds for each piece that this rank needs the saved pieces that overlap it."""
+    """Load planner that finds the saved shards overlapping each of this rank's shards, and checks the coverage."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], layout: CheckpointLayout) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
         self._layout = layout
 
-    @shareable
+    @with_picklable_errors
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Refuse what can't be filled, first of all: PyTorch would give a meta tensor storage that nobody sees.
 
         Raises:
-            CheckpointError: a tensor without storage, or that is no plain piece of data.
+            CheckpointError: a tensor without storage, or that is no plain shard of data.
         """
         for name, tensor in self._tensors.items():
             _check_dense(name, tensor)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
-    @shareable
+    @with_picklable_errors
     def create_local_plan(self) -> LoadPlan:
-        """What to read, having checked that it fills every tensor.
+        """Plan this rank's reads, and check that they fill every tensor.
 
         Raises:
-            CheckpointError: a tensor is not in the checkpoint, has another shape or an incompatible dtype, or
-                the saved pieces leave a part of it open.
+            CheckpointError: a tensor is not in the checkpoint, has a different shape or an incompatible dtype, or
+                is not fully covered by the saved shards.
         """
         for name, tensor in self._tensors.items():
             self._check_fits(name, tensor)
         plan = super().create_local_plan()
-        found: Counter[str] = Counter()
+        num_planned: Counter[str] = Counter()
         for item in plan.items:
-            found[item.dest_index.fqn] += math.prod(item.lengths)
+            num_planned[item.dest_index.fqn] += math.prod(item.lengths)
         for name, tensor in self._tensors.items():
             needed = _local_numel(tensor)
-            if found[name] != needed:
+            if num_planned[name] != needed:
                 raise CheckpointError(
-                    f"the checkpoint holds {found[name]} of the {needed} elements of {name} on this rank",
+                    f"the checkpoint holds {num_planned[name]} of the {needed} elements of {name} on this rank",
                     where=str(self._layout.path),
-                    rule="the saved pieces of a tensor cover all of it",
+                    rule="the saved shards of a tensor cover all of it",
                     fix="use another checkpoint",
                 )
         return plan
@@ -136,7 +135,7 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
             raise CheckpointError(
                 f"{name} has shape {list(tensor.shape)} here and {list(entry.shape)} in the checkpoint",
                 where=str(self._layout.path),
-                rule="a tensor loads into one of the same global shape",
+                rule="a tensor loads into a tensor of the same global shape",
                 fix="build the model with the dimensions it was saved with",
             )
         saved = DTYPES[entry.dtype]
@@ -144,18 +143,18 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
             raise CheckpointError(
                 f"{name} is {tensor.dtype} here and {saved} in the checkpoint",
                 where=str(self._layout.path),
-                rule="only floating-point dtypes are converted into each other",
+                rule="only floating-point dtypes are converted to each other",
                 fix=f"load it into a tensor of {saved}",
             )
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
-    """Where the piece that `item` writes sits in its tensor."""
+    """Return the offset, shape and dtype of the shard that `item` writes."""
     assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
     return item.tensor_data
 
 
-def _holds_something(data: TensorWriteData) -> bool:
+def _is_needed(data: TensorWriteData) -> bool:
     return math.prod(data.chunk.sizes) > 0 or math.prod(data.size) == 0
 
 
@@ -168,17 +167,17 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     elif tensor.layout != torch.strided:
         problem = f"has layout {tensor.layout}"
     elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        problem = f"is still to be summed over ranks: its placements are {tensor.placements}"
+        problem = f"is partial: its placements are {tensor.placements}"
     if problem:
         raise CheckpointError(
             f"{name} {problem}",
             rule="a checkpoint holds dense tensors with values, sharded or replicated",
-            fix="materialise or redistribute the tensor first",
+            fix="materialize or redistribute the tensor first",
         )
 
 
 def _check_agreement(all_plans: list[SavePlan]) -> None:
-    """PyTorch knows replicas by their tensor's name and offset alone; they must have the same shape too."""
+    """Raise if replicas differ in shape: PyTorch identifies them by tensor name and offset only."""
     seen: dict[MetadataIndex, tuple[int, TensorWriteData]] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
@@ -189,7 +188,7 @@ def _check_agreement(all_plans: list[SavePlan]) -> None:
                 raise RunError(
                     f"ranks {first_rank} and {rank} have different tensors named {item.index.fqn}: "
                     f"pieces of {shapes} at {list(item.index.offset or [])}",
-                    rule="a plain tensor is the same on all ranks; a piece of a larger one is a DTensor",
+                    rule="a plain tensor is the same on all ranks; a shard of a larger one is a DTensor",
                     fix="save the DTensor, not its local tensor, or give the tensors different names",
                 )
 
@@ -197,6 +196,6 @@ def _check_agreement(all_plans: list[SavePlan]) -> None:
 def _local_numel(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return tensor.numel()
-    if tensor.device_mesh.get_coordinate() is None:  # this rank has no part in it
+    if tensor.device_mesh.get_coordinate() is None:  # this rank is outside the mesh
         return 0
     return tensor.to_local().numel()

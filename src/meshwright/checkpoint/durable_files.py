@@ -1,8 +1,8 @@
-"""Files that are on the disk when we say so, and whose bytes we can recognise later.
+"""Files flushed to the disk and hashed while they are written.
 
-Plain `write` calls, never a memory map: a full disk is then an `OSError` at the write instead of a bus error
-that kills the process. The hash is taken from the bytes in memory on their way out, so what a failing disk or
-controller makes of them afterwards does not match it.
+They use plain `write` calls, never a memory map: a full disk then raises an `OSError` at the write instead of killing
+the process with a bus error. The hash is computed from the bytes in memory, so later corruption by a failing disk or
+controller is detected.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 from types import TracebackType
 
 CHUNK_BYTES = 8 << 20
-"""Bytes hashed and written at a time: so few that the write finds them still in the processor's cache."""
+"""Bytes hashed and written at a time; small enough to stay in the processor's cache in between."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be: its size in bytes and the SHA-256 of its content, in hex."""
+    """Expected size in bytes and hex SHA-256 of a file's content."""
 
     num_bytes: int
     sha256: str
 
 
 class DurableFile:
-    """A new file being written; `finish` flushes it to the disk and says what was written.
+    """A new file being written; `finish` flushes it to the disk and returns its size and hash.
 
     Raises:
-        FileExistsError: the file exists: two writers were given one name.
-        OSError: from any method, as the operating system reports it (`ENOSPC` for a full disk).
+        FileExistsError: the file exists, so two writers use the same name.
+        OSError: from any method, as reported by the operating system (`ENOSPC` for a full disk).
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class DurableFile:
                 chunk = chunk[num_bytes:]
 
     def finish(self) -> FileEntry:
-        """Wait until the disk has everything; the file's entry for the manifest."""
+        """Flush the file to the disk, and return its manifest entry."""
         os.fsync(self._fd)
         return FileEntry(self.bytes_written, self._hash.hexdigest())
 
@@ -64,10 +64,10 @@ class DurableFile:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write a new file and wait until the disk has it.
+    """Write a new file, and flush it to the disk.
 
     Raises:
-        OSError: as `DurableFile`.
+        OSError: as in `DurableFile`.
     """
     with DurableFile(path) as file:
         file.write(data)
@@ -75,7 +75,7 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Read a file and say what it is.
+    """Return the size and hash of a file.
 
     Raises:
         OSError: the file cannot be read.
@@ -86,7 +86,7 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the disk has the directory's entries: names created, renamed and removed in it.
+    """Flush the directory's entries to the disk: names created, renamed and removed in it.
 
     Raises:
         OSError: the directory cannot be opened or flushed.

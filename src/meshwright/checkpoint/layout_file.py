@@ -1,7 +1,7 @@
-"""Which tensors a checkpoint holds, and where each piece of each is: the value in `layout.json`.
+"""The layout of a checkpoint: its tensors and the file of each shard, stored in `layout.json`.
 
-Torch-free. It is what `torch.distributed.checkpoint` calls metadata, which its own file writer pickles; a
-pickle runs code when it is loaded, so ours is JSON.
+Torch-free. It corresponds to the metadata of `torch.distributed.checkpoint`, whose file writer pickles it; loading a
+pickle can run code, so ours is JSON.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangular piece of a tensor."""
+class StoredShard:
+    """A rectangular shard of a tensor, and its location in the checkpoint."""
 
     offset: tuple[int, ...]
-    """First index of the piece in the full tensor, per dim."""
+    """First index of the shard in the full tensor, per dim."""
     shape: tuple[int, ...]
     file: str
-    """The safetensors file of the checkpoint that holds it …"""
+    """Name of the safetensors file in the checkpoint."""
     key: str
-    """… under this name."""
+    """Name of the shard in the file."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor and the pieces that make it up, which do not overlap."""
+    """A tensor and its shards, which do not overlap."""
 
     dtype: str
-    """As safetensors writes it: `F32`, `BF16`, …"""
+    """Name of the dtype in safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[StoredShard, ...]
 
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Return the number of elements of the full tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """All tensors of a checkpoint, by name."""
 
     path: Path
@@ -55,10 +55,10 @@ class Layout:
     tensors: Mapping[str, TensorEntry]
 
     def entry(self, name: str) -> TensorEntry:
-        """The tensor of that name.
+        """Return the entry of the tensor called `name`.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: it is not in the checkpoint.
         """
         if name not in self.tensors:
             raise CheckpointError(
@@ -70,31 +70,31 @@ class Layout:
         return self.tensors[name]
 
 
-def piece_key(name: str, offset: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> str:
-    """A name for a piece that no other piece in the same file has: `w`, or `w[0:2,4:8]` for a part of it."""
+def shard_key(name: str, offset: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """Return a name for a shard that is unique in its file: `w`, or `w[0:2,4:8]` for a part of it."""
     if shape == full:
         return name
     return f"{name}[{','.join(f'{start}:{start + size}' for start, size in zip(offset, shape, strict=True))}]"
 
 
 def encode(tensors: Mapping[str, TensorEntry]) -> bytes:
-    """The content of the `layout.json` of a checkpoint of `tensors`: one line a tensor."""
+    """Encode `tensors` as the content of `layout.json`, one line per tensor."""
     lines = ",\n".join(f"{json.dumps(name)}: {_encode_tensor(tensors[name])}" for name in sorted(tensors))
     return f'{{"format": {FORMAT}, "tensors": {{\n{lines}\n}}}}\n'.encode()
 
 
-def read(path: Path) -> Layout:
-    """The layout of the checkpoint at `path`.
+def read(path: Path) -> CheckpointLayout:
+    """Read the layout of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: there is none, or it is not one that we can read.
+        CheckpointError: it is missing, or cannot be read.
     """
     file = path / LAYOUT
     try:
         data = json.loads(file.read_bytes())
         if data["format"] != FORMAT:
             raise _unreadable(file, f"has format {data['format']}; this Meshwright reads format {FORMAT}")
-        return Layout(path, {name: _decode_tensor(entry) for name, entry in data["tensors"].items()})
+        return CheckpointLayout(path, {name: _decode_tensor(entry) for name, entry in data["tensors"].items()})
     except OSError as error:
         raise _unreadable(file, f"cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,23 +102,23 @@ def read(path: Path) -> Layout:
 
 
 def _encode_tensor(entry: TensorEntry) -> str:
-    pieces = [[piece.offset, piece.shape, piece.file, piece.key] for piece in entry.pieces]
-    return json.dumps({"dtype": entry.dtype, "shape": entry.shape, "pieces": pieces})
+    shards = [[shard.offset, shard.shape, shard.file, shard.key] for shard in entry.shards]
+    return json.dumps({"dtype": entry.dtype, "shape": entry.shape, "pieces": shards})
 
 
 def _decode_tensor(entry: Any) -> TensorEntry:
-    return TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(_decode_pieces(entry["pieces"])))
+    return TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(_decode_shards(entry["pieces"])))
 
 
-def _decode_pieces(pieces: Any) -> Iterator[Piece]:
-    for offset, shape, file, key in pieces:
-        yield Piece(tuple(offset), tuple(shape), file, key)
+def _decode_shards(shards: Any) -> Iterator[StoredShard]:
+    for offset, shape, file, key in shards:
+        yield StoredShard(tuple(offset), tuple(shape), file, key)
 
 
 def _unreadable(file: Path, state: str) -> CheckpointError:
     return CheckpointError(
         f"{file.name} {state}",
         where=str(file),
-        rule="a checkpoint's layout.json says where every tensor is",
+        rule="a checkpoint's layout.json lists the files of every tensor",
         fix="give the path of a checkpoint directory, such as runs/<run>/checkpoints/<step>",
     )

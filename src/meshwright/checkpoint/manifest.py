@@ -1,9 +1,9 @@
-"""The manifest: what a checkpoint holds, its integrity, and which of a run's checkpoints can be trusted.
+"""Checkpoint manifest, integrity checks, and selection of a run's valid checkpoints.
 
-Torch-free. `manifest.json` names every other file with its size and hash; how a directory comes to have one
-is told in `directory`. The manifest protects itself too: its last line is the hash of every byte before it,
-so any changed byte is noticed in it as in any other file. This finds damage, not malice: who can write
-files can write hashes.
+Torch-free. `manifest.json` lists the size and hash of every other file; `atomic_directory` describes how it is
+written. The manifest also protects itself: its last line is the hash of all bytes before it, so a changed byte is
+detected in it as in any other file. This detects damage, not tampering: an attacker who can write files can also
+write hashes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "encode",
     "hash_file",
     "list_checkpoints",
-    "model_words",
+    "model_arguments",
     "newest_complete",
     "newest_valid",
     "read_manifest",
@@ -48,29 +48,29 @@ _SEAL_BYTES = len(b'"sha256": ""\n}\n') + 64
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is."""
+    """Content of a checkpoint's `manifest.json`."""
 
     path: Path
     """The checkpoint's directory."""
     step: int
-    """Optimizer steps done when it was saved."""
+    """Completed optimizer steps."""
     model: dict[str, Any]
-    """The model's identity (`ModelFacts.identity`), as JSON gives it back."""
+    """The model's identity (`ModelFacts.identity`), as decoded from JSON."""
     run: dict[str, Any]
-    """What the trainer needs to go on, as JSON gives it back."""
+    """State that the trainer needs to resume, as decoded from JSON."""
     files: dict[str, FileEntry]
-    """Every file but the manifest, by name."""
+    """All files except the manifest, by name."""
 
     def num_bytes(self) -> int:
-        """Size of the data, without the manifest."""
+        """Return the size of the data, without the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
 
 def encode(*, step: int, model: Mapping[str, Any], run: Mapping[str, Any], files: Mapping[str, FileEntry]) -> bytes:
-    """The content of a `manifest.json`, its own hash in the last line.
+    """Encode the content of a `manifest.json`, with its own hash in the last line.
 
     Raises:
-        CheckpointError: `model` or `run` holds a value that JSON can't.
+        CheckpointError: `model` or `run` holds a value that JSON cannot represent.
     """
     data = {
         "format": FORMAT,
@@ -83,19 +83,19 @@ def encode(*, step: int, model: Mapping[str, Any], run: Mapping[str, Any], files
         text = json.dumps(data, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"what the run wants to keep can't be written as JSON: {error}",
+            f"the run's state cannot be written as JSON: {error}",
             rule="`model` and `run` hold strings, finite numbers, booleans, None, lists and dicts",
-            fix="turn the value into one of these before saving",
+            fix="convert the value to one of these before saving",
         ) from None
     body = (text.removesuffix("\n}") + ",\n").encode()
     return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, with its own hash checked, and nothing else.
+    """Read the manifest of the checkpoint at `path`, checking its own hash but no other file.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or a newer Meshwright wrote it.
+        CheckpointError: it is missing, damaged, or of another format version.
     """
     file = path / MANIFEST
     try:
@@ -105,55 +105,55 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{MANIFEST} {state}",
             where=str(path),
-            rule="a directory without a valid manifest is not a checkpoint; an interrupted copy leaves such",
+            rule="a directory without a valid manifest is not a checkpoint; it may be an interrupted copy",
             fix=FIX_DAMAGED,
         ) from None
     body, seal = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
     if seal is None or hashlib.sha256(body).hexdigest() != seal[1].decode():
-        raise _damaged(path, MANIFEST, "has changed or is cut short: its own hash does not match")
+        raise _damaged(path, MANIFEST, "has changed or is truncated: its own hash does not match")
     data = json.loads(raw)
     if data["format"] != FORMAT:
         raise CheckpointError(
             f"{MANIFEST} has format {data['format']}; this Meshwright reads format {FORMAT}",
             where=str(path),
-            fix="load it with the version of Meshwright that saved it, or a newer one",
+            fix="load it with the Meshwright version that saved it, or a newer one",
         )
     files = {name: FileEntry(**entry) for name, entry in data["files"].items()}
     return Manifest(path=path, step=data["step"], model=data["model"], run=data["run"], files=files)
 
 
 def verify(path: Path) -> Manifest:
-    """Check every file of the checkpoint at `path`: first all sizes, then all hashes. Reads everything once.
+    """Check the sizes, then the hashes, of all files of the checkpoint at `path`. Reads all data once.
 
-    A file that the manifest does not name is ignored.
+    Files that the manifest does not list are ignored.
 
     Raises:
-        CheckpointError: names the first damaged file, and whether it is missing, truncated or changed.
+        CheckpointError: a file is missing, truncated or changed; names the first one.
     """
     manifest = read_manifest(path)
     _check_sizes(manifest)
     with ThreadPoolExecutor(max_workers=min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        # In the manifest's order, so that of several damaged files the same one is always named.
+        # In manifest order, so that with several damaged files the same one is always named.
         for _ in pool.map(lambda name: _check_hash(path, name, manifest.files[name]), manifest.files):
             pass
     return manifest
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Directories with a checkpoint's name, by step; whether they are valid is `verify`'s to say.
+    """List the directories that have a checkpoint's name, sorted by step, without validating them.
 
-    A root that does not exist has none.
+    The list is empty if the root does not exist.
     """
     if not root.is_dir():
         return []
-    found = [(match, entry) for entry in root.iterdir() if (match := _COMMITTED.fullmatch(entry.name))]
-    # `.old` before its successor: the later one of a step is the newer one.
-    found.sort(key=lambda item: (int(item[0][1]), item[0][2] is None))
-    return [entry for _, entry in found]
+    matches = [(match, entry) for entry in root.iterdir() if (match := _COMMITTED.fullmatch(entry.name))]
+    # `.old` sorts before its successor, so the later one of a step is the newer.
+    matches.sort(key=lambda item: (int(item[0][1]), item[0][2] is None))
+    return [entry for _, entry in matches]
 
 
 def newest_valid(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint that passes `verify`, and the newer ones passed over, each with the reason."""
+    """Return the newest checkpoint that passes `verify`, and the newer ones passed over, each with the reason."""
     passed_over: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(root)):
         try:
@@ -166,7 +166,7 @@ def newest_valid(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 
 def newest_complete(root: Path) -> Path | None:
-    """The newest checkpoint whose files are all there with their sizes. Hashes nothing: it is fast."""
+    """Return the newest checkpoint whose files all exist with the right sizes. Fast, as it computes no hashes."""
     for path in reversed(list_checkpoints(root)):
         try:
             _check_sizes(read_manifest(path))
@@ -177,33 +177,33 @@ def newest_complete(root: Path) -> Path | None:
 
 
 def check_model(manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    """Check that the checkpoint is of the model that `identity` describes.
+    """Check that the checkpoint was saved from the model that `identity` describes.
 
     Raises:
         CheckpointError: names the first field that differs, with both values; the fix sets all that differ.
     """
-    saved, wanted = manifest.model, json.loads(json.dumps(dict(identity)))
-    difference = _first_difference(wanted, saved)
+    saved, expected = manifest.model, json.loads(json.dumps(dict(identity)))
+    difference = _first_difference(expected, saved)
     if difference is None:
         return
     field, here, there = difference
-    flat = _flatten(wanted)
-    others = {name: value for name, value in _flatten(saved).items() if name not in flat or flat[name] != value}
-    words = model_words(others)
+    flat = _flatten(expected)
+    changed = {name: value for name, value in _flatten(saved).items() if name not in flat or flat[name] != value}
+    arguments = model_arguments(changed)
     if field == "kind":
-        fix = f"a preset of a {there}, with {model_words(saved)}"
+        fix = f"use a preset of a {there}, with {model_arguments(saved)}"
     else:
-        fix = f"set {words}" if words else f"leave model.{field} out"
+        fix = f"set {arguments}" if arguments else f"omit model.{field}"
     raise CheckpointError(
-        f"model.{field} is {_show(here)} here and {_show(there)} in the checkpoint",
+        f"model.{field} is {_format_value(here)} here and {_format_value(there)} in the checkpoint",
         where=str(manifest.path),
         rule="a checkpoint loads into the model it was saved from, on any layout",
         fix=f"{fix}, or start without this checkpoint",
     )
 
 
-def model_words(model: Mapping[str, Any]) -> str:
-    """The words of a command line that describe a model as its identity does."""
+def model_arguments(model: Mapping[str, Any]) -> str:
+    """Return the command-line arguments that set the model's fields to those of its identity."""
     words = []
     for name, value in _flatten(model).items():
         word = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
@@ -214,14 +214,14 @@ def model_words(model: Mapping[str, Any]) -> str:
 def _first_difference(
     here: Mapping[str, Any], there: Mapping[str, Any], prefix: str = ""
 ) -> tuple[str, Any, Any] | None:
-    """The dotted name of the first value that differs, and both; what is not there is not set."""
+    """Return the dotted name of the first value that differs, and both values; missing ones are None."""
     for name in {**here, **there}:
-        mine, other = here.get(name), there.get(name)
-        if isinstance(mine, dict) and isinstance(other, dict):
-            if found := _first_difference(mine, other, f"{prefix}{name}."):
-                return found
-        elif mine != other:
-            return prefix + name, mine, other
+        here_value, there_value = here.get(name), there.get(name)
+        if isinstance(here_value, dict) and isinstance(there_value, dict):
+            if difference := _first_difference(here_value, there_value, f"{prefix}{name}."):
+                return difference
+        elif here_value != there_value:
+            return prefix + name, here_value, there_value
     return None
 
 
@@ -232,7 +232,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else json.dumps(value)
 
 
@@ -244,7 +244,7 @@ def _check_sizes(manifest: Manifest) -> None:
 
 
 def size_problem(file: Path, entry: FileEntry) -> str:
-    """How the size of `file` is not what `entry` says; empty when it is."""
+    """Describe how the size of `file` differs from `entry`; empty if it does not."""
     try:
         num_bytes = file.stat().st_size
     except OSError as error:
@@ -252,16 +252,16 @@ def size_problem(file: Path, entry: FileEntry) -> str:
     if num_bytes < entry.num_bytes:
         return f"is truncated: {num_bytes} of {entry.num_bytes} bytes"
     if num_bytes > entry.num_bytes:
-        return f"is too long: {num_bytes} bytes where {entry.num_bytes} were written"
+        return f"is too long: {num_bytes} bytes instead of {entry.num_bytes}"
     return ""
 
 
 def _check_hash(path: Path, name: str, entry: FileEntry) -> None:
     try:
-        found = hash_file(path / name)
+        actual = hash_file(path / name)
     except OSError as error:
         raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
-    if found.sha256 != entry.sha256:
+    if actual.sha256 != entry.sha256:
         raise _damaged(path, name, "has changed content: its SHA-256 is not the one in the manifest")
 
 
@@ -269,6 +269,6 @@ def _damaged(path: Path, name: str, state: str) -> CheckpointError:
     return CheckpointError(
         f"{name} {state}",
         where=str(path / name),
-        rule="every file of a checkpoint has the size and hash that its manifest says",
+        rule="every file of a checkpoint has the size and hash recorded in its manifest",
         fix=FIX_DAMAGED,
     )

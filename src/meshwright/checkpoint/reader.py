@@ -1,6 +1,6 @@
 """Loading: reading from each safetensors file just the parts that a rank needs.
 
-A `StorageReader` of `torch.distributed.checkpoint`, which works out how saved pieces overlap the wanted
+A `StorageReader` of `torch.distributed.checkpoint`, which works out how saved shards overlap the wanted
 ones, and the plain reading of whole tensors in one process. Only public names are used, checked on torch
 2.11 and 2.13.
 """
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from meshwright.checkpoint.dcp_planners import shareable
-from meshwright.checkpoint.layout_file import Layout, Piece, TensorEntry
+from meshwright.checkpoint.dcp_planners import with_picklable_errors
+from meshwright.checkpoint.layout_file import CheckpointLayout, StoredShard, TensorEntry
 from meshwright.checkpoint.safetensors_file import DTYPES, open_tensors, read_slices
 from meshwright.errors import CheckpointError
 
@@ -33,7 +33,7 @@ from meshwright.errors import CheckpointError
 class SafetensorsReader(StorageReader):
     """Reads what one rank needs of a checkpoint."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: CheckpointLayout) -> None:
         self._layout = layout
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -59,7 +59,7 @@ class SafetensorsReader(StorageReader):
         """The planner's, as they are."""
         return plans
 
-    @shareable
+    @with_picklable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill this rank's tensors, file after file.
 
@@ -67,45 +67,45 @@ class SafetensorsReader(StorageReader):
             CheckpointError: a file cannot be read.
         """
         wanted = {item.storage_index.fqn for item in plan.items}
-        pieces = {(name, piece.offset): piece for name in wanted for piece in self._layout.tensors[name].pieces}
-        by_file: dict[str, list[tuple[ReadItem, Piece]]] = defaultdict(list)
+        shards = {(name, shard.offset): shard for name in wanted for shard in self._layout.tensors[name].shards}
+        by_file: dict[str, list[tuple[ReadItem, StoredShard]]] = defaultdict(list)
         for item in plan.items:
             assert item.storage_index.offset is not None
-            piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset)]
-            by_file[piece.file].append((item, piece))
+            shard = shards[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            by_file[shard.file].append((item, shard))
         for name in sorted(by_file):
             with open_tensors(self._layout.path / name) as file, torch.no_grad():
-                for item, piece in by_file[name]:
+                for item, shard in by_file[name]:
                     index = _slices(tuple(item.storage_offsets), tuple(item.lengths))
                     target = planner.resolve_tensor(item)
-                    target.copy_(read_slices(file, piece.key, index))
+                    target.copy_(read_slices(file, shard.key, index))
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
-def read_tensor(layout: Layout, name: str) -> Tensor:
-    """A whole tensor, put together from its pieces, on the CPU in its saved dtype.
+def read_tensor(layout: CheckpointLayout, name: str) -> Tensor:
+    """A whole tensor, put together from its shards, on the CPU in its saved dtype.
 
     Raises:
-        CheckpointError: it is not in the checkpoint, its pieces don't make up all of it, or a file cannot be
+        CheckpointError: it is not in the checkpoint, its shards don't make up all of it, or a file cannot be
             read.
     """
     entry = layout.entry(name)
-    found = sum(math.prod(piece.shape) for piece in entry.pieces)
+    found = sum(math.prod(shard.shape) for shard in entry.shards)
     if found != entry.numel():
         raise CheckpointError(
             f"the checkpoint holds {found} of the {entry.numel()} elements of {name}",
             where=str(layout.path),
-            rule="the saved pieces of a tensor cover all of it",
+            rule="the saved shards of a tensor cover all of it",
             fix="use another checkpoint",
         )
     value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    for piece in entry.pieces:
-        with open_tensors(layout.path / piece.file) as file:
-            part = read_slices(file, piece.key, _slices((0,) * len(piece.shape), piece.shape))
-            value[_slices(piece.offset, piece.shape)] = part
+    for shard in entry.shards:
+        with open_tensors(layout.path / shard.file) as file:
+            part = read_slices(file, shard.key, _slices((0,) * len(shard.shape), shard.shape))
+            value[_slices(shard.offset, shard.shape)] = part
     return value
 
 
@@ -118,7 +118,7 @@ def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
         properties=TensorProperties(dtype=DTYPES[entry.dtype]),
         size=torch.Size(entry.shape),
         chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
-            for piece in entry.pieces
+            ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=torch.Size(shard.shape))
+            for shard in entry.shards
         ],
     )

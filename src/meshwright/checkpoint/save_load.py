@@ -1,6 +1,6 @@
 """Saving and loading sharded tensors, from any layout onto any other.
 
-`torch.distributed.checkpoint` plans the pieces and carries failures to every rank; `writer` and `reader` do
+`torch.distributed.checkpoint` plans the shards and carries failures to every rank; `writer` and `reader` do
 the writing and reading; `directory` makes checkpoints of directories. What is saved is a flat dict of
 tensors: plain ones, the same on every rank, and DTensors on any mesh.
 """
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from meshwright.checkpoint import atomic_directory, layout_file
 from meshwright.checkpoint.dcp_planners import CheckedLoadPlanner, CheckedSavePlanner
-from meshwright.checkpoint.layout_file import Layout
+from meshwright.checkpoint.layout_file import CheckpointLayout
 from meshwright.checkpoint.reader import SafetensorsReader, read_tensor
 from meshwright.checkpoint.writer import SafetensorsWriter, SaveRequest
 from meshwright.comm import collectives
@@ -63,7 +63,7 @@ def save(
     request = SaveRequest(root, step, model, run, keep)
     writer = SafetensorsWriter(request, rank=collectives.rank(group))
     try:
-        with _failures_of_any_rank():
+        with _unwrap_rank_failures():
             save_planned(
                 dict(tensors),
                 storage_writer=writer,
@@ -80,7 +80,7 @@ def save(
 def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
     """Fill `tensors` in place from the checkpoint at `path`, whatever layout it was saved from.
 
-    All ranks of `group` call it, each reading only what its own pieces need. Floating-point values are
+    All ranks of `group` call it, each reading only what its own shards need. Floating-point values are
     converted to the dtype of the tensor they go to. Tensors of the checkpoint that are not asked for are
     left alone.
 
@@ -90,8 +90,8 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | Non
         CheckpointError: on every rank: a tensor is not in the checkpoint or has another shape there, or a
             file cannot be read.
     """
-    found = _read_layout(path, group)
-    with _failures_of_any_rank():
+    found = _broadcast_layout(path, group)
+    with _unwrap_rank_failures():
         load_planned(
             dict(tensors),
             storage_reader=SafetensorsReader(found),
@@ -120,9 +120,9 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: read_tensor(found, name) for name in names}
 
 
-def _read_layout(path: Path, group: ProcessGroup | None) -> Layout:
+def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayout:
     """Read by rank 0 for all: with many ranks the file is long, and a failure has to reach all anyway."""
-    found: Layout | CheckpointError | None = None
+    found: CheckpointLayout | CheckpointError | None = None
     if collectives.rank(group) == 0:
         try:
             found = layout_file.read(path)
@@ -136,7 +136,7 @@ def _read_layout(path: Path, group: ProcessGroup | None) -> Layout:
 
 
 @contextmanager
-def _failures_of_any_rank() -> Iterator[None]:
+def _unwrap_rank_failures() -> Iterator[None]:
     """Turn what PyTorch raises on every rank into the error that one rank met."""
     try:
         with warnings.catch_warnings():

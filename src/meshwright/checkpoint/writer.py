@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from meshwright.checkpoint import atomic_directory, layout_file, manifest
-from meshwright.checkpoint.dcp_planners import shareable, tensor_data
+from meshwright.checkpoint.dcp_planners import tensor_data, with_picklable_errors
 from meshwright.checkpoint.durable_files import DurableFile, FileEntry, write_file
-from meshwright.checkpoint.layout_file import LAYOUT, Piece, TensorEntry, piece_key
+from meshwright.checkpoint.layout_file import LAYOUT, StoredShard, TensorEntry, shard_key
 from meshwright.checkpoint.safetensors_file import TensorToWrite, dtype_name, write_tensors
 from meshwright.errors import RunError
 from meshwright.log import get_logger
@@ -50,13 +50,13 @@ class SaveRequest:
 
 
 @dataclass(frozen=True)
-class StoredPiece:
-    """A piece that is on the disk; what a rank tells the coordinator of it."""
+class WrittenShard:
+    """A shard that is on the disk; what a rank tells the coordinator of it."""
 
     name: str
     dtype: str
     full_shape: tuple[int, ...]
-    piece: Piece
+    shard: StoredShard
     file_entry: FileEntry
 
 
@@ -77,7 +77,7 @@ class SafetensorsWriter(StorageWriter):
         """Paths come with the request, never as an id."""
         return False
 
-    @shareable
+    @with_picklable_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On the coordinator: make the directory that all ranks write to."""
         self._is_coordinator = is_coordinator
@@ -86,7 +86,7 @@ class SafetensorsWriter(StorageWriter):
         request = self._request
         # What can't be written into the manifest should fail now, not when everything else has been written.
         manifest.encode(step=request.step, model=request.model, run=request.run, files={})
-        with self._explained(self._temporary):
+        with self._translate_os_errors(self._temporary):
             atomic_directory.clean(request.root)
             atomic_directory.begin(request.root, request.step)
 
@@ -94,13 +94,13 @@ class SafetensorsWriter(StorageWriter):
         """The planner's, as it is."""
         return plan
 
-    @shareable
+    @with_picklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell every rank the size of the whole, so that each can say how much room a checkpoint needs."""
         total = sum(_num_bytes(item) for plan in plans for item in plan.items)
         return [replace(plan, storage_data=total) for plan in plans]
 
-    @shareable
+    @with_picklable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; none if it has nothing to write.
 
@@ -111,7 +111,7 @@ class SafetensorsWriter(StorageWriter):
         future.set_result(self._write_items(plan, planner) if plan.items else [])
         return future
 
-    @shareable
+    @with_picklable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: commit, and remove what is no longer kept.
 
@@ -119,10 +119,10 @@ class SafetensorsWriter(StorageWriter):
             RunError: the layout or the manifest cannot be written, or a rank's file can't be seen from here.
         """
         request = self._request
-        pieces: list[StoredPiece] = [result.storage_data for of_rank in results for result in of_rank]
-        entries = {stored.piece.file: stored.file_entry for stored in pieces}
-        with self._explained(self._temporary / LAYOUT):
-            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout_file.encode(_tensor_entries(pieces)))
+        shards: list[WrittenShard] = [result.storage_data for of_rank in results for result in of_rank]
+        entries = {stored.shard.file: stored.file_entry for stored in shards}
+        with self._translate_os_errors(self._temporary / LAYOUT):
+            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout_file.encode(_tensor_entries(shards)))
             final = atomic_directory.commit(
                 self._temporary, step=request.step, model=request.model, run=request.run, files=entries
             )
@@ -138,14 +138,14 @@ class SafetensorsWriter(StorageWriter):
 
     def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         path = self._temporary / f"rank-{self._rank:05d}.safetensors"
-        tensors = [_to_write(item, planner) for item in plan.items]
+        tensors = [_tensor_to_write(item, planner) for item in plan.items]
         needed = sum(tensor.num_bytes() for tensor in tensors)
-        with self._explained(path, needed=needed, total=plan.storage_data), DurableFile(path) as file:
+        with self._translate_os_errors(path, needed=needed, total=plan.storage_data), DurableFile(path) as file:
             entry = write_tensors(file, tensors)
-        return [_result(item, path.name, entry) for item in plan.items]
+        return [_write_result(item, path.name, entry) for item in plan.items]
 
     @contextmanager
-    def _explained(self, path: Path, *, needed: int = 0, total: int = 0) -> Iterator[None]:
+    def _translate_os_errors(self, path: Path, *, needed: int = 0, total: int = 0) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -185,7 +185,7 @@ def _num_bytes(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _to_write(item: WriteItem, planner: SavePlanner) -> TensorToWrite:
+def _tensor_to_write(item: WriteItem, planner: SavePlanner) -> TensorToWrite:
     data = tensor_data(item)
     offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
@@ -194,23 +194,23 @@ def _to_write(item: WriteItem, planner: SavePlanner) -> TensorToWrite:
         assert isinstance(value, Tensor)
         return value
 
-    key = piece_key(item.index.fqn, offset, shape, tuple(data.size))
+    key = shard_key(item.index.fqn, offset, shape, tuple(data.size))
     return TensorToWrite(key, data.properties.dtype, shape, fetch)
 
 
-def _result(item: WriteItem, file: str, entry: FileEntry) -> WriteResult:
+def _write_result(item: WriteItem, file: str, entry: FileEntry) -> WriteResult:
     data = tensor_data(item)
     offset, shape, full_shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
-    piece = Piece(offset, shape, file, piece_key(item.index.fqn, offset, shape, full_shape))
-    stored = StoredPiece(item.index.fqn, dtype_name(data.properties.dtype), full_shape, piece, entry)
+    shard = StoredShard(offset, shape, file, shard_key(item.index.fqn, offset, shape, full_shape))
+    stored = WrittenShard(item.index.fqn, dtype_name(data.properties.dtype), full_shape, shard, entry)
     return WriteResult(item.index, _num_bytes(item), stored)
 
 
-def _tensor_entries(pieces: list[StoredPiece]) -> dict[str, TensorEntry]:
-    by_name: dict[str, list[StoredPiece]] = defaultdict(list)
-    for stored in pieces:
+def _tensor_entries(shards: list[WrittenShard]) -> dict[str, TensorEntry]:
+    by_name: dict[str, list[WrittenShard]] = defaultdict(list)
+    for stored in shards:
         by_name[stored.name].append(stored)
     return {
-        name: TensorEntry(stored[0].dtype, stored[0].full_shape, tuple(one.piece for one in stored))
+        name: TensorEntry(stored[0].dtype, stored[0].full_shape, tuple(one.shard for one in stored))
         for name, stored in by_name.items()
     }

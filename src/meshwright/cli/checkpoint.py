@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.checkpoint.manifest import list_checkpoints, model_words, newest_valid, read_manifest, verify
+from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
 from meshwright.cli.colors import paint
 from meshwright.errors import CheckpointError
 from meshwright.units import format_bytes
@@ -73,7 +73,7 @@ def import_(
     """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
     path = _weights_like(source).load(source, out / "checkpoints")
     print(f"{source} → {path}")
-    print(f"model  {model_words(read_manifest(path).model)}")
+    print(f"model  {model_arguments(read_manifest(path).model)}")
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:

@@ -1,7 +1,7 @@
-"""The only room that moves bytes between ranks.
+"""Communication between ranks; no other package transfers bytes between them.
 
-`catalogue` does without torch. The public names are imported from their files when they are asked for, so no file may
-have the name of one of them: the package's attribute would be the file then.
+`catalogue` does not need torch. Public names are imported lazily from their files, so no file may share the name of one
+of them: the package attribute would then be the module.
 """
 
 from importlib import import_module
@@ -22,7 +22,7 @@ _FILES = {
     "compress_ddp": "compression.ddp_hook",
     "place": "node_groups",
 }
-"""Public names, and the files that they are in; all of them import torch."""
+"""The module that defines each public name; all of them import torch."""
 
 __all__ = ["Compression", "Placement", "Replicas", "all_to_all", "compress", "compress_ddp", "place"]
 

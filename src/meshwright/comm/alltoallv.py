@@ -1,8 +1,8 @@
-"""Rows from every rank to every rank.
+"""All-to-all with uneven splits along dim 0.
 
-`torch.distributed.all_to_all_single` takes output and input side by side: swapped, it raises nothing on gloo and never
-writes the output; an output that is not contiguous is silently wrong; and one rank's wrong splits show on another one,
-as a closed connection. Here the output is made within, splits are named, and what can be checked is checked first.
+`torch.distributed.all_to_all_single` is easy to misuse: if output and input are swapped, gloo raises nothing and never
+writes the output; a non-contiguous output is silently wrong; and wrong splits on one rank show up on another as a
+closed connection. Here the output is allocated internally, splits are keyword arguments, and inputs are checked first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collective_log import Passage, compare, passing, record_of
-from meshwright.comm.collectives import SENT_AS_THEY_ARE, rank, world_size
-from meshwright.comm.message_format import type_words
-from meshwright.comm.p2p import move_at_once
+from meshwright.comm.collective_log import TrackedOperation, compare_ranks, group_record, track_collective
+from meshwright.comm.collectives import NATIVE_DTYPES, rank, world_size
+from meshwright.comm.message_format import format_dtype
+from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
 
-RULE = "send_splits and recv_splits have a number of rows for each rank of the group; send_splits sum to the rows of x"
-RULE_OF_ALL = "what rank a sends to rank b is what rank b receives from rank a"
+RULE = "send_splits and recv_splits have one row count per rank of the group; send_splits sum to the rows of x"
+MATCH_RULE = "the rows that rank a sends to rank b equal the rows that rank b expects from rank a"
 
 
 def all_to_all(
@@ -34,53 +34,53 @@ def all_to_all(
     group: ProcessGroup | None = None,
     debug: bool = False,
 ) -> Tensor:
-    """Send rows of `x` to every rank of `group`, and return the rows received, in the order of the ranks.
+    """Send rows of `x` to every rank of `group`, and return the received rows, ordered by source rank.
 
-    All ranks of the group call it, those without a row too. Differentiable, any number of times; the backward is the
-    way back, so either all ranks of the group run it or none.
+    All ranks of the group must call it, including those with no rows. Differentiable to any order; the backward is the
+    reverse all-to-all, so either all ranks of the group run it or none.
 
     Args:
-        x: rows along dim 0; any strides, any type.
-        send_splits: how many rows go to each rank of the group, in order; they sum to `x.shape[0]`.
-        recv_splits: how many rows come from each.
-        group: the ranks; all of them if not given. A process without a process group is a world of one.
-        debug: compare the splits of all ranks first, at the cost of an exchange: ranks that disagree are named, on
-            every rank alike. Also on if MESHWRIGHT_DEBUG_COLLECTIVES=1.
+        x: rows along dim 0; any strides, any dtype.
+        send_splits: number of rows to send to each rank of the group, in order; they sum to `x.shape[0]`.
+        recv_splits: number of rows to receive from each rank.
+        group: the process group; the default group if None. A process without a process group has world size 1.
+        debug: first compare the splits of all ranks, at the cost of an extra collective: every rank then raises an
+            error that names the ranks that disagree. Also enabled by MESHWRIGHT_DEBUG_COLLECTIVES=1.
 
     Raises:
-        LayoutError: splits that do not fit `x` or the group; in debug mode, that do not fit those of other ranks.
-        CollectiveError: another rank did not come.
+        LayoutError: the splits do not match `x` or the group or, in debug mode, those of other ranks.
+        CollectiveError: the collective timed out or another rank was lost.
     """
     num_ranks = world_size(group)
     send, recv = [index(rows) for rows in send_splits], [index(rows) for rows in recv_splits]
-    fault = _local_fault(x, send, recv, num_ranks)
+    fault = _local_problem(x, send, recv, num_ranks)
     if num_ranks > 1:
-        record = record_of(group)
+        record = group_record(group)
         if debug or record.debug:
-            _check_everyone(x, send, recv, group, fault, record.ranks)
+            _check_all_ranks(x, send, recv, group, fault, record.ranks)
     if fault:
         raise _error(fault, "this rank", RULE, _fix(x, send))
-    moved: Tensor = _AllToAll.apply(x, send, recv, group)  # type: ignore[no-untyped-call]
-    return moved
+    received: Tensor = _AllToAll.apply(x, send, recv, group)  # type: ignore[no-untyped-call]
+    return received
 
 
 class _AllToAll(torch.autograd.Function):
-    """The way back of each row is its gradient's."""
+    """Autograd function whose backward returns the gradient of each row to the rank that sent it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> Tensor:
-        ctx.way_back = (recv, send, group)
-        return _move(x, send, recv, group)
+        ctx.reverse_args = (recv, send, group)
+        return _exchange_rows(x, send, recv, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         (gradient,) = gradients
-        back: Tensor = _AllToAll.apply(gradient, *ctx.way_back)  # type: ignore[no-untyped-call]
-        return back, None, None, None
+        x_gradient: Tensor = _AllToAll.apply(gradient, *ctx.reverse_args)  # type: ignore[no-untyped-call]
+        return x_gradient, None, None, None
 
 
-def _move(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> Tensor:
-    # A lazy conjugate or negative would be sent as it lies in memory.
+def _exchange_rows(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> Tensor:
+    # A lazy conjugate or negative view would be sent unresolved.
     x = x.resolve_conj().resolve_neg().contiguous()
     out = x.new_empty((sum(recv), *x.shape[1:]))
     if world_size(group) == 1:
@@ -98,16 +98,16 @@ def all_to_all_into(
     group: ProcessGroup | None,
     permutes: bool = False,
 ) -> None:
-    """Send rows of `x` and receive into the rows of `out`: `all_to_all` for a caller that has checked everything.
+    """Send rows of `x` and receive into `out`, without checks and without autograd.
 
-    Both tensors are contiguous, and the group has several ranks. Not differentiable.
+    Both tensors must be contiguous, and the group must have several ranks.
 
     Args:
-        permutes: each rank of the group sends to one rank at most, and receives from one at most. All ranks say so,
-            or none does: gloo would send empty messages to all others.
+        permutes: each rank of the group sends to at most one rank and receives from at most one; avoids gloo's empty
+            messages to all the others. Must be the same on all ranks.
     """
-    out, x = _wire(out), _wire(x)
-    with passing("all_to_all", x, group, same_shape=False):
+    out, x = _sendable(out), _sendable(x)
+    with track_collective("all_to_all", x, group, same_shape=False):
         if permutes and x.device.type == "cpu":
             _permute(out, x, send_splits, recv_splits, group)
         else:
@@ -120,61 +120,63 @@ def _permute(out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], g
     if targets == sources == [rank(group)]:
         out.copy_(x)
     else:
-        move_at_once(((other, x) for other in targets), ((other, out) for other in sources), group=group)
+        send_recv_all(((other, x) for other in targets), ((other, out) for other in sources), group=group)
 
 
-def _wire(x: Tensor) -> Tensor:
-    """What is sent of a contiguous tensor: itself, or its rows as bytes, in the same memory."""
-    if x.dtype in SENT_AS_THEY_ARE:
+def _sendable(x: Tensor) -> Tensor:
+    """Return a contiguous tensor itself, or a view of its rows as bytes if backends do not support its dtype."""
+    if x.dtype in NATIVE_DTYPES:
         return x
     return x.view(x.shape[0], x[:1].numel() if x.shape[0] else 0).view(torch.uint8)
 
 
-def _local_fault(x: Tensor, send: list[int], recv: list[int], num_ranks: int) -> str:
-    """What is wrong with the splits as this rank alone can see; empty if nothing is."""
+def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) -> str:
+    """Describe what is wrong with this rank's own splits; empty if they are valid."""
     if x.dim() == 0:
-        return "x is a scalar, which has no rows"
+        return "x is a 0-dim tensor and has no rows"
     for name, splits in (("send_splits", send), ("recv_splits", recv)):
         if len(splits) != num_ranks:
-            return f"{name} = {splits} has {len(splits)} numbers for {num_ranks} ranks"
+            return f"{name} = {splits} has {len(splits)} entries for {num_ranks} ranks"
         if any(rows < 0 for rows in splits):
             return f"{name} = {splits} has a negative number"
     if sum(send) != x.shape[0]:
-        return f"send_splits = {send} sum to {sum(send)}, and x has {x.shape[0]} rows"
+        return f"send_splits = {send} sum to {sum(send)}, but x has {x.shape[0]} rows"
     if num_ranks == 1 and send != recv:
-        return f"send_splits = {send} and recv_splits = {recv} differ in a world of one"
+        return f"send_splits = {send} and recv_splits = {recv} differ with world size 1"
     return ""
 
 
-def _check_everyone(
+def _check_all_ranks(
     x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None, fault: str, ranks: Sequence[int]
 ) -> None:
-    """Compare all ranks' splits and rows, so that every rank raises for any rank's mistake, and none waits."""
-    row = "" if fault else f"rows of {type_words(x.dtype)} {list(x.shape[1:])}"
+    """Compare the splits and rows of all ranks, so that every rank raises if any has an error, and none hangs."""
+    row = "" if fault else f"rows of {format_dtype(x.dtype)} {list(x.shape[1:])}"
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    everyone = compare(Passage("check of all_to_all", x, group), "", (fault, row, needs_gradient, send, recv))
-    named = "; ".join(f"rank {rank}: {one[0]}" for rank, one in zip(ranks, everyone, strict=True) if one[0])
-    if named:
-        raise _error(named, "before any row was sent", RULE, "splits that fit, on the ranks named")
-    for at, what in ((1, "send"), (2, "need a gradient of")):
-        if len({one[at] for one in everyone}) > 1:
-            told = "; ".join(f"rank {rank}: {one[at]}" for rank, one in zip(ranks, everyone, strict=True))
+    per_rank = compare_ranks(
+        TrackedOperation("check of all_to_all", x, group), "", (fault, row, needs_gradient, send, recv)
+    )
+    problems = "; ".join(f"rank {rank}: {facts[0]}" for rank, facts in zip(ranks, per_rank, strict=True) if facts[0])
+    if problems:
+        raise _error(problems, "before any row was sent", RULE, "correct the splits on these ranks")
+    for at, what in ((1, "the rows they send"), (2, "whether x requires a gradient")):
+        if len({facts[at] for facts in per_rank}) > 1:
+            values = "; ".join(f"rank {rank}: {facts[at]}" for rank, facts in zip(ranks, per_rank, strict=True))
             raise _error(
-                f"ranks differ in what they {what} ({told})",
+                f"ranks differ in {what} ({values})",
                 "before any row was sent",
-                "rows have one type and shape on all ranks, and all ranks need their gradient or none does",
-                "the same x but for the number of its rows, and the same requires_grad, on every rank",
+                "rows have the same dtype and shape on all ranks, and all ranks require gradients or none does",
+                "pass x with the same dtype, row shape and requires_grad on every rank",
             )
-    wrong = [
-        f"rank {ranks[a]} sends {everyone[a][3][b]} rows to rank {ranks[b]}, which expects {everyone[b][4][a]}"
-        for a in range(len(ranks)) for b in range(len(ranks)) if everyone[a][3][b] != everyone[b][4][a]
+    mismatches = [
+        f"rank {ranks[a]} sends {per_rank[a][3][b]} rows to rank {ranks[b]}, which expects {per_rank[b][4][a]}"
+        for a in range(len(ranks)) for b in range(len(ranks)) if per_rank[a][3][b] != per_rank[b][4][a]
     ]  # fmt: skip
-    if wrong:
+    if mismatches:
         raise _error(
-            "; ".join(wrong),
+            "; ".join(mismatches),
             "before any row was sent",
-            RULE_OF_ALL,
-            "recv_splits on each rank that are the send_splits of the others, as exchanged beforehand",
+            MATCH_RULE,
+            "exchange send_splits between the ranks first, and set recv_splits from them",
         )
 
 
@@ -184,4 +186,4 @@ def _error(what: str, where: str, rule: str, fix: str) -> LayoutError:
 
 def _fix(x: Tensor, send: list[int]) -> str:
     rows = x.shape[0] if x.dim() else 1
-    return f"send_splits that sum to {rows}, and recv_splits that are what the other ranks send here"
+    return f"pass send_splits that sum to {rows}, and recv_splits that match what the other ranks send to this one"

@@ -1,14 +1,14 @@
-"""What every collective of this room passes through: it is counted by group, and one that does not end says so.
+"""Per-group sequence numbers of collectives, and errors that identify a collective that hung.
 
-A hang shows on a rank that is not its cause: gloo says only "timed out", of no collective and no group. So each is
-counted in its group, and when one fails because another rank did not come, its error says which it was, of which
-ranks, the how many-th, and where it was called; the ranks tell each other through the store they met at.
+A hang is usually reported by a rank that did not cause it, and gloo says only "timed out", without the collective or
+the group. So collectives are numbered within their group, and when one fails because another rank did not enter it, the
+error names the collective, its number, its ranks and the call site; ranks exchange this through the rendezvous store.
 
-[Note: one record a process] A rank is in one place at a time, and process groups belong to the process: so does this
-record. It is keyed by the group object, which goes when the group does, and holds counts only.
+[Note: one record per process] Process groups are global to the process, and so is this record. It is keyed weakly by
+the group object, so an entry disappears with its group, and it holds only counts.
 
-With NCCL a collective is only issued here and runs later: PyTorch's watchdog finds the hang, and ends the process with
-a message of its own.
+With NCCL a collective is only enqueued here and runs later: PyTorch's watchdog detects the hang, and aborts the process
+with its own message.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collective_timeout import collective_error, is_lost
-from meshwright.comm.message_format import ranks_words, tensor_words
+from meshwright.comm.collective_timeout import collective_error, is_lost_rank_error
+from meshwright.comm.message_format import format_ranks, format_tensor
 from meshwright.errors import RunError
 
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
-"""1 in the environment of all ranks: they compare each collective before it starts. Read at a group's first one."""
+"""Environment variable; 1 on all ranks compares each collective before it starts. Read at a group's first one."""
 
 
 class GroupRecord:
-    """What is known of a group of several ranks."""
+    """Ranks of a process group, and the number of collectives it has run."""
 
     __slots__ = ("count", "debug", "ranks")
 
@@ -42,99 +42,101 @@ class GroupRecord:
         self.count = 0
         self.debug = os.environ.get(DEBUG_VARIABLE) == "1"
 
-    def words(self) -> str:
-        """The group, for people."""
-        return f"the group of {ranks_words(self.ranks)}"
+    def describe(self) -> str:
+        """Return the group's name in messages."""
+        return f"the group of {format_ranks(self.ranks)}"
 
 
 @cache
-def records() -> WeakKeyDictionary[ProcessGroup, GroupRecord]:
-    """Those of the groups that this process used and still has. [Note: one record a process]"""
+def group_records() -> WeakKeyDictionary[ProcessGroup, GroupRecord]:
+    """Return the records of all live groups that this process has used. [Note: one record per process]"""
     return WeakKeyDictionary()
 
 
-def record_of(group: ProcessGroup | None) -> GroupRecord:
-    """The record of a group, or of the group of all ranks, made at its first use."""
-    whole = group if group is not None else dist.group.WORLD
-    assert whole is not None, "a collective of several ranks has a group"
-    found = records().get(whole)
-    if found is None:
-        found = records()[whole] = GroupRecord(whole)
-    return found
+def group_record(group: ProcessGroup | None) -> GroupRecord:
+    """Return the record of a group, or of the default group, created on first use."""
+    key = group if group is not None else dist.group.WORLD
+    assert key is not None, "a collective of several ranks has a group"
+    record = group_records().get(key)
+    if record is None:
+        record = group_records()[key] = GroupRecord(key)
+    return record
 
 
-class Passage:
-    """One collective: within the block it is under way. Counted when it is made.
+class TrackedOperation:
+    """Context manager around one collective or point-to-point operation, numbered when it is created.
 
-    Ranks that need not all enter, as those of an exchange, pass uncounted: their counts must stay equal.
+    Operations that only some ranks of the group enter, such as an exchange, are not counted: counts must stay equal.
 
     Raises:
-        CollectiveError: on leaving, when another rank did not come or was lost.
+        CollectiveError: on exit, when the operation timed out or another rank was lost.
     """
 
     __slots__ = ("_since", "group", "name", "number", "record", "x")
 
     def __init__(self, name: str, x: Tensor | None, group: ProcessGroup | None, *, counted: bool = True) -> None:
         self.name, self.x, self.group = name, x, group
-        self.record = record = record_of(group)
+        self.record = record = group_record(group)
         record.count += counted
         self.number = record.count if counted else None
 
-    def __enter__(self) -> Passage:
+    def __enter__(self) -> TrackedOperation:
         self._since = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and is_lost(error):
-            of = "" if self.x is None else f", of {tensor_words(self.x)}"
-            raise collective_error(self.words() + of, error, waited_s=time.monotonic() - self._since) from error
+        if error is not None and is_lost_rank_error(error):
+            of = "" if self.x is None else f", of {format_tensor(self.x)}"
+            raise collective_error(self.describe() + of, error, waited_s=time.monotonic() - self._since) from error
 
-    def words(self) -> str:
-        """This collective, for people."""
+    def describe(self) -> str:
+        """Return the operation's name, number and group for messages."""
         number = "" if self.number is None else f", number {self.number}"
-        return f"{self.name}{number} in {self.record.words()}"
+        return f"{self.name}{number} in {self.record.describe()}"
 
 
-def passing(name: str, x: Tensor | None, group: ProcessGroup | None, *, same_shape: bool = True) -> Passage:
-    """The passage of a collective that all ranks of a group enter; in debug mode they compare it first.
+def track_collective(
+    name: str, x: Tensor | None, group: ProcessGroup | None, *, same_shape: bool = True
+) -> TrackedOperation:
+    """Track a collective that all ranks of a group enter; in debug mode, first compare it across ranks.
 
     Args:
-        name: which collective.
-        x: what goes in, if it is a tensor.
-        group: the ranks.
-        same_shape: all ranks have an `x` of one shape.
+        name: the collective.
+        x: its input tensor, if it has one.
+        group: the process group.
+        same_shape: `x` has the same shape on all ranks.
 
     Raises:
-        RunError: in debug mode, on every rank of the group alike, that one enters another.
+        RunError: in debug mode, on every rank of the group, if ranks enter different collectives.
     """
-    passage = Passage(name, x, group)
-    if passage.record.debug:
-        compare(passage, "" if x is None or not same_shape else tensor_words(x))
-    return passage
+    operation = TrackedOperation(name, x, group)
+    if operation.record.debug:
+        compare_ranks(operation, "" if x is None or not same_shape else format_tensor(x))
+    return operation
 
 
-def compare(passage: Passage, facts: str, extra: Any = None) -> list[Any]:
-    """See that all ranks of a group enter the same collective, with equal facts; give everybody's `extra`, by rank.
+def compare_ranks(operation: TrackedOperation, facts: str, extra: Any = None) -> list[Any]:
+    """Check that all ranks of a group enter the same collective with equal facts, and return every rank's `extra`.
 
     Raises:
-        RunError: they do not, on every rank alike.
+        RunError: on every rank, if they do not.
     """
-    record = passage.record
-    mine = (f"{passage.name}, number {passage.number}", facts)
+    record = operation.record
+    local = (f"{operation.name}, number {operation.number}", facts)
     gathered: list[Any] = [None] * len(record.ranks)
-    with passage:
-        dist.all_gather_object(gathered, (mine, extra), group=passage.group)
-    found = [one for one, _ in gathered]
-    if any(one != found[0] for one in found):
+    with operation:
+        dist.all_gather_object(gathered, (local, extra), group=operation.group)
+    calls = [call for call, _ in gathered]
+    if any(call != calls[0] for call in calls):
         entered = "; ".join(
-            f"rank {rank}: {' of '.join(filter(None, one))}" for rank, one in zip(record.ranks, found, strict=True)
+            f"rank {rank}: {' of '.join(filter(None, call))}" for rank, call in zip(record.ranks, calls, strict=True)
         )
         raise RunError(
-            f"ranks enter different collectives in {record.words()}: {entered}",
-            where=f"{record.words()}, before the collective started",
-            rule="all ranks of a group enter the same collectives, in one order and with equal shapes",
-            fix="the same sequence of calls on every rank, also where a rank has nothing to send",
+            f"ranks enter different collectives in {record.describe()}: {entered}",
+            where=f"{record.describe()}, before the collective started",
+            rule="all ranks of a group enter the same collectives, in the same order and with equal shapes",
+            fix="make the same sequence of calls on every rank, even where a rank has nothing to send",
         )
     return [extra for _, extra in gathered]

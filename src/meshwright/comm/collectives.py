@@ -1,7 +1,7 @@
-"""Collectives, behind one module: nothing else in Meshwright calls `torch.distributed`'s.
+"""Wrappers around the collectives of `torch.distributed`, which the rest of Meshwright calls through this module.
 
-Each works without an initialised process group as a world of one rank, so that callers have one path. Each passes
-through `record`, which says what did not end.
+Without an initialised process group each behaves as if the world size were 1, so callers need no special case.
+`collective_log` tracks each call, so that a hang can be identified.
 """
 
 from __future__ import annotations
@@ -13,122 +13,122 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collective_log import passing
-from meshwright.comm.p2p import move_at_once
+from meshwright.comm.collective_log import track_collective
+from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
 
 T = TypeVar("T")
 
-# PyTorch 2.13 has new names for these, and warns of the old ones.
+# PyTorch 2.13 renamed these and deprecates the old names.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-MUCH_BYTES = 256 * 1024
-"""Of a rank's part of an all-gather: what takes gloo longer to move than to say that it is there."""
+LARGE_SHARD_BYTES = 256 * 1024
+"""Size of a rank's shard from which bandwidth, not latency, dominates gloo's all-gather."""
 
-SENT_AS_THEY_ARE = frozenset({
+NATIVE_DTYPES = frozenset({
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 })  # fmt: skip
-"""Types that gloo and NCCL both know; others, float8 among them, are sent as their bytes."""
+"""Dtypes that both gloo and NCCL support; others, such as float8, are sent as bytes."""
 
 
 def is_distributed() -> bool:
-    """Whether a default process group exists."""
+    """Return whether the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in `group`; 0 in a world of one."""
+    """Return this process's rank in `group`; 0 without a process group."""
     return dist.get_rank(group) if is_distributed() else 0
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
-    """Ranks in `group`; 1 in a world of one."""
+    """Return the number of ranks in `group`; 1 without a process group."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait for every rank of `group`."""
+    """Wait until all ranks of `group` have entered the barrier."""
     if world_size(group) > 1:
-        with passing("barrier", None, group):
+        with track_collective("barrier", None, group):
             dist.barrier(group)
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Sum `x` (any shape) over `group`, in place, and return it. Every rank gets the same bits."""
+    """All-reduce `x` (any shape) with a sum over `group`, in place, and return it. Bitwise equal on all ranks."""
     if world_size(group) > 1:
-        with passing("all_reduce", x, group):
+        with track_collective("all_reduce", x, group):
             dist.all_reduce(x, dist.ReduceOp.SUM, group=group)
     return x
 
 
 def broadcast(x: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
-    """Overwrite `x` (any shape), contiguous, by that of the global rank `src`, in place, and return it."""
+    """Broadcast the contiguous tensor `x` (any shape) from the global rank `src`, in place, and return it."""
     if world_size(group) > 1:
-        with passing(f"broadcast from rank {src}", x, group):
+        with track_collective(f"broadcast from rank {src}", x, group):
             dist.broadcast(x, src, group=group)
     return x
 
 
-def all_gather_into(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Every rank's `x`, of one shape [n, …], one after the other by rank: [ranks · n, …]. Not differentiable."""
+def all_gather_rows(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Concatenate every rank's `x` [n, …], of the same shape, in rank order: [ranks · n, …]. Not differentiable."""
     x = x.detach().contiguous()
     num_ranks = world_size(group)
     out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
     if num_ranks == 1:
         return out.copy_(x)
-    with passing("all_gather", x, group):
+    with track_collective("all_gather", x, group):
         ALL_GATHER(out, x, group=group)
     return out
 
 
-def all_gather_onto(out: Tensor, x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor:
-    """Fill `out` [ranks · n, …] with every rank's rows, one after the other by rank. Any type; not differentiable.
+def all_gather_rows_into(out: Tensor, x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor:
+    """Fill `out` [ranks · n, …] with every rank's rows in rank order. Any dtype; not differentiable.
 
     Args:
         out: contiguous.
-        x: this rank's rows, contiguous; None if they are at their place in `out` already.
-        group: several ranks.
+        x: this rank's rows, contiguous; None if they are already in place in `out`.
+        group: a group of several ranks.
     """
-    flat = _known(out)
-    own = flat.view(world_size(group), -1)[rank(group)] if x is None else _known(x)
-    with passing("all_gather", out, group):
-        if _messages_are_faster(own, world_size(group)):
-            _gather_by_messages(flat, own, group)
+    flat = _flat_native(out)
+    local = flat.view(world_size(group), -1)[rank(group)] if x is None else _flat_native(x)
+    with track_collective("all_gather", out, group):
+        if _is_point_to_point_faster(local, world_size(group)):
+            _gather_point_to_point(flat, local, group)
         else:
-            ALL_GATHER(flat, own, group=group)
+            ALL_GATHER(flat, local, group=group)
     return out
 
 
-def _messages_are_faster(own: Tensor, num_ranks: int) -> bool:
-    """Than gloo's all-gather, which hands each part on from rank to rank and waits at each.
+def _is_point_to_point_faster(local: Tensor, num_ranks: int) -> bool:
+    """Return whether direct messages beat gloo's ring all-gather, which synchronises at every hop.
 
-    As measured: always over many ranks; over few if it is not latency that counts; never over two.
+    As measured: always for more than 4 ranks, for 3 or 4 ranks if the shard is large, and never for 2.
     """
-    return own.device.type == "cpu" and num_ranks > 2 and (num_ranks > 4 or own.nbytes >= MUCH_BYTES)
+    return local.device.type == "cpu" and num_ranks > 2 and (num_ranks > 4 or local.nbytes >= LARGE_SHARD_BYTES)
 
 
-def _gather_by_messages(flat: Tensor, own: Tensor, group: ProcessGroup | None) -> None:
+def _gather_point_to_point(flat: Tensor, local: Tensor, group: ProcessGroup | None) -> None:
     num_ranks, me = world_size(group), rank(group)
-    parts = list(flat.view(num_ranks, -1))
-    others = [(me + away) % num_ranks for away in range(1, num_ranks)]
-    move_at_once([(other, own) for other in others], [(other, parts[other]) for other in reversed(others)], group=group)
-    if own.data_ptr() != parts[me].data_ptr():
-        parts[me].copy_(own)
+    shards = list(flat.view(num_ranks, -1))
+    peers = [(me + distance) % num_ranks for distance in range(1, num_ranks)]
+    send_recv_all([(peer, local) for peer in peers], [(peer, shards[peer]) for peer in reversed(peers)], group=group)
+    if local.data_ptr() != shards[me].data_ptr():
+        shards[me].copy_(local)
 
 
-def _known(x: Tensor) -> Tensor:
-    """The elements of a contiguous tensor, or, where backends do not know their type, their bytes."""
+def _flat_native(x: Tensor) -> Tensor:
+    """View a contiguous tensor as one dim of elements, or of bytes if backends do not support its dtype."""
     flat = x.as_strided((x.numel(),), (1,))
-    return flat if x.dtype in SENT_AS_THEY_ARE else flat.view(torch.uint8)
+    return flat if x.dtype in NATIVE_DTYPES else flat.view(torch.uint8)
 
 
 def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part [n, …] of the sum over `group` of `x` [ranks · n, …]. Not differentiable; `x` stays as it is.
+    """Return this rank's shard [n, …] of the sum of `x` [ranks · n, …] over `group`. Not differentiable, not in place.
 
     Raises:
-        LayoutError: the rows of `x` can't be divided evenly.
+        LayoutError: the number of ranks does not divide the rows of `x`.
     """
     x = x.detach().contiguous()
     num_ranks = world_size(group)
@@ -137,31 +137,31 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
             f"{x.shape[0]} rows cannot be divided over {num_ranks} ranks",
             where="reduce_scatter_sum",
             rule="every rank gets the same number of rows",
-            fix=f"rows padded to {-(-x.shape[0] // num_ranks) * num_ranks}",
+            fix=f"pad x to {-(-x.shape[0] // num_ranks) * num_ranks} rows",
         )
     out = x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
     if num_ranks == 1:
         return out.copy_(x)
-    with passing("reduce_scatter", x, group):
+    with track_collective("reduce_scatter", x, group):
         REDUCE_SCATTER(out, x, dist.ReduceOp.SUM, group=group)
     return out
 
 
 def all_gather_object(value: T, *, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable value, by rank."""
+    """Gather a picklable value from every rank, in rank order."""
     if world_size(group) == 1:
         return [value]
     values: list[T | None] = [None] * world_size(group)
-    with passing("all_gather_object", None, group):
+    with track_collective("all_gather_object", None, group):
         dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
 
 
 def broadcast_object(value: T, *, src: int = 0, group: ProcessGroup | None = None) -> T:
-    """The picklable value of the group's rank `src`, on every rank."""
+    """Return on every rank the picklable value of rank `src` of the group."""
     if world_size(group) == 1:
         return value
     box: list[T] = [value]
-    with passing("broadcast_object", None, group):
+    with track_collective("broadcast_object", None, group):
         dist.broadcast_object_list(box, group=group, group_src=src)
     return box[0]

@@ -1,4 +1,4 @@
-"""Tensors and ranks in messages."""
+"""Formatting of dtypes, tensors and ranks in messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 
-def type_words(dtype: torch.dtype) -> str:
-    """A tensor's type: `float32`."""
+def format_dtype(dtype: torch.dtype) -> str:
+    """Format a dtype: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def tensor_words(x: Tensor) -> str:
-    """A tensor's type and shape: `float32 [2, 3]`."""
-    return f"{type_words(x.dtype)} {list(x.shape)}"
+def format_tensor(x: Tensor) -> str:
+    """Format a tensor's dtype and shape: `float32 [2, 3]`."""
+    return f"{format_dtype(x.dtype)} {list(x.shape)}"
 
 
-def ranks_words(ranks: Sequence[int]) -> str:
-    """Some ranks: `rank 3`, `ranks 0, 2`, `ranks 0 … 7`."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format a list of ranks: `rank 3`, `ranks 0, 2`, `ranks 0 … 7`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -1,8 +1,8 @@
-"""Where the ranks of a world are, and the process groups of reductions in two stages: made at start, by all ranks.
+"""Node detection, and the process groups of two-stage reductions, created collectively at startup.
 
-Process groups have to be made by all ranks of the world in one order, also by those that are in none of them and those
-that hold more parts of a model than others. So all ranks tell each other first which groups their parts are sharded
-over, and then all make the same ones, each once, however many modules use it. What follows needs no other rank.
+All ranks of the world must create process groups in the same order, including ranks that belong to none of them or hold
+more model parts than others. So the ranks first exchange which groups their parts are sharded over, and then all create
+the same groups, each once, however many modules use it. Later calls need no other rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.collectives import all_gather_object, rank
-from meshwright.comm.message_format import ranks_words
-from meshwright.comm.node_topology import TwoStages, host_identity, is_uneven, node_numbers, two_stages
+from meshwright.comm.message_format import format_ranks
+from meshwright.comm.node_topology import TwoStagePlan, has_uneven_nodes, host_identity, node_numbers, plan_two_stages
 from meshwright.comm.private import shard_group
 from meshwright.errors import LayoutError
 from meshwright.log import get_logger
@@ -29,37 +29,37 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stages:
-    """A reduction in two stages, as one rank takes part in it."""
+class TwoStageGroups:
+    """Plan and process groups of a two-stage reduction on one rank."""
 
-    plan: TwoStages
+    plan: TwoStagePlan
     inside: ProcessGroup
     between: ProcessGroup
     rank: int
-    """This process's, in the world."""
+    """Global rank of this process."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The node of each rank of the world, and how each group that a part is sharded over reduces."""
+    """Node of each rank of the world, and the reduction of each group that a model part is sharded over."""
 
     nodes: tuple[int, ...]
-    by_ranks: Mapping[Ranks, Stages | None]
-    """By the ranks of a group; None for one stage."""
+    by_ranks: Mapping[Ranks, TwoStageGroups | None]
+    """Two-stage groups by the ranks of a shard group; None for one stage."""
 
-    def stages_of(self, group: ProcessGroup) -> Stages | None:
-        """How `group` reduces in two stages; None where it takes one.
+    def two_stage_groups(self, group: ProcessGroup) -> TwoStageGroups | None:
+        """Return the two-stage groups of the shard group `group`; None if it reduces in one stage.
 
         Raises:
-            LayoutError: it is no group of a part that this was made for.
+            LayoutError: no model part passed to `place` is sharded over `group`.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self.by_ranks:
             raise LayoutError(
-                f"the placement knows no part of a model that is sharded over {ranks_words(ranks)}",
+                f"the placement has no model part sharded over {format_ranks(ranks)}",
                 where="meshwright.comm.compress, placement",
-                rule="process groups are made at start, for all parts of all ranks at once",
-                fix="place(parts) on all ranks, each with all its parts, after fully_shard",
+                rule="process groups are created at startup, for all parts of all ranks at once",
+                fix="call place(parts) on all ranks, each with all its parts, after fully_shard",
             )
         return self.by_ranks[ranks]
 
@@ -67,31 +67,32 @@ class Placement:
 def place(
     parts: Iterable[nn.Module], *, nodes: Sequence[int] | None = None, timeout_s: float | None = None
 ) -> Placement:
-    """Find out where all ranks are, and make the process groups that reductions in two stages need.
+    """Detect the node of each rank, and create the process groups that two-stage reductions need.
 
-    All ranks of the world call it, once; what it gives is for `compress` of each part.
+    All ranks of the world must call it once; pass the result to `compress` for each part.
 
     Args:
-        parts: the models, or parts of one, that this rank holds, with `fully_shard` applied. A rank may have none.
-        nodes: the node of each rank of the world, instead of the hosts that they are on; the same on all ranks.
-        timeout_s: seconds a collective of the groups may take; PyTorch's default if not given.
+        parts: the models, or model parts, that this rank holds, with `fully_shard` applied. A rank may have none.
+        nodes: the node of each rank of the world, instead of the detected hosts; the same on all ranks.
+        timeout_s: timeout of the groups' collectives in seconds; PyTorch's default if None.
 
     Raises:
-        LayoutError: `nodes` does not fit the world.
+        LayoutError: `nodes` does not match the world size or differs between ranks.
     """
-    own = {ranks for part in parts for ranks in _shard_ranks(part)}
-    everyone = all_gather_object((host_identity(), None if nodes is None else list(nodes), sorted(own)))
-    where = _nodes([host for host, _, _ in everyone], [given for _, given, _ in everyone])
-    plans = {ranks: two_stages(ranks, where) for ranks in sorted({one for *_, found in everyone for one in found})}
-    wanted = sorted({one for plan in plans.values() if plan is not None for one in (*plan.inside, *plan.between)})
-    groups = {ranks: new_group(ranks, timeout_s=timeout_s) for ranks in wanted}
+    local = {ranks for part in parts for ranks in _shard_ranks(part)}
+    gathered = all_gather_object((host_identity(), None if nodes is None else list(nodes), sorted(local)))
+    node_of = _nodes([host for host, _, _ in gathered], [configured for _, configured, _ in gathered])
+    shard_groups = sorted({ranks for *_, remote in gathered for ranks in remote})
+    plans = {ranks: plan_two_stages(ranks, node_of) for ranks in shard_groups}
+    needed = sorted({ranks for plan in plans.values() if plan is not None for ranks in (*plan.inside, *plan.between)})
+    groups = {ranks: new_group(ranks, timeout_s=timeout_s) for ranks in needed}
     for ranks, plan in plans.items():
-        if plan is None and is_uneven(ranks, where) and rank() == ranks[0]:
+        if plan is None and has_uneven_nodes(ranks, node_of) and rank() == ranks[0]:
             _log.warning(
-                "%s reduce gradients in one stage, not inside nodes and then between them: their nodes %s have not "
-                "equally many of them", ranks_words(ranks), [where[one] for one in ranks],
+                "%s reduce gradients in one stage instead of inside nodes first: their nodes %s hold different numbers "
+                "of them", format_ranks(ranks), [node_of[rank] for rank in ranks],
             )  # fmt: skip
-    return Placement(where, {ranks: _stages(plans[ranks], groups) for ranks in own})
+    return Placement(node_of, {ranks: _open_two_stage_groups(plans[ranks], groups) for ranks in local})
 
 
 def _shard_ranks(part: nn.Module) -> Iterable[Ranks]:
@@ -101,28 +102,30 @@ def _shard_ranks(part: nn.Module) -> Iterable[Ranks]:
             yield tuple(dist.get_process_group_ranks(group))
 
 
-def _stages(plan: TwoStages | None, groups: Mapping[Ranks, ProcessGroup | None]) -> Stages | None:
+def _open_two_stage_groups(
+    plan: TwoStagePlan | None, groups: Mapping[Ranks, ProcessGroup | None]
+) -> TwoStageGroups | None:
     if plan is None:
         return None
     me = rank()
-    inside, between = groups[plan.inside_of(me)], groups[plan.between_of(me)]
+    inside, between = groups[plan.intra_node_ranks(me)], groups[plan.inter_node_ranks(me)]
     assert inside is not None and between is not None, "this rank is in its own groups"
-    return Stages(plan, inside, between, me)
+    return TwoStageGroups(plan, inside, between, me)
 
 
-def _nodes(hosts: Sequence[str], given: Sequence[list[int] | None]) -> Ranks:
-    """The node of each rank: what all were given, or their hosts. Every rank sees the same, and raises alike."""
-    nodes = given[0]
-    if any(one != nodes for one in given):
-        raise _error("ranks were given different nodes", "the same nodes on every rank")
+def _nodes(hosts: Sequence[str], configured: Sequence[list[int] | None]) -> Ranks:
+    """Return the node of each rank: the configured one, or its host. Every rank raises the same error."""
+    nodes = configured[0]
+    if any(rank_nodes != nodes for rank_nodes in configured):
+        raise _error("ranks were given different nodes", "pass the same nodes on every rank")
     if nodes is None:
         return node_numbers(hosts)
     if len(nodes) != len(hosts):
-        raise _error(f"{len(nodes)} nodes were given for {len(hosts)} ranks", f"a list of {len(hosts)} nodes, or None")
+        raise _error(f"{len(nodes)} nodes were given for {len(hosts)} ranks", f"pass {len(hosts)} nodes, or None")
     return tuple(nodes)
 
 
 def _error(what: str, fix: str) -> LayoutError:
     return LayoutError(
-        what, where="meshwright.comm.place, nodes", rule="nodes has the node of each rank of the world", fix=fix
+        what, where="meshwright.comm.place, nodes", rule="nodes lists the node of each rank of the world", fix=fix
     )

@@ -1,12 +1,11 @@
-"""Point-to-point: channels between the ranks of a pipeline, and exchanges between any ranks of a group.
+"""Point-to-point communication: channels between pipeline stages, and exchanges between any ranks of a group.
 
-Channels: one communicator per direction, peer pair and kind of traffic, all created at start in one order: traffic on
-one channel always has the order of the table, so no channel can wait for another one, and a send and a receive with the
-same peer need not be batched to pass each other. Both ends count what passes, in `record`.
+A channel is one communicator per direction, pair of ranks and kind of traffic. All are created at startup in the same
+order. Traffic on a channel always follows the schedule table, so channels cannot block each other, and a send and a
+receive with the same peer need no batching. Both ends number their operations in `collective_log`.
 
-An exchange is for what happens now and then, between ranks that are not known at start: all its messages go at once
-through a group that exists. So do those by which a collective of CPU tensors moves them, where that is faster than
-gloo's own.
+An exchange is for occasional traffic between ranks that are not known at startup: all its messages are posted at once
+in an existing group. Some collectives on CPU tensors use the same approach where it is faster than gloo's own.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from meshwright.comm.collective_log import Passage
-from meshwright.comm.message_format import ranks_words
+from meshwright.comm.collective_log import TrackedOperation
+from meshwright.comm.message_format import format_ranks
 from meshwright.mesh.process_groups import new_group
 
 COLLECTIVE_TAG = 0x6D65
-"""Of a collective's messages: no other ones of the same two ranks are taken for them."""
+"""Tag of messages that belong to a collective, so that they match no other messages between the same ranks."""
 
 
 class Transfer:
-    """A send or a receive under way."""
+    """A send or receive in flight."""
 
     __slots__ = ("_passage", "_work")
 
-    def __init__(self, work: Work | None, passage: Passage) -> None:
-        assert work is not None, "this rank is no end of the channel"
+    def __init__(self, work: Work | None, passage: TrackedOperation) -> None:
+        assert work is not None, "this rank is not an end of the channel"
         self._work = work
         self._passage = passage
 
     def wait(self) -> None:
-        """Wait until it is done; with NCCL, have the current stream wait.
+        """Wait for completion; with NCCL, make the current stream wait.
 
         Raises:
-            CollectiveError: the other end did not come or was lost.
+            CollectiveError: the operation timed out or the peer was lost.
         """
         with self._passage:
             self._work.wait()
@@ -49,27 +48,27 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Channel:
-    """One direction between two ranks, as one of them sees it."""
+    """One end of a one-directional connection between two ranks."""
 
     peer: int
     """Global rank of the other end."""
     group: ProcessGroup
 
     def send(self, x: Tensor) -> Transfer:
-        """Start sending a contiguous tensor, which must stay as it is until the transfer is done."""
-        with Passage("send", x, self.group) as passage:
+        """Start sending a contiguous tensor, which must not change until the transfer completes."""
+        with TrackedOperation("send", x, self.group) as passage:
             return Transfer(dist.isend(x, self.peer, group=self.group), passage)
 
     def receive(self, x: Tensor) -> Transfer:
         """Start receiving into a contiguous tensor."""
-        with Passage("receive", x, self.group) as passage:
+        with TrackedOperation("receive", x, self.group) as passage:
             return Transfer(dist.irecv(x, self.peer, group=self.group), passage)
 
 
 def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: float) -> list[Channel | None]:
-    """Create a channel for each (source, target) of `ends`, as global ranks; None where this rank is neither.
+    """Create a channel for each (source, target) pair of global ranks; None where this rank is neither.
 
-    All ranks of the run call it with the same ends in the same order, those of other pipelines included.
+    All ranks of the run must call it with the same pairs in the same order, including the pairs of other pipelines.
     """
     channels: list[Channel | None] = []
     for source, target in ends:
@@ -79,46 +78,46 @@ def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: floa
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, group: ProcessGroup | None = None) -> None:
-    """Send one message to some ranks and receive one from some, all at once; the others of the group need not call it.
+    """Send at most one message to and receive at most one from each peer; ranks without messages need not call it.
 
-    Each message is posted before any is waited for, so no order of ranks can be a circle of waiting. Two ranks that
-    exchange more than once do so in the same order. With NCCL all ranks of the group must have entered a collective
-    of it before (PyTorch makes its communicator then).
+    All messages are posted before any wait, so they cannot deadlock. Two ranks that exchange more than once must do so
+    in the same order. With NCCL all ranks of the group must have run a collective in it before, which creates its
+    communicator.
 
     Args:
-        sends: global rank → a contiguous tensor of any type, not empty.
-        receives: global rank → likewise, to be overwritten by one of as many bytes.
-        group: has all these ranks; the group of all ranks if not given.
+        sends: global rank → non-empty contiguous tensor of any dtype.
+        receives: global rank → non-empty contiguous tensor to overwrite, with as many bytes as the message.
+        group: contains all these ranks; the default group if None.
 
     Raises:
-        CollectiveError: another rank did not come or was lost.
+        CollectiveError: the exchange timed out or another rank was lost.
     """
     operations = [dist.P2POp(dist.isend, _bytes(x), peer, group) for peer, x in sorted(sends.items())]
     operations += [dist.P2POp(dist.irecv, _bytes(x), peer, group) for peer, x in sorted(receives.items())]
     if operations:
-        peers = ranks_words(sorted({*sends, *receives}))
-        with Passage(f"exchange with {peers}", None, group, counted=False):
+        peers = format_ranks(sorted({*sends, *receives}))
+        with TrackedOperation(f"exchange with {peers}", None, group, counted=False):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
 
-def move_at_once(
+def send_recv_all(
     sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], *, group: ProcessGroup | None
 ) -> None:
-    """Messages of contiguous CPU tensors, all under way at once; a collective's, within its passage.
+    """Send and receive contiguous CPU tensors concurrently, as part of a tracked collective.
 
     Args:
-        sends: rank in the group → what it is sent.
-        receives: rank in the group → what its message overwrites.
-        group: all ranks if not given.
+        sends: pairs of group rank and tensor to send.
+        receives: pairs of group rank and tensor to overwrite.
+        group: the default group if None.
     """
-    under_way = [dist.irecv(x, group=group, group_src=source, tag=COLLECTIVE_TAG) for source, x in receives]
-    under_way += [dist.isend(x, group=group, group_dst=target, tag=COLLECTIVE_TAG) for target, x in sends]
-    for message in under_way:
+    in_flight = [dist.irecv(x, group=group, group_src=source, tag=COLLECTIVE_TAG) for source, x in receives]
+    in_flight += [dist.isend(x, group=group, group_dst=target, tag=COLLECTIVE_TAG) for target, x in sends]
+    for message in in_flight:
         assert message is not None, "this rank is in the group"
         message.wait()
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # A single element counts as contiguous whatever its stride, but is seen as bytes only with stride 1.
+    # A single element is contiguous with any stride, but can be viewed as bytes only with stride 1.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -1,9 +1,8 @@
-"""What PyTorch has no public call for: its notes of the last collective, and the ranks that FSDP2 shards a module over.
+"""Adapter for private PyTorch APIs: the flight recorder's last collective, and the shard group of an FSDP2 module.
 
-Private PyTorch names are used here and nowhere else in this room: `_dump_fr_trace_json` and `_resolve_process_group` of
+Private PyTorch names are used only here in this package: `_dump_fr_trace_json` and `_resolve_process_group` of
 `torch._C._distributed_c10d`, and FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
-`_reduce_scatter_process_group`. Checked on 2.13 with gloo. Where a version notes less of its collectives, nothing is
-found.
+`_reduce_scatter_process_group`. Checked on 2.13 with gloo. `last_collective` returns None where a version records less.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.comm.message_format import ranks_words
+from meshwright.comm.message_format import format_ranks
 
 
 def last_collective() -> str | None:
-    """The last collective that this process entered, in words; None if PyTorch noted none."""
+    """Describe the last collective that this process entered; None if PyTorch recorded none."""
     try:
         entries = json.loads(c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
         last = max(entries, key=lambda entry: int(entry["record_id"]))
@@ -31,13 +30,13 @@ def last_collective() -> str | None:
     except (AttributeError, KeyError, ValueError, RuntimeError):
         return None
     of = f", of {shapes}" if shapes else ""
-    return f"{name}, number {number} by PyTorch's count in the group of {ranks_words(ranks)}{of}"
+    return f"{name}, number {number} by PyTorch's count in the group of {format_ranks(ranks)}{of}"
 
 
 def shard_group(module: FSDPModule) -> ProcessGroup | None:
-    """The ranks that an FSDP2 module's gradients are reduce-scattered over.
+    """Return the group that an FSDP2 module's gradients are reduce-scattered over.
 
-    None for a module without parameters of its own, and for one with replicas of its shards (HSDP).
+    None for a module that manages no parameters itself, and for HSDP.
     """
-    own = module._get_fsdp_state()._fsdp_param_group
-    return None if own is None or own._is_hsdp else own._reduce_scatter_process_group
+    param_group = module._get_fsdp_state()._fsdp_param_group
+    return None if param_group is None or param_group._is_hsdp else param_group._reduce_scatter_process_group

@@ -9,7 +9,7 @@ import json
 
 import torch
 
-from meshwright.comm.collective_timeout import naming_collectives
+from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.process_groups import process_group
@@ -37,7 +37,7 @@ def record_layout(context: RankContext, spec: ProofSpec) -> None:
         store_path=context.store_path,
         needed=needs_mesh(plan),
     )
-    with group, naming_collectives():
+    with group, name_failed_collective():
         corpus = config.family.open_data(run_facts(config))
         record = record_rank(config, context, corpus, num_steps=spec.num_steps, plan=plan)
         torch.save(vars(record), spec.record(context.rank))

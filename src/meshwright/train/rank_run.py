@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.cluster.host import machine_bytes
-from meshwright.comm.collective_timeout import naming_collectives
+from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
@@ -58,7 +58,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         store_path=context.store_path,
         needed=needs_mesh(plan),
     )
-    with group, naming_collectives(), ExitStack() as hold:
+    with group, name_failed_collective(), ExitStack() as hold:
         f = run_facts(config)
         corpus = config.family.open_data(f)
         check_agreement(config, corpus)

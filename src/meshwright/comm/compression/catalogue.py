@@ -1,19 +1,19 @@
-"""The catalogue of codecs and methods: what each is, how large what it sends is, and where it may be used.
+"""Catalogue of compression codecs and methods, with their encoded sizes and permitted uses.
 
-A *codec* is the format of the elements in a block of bytes; `codecs` says what every bit is. A *method* is a name that
-the configuration's section `comm` and `meshwright.comm.compress` take: a codec, and what is done around it. Planner,
-configuration and collectives read them here, without torch.
+A *codec* is the format of the elements in a block of bytes; `codecs` defines every bit. A *method* is a name accepted
+by the configuration's section `comm` and by `meshwright.comm.compress`: a codec, with or without rotation and error
+feedback. Planner, configuration and collectives read them here, without torch.
 
-[Note: adding a codec] A method with a codec that exists takes one row of `METHODS` here. A codec that does not exist
-takes a member of `Codec` here first, and its bytes:
+[Note: adding a codec] A method with an existing codec needs one row of `METHODS` here. A new codec first needs a member
+of `Codec` here and an implementation:
 
-- `codecs.py`: `encode` and `_elements`, which reads a block. Quantised integers follow `Codec.bits`, tested with 8, 4
+- `codecs.py`: `encode`, and `_elements`, which reads a block. Quantised codecs follow `Codec.bits`, tested with 8, 4
   and 2.
-- `cpu_kernels.cpp` and `triton_programs.py`, which know 8, 4 and 2 bits; or `kernels.py`, whose `_kernels` and
-  `requantise` say which codecs go to them: the quantised ones. Others go to the reference.
+- `cpu_kernels.cpp` and `triton_programs.py`, which implement 8, 4 and 2 bits; `dispatch.py` sends quantised codecs to
+  them (`_kernels`, `requantise`) and others to the torch reference.
 
-Either way the table of `docs/compression.md` gets a row and `docs/config.md` is printed anew (`meshwright presets
---keys`); tests compare both with this file, and the size of every method with what is encoded.
+Either way add a row to the table of `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets
+--keys`); tests compare both with this file, and the size of every method with an encoded block.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ GROUP = 128
 """Elements that share a scale."""
 SCALE_BYTES = 2
 ALIGNMENT = 16
-"""Bytes that the size of a quantised block is a multiple of."""
+"""The size of a quantised block is a multiple of this many bytes."""
 
 
 class Codec(Enum):
-    """How elements are written as bytes: the name, the bits of an element, and whether it is quantised."""
+    """Encoding of elements as bytes: its name, its bits per element, and whether it is quantised."""
 
     _value_: str
     _bits: int | None
@@ -52,17 +52,17 @@ class Codec(Enum):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether elements become integers with a scale for each group."""
+        """True if elements are encoded as integers with one scale per group."""
         return self._is_quantised
 
     @property
     def bits(self) -> int:
-        """Bits of an element, of its code if it is quantised; `exact` has none of its own."""
+        """Bits per element, or per code if quantised; undefined for `exact`."""
         assert self._bits is not None, f"{self.value} sends elements as they are"
         return self._bits
 
     def encoded_bytes(self, num_elements: int, *, element_bytes: int = 4) -> int:
-        """Bytes of the block of `num_elements` elements; `element_bytes`, those of one, matter to `exact` only."""
+        """Return the bytes of a block of `num_elements` elements; only `exact` uses `element_bytes`."""
         if self is Codec.EXACT:
             return num_elements * element_bytes
         if not self.is_quantised:
@@ -72,55 +72,57 @@ class Codec(Enum):
 
 
 ERROR_CODEC = Codec.INT8
-"""How the errors of error feedback are kept."""
+"""Codec of the stored error of error feedback."""
 
 
 class Use(StrEnum):
-    """What a method is used for: a key of the configuration's section `comm`."""
+    """Use of a method: a key of the configuration's section `comm`."""
 
     GRADIENTS = "gradients"
     WEIGHTS = "weights"
     INSIDE_NODE = "inside_node"
-    """Gradients inside a node, where they are reduced in two stages; only the method's codec counts."""
+    """Gradients inside a node in a two-stage reduction; only the method's codec is used."""
 
-    def words(self) -> str:
-        """What is sent, for people."""
+    def describe(self) -> str:
+        """Return the name of the data in messages."""
         return "gradients inside a node" if self is Use.INSIDE_NODE else self.value
 
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients or weights are sent."""
+    """Compression method of gradients or weights."""
 
     name: str
     codec: Codec
     uses: tuple[Use, ...]
     rotate: bool = False
-    """Outliers are spread over their neighbours before they are quantised."""
+    """Spread outliers over their neighbours before quantising."""
     feedback: bool = False
-    """What the codec loses of gradients is added to those of the next step."""
+    """Add the quantisation error of a step's gradients to those of the next step."""
 
     def __post_init__(self) -> None:
-        assert self.codec.is_quantised or not (self.rotate or self.feedback), "what is not quantised needs neither"
-        assert not (self.rotate and self.feedback), "feedback is of elements as they are"
+        assert self.codec.is_quantised or not (self.rotate or self.feedback), (
+            "rotation and feedback need a quantised codec"
+        )
+        assert not (self.rotate and self.feedback), "feedback applies to unrotated elements"
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what arrives is not what was sent."""
+        """True if decoded values may differ from the originals."""
         return self.codec is not Codec.EXACT
 
     @property
     def codec_of_sum(self) -> Codec:
-        """The codec of the second stage of an all-reduce with this method."""
+        """Codec of the second stage of an all-reduce with this method."""
         return codec_of_sum(self.codec, feedback=self.feedback)
 
     def codec_inside_node(self, configured: Codec) -> Codec:
-        """The codec of the first of two stages, where `comm.inside_node` is `configured`: what is exact stays so."""
+        """Return the codec of the first of two stages for `comm.inside_node=configured`; exact methods stay exact."""
         return configured if self.is_lossy else Codec.EXACT
 
 
 EXACT = "exact"
-"""The method that leaves the collectives of FSDP2 and DDP as they are."""
+"""Name of the method that keeps the collectives of FSDP2 and DDP unchanged."""
 
 METHODS = (
     Method(EXACT, Codec.EXACT, (Use.GRADIENTS, Use.WEIGHTS, Use.INSIDE_NODE)),
@@ -132,27 +134,27 @@ METHODS = (
     Method("int2", Codec.INT2, (Use.GRADIENTS,)),
     Method("loco2", Codec.INT2, (Use.GRADIENTS,), feedback=True),
 )
-"""All methods, in the order in which they are listed for people; the last two are to see what feedback does."""
+"""All methods, in the order of listings; the two 2-bit ones exist for experiments with error feedback."""
 
 
 def names(use: Use) -> tuple[str, ...]:
-    """The methods that there are for `use`."""
+    """Return the names of all methods for `use`."""
     return tuple(method.name for method in METHODS if use in method.uses)
 
 
 def lossless_names(use: Use) -> tuple[str, ...]:
-    """Those of them by which a run computes what it would without compression; the last is nearest to the others."""
+    """Return the names of the lossless methods for `use`; the last one shares most code with the lossy ones."""
     return tuple(method.name for method in METHODS if use in method.uses and not method.is_lossy)
 
 
 def find_method(name: str, use: Use | None = None) -> Method:
-    """The method of this name.
+    """Return the method called `name`.
 
     Args:
-        use: what it must be allowed for, if it is given.
+        use: if given, a use that the method must support.
 
     Raises:
-        ConfigError: there is none of this name, or not for this use.
+        ConfigError: the name is unknown, or its method does not support `use`.
     """
     for method in METHODS:
         if method.name == name and (use is None or use in method.uses):
@@ -163,36 +165,36 @@ def find_method(name: str, use: Use | None = None) -> Method:
 def _unknown(name: str, use: Use | None) -> ConfigError:
     known = [method.name for method in METHODS if use is None or use in method.uses]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    what, argument = ("elements", "method") if use is None else (use.words(), use.value)
+    what, argument = ("elements", "method") if use is None else (use.describe(), use.value)
     return ConfigError(
         f"{what} cannot be sent as {name!r}",
         where=f"compressed {argument}",
-        rule=f"{what} is one of {', '.join(known)}" if use else f"methods are {', '.join(known)}",
+        rule=f"methods{f' for {what}' if use else ''} are {', '.join(known)}",
         fix=f"{argument}={near[0]!r}",
     )
 
 
 def is_lossy(name: str) -> bool:
-    """Whether what arrives by the method of this name is not what was sent."""
+    """Return whether the method called `name` may change values."""
     return find_method(name).is_lossy
 
 
 def encoded_bytes(name: str, num_elements: int, *, element_bytes: int) -> int:
-    """Bytes of one block of `num_elements` elements, by the method of this name.
+    """Return the bytes of one block of `num_elements` elements with the method called `name`.
 
     Args:
-        element_bytes: of an element as it is, which matters where nothing is lost.
+        element_bytes: bytes of an uncompressed element; only lossless methods use it.
     """
     return find_method(name).codec.encoded_bytes(num_elements, element_bytes=element_bytes)
 
 
 def codec_of_sum(codec: Codec, *, feedback: bool) -> Codec:
-    """The codec of the second stage of an all-reduce. [Note: the second encoding] in `all_reduce` says why."""
+    """Return the codec of an all-reduce's second stage; see [Note: the second encoding] in `compressed_all_reduce`."""
     return codec if feedback or not codec.is_quantised else Codec.INT8
 
 
 def num_groups(num_elements: int) -> int:
-    """Groups of `num_elements` elements, the last of which may be partial."""
+    """Return the number of groups in `num_elements` elements; the last may be partial."""
     return -(-num_elements // GROUP)
 
 
@@ -201,7 +203,7 @@ if TYPE_CHECKING:
     WeightMethod = str
     InsideNodeMethod = str
 else:
-    # Type checkers take no computed Literal. Pydantic does, and lists the names in its errors.
+    # Type checkers reject a computed Literal; Pydantic accepts it, and lists the names in its errors.
     GradientMethod = Literal[names(Use.GRADIENTS)]
     WeightMethod = Literal[names(Use.WEIGHTS)]
     InsideNodeMethod = Literal[names(Use.INSIDE_NODE)]

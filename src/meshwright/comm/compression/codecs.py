@@ -1,34 +1,34 @@
-"""Codecs: gradients and weights in fewer bits, and the torch reference that says what every bit of them is.
+"""Torch reference of the compression codecs, which defines every bit of an encoded block.
 
-`catalogue` lists them, with their sizes.
+`catalogue` lists the codecs and their sizes.
 
 A tensor of n elements becomes one *block* of `Codec.encoded_bytes(n)` bytes, scales included, so that one all-to-all
-carries everything. With G = 128 elements a group and the last group filled up with zeros, a block of `int8`, `int4` or
+sends everything. With G = 128 elements per group and the last group padded with zeros, a block of `int8`, `int4` or
 `int2` is
 
     codes    num_groups · G · bits / 8   planar: with f = 8 / bits fields of G / f elements, byte j of a group holds
                                          element j + k·G/f in its bits k·bits …, in two's complement
     scales   num_groups · 2              bfloat16, little-endian
-    zeros    0 … 14                      so that blocks laid end to end stay aligned for 16-byte loads
+    zeros    0 … 14                      so that consecutive blocks stay aligned for 16-byte loads
 
-and a block of `exact` or `bf16` is the elements themselves. 4-bit codes cost 4.125 bits an element.
+and a block of `exact` or `bf16` is the elements themselves. 4-bit codes cost 4.125 bits per element.
 
-[Note: every bit of a code] The kernels must agree with this file bit for bit, so each step is pinned down, in float32
-and without fused multiply-adds:
-- h is the element as float32, rotated if asked (below).
-- m is the h of the largest magnitude in the group; the negative one where both signs have it.
+[Note: every bit of a code] The kernels must match this file bit for bit, so each step is specified, in float32 and
+without fused multiply-adds:
+- h is the element as float32, rotated if requested (below).
+- m is the h of largest magnitude in the group; the negative one if both signs occur.
 - scale = −m / 2^(bits−1), rounded to bfloat16 half to even: m itself becomes the lowest code, which has no positive
-  twin, so the signed scale uses a level that a symmetric one wastes (0.103 against 0.117 on Gaussian data at 4 bits).
-  Under 2^−126, the smallest normal number, scale is +0 and all codes are 0.
+  counterpart, so the signed scale uses a level that a symmetric one wastes (relative error 0.103 instead of 0.117 on
+  Gaussian data at 4 bits). Below 2^−126, the smallest normal number, scale is +0 and all codes are 0.
 - code = h · (1 / scale) rounded half to even, and clamped to −2^(bits−1) … 2^(bits−1) − 1.
-- If any h is not finite the scale is the quiet NaN 0x7FC0 and the codes are 0: the whole group decodes to NaN, so a
-  check for overflow behind the collective still sees it.
-- Decoding starts at +0, adds code · scale (exact in float32) of each block in turn, rotates back, multiplies, and
-  rounds to the result's type. Magnitudes within 0.4 % of float32's largest may decode to infinity.
+- If any h is not finite the scale is the quiet NaN 0x7FC0 and the codes are 0: the entire group decodes to NaN, so an
+  overflow check after the collective still detects it.
+- Decoding starts at +0, adds code · scale (exact in float32) of each block in turn, inverts the rotation, multiplies,
+  and rounds to the output dtype. Magnitudes within 0.4 % of float32's largest may decode to infinity.
 
 The rotation is a Hadamard transform of each 32 elements, which spreads an outlier over its neighbours (relative error
-on Student's t with 3 degrees of freedom at 4 bits: 0.10 against 0.20). It is not normalised on the way in, which keeps
-it free of rounded constants, and divided by 32, exactly, on the way out.
+on Student's t with 3 degrees of freedom at 4 bits: 0.10 instead of 0.20). The forward transform is not normalised,
+which avoids rounded constants; the inverse divides by 32, which is exact.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from torch.nn import functional
 from meshwright.comm.compression.catalogue import ALIGNMENT, GROUP, SCALE_BYTES, Codec, num_groups
 from meshwright.errors import InputError
 
-ROTATED = 32
-"""Elements that a rotation mixes."""
+ROTATION_SIZE = 32
+"""Number of elements that a rotation mixes."""
 QUANTISED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of elements that a lossy codec takes and gives."""
+"""Dtypes that lossy codecs encode and decode to."""
 
 _SMALLEST_NORMAL = 2.0**-126
 _NAN_BITS = 0x7FC0
 
 
 def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-    """The blocks of `x`: [n] becomes [bytes], and [blocks, n], one block a row, becomes [blocks, bytes].
+    """Encode `x` [n] as one block [bytes], or `x` [blocks, n] as one block per row [blocks, bytes].
 
     Raises:
-        InputError: a type of elements or a rotation that the codec does not have.
+        InputError: the codec does not support the dtype or rotation.
     """
     check(codec, x.dtype, rotate=rotate)
     if codec is Codec.EXACT:
         return x.contiguous().view(torch.uint8)
     if codec is Codec.BF16:
         return x.float().to(torch.bfloat16).contiguous().view(torch.uint8)
-    assert codec.is_quantised, f"{codec.value} is in the catalogue, and nothing here writes it"
+    assert codec.is_quantised, f"{codec.value} is in the catalogue but has no encoder"
     h_gk = grouped(x.float())
     if rotate:
         h_gk = _hadamard(h_gk)
@@ -79,14 +79,14 @@ def decode(
     rotate: bool = False,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """The elements of blocks: [bytes] becomes [num_elements], and [blocks, bytes] becomes [blocks, num_elements].
+    """Decode a block [bytes] to [num_elements], or blocks [blocks, bytes] to [blocks, num_elements].
 
     Args:
-        dtype: type of the result; with `exact` also that of what was encoded.
-        multiplier: what the elements are multiplied by before they are rounded to `dtype`.
+        dtype: dtype of the result; with `exact` also of the encoded tensor.
+        multiplier: factor applied to the elements before rounding to `dtype`.
 
     Raises:
-        InputError: a type, rotation or number of bytes that does not belong to this codec.
+        InputError: the dtype, rotation or number of bytes does not match the codec.
     """
     total = _accumulate(payload.unsqueeze(0), codec, num_elements=num_elements, dtype=dtype, rotate=rotate)
     return (total * multiplier).to(dtype)
@@ -101,17 +101,17 @@ def decode_sum(
     rotate: bool = False,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """The sum [num_elements] of `payloads` [ranks, bytes], in float32 and in order of rank; the rest as of `decode`."""
-    assert payloads.dim() == 2, "one row a rank"
+    """Decode and sum `payloads` [ranks, bytes] to [num_elements], in float32 and in rank order; see `decode`."""
+    assert payloads.dim() == 2, "one row per rank"
     total = _accumulate(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate)
     return (total * multiplier).to(dtype)
 
 
 def check(codec: Codec, dtype: torch.dtype, *, rotate: bool = False) -> None:
-    """Refuse types and rotations that `codec` does not have.
+    """Raise if `codec` does not support the dtype or the rotation.
 
     Raises:
-        InputError: there is one.
+        InputError: it does not.
     """
     known = dtype.is_floating_point if codec is Codec.EXACT else dtype in QUANTISED_DTYPES
     if not known:
@@ -124,39 +124,39 @@ def check(codec: Codec, dtype: torch.dtype, *, rotate: bool = False) -> None:
         raise InputError(
             f"the codec {codec.value} cannot rotate",
             rule="a rotation spreads outliers before they are quantised",
-            fix="rotate=False, or Codec.INT8, INT4 or INT2",
+            fix="pass rotate=False, or use Codec.INT8, INT4 or INT2",
         )
 
 
 def check_payload(payload: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype, rotate: bool) -> None:
-    """Refuse `payload` [..., bytes] when it is no block of `num_elements` elements.
+    """Raise if `payload` [..., bytes] cannot be a block of `num_elements` elements.
 
     Raises:
-        InputError: it is not.
+        InputError: it cannot be.
     """
     check(codec, dtype, rotate=rotate)
     expected = codec.encoded_bytes(num_elements, element_bytes=dtype.itemsize)
     if payload.dtype != torch.uint8 or payload.shape[-1] != expected:
         raise InputError(
-            f"a payload of {payload.shape[-1]} elements of {payload.dtype} is no block of {num_elements} elements",
-            rule=f"{codec.value} writes them as {expected} bytes (torch.uint8)",
-            fix="pass what encode gave, and the number of elements that it was given",
+            f"a payload of {payload.shape[-1]} elements of {payload.dtype} is not a block of {num_elements} elements",
+            rule=f"{codec.value} encodes {num_elements} elements as {expected} bytes (torch.uint8)",
+            fix="pass the output of encode, and the number of elements that was encoded",
         )
 
 
 def grouped(x: Tensor) -> Tensor:
-    """[..., n] as [..., groups, G], filled up with zeros."""
+    """Reshape [..., n] to [..., groups, G], padded with zeros."""
     groups = num_groups(x.shape[-1])
     return functional.pad(x, (0, groups * GROUP - x.shape[-1])).reshape(*x.shape[:-1], groups, GROUP)
 
 
 def ungrouped(x_gk: Tensor, num_elements: int) -> Tensor:
-    """[..., groups, G] as [..., n]."""
+    """Reshape [..., groups, G] to [..., n], without the padding."""
     return x_gk.flatten(-2)[..., :num_elements]
 
 
 def quantise_groups(h_gk: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes [..., groups, G] int8 and scales [..., groups] bfloat16 of float32 groups, by the note above."""
+    """Quantise float32 groups to codes [..., groups, G] int8 and scales [..., groups] bfloat16, as specified above."""
     largest_g = h_gk.abs().amax(-1)
     finite_g = largest_g.isfinite()
     has_negative_g = (h_gk == -largest_g.unsqueeze(-1)).any(-1)
@@ -166,18 +166,18 @@ def quantise_groups(h_gk: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     inverse_g = torch.where(used_g, 1.0 / scales_g.float(), 0.0)
     scaled_gk = torch.where(finite_g.unsqueeze(-1), h_gk * inverse_g.unsqueeze(-1), 0.0)
     codes_gk = scaled_gk.round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8)
-    # By its bits: conversions of a NaN to bfloat16 differ from machine to machine.
+    # NaN is written as bits, because its conversion to bfloat16 differs between machines.
     bits_g = torch.where(finite_g, scales_g.view(torch.int16), _NAN_BITS)
     return codes_gk, bits_g.to(torch.int16).view(torch.bfloat16)
 
 
 def dequantise_groups(codes_gk: Tensor, scales_g: Tensor) -> Tensor:
-    """The float32 groups that codes and scales stand for."""
+    """Dequantise codes and scales to float32 groups."""
     return codes_gk.float() * scales_g.float().unsqueeze(-1)
 
 
 def join_block(codes_gk: Tensor, scales_g: Tensor, bits: int) -> Tensor:
-    """Codes and scales as the bytes of a block, in the layout at the top of this file."""
+    """Pack codes and scales into the bytes of a block, in the format at the top of this file."""
     fields = 8 // bits
     mask = 2**bits - 1
     planes = (codes_gk.view(torch.uint8) & mask).reshape(*codes_gk.shape[:-1], fields, GROUP // fields)
@@ -189,46 +189,46 @@ def join_block(codes_gk: Tensor, scales_g: Tensor, bits: int) -> Tensor:
 
 
 def split_block(payload: Tensor, bits: int, *, num_elements: int) -> tuple[Tensor, Tensor]:
-    """Codes [..., groups, G] int8 and scales [..., groups] bfloat16 of blocks [..., bytes]."""
+    """Unpack blocks [..., bytes] to codes [..., groups, G] int8 and scales [..., groups] bfloat16."""
     groups, fields = num_groups(num_elements), 8 // bits
-    bytes_of_codes = groups * GROUP // fields
-    packed = payload[..., :bytes_of_codes].reshape(*payload.shape[:-1], groups, GROUP // fields)
-    # Each field is shifted to the top and back, which brings its sign along.
+    code_bytes = groups * GROUP // fields
+    packed = payload[..., :code_bytes].reshape(*payload.shape[:-1], groups, GROUP // fields)
+    # Shifting each field to the top and back sign-extends it.
     planes = [(packed << (8 - bits - k * bits)).view(torch.int8) >> (8 - bits) for k in range(fields)]
-    scales = payload[..., bytes_of_codes : bytes_of_codes + groups * SCALE_BYTES]
+    scales = payload[..., code_bytes : code_bytes + groups * SCALE_BYTES]
     return torch.cat(planes, -1), _from_bytes(scales, torch.bfloat16)
 
 
 def _accumulate(payloads: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype, rotate: bool) -> Tensor:
-    """The sum over the first dim of `payloads` [ranks, ..., bytes], as float32 or wider."""
+    """Decode and sum `payloads` [ranks, ..., bytes] over the first dim, in float32 or wider."""
     check_payload(payloads, codec, num_elements=num_elements, dtype=dtype, rotate=rotate)
-    assert len(payloads) > 0, "a sum of no payloads is of no shape"
+    assert len(payloads) > 0, "a sum needs at least one payload"
     wide = torch.promote_types(dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=payloads.device)
     for payload in payloads:
-        # Converted first: zero dims do not widen the type of a sum.
+        # Converted explicitly: a 0-dim tensor does not widen the dtype of a sum.
         total = total + _elements(payload, codec, num_elements=num_elements, dtype=dtype).to(wide)
     if not codec.is_quantised:
         return total
-    return ungrouped(_hadamard(total) / ROTATED if rotate else total, num_elements)
+    return ungrouped(_hadamard(total) / ROTATION_SIZE if rotate else total, num_elements)
 
 
 def _elements(payload: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """What one block adds to a sum: elements, or groups of them when the codec is quantised."""
+    """Decode one block without inverting the rotation: to elements, or to groups if the codec is quantised."""
     if codec.is_quantised:
         return dequantise_groups(*split_block(payload, codec.bits, num_elements=num_elements))
     return _from_bytes(payload, dtype if codec is Codec.EXACT else torch.bfloat16)
 
 
 def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes [..., n · itemsize] as [..., n]; a flat copy in between, as odd offsets and strides stop a plain view."""
+    """Reinterpret bytes [..., n · itemsize] as [..., n], through a copy, as odd offsets and strides rule out views."""
     return x.reshape(-1).clone().view(dtype).view(*x.shape[:-1], x.shape[-1] // dtype.itemsize)
 
 
 def _hadamard(x_gk: Tensor) -> Tensor:
-    """The transform of each 32 elements of the last dim, butterflies of neighbours first."""
+    """Apply the Hadamard transform to each 32 elements of the last dim, butterflies of neighbours first."""
     shape = x_gk.shape
-    for stage in range(int(math.log2(ROTATED))):
+    for stage in range(int(math.log2(ROTATION_SIZE))):
         pairs = x_gk.reshape(*shape[:-1], shape[-1] // 2 ** (stage + 1), 2, 2**stage)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x_gk = torch.stack([first + second, first - second], -2).reshape(shape)

@@ -1,16 +1,16 @@
-"""Compressed gradients for any model under `DistributedDataParallel`, by its public communication hook.
+"""Compressed gradients for any model under `DistributedDataParallel`, through its public communication hook.
 
 [Note: buckets] DDP reduces buckets of gradients, and an error belongs to the parameters of its bucket, in their order.
-After the first backward DDP orders its buckets anew, by the order in which gradients came; so errors are kept by the
-numbers of the parameters, and those of buckets that are gone are dropped. The first step's are dropped without a word.
+After the first backward DDP rebuilds its buckets in the order in which gradients became ready; so errors are keyed by
+parameter indices, and those of dropped buckets are discarded, in the first step without a warning.
 
-A run that goes on from a checkpoint starts with DDP's first buckets again, while its errors are those of later ones.
-To go on with the same bits, its first backward holds gradients back until all are there, reduces them in the saved
-buckets, and puts them back into DDP's; the second backward has them by itself.
+A resumed run starts with DDP's initial buckets again, while its saved errors belong to the rebuilt ones. To resume
+bitwise, its first backward holds gradients back until all are ready, reduces them in the saved buckets, and copies them
+back into DDP's; from the second backward on, DDP uses the saved buckets itself.
 
-[Note: streams] All is ordered on the stream that DDP calls the hook on, and the future is completed there at once: on
-CUDA it records an event, for which DDP waits. With gloo the hook returns when the result is there, so communication
-does not overlap with the backward.
+[Note: streams] All work is ordered on the stream on which DDP calls the hook, and the future is completed there at
+once: on CUDA it records an event, for which DDP waits. With gloo the hook returns when the result is ready, so
+communication does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.comm.collectives import world_size
 from meshwright.comm.compression.catalogue import EXACT, Method, Use, find_method
 from meshwright.comm.compression.compressed_all_reduce import CompressedAllReduce
-from meshwright.comm.compression.error_feedback_state import starting_with
+from meshwright.comm.compression.error_feedback_state import strip_prefix
 from meshwright.comm.compression.fsdp_collectives import SentBytes
 from meshwright.comm.compression.fsdp_compress import Compression
 from meshwright.errors import LayoutError
@@ -36,43 +36,45 @@ from meshwright.log import get_logger
 _log = get_logger(__name__)
 
 Bucket = tuple[int, ...]
-"""Numbers of the parameters in a bucket, in the bucket's order."""
+"""Indices of the parameters in a bucket, in bucket order."""
 _BUCKET = "parameters"
-"""The name of a bucket in a state."""
+"""Key of a bucket's parameters in a state dict."""
 
 
 def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") -> Compression:
-    """Let DDP average the gradients of `model` in fewer bits.
+    """Compress the gradients that DDP averages for `model`.
 
-    Call it before the first backward, and `commit` or `discard` of what it returns after every step.
+    Call it before the first backward, and call `commit` or `discard` on the result after every step.
 
     Args:
-        model: wrapped, without a communication hook.
+        model: a DDP model without a communication hook.
         gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback).
 
     Raises:
-        ConfigError: a name that there is not.
-        LayoutError: `model` is not wrapped, or has a communication hook already.
+        ConfigError: the method is unknown.
+        LayoutError: `model` is not wrapped in DDP, or already has a communication hook.
     """
     method = find_method(gradients, Use.GRADIENTS)
     if not isinstance(model, DistributedDataParallel):
         raise _error(
             f"a {type(model).__name__} is not wrapped in DistributedDataParallel",
-            "torch.nn.parallel.DistributedDataParallel(model) first, or compress(model) for FSDP2",
+            "wrap it in torch.nn.parallel.DistributedDataParallel first, or call compress(model) for FSDP2",
         )
     if gradients == EXACT:
         return Compression({}, {})
     reduction = BucketReduction(model, method)
     try:
-        # A function without annotations, as DDP compares them with types, and this file's are strings.
+        # A lambda, because DDP compares the hook's annotations with types, and in this file they are strings.
         model.register_comm_hook(None, lambda state, bucket: reduction.reduce(bucket))
     except RuntimeError as error:
-        raise _error(f"DDP takes no hook: {error}", "call compress_ddp once, before the first backward") from error
+        raise _error(
+            f"DDP rejected the communication hook: {error}", "call compress_ddp once, before the first backward"
+        ) from error
     return Compression({"ddp": reduction}, {})
 
 
 class BucketReduction:
-    """The all-reduces of a model's buckets."""
+    """Compressed all-reduces of a DDP model's buckets."""
 
     def __init__(self, model: DistributedDataParallel, method: Method) -> None:
         self._group, self._method = model.process_group, method
@@ -80,32 +82,32 @@ class BucketReduction:
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._sizes = [parameter.numel() for parameter in parameters]
         self._all_reduces: dict[Bucket, CompressedAllReduce] = {}
-        self._gone = SentBytes()
-        """What buckets that are gone have sent."""
+        self._dropped_sent = SentBytes()
+        """Bytes sent for buckets that have been dropped."""
         self._loss_scale: float | None = None
         self._num_backwards = 0
         self._is_restored = False
-        self._errors_matter = False
-        """Those in hand are not the first step's."""
+        self._has_prior_errors = False
+        """True if the current errors come from more than the first step."""
         self._held: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
         self._num_changed = 0
-        """Buckets of this backward whose parameters had an error in others."""
+        """Number of buckets in this backward that replaced differently composed ones."""
 
     @property
     def sent(self) -> SentBytes:
-        """Bytes that this rank has handed to others."""
-        counts = [self._gone, *(comm.sent for comm in self._all_reduces.values())]
+        """Bytes that this rank has sent."""
+        counts = [self._dropped_sent, *(comm.sent for comm in self._all_reduces.values())]
         return sum(counts, SentBytes())
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's hook: the mean of the bucket over the ranks, in place. [Note: buckets] [Note: streams]
+        """Average the bucket over the ranks in place, as DDP's hook. [Note: buckets] [Note: streams]
 
         Raises:
-            LayoutError: gradients are sparse.
+            LayoutError: the gradients are sparse.
         """
         gradients = bucket.buffer()
         if gradients.is_sparse:
-            raise _error("a sparse gradient cannot be compressed", "torch.nn.Embedding(…, sparse=False)")
+            raise _error("sparse gradients cannot be compressed", "use torch.nn.Embedding(…, sparse=False)")
         future: Future[Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else None)
         key = tuple(self._numbers[id(parameter)] for parameter in bucket.parameters())
         is_first_of_restored = self._is_restored and self._num_backwards == 0
@@ -119,23 +121,23 @@ class BucketReduction:
         return future
 
     def commit(self) -> None:
-        """The optimizer has taken the step: its errors are carried into the next."""
+        """Carry the step's errors into the next one, after the optimizer step."""
         for comm in self._all_reduces.values():
             comm.commit()
 
     def discard(self) -> None:
-        """The step is skipped, for an overflow: its errors are forgotten."""
+        """Drop the step's errors, after a step skipped for an overflow."""
         for comm in self._all_reduces.values():
             comm.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`, and so are the errors of the last ones."""
+        """Rescale the errors to the loss scale of the next gradients."""
         self._loss_scale = loss_scale
         for comm in self._all_reduces.values():
             comm.follow_loss_scale(loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The buckets, and the errors of this rank."""
+        """Return the buckets and this rank's errors."""
         state = {}
         for number, (bucket, comm) in enumerate(self._all_reduces.items()):
             state[f"{number}.{_BUCKET}"] = torch.tensor(bucket)
@@ -143,16 +145,16 @@ class BucketReduction:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state of this rank."""
+        """Restore a saved state of this rank."""
         self._drop(list(self._all_reduces))
         self._loss_scale = None
         for number in count():
-            own = starting_with(f"{number}.", state)
-            if not own:
+            saved = strip_prefix(f"{number}.", state)
+            if not saved:
                 break
-            comm = self._new(tuple(own[_BUCKET].tolist()))
-            comm.load_state_dict(own)
-        self._is_restored = self._errors_matter = bool(state)
+            comm = self._new(tuple(saved[_BUCKET].tolist()))
+            comm.load_state_dict(saved)
+        self._is_restored = self._has_prior_errors = bool(state)
 
     def _mean(self, bucket: Bucket, gradients: Tensor) -> None:
         comm = self._all_reduces.get(bucket)
@@ -174,23 +176,23 @@ class BucketReduction:
     def _drop(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             sent = self._all_reduces.pop(bucket).sent
-            self._gone += sent
+            self._dropped_sent += sent
 
     def _overlapping(self, numbers: Iterable[int]) -> list[Bucket]:
-        """The known buckets that have one of these parameters."""
-        wanted = set(numbers)
-        return [bucket for bucket in self._all_reduces if not wanted.isdisjoint(bucket)]
+        """Return the known buckets that share a parameter with `numbers`."""
+        parameters = set(numbers)
+        return [bucket for bucket in self._all_reduces if not parameters.isdisjoint(bucket)]
 
     def _end_backward(self) -> None:
         is_as_saved = self._reduce_held() if self._held else False
-        if self._num_changed and self._method.feedback and self._errors_matter:
-            _log.warning("the error feedback of %d buckets starts from zero: DDP has other ones now", self._num_changed)
+        if self._num_changed and self._method.feedback and self._has_prior_errors:
+            _log.warning("the error feedback of %d buckets starts from zero: DDP rebuilt them", self._num_changed)
         self._num_changed = 0
         self._num_backwards += 1
-        self._errors_matter = is_as_saved or self._num_backwards > 1
+        self._has_prior_errors = is_as_saved or self._num_backwards > 1
 
     def _reduce_held(self) -> bool:
-        """Reduce what was held back in the saved buckets, or in DDP's own if those do not fit; whether they do."""
+        """Reduce the held gradients in the saved buckets, and return True; in DDP's own if the saved ones do not match."""
         held, self._held = self._held, []
         parts: dict[int, Tensor] = {}
         for key, gradients, _ in held:
@@ -211,11 +213,11 @@ class BucketReduction:
         return is_as_saved
 
     def _split(self, bucket: Bucket, gradients: Tensor) -> tuple[Tensor, ...]:
-        """The part of each parameter, as it lies in memory."""
+        """Split a bucket's gradients by parameter, as views."""
         parts: tuple[Tensor, ...] = gradients.split([self._sizes[n] for n in bucket])  # type: ignore[no-untyped-call]
         return parts
 
 
 def _error(what: str, fix: str) -> LayoutError:
-    rule = "DDP's communication hook compresses dense gradients, and it has one hook"
+    rule = "compression needs dense gradients, and a DDP model without another communication hook"
     return LayoutError(what, where="meshwright.comm.compress_ddp", rule=rule, fix=fix)

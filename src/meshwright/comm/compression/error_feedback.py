@@ -1,12 +1,12 @@
-"""Error feedback: what a codec loses in one step is added to the next one, as LoCo does (Xie et al. 2024, algorithm 1).
+"""Torch reference of LoCo error feedback: a step's quantisation error is added to the next (Xie et al. 2024, alg. 1).
 
 With g the gradient, e the error and Q the codec,
 
     h = g + e      send Q(h)      e ← β · e + (1 − β) · (h − Q(h))
 
-so that the sum of what was sent is the sum of the gradients plus (e_first − e_last) / (1 − β): errors do not pile up,
-as the moving average is all that is ever missing. e is kept as `int8` blocks of `codecs`, 8.125 bits an element. This
-is the reference of the fused kernels; `error_state` keeps e from step to step.
+so that everything sent sums to the sum of the gradients plus (e_first − e_last) / (1 − β): errors do not accumulate,
+because only the moving average is ever missing. e is stored as `int8` blocks of `codecs`, 8.125 bits per element. The
+fused kernels are tested against this file; `error_feedback_state` keeps e between steps.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from meshwright.comm.compression.codecs import (
 from meshwright.errors import InputError
 
 BETA = 0.8
-"""How much of the old error stays; LoCo's value."""
+"""Decay of the moving average of the error; LoCo's value."""
 
 
 def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA) -> tuple[Tensor, Tensor]:
-    """One step of the formula above, plainly: the payload to send, and the new error.
+    """Compute one step of the formula above: the payload to send, and the new error.
 
-    In float32 and without fused multiply-adds; β and 1 − β are rounded to float32 one by one. A group with a value that
-    is not finite sends NaN, and its new error is zero: it must not poison the steps behind a skipped one.
+    In float32 and without fused multiply-adds; β and 1 − β are rounded to float32 separately. A group with a non-finite
+    value sends NaN, and its new error is zero, so that it cannot affect the steps after a skipped one.
 
     Args:
         g: gradients [n], or [blocks, n].
-        error: `int8` blocks of as many elements, [bytes] or [blocks, bytes].
+        error: `int8` blocks with the same number of elements, [bytes] or [blocks, bytes].
     """
     check_feedback(g, error, codec)
     num_elements = g.shape[-1]
@@ -63,14 +63,14 @@ def requantise(
     rotate: bool = False,
     beta: float = BETA,
 ) -> tuple[Tensor, Tensor]:
-    """`loco_quantise` of sums of what came encoded: the payload [blocks, bytes] to send on, and the new error.
+    """Apply `loco_quantise` to sums of encoded blocks: the payload [blocks, bytes] to send, and the new error.
 
     Args:
-        payloads: blocks of `inner` from each rank, [ranks, blocks, bytes]; summed in float32 and in order of rank.
-        error: as of `loco_quantise`, [blocks, bytes].
-        codec: of the sums.
-        num_elements: of a block.
-        rotate: how `payloads` were encoded.
+        payloads: blocks of `inner` from each rank, [ranks, blocks, bytes]; summed in float32 and in rank order.
+        error: `int8` blocks, [blocks, bytes].
+        codec: codec of the sums.
+        num_elements: elements per block.
+        rotate: whether `payloads` are rotated.
     """
     sums = [
         decode_sum(payloads[:, block], inner, num_elements=num_elements, dtype=torch.float32, rotate=rotate)
@@ -80,22 +80,22 @@ def requantise(
 
 
 def check_feedback(g: Tensor, error: Tensor, codec: Codec) -> None:
-    """Refuse a codec without codes, and an error that does not belong to the gradients.
+    """Raise if `codec` is not quantised, or `error` does not match the gradients.
 
     Raises:
-        InputError: one of both.
+        InputError: one of these.
     """
     if not codec.is_quantised:
         raise InputError(
-            f"error feedback around the codec {codec.value}",
-            rule="it makes up for what int8, int4 and int2 lose",
+            f"error feedback does not support the codec {codec.value}",
+            rule="error feedback compensates the error of int8, int4 and int2",
             fix="encode without feedback, or use Codec.INT4",
         )
     check(codec, g.dtype)
     check_payload(error, ERROR_CODEC, num_elements=g.shape[-1], dtype=torch.float32, rotate=False)
     if g.shape[:-1] != error.shape[:-1]:
         raise InputError(
-            f"an error of shape {tuple(error.shape)} for gradients of shape {tuple(g.shape)}",
-            rule="every block of gradients has its own block of error",
+            f"an error of shape {tuple(error.shape)} does not match gradients of shape {tuple(g.shape)}",
+            rule="each block of gradients has its own error block",
             fix="pass both as [n] and [bytes], or as [blocks, n] and [blocks, bytes]",
         )

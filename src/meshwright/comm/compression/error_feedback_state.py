@@ -1,8 +1,8 @@
-"""The error of one parameter group from step to step: what a checkpoint holds of error feedback.
+"""State of error feedback across steps, as saved in checkpoints.
 
-A step is open from the first `quantise` to `commit` or `discard`. Only `commit` makes its error the state, so that a
-step that is skipped for an overflow leaves nothing behind; a second `quantise` in an open step, of another
-micro-batch, goes on from the first one's error. This takes two buffers of one byte an element.
+A step is open from the first `quantise` to `commit` or `discard`. Only `commit` makes its error the new state, so a
+step skipped after an overflow leaves no trace; a second `quantise` in an open step, of another micro-batch, continues
+from the error of the first. This takes two buffers of one byte per element.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from meshwright.log import get_logger
 _log = get_logger(__name__)
 
 RESET_STEPS = 1024
-"""Steps after which the error starts from zero again, as in LoCo: a stale error must not stay for ever."""
+"""Number of steps after which the error is reset to zero, as in LoCo, so that stale errors do not persist."""
 
 
 @dataclass(frozen=True)
 class ErrorLayout:
-    """What an error belongs to: that of another layout is of other elements, and means nothing."""
+    """Assignment of error blocks to gradient elements; an error saved with another layout cannot be used."""
 
     num_blocks: int
-    """One for each rank that a piece of the gradient goes to."""
+    """Number of blocks, one per rank that receives a shard of the gradient."""
     num_elements: int
-    """Elements of a block."""
-    pieces: tuple[int, ...] = ()
-    """Which pieces of the gradient the blocks are of; all of them, in order, if empty."""
+    """Elements per block."""
+    shards: tuple[int, ...] = ()
+    """Indices of the gradient shards that the blocks belong to; if empty, all shards in order."""
 
-    def words(self) -> str:
-        """The layout, for people."""
-        of = f", the pieces {list(self.pieces)}" if self.pieces else ""
+    def describe(self) -> str:
+        """Return the layout's description in messages."""
+        of = f", shards {list(self.shards)}" if self.shards else ""
         return f"{self.num_blocks} blocks of {self.num_elements} elements{of}"
 
 
@@ -47,8 +47,8 @@ class ErrorState:
     """The error of one parameter group on this rank.
 
     Args:
-        name: of the parameter group, for the log.
-        beta, reset_steps: β and T of LoCo; the error is zero after every `reset_steps`-th committed step.
+        name: name of the parameter group in log messages.
+        beta, reset_steps: β and T of LoCo; the error is reset after every `reset_steps`-th committed step.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ErrorState:
         self.num_steps = 0
         """Committed steps since the start of training."""
         self.loss_scale = 1.0
-        """What the gradients that the error is of were multiplied by."""
+        """Loss scale of the gradients that the error belongs to."""
         self._beta = beta
         self._reset_steps = reset_steps
         num_bytes = ERROR_CODEC.encoded_bytes(layout.num_elements)
@@ -74,14 +74,14 @@ class ErrorState:
         self._is_open = False
 
     def quantise(self, g: Tensor, codec: Codec) -> Tensor:
-        """The payload [blocks, bytes] of gradients [blocks, elements] with the error added; opens a step."""
+        """Encode gradients [blocks, elements] plus the error as a payload [blocks, bytes]; opens a step."""
         error = self._next if self._is_open else self._error
         payload, _ = dispatch.loco_quantise(g, error, codec, beta=self._beta, new_error=self._next)
         self._is_open = True
         return payload
 
     def requantise(self, payloads: Tensor, inner: Codec, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """As `quantise`, of the sums over the ranks of `payloads` [ranks, blocks, bytes], blocks of `inner`."""
+        """Quantise the sums over ranks of `payloads` [ranks, blocks, bytes] encoded with `inner`; opens a step."""
         error = self._next if self._is_open else self._error
         payload, _ = dispatch.requantise(
             payloads,
@@ -97,7 +97,7 @@ class ErrorState:
         return payload
 
     def commit(self) -> None:
-        """The open step was taken: its error is the state now. A step without gradients counts too."""
+        """Make the open step's error the new state. A step without gradients counts too."""
         if self._is_open:
             self._error, self._next = self._next, self._error
             self._is_open = False
@@ -106,14 +106,14 @@ class ErrorState:
             self._error.zero_()
 
     def discard(self) -> None:
-        """The open step is skipped: the state stays what it was before it."""
+        """Drop the open step's error, and keep the state before it."""
         self._is_open = False
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`, so the error of the last ones has to be too.
+        """Rescale the error to the loss scale of the next gradients.
 
         Raises:
-            RunError: it changes in an open step.
+            RunError: the loss scale changes within an open step.
         """
         if loss_scale == self.loss_scale:
             return
@@ -121,11 +121,11 @@ class ErrorState:
             raise RunError(
                 f"the loss scale changes from {self.loss_scale:g} to {loss_scale:g} within a step",
                 where=f"the error feedback of {self.name}",
-                rule="all gradients of a step have one loss scale",
-                fix="commit() after a step that was taken, discard() after a skipped one, and then follow_loss_scale()",
+                rule="all gradients of a step have the same loss scale",
+                fix="call commit() or discard() at the end of each step, and then follow_loss_scale()",
             )
         codes, scales = self._codes_and_scales()
-        # Codes stay, and a scale that a power of two multiplies keeps all of its bits.
+        # Codes are unchanged, and multiplying a scale by a power of two is exact.
         scaled = scales.float() * (loss_scale / self.loss_scale)
         kept = scaled.isfinite() & (scaled.abs() >= torch.finfo(torch.float32).tiny)
         scaled = torch.where(kept, scaled, 0.0).to(torch.bfloat16)
@@ -133,44 +133,45 @@ class ErrorState:
         self.loss_scale = loss_scale
 
     def flush(self) -> Tensor:
-        """What was never sent, e / (1 − β), as float32 [blocks, elements]; sent with the last gradient it ends the
-        feedback without loss. The state is zero after it."""
+        """Return the gradient not yet sent, e / (1 − β), as float32 [blocks, elements], and reset the state.
+
+        Sending it with the last gradient ends error feedback without loss."""
         assert not self._is_open, "commit or discard the step first"
         pending = decode(self._error, ERROR_CODEC, num_elements=self.layout.num_elements, dtype=torch.float32)
         self._error.zero_()
         return pending / (1.0 - self._beta)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The committed state as tensors, which later steps do not change."""
+        """Return a copy of the committed state as tensors."""
         return {
             "error": self._error.clone(),
-            "layout": torch.tensor([self.layout.num_blocks, self.layout.num_elements, *self.layout.pieces]),
+            "layout": torch.tensor([self.layout.num_blocks, self.layout.num_elements, *self.layout.shards]),
             "num_steps": torch.tensor(self.num_steps),
             "loss_scale": torch.tensor(self.loss_scale, dtype=torch.float64),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state; from a zero error, and a warning in the log, where its layout is another one."""
+        """Restore a saved state; if its layout differs, log a warning and start from a zero error."""
         self.discard()
         self.num_steps = int(state["num_steps"])
         self.loss_scale = float(state["loss_scale"])
-        num_blocks, num_elements, *pieces = state["layout"].tolist()
-        saved = ErrorLayout(num_blocks, num_elements, tuple(pieces))
+        num_blocks, num_elements, *shards = state["layout"].tolist()
+        saved = ErrorLayout(num_blocks, num_elements, tuple(shards))
         if saved == self.layout:
             self._error.copy_(state["error"])
             return
         self._error.zero_()
         _log.warning(
             "the error feedback of %s starts from zero: it was saved for %s, not for %s",
-            self.name, saved.words(), self.layout.words(),
+            self.name, saved.describe(), self.layout.describe(),
         )  # fmt: skip
 
     def _codes_and_scales(self) -> tuple[Tensor, Tensor]:
         return split_block(self._error, ERROR_CODEC.bits, num_elements=self.layout.num_elements)
 
 
-class Feedback:
-    """The error of gradients whose number shows at the first use."""
+class LazyErrorState:
+    """Error state that is created at first use, when the layout of the gradients is known."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -179,11 +180,11 @@ class Feedback:
         self._loss_scale: float | None = None
 
     def quantise(self, g: Tensor, codec: Codec) -> Tensor:
-        """As of `ErrorState`; an error of another layout than before starts from zero, with a warning."""
-        return self.error_of(ErrorLayout(*g.shape), g.device).quantise(g, codec)
+        """Encode gradients plus the error; a change of layout resets the error, with a warning."""
+        return self.state_for(ErrorLayout(*g.shape), g.device).quantise(g, codec)
 
-    def error_of(self, layout: ErrorLayout, device: torch.device) -> ErrorState:
-        """The error of gradients of this layout, as it was left or saved."""
+    def state_for(self, layout: ErrorLayout, device: torch.device) -> ErrorState:
+        """Return the error state for this layout, restored from the previous or saved state if there is one."""
         if self._error is None or self._error.layout != layout:
             saved = self._saved if self._error is None else self._error.state_dict()
             self._error = ErrorState(self._name, layout, device=device)
@@ -194,27 +195,27 @@ class Feedback:
         return self._error
 
     def commit(self) -> None:
-        """The step was taken."""
+        """Make the open step's error the new state."""
         if self._error is not None:
             self._error.commit()
 
     def discard(self) -> None:
-        """The step is skipped."""
+        """Drop the open step's error."""
         if self._error is not None:
             self._error.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """As of `ErrorState`, also of an error that shows later."""
+        """Rescale the error to this loss scale, now or when it is created."""
         self._loss_scale = loss_scale
         if self._error is not None:
             self._error.follow_loss_scale(loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The committed state; empty before the first use."""
+        """Return the committed state; empty before first use."""
         return dict(self._saved or {}) if self._error is None else self._error.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with a saved error, as soon as the layout is known; from nothing with an empty state."""
+        """Restore a saved error once the layout is known; an empty state resets it."""
         self._saved, self._loss_scale = dict(state) or None, None
         if self._saved is None:
             self._error = None
@@ -222,40 +223,40 @@ class Feedback:
             self._error.load_state_dict(self._saved)
 
 
-class KeepsErrors:
-    """What a collective with errors does at the end of a step and at a checkpoint."""
+class ErrorFeedbackMixin:
+    """Step and checkpoint methods of a collective with error feedback."""
 
-    def __init__(self, errors: Mapping[str, Feedback]) -> None:
+    def __init__(self, errors: Mapping[str, LazyErrorState]) -> None:
         self._errors = errors
-        """By what stands before their tensors' names in a state."""
+        """Error states by the prefix of their keys in a state dict."""
 
     def commit(self) -> None:
-        """The optimizer has taken the step: its errors are carried into the next."""
+        """Carry the step's errors into the next one, after the optimizer step."""
         for error in self._errors.values():
             error.commit()
 
     def discard(self) -> None:
-        """The step is skipped, for an overflow: its errors are forgotten."""
+        """Drop the step's errors, after a step skipped for an overflow."""
         for error in self._errors.values():
             error.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by `loss_scale`, and so are the errors of the last ones."""
+        """Rescale the errors to the loss scale of the next gradients."""
         for error in self._errors.values():
             error.follow_loss_scale(loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The errors of this rank, which no other rank has."""
+        """Return this rank's errors, which differ between ranks."""
         return {
-            start + key: value for start, error in self._errors.items() for key, value in error.state_dict().items()
+            prefix + key: value for prefix, error in self._errors.items() for key, value in error.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with saved errors, as soon as the sizes are known; one that `state` doesn't have starts from zero."""
-        for start, error in self._errors.items():
-            error.load_state_dict(starting_with(start, state))
+        """Restore saved errors once their layouts are known; errors missing from `state` start from zero."""
+        for prefix, error in self._errors.items():
+            error.load_state_dict(strip_prefix(prefix, state))
 
 
-def starting_with(start: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of `state` whose names start so, without it."""
-    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+def strip_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries of `state` whose keys start with `prefix`, with the prefix removed."""
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

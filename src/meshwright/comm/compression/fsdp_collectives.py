@@ -1,11 +1,11 @@
-"""FSDP2's collectives with encoded payloads: gradients are reduce-scattered and weights gathered in fewer bits.
+"""Compressed reduce-scatter of gradients and all-gather of weights for FSDP2.
 
-Both follow FSDP2's public protocols (`FSDPModule.set_custom_reduce_scatter`, `set_custom_all_gather`), one object for
-each of its modules. A reduce-scatter becomes an all-to-all of encoded pieces, which every rank decodes and sums in
-float32 (qgZ of ZeRO++; Wang et al. 2023), with LoCo's error feedback where it is asked for (Xie et al. 2024). Work is
-ordered on the stream that FSDP2 calls on, so there is nothing for it to wait for.
+Both implement FSDP2's public protocols (`FSDPModule.set_custom_reduce_scatter`, `set_custom_all_gather`), with one
+object per FSDP2 module. A reduce-scatter becomes an all-to-all of encoded shards, which every rank decodes and sums in
+float32 (qgZ of ZeRO++; Wang et al. 2023), optionally with LoCo's error feedback (Xie et al. 2024). Work is ordered on
+the stream on which FSDP2 calls, so no work handle is returned.
 
-Shapes: r ranks of the group, n elements of a piece.
+Shapes: r ranks of the group, n elements of a shard.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from meshwright.comm.alltoallv import all_to_all
-from meshwright.comm.collectives import all_gather_into
+from meshwright.comm.collectives import all_gather_rows
 from meshwright.comm.compression.catalogue import Codec
-from meshwright.comm.compression.error_feedback_state import Feedback, KeepsErrors
+from meshwright.comm.compression.error_feedback_state import ErrorFeedbackMixin, LazyErrorState
 from meshwright.comm.kernels import dispatch
-from meshwright.comm.node_topology import Links, links_of
+from meshwright.comm.node_topology import Links, group_links
 from meshwright.log import get_logger
 
 _log = get_logger(__name__)
@@ -33,40 +33,40 @@ _log = get_logger(__name__)
 
 @dataclass
 class SentBytes:
-    """What one rank has handed to others, and how much of it to other nodes."""
+    """Bytes that one rank has sent, in total and to other nodes."""
 
     payload: int = 0
     """Bytes sent."""
     exact: int = 0
-    """Bytes that FSDP2's own collectives would have taken for the same."""
+    """Bytes that FSDP2's own collectives would have sent."""
     between: int = 0
-    """Of `payload`, bytes between nodes; the rest stayed inside one."""
+    """Bytes of `payload` sent to other nodes."""
     exact_between: int = 0
-    """Of `exact`, bytes between nodes: the mean over the ranks of the group, in rings that cross each node once."""
+    """Bytes of `exact` sent to other nodes, averaged over the group's ranks, with rings that cross each node once."""
 
     @property
     def inside(self) -> int:
-        """Of `payload`, bytes inside a node."""
+        """Bytes of `payload` sent inside the node."""
         return self.payload - self.between
 
     @property
     def exact_inside(self) -> int:
-        """Of `exact`, bytes inside a node."""
+        """Bytes of `exact` sent inside the node."""
         return self.exact - self.exact_between
 
     def count_direct(self, payload: Tensor, links: Links) -> None:
-        """Count an all-to-all of all but this rank's own part of `payload`."""
-        to_each = num_bytes(payload) // links.num_ranks
-        self.payload += to_each * (links.num_ranks - 1)
-        self.between += to_each * links.between
+        """Count an all-to-all of `payload`, without this rank's own shard."""
+        bytes_per_rank = num_bytes(payload) // links.num_ranks
+        self.payload += bytes_per_rank * (links.num_ranks - 1)
+        self.between += bytes_per_rank * links.between
 
     def count_ring(self, passed_on: int, links: Links) -> None:
-        """Count bytes that every rank passes on."""
+        """Count bytes that every rank sends around a ring."""
         self.payload += passed_on
         self.between += links.crossing(passed_on)
 
     def count_exact(self, passed_on: int, links: Links) -> None:
-        """Count bytes that every rank would have passed on without compression."""
+        """Count bytes that every rank would have sent around a ring without compression."""
         self.exact += passed_on
         self.exact_between += links.crossing(passed_on)
 
@@ -77,33 +77,33 @@ class SentBytes:
         return SentBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class CountsBytes:
-    """Bytes are counted by the nodes that they go to."""
+class ByteCounterMixin:
+    """Counter of sent bytes, inside and between nodes."""
 
     def __init__(self, nodes: Sequence[int] | None) -> None:
-        """With the node of each rank of the world; all are on one if not given."""
+        """Create a counter from the node of each rank of the world; a single node if None."""
         self._nodes = nodes
         self._links: dict[ProcessGroup | None, Links] = {}
         self.sent = SentBytes()
 
     def links(self, group: ProcessGroup | None) -> Links:
-        """How this rank reaches the others of `group`."""
+        """Return this rank's numbers of intra-node and inter-node peers in `group`."""
         if group not in self._links:
             nodes = [0] * dist.get_world_size() if self._nodes is None else self._nodes
-            self._links[group] = links_of(dist.get_process_group_ranks(group), nodes, rank=dist.get_rank())
+            self._links[group] = group_links(dist.get_process_group_ranks(group), nodes, rank=dist.get_rank())
         return self._links[group]
 
 
-class _Allocates:
-    """FSDP2 lets the collective allocate its buffers."""
+class _AllocateMixin:
+    """Buffer allocation, which FSDP2 delegates to the collective."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor."""
+        """Return an uninitialised tensor."""
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
-class CompressedReduction(CountsBytes, KeepsErrors):
-    """A sum over ranks of pieces that each of them encodes."""
+class CompressedReduction(ByteCounterMixin, ErrorFeedbackMixin):
+    """Base class of reductions over ranks with encoded shards."""
 
     def __init__(
         self,
@@ -114,54 +114,54 @@ class CompressedReduction(CountsBytes, KeepsErrors):
         feedback: bool = False,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        """For the gradients of one module or bucket, step by step.
+        """Create the reduction of one module's or bucket's gradients.
 
         Args:
-            name: theirs, for messages.
-            codec: of the pieces; `exact` sends them as they are.
+            name: name of the module or bucket in messages.
+            codec: codec of the shards; `exact` sends them unchanged.
             rotate: spread outliers before quantising.
             feedback: carry each step's error into the next one (LoCo).
-            nodes: the node of each rank of the world, for the count of bytes; all are on one if not given.
+            nodes: the node of each rank of the world, for the byte counts; a single node if None.
         """
-        CountsBytes.__init__(self, nodes)
-        assert not (feedback and (rotate or not codec.is_quantised)), "feedback is for quantised pieces as they are"
+        ByteCounterMixin.__init__(self, nodes)
+        assert not (feedback and (rotate or not codec.is_quantised)), "feedback needs quantised, unrotated shards"
         self.name, self._codec, self._rotate = name, codec, rotate
-        self._feedback = Feedback(name) if feedback else None
-        KeepsErrors.__init__(self, {"": self._feedback} if self._feedback else {})
+        self._feedback = LazyErrorState(name) if feedback else None
+        ErrorFeedbackMixin.__init__(self, {"": self._feedback} if self._feedback else {})
 
-    def _encoded(self, rows: Tensor, codec: Codec, feedback: Feedback | None) -> Tensor:
-        """The blocks of `rows` [blocks, elements], by the feedback that they have."""
+    def _encode(self, rows: Tensor, codec: Codec, feedback: LazyErrorState | None) -> Tensor:
+        """Encode `rows` [blocks, elements], with error feedback if there is a state for it."""
         return dispatch.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
 
 
-class CompressedReduceScatter(_Allocates, CompressedReduction):
-    """The sum or mean over the ranks of what each has encoded, for one FSDP2 module."""
+class CompressedReduceScatter(_AllocateMixin, CompressedReduction):
+    """Compressed reduce-scatter of one FSDP2 module's gradients."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` [n] with this rank's piece of the reduced `input_tensor` [r · n]; both contiguous."""
+        """Fill `output_tensor` [n] with this rank's shard of the reduced `input_tensor` [r · n]; both contiguous."""
         num_ranks = group.size()
-        pieces_rn = input_tensor.view(num_ranks, -1)
-        payload = self._encoded(pieces_rn, self._codec, self._feedback)
+        shards_rn = input_tensor.view(num_ranks, -1)
+        payload = self._encode(shards_rn, self._codec, self._feedback)
         self.count_exact(input_tensor, group)
         self.sent.count_direct(payload, self.links(group))
-        one_each = [1] * num_ranks
-        received = all_to_all(payload, send_splits=one_each, recv_splits=one_each, group=group)
-        factor = factor_of(op, num_ranks)
+        splits = [1] * num_ranks
+        received = all_to_all(payload, send_splits=splits, recv_splits=splits, group=group)
+        factor = reduce_factor(op, num_ranks)
         dispatch.decode_sum(received, self._codec, out=output_tensor, rotate=self._rotate, multiplier=factor)
 
     def count_exact(self, x: Tensor, group: ProcessGroup) -> None:
-        """Count what FSDP2's own reduce-scatter of `x` would have sent."""
+        """Count the bytes that FSDP2's own reduce-scatter of `x` would have sent."""
         num_ranks = group.size()
         self.sent.count_exact(num_bytes(x) // num_ranks * (num_ranks - 1), self.links(group))
 
 
-class CompressedAllGather(_Allocates, CountsBytes):
-    """Weights as every rank decodes them from what each has encoded; all ranks compute with the same ones."""
+class CompressedAllGather(_AllocateMixin, ByteCounterMixin):
+    """Compressed all-gather of one FSDP2 module's weights; all ranks decode the same values."""
 
     def __init__(self, name: str, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:
-        """For one FSDP2 module; arguments as of `CompressedReduceScatter`."""
+        """Create the all-gather of one FSDP2 module; arguments as in `CompressedReduceScatter`."""
         super().__init__(nodes)
         self.name, self._codec, self._rotate = name, codec, rotate
         self._most_ranks = 0
@@ -170,14 +170,14 @@ class CompressedAllGather(_Allocates, CountsBytes):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` [r · n] with the pieces [n] of all ranks; the input may lie in the output."""
+        """Fill `output_tensor` [r · n] with the shards [n] of all ranks; the input may alias the output."""
         num_ranks = group.size()
         self._most_ranks = max(self._most_ranks, num_ranks)
-        # What fewer ranks gather is what they kept of weights that were sent: encoded again in other groups of
-        # elements, the backward's weights would not be the forward's.
+        # A smaller group re-gathers weights that were already decoded. Encoding them again, with other quantisation
+        # groups, would make the backward's weights differ from the forward's.
         codec = self._codec if self._takes(input_tensor) and num_ranks == self._most_ranks else None
         payload = input_tensor if codec is None else dispatch.encode(input_tensor, codec, rotate=self._rotate)
-        gathered = all_gather_into(payload, group=group)
+        gathered = all_gather_rows(payload, group=group)
         self.sent.count_ring(num_bytes(payload) * (num_ranks - 1), self.links(group))
         self.sent.count_exact(num_bytes(input_tensor) * (num_ranks - 1), self.links(group))
         if codec is None:
@@ -188,23 +188,23 @@ class CompressedAllGather(_Allocates, CountsBytes):
             )
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether `x` can be encoded: modules with weights of several types hand over bytes, which go as they are."""
+        """Return whether `x` can be encoded: modules with mixed dtypes pass bytes, which are sent unchanged."""
         if not x.is_floating_point() and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "the weights of %s are gathered as they are, not as %s: they have several types, which one param_dtype "
-                "in FSDP2's MixedPrecisionPolicy would change", self.name, self._codec.value,
+                "the weights of %s are gathered uncompressed, not as %s, because their dtypes differ; set param_dtype "
+                "in FSDP2's MixedPrecisionPolicy to compress them", self.name, self._codec.value,
             )  # fmt: skip
         return x.is_floating_point()
 
 
 def num_bytes(x: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
-def factor_of(op: Any, num_ranks: int) -> float:
-    """What a sum is multiplied by: `op` is one of FSDP2's, whose types PyTorch's stubs don't tell apart."""
+def reduce_factor(op: Any, num_ranks: int) -> float:
+    """Return the factor applied to the sum for FSDP2's reduce op; PyTorch's stubs do not distinguish their types."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.compression.catalogue import EXACT, Codec, Method, Use, find_method
 from meshwright.comm.compression.compressed_all_reduce import AllReduceHook, CompressedAllReduce
-from meshwright.comm.compression.error_feedback_state import starting_with
+from meshwright.comm.compression.error_feedback_state import strip_prefix
 from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter, SentBytes
 from meshwright.comm.compression.two_stage_reduce_scatter import TwoStageReduceScatter
 from meshwright.comm.node_groups import Placement, place
@@ -29,75 +29,75 @@ ROOT = "the root"
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that have the same shards of a model, and other samples."""
+    """Ranks that hold the same shards of a model and train on different samples."""
 
     group: ProcessGroup
     sums: bool = False
-    """Gradients are added up over them, as `set_gradient_divide_factor` makes FSDP2 do; else their mean is taken."""
+    """Sum gradients over the replicas, as with FSDP2's `set_gradient_divide_factor`, instead of averaging them."""
 
 
 Names = str | Mapping[str, str]
-"""A method for all FSDP2 modules, or one for each by its name in the model."""
+"""A method for all FSDP2 modules, or one per module by its name in the model."""
 
 
 class Reduction(Protocol):
-    """What sums gradients over ranks, and may keep errors of it."""
+    """Reduction of gradients over ranks, which may keep error feedback."""
 
     @property
     def sent(self) -> SentBytes:
-        """Bytes that this rank has handed to others."""
+        """Bytes that this rank has sent."""
 
     def commit(self) -> None:
-        """The step was taken."""
+        """Carry the step's errors into the next one."""
 
     def discard(self) -> None:
-        """The step is skipped."""
+        """Drop the step's errors."""
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The next gradients are multiplied by it."""
+        """Rescale the errors to the loss scale of the next gradients."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The errors of this rank."""
+        """Return this rank's errors."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from saved ones."""
+        """Restore saved errors."""
 
 
 class Compression:
-    """The compressed collectives of a model. A training says after every step whether it was taken."""
+    """Compressed collectives of a model; call `commit` or `discard` after every step."""
 
     def __init__(self, reductions: Mapping[str, Reduction], all_gathers: Mapping[str, CompressedAllGather]) -> None:
         self._reductions, self._all_gathers = reductions, all_gathers
 
     def commit(self) -> None:
-        """The optimizer has taken the step: its errors are carried into the next."""
+        """Carry the step's errors into the next one, after the optimizer step."""
         for comm in self._reductions.values():
             comm.commit()
 
     def discard(self) -> None:
-        """The step is skipped, for an overflow: its errors are forgotten."""
+        """Drop the step's errors, after a step skipped for an overflow."""
         for comm in self._reductions.values():
             comm.discard()
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """The losses of the next step are multiplied by `loss_scale`, and so are the errors that go into its gradients.
+        """Rescale the errors to the loss scale of the next step's gradients.
 
-        Call it before each step's backward where there is a `GradScaler`, with its `get_scale()`.
+        With a `GradScaler`, call it with `get_scale()` before each step's backward.
 
         Raises:
-            RunError: it changes before the last step was committed or discarded.
+            RunError: the loss scale changes before the last step was committed or discarded.
         """
         for comm in self._reductions.values():
             comm.follow_loss_scale(loss_scale)
 
     def sent(self) -> SentBytes:
-        """Bytes that this rank has handed to others since the start."""
+        """Return the bytes that this rank has sent since the start."""
         counts = [comm.sent for comm in self._reductions.values()]
         counts += [comm.sent for comm in self._all_gathers.values()]
         return sum(counts, SentBytes())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The errors of this rank, which no other rank has."""
+        """Return this rank's errors, which differ between ranks."""
         return {
             f"{name}/{key}": value
             for name, comm in self._reductions.items()
@@ -105,16 +105,16 @@ class Compression:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state of this rank; a module that it doesn't have starts from zero."""
-        left = set(state)
+        """Restore a saved state of this rank; modules missing from it start from zero."""
+        unused = set(state)
         for name, comm in self._reductions.items():
-            own = starting_with(f"{name}/", state)
-            comm.load_state_dict(own)
-            left -= {f"{name}/{key}" for key in own}
-        if left and self._reductions:
-            names = sorted({key.rpartition("/")[0] or ROOT for key in left})
+            saved = strip_prefix(f"{name}/", state)
+            comm.load_state_dict(saved)
+            unused -= {f"{name}/{key}" for key in saved}
+        if unused and self._reductions:
+            names = sorted({key.rpartition("/")[0] or ROOT for key in unused})
             _log.warning(
-                "the saved error feedback of %s is not used: the model sends no gradients under %s",
+                "the saved error feedback of %s is not used: the model compresses no gradients under %s",
                 ", ".join(names), "this name" if len(names) == 1 else "these names",
             )  # fmt: skip
 
@@ -129,33 +129,34 @@ def compress(
     placement: Placement | None = None,
     replicas: Replicas | None = None,
 ) -> Compression:
-    """Let the FSDP2 modules of `model` send gradients and weights in fewer bits.
+    """Compress the gradients and weights that the FSDP2 modules of `model` communicate.
 
-    A module that is sharded over several nodes, with equally many ranks on each, reduces gradients in two stages:
-    inside the nodes as `inside_node` says, then between them as `gradients` says. All ranks of the world call it, as
-    process groups are made; ranks that hold different numbers of parts of a model call `place` together before, and
-    `compress` for each part with what it gave.
+    A module that is sharded over several nodes, with the same number of ranks on each, reduces gradients in two stages:
+    inside the nodes with method `inside_node`, then between them with method `gradients`. All ranks of the world must
+    call it, because it creates process groups; if ranks hold different numbers of model parts, call `place` on all of
+    them first, and pass its result to `compress` for each part.
 
     Rounding depends on neighbouring elements, so replicas of a parameter over another axis (norms under tensor
-    parallel) get different gradients: average them after the backward, before clipping. Error feedback is kept by
-    position: where steps leave different parameters unused, call FSDP2's `set_reduce_scatter_unused_params(True)`.
-    A second call replaces what the first set, except where it says `exact`: FSDP2 takes no custom collective back.
+    parallelism) get different gradients: average them after the backward, before clipping. Error feedback is stored by
+    position: if different steps leave different parameters unused, call FSDP2's
+    `set_reduce_scatter_unused_params(True)`. A second call replaces the collectives set by the first, except where the
+    new method is `exact`: FSDP2 cannot unset a custom collective.
 
     Args:
         model: with `fully_shard` applied.
-        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback); or one for
-            each FSDP2 module, by its name in `model`.
-        weights: one of `catalogue.names(Use.WEIGHTS)`, by which they are gathered; masters stay as they are.
-        inside_node: one of `catalogue.names(Use.INSIDE_NODE)`, of gradients in the first of two stages;
+        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback); or one per
+            FSDP2 module, by its name in `model`.
+        weights: a method of `catalogue.names(Use.WEIGHTS)` for the all-gather; sharded weights are unchanged.
+        inside_node: a method of `catalogue.names(Use.INSIDE_NODE)` for the first of two stages;
             exact-via-all-to-all is exact in both.
-        nodes: the node of each rank of the world, instead of the hosts that they are on.
-        placement: what `place` gave, instead of `nodes`; then no other rank needs to call.
-        replicas: to reduce gradients over too, of a model that is sharded over the mesh of one replica: this is HSDP.
-            Under FSDP2's own, with a mesh of two dims, gradients are compressed within a replica only.
+        nodes: the node of each rank of the world, instead of the detected hosts.
+        placement: result of `place`, instead of `nodes`; other ranks then need not call.
+        replicas: replicas of the model, sharded over the mesh of a single one, to also reduce gradients over (HSDP).
+            With FSDP2's native HSDP on a 2-dim mesh, gradients are compressed within a replica only.
 
     Raises:
-        ConfigError: a name that there is not, or both `nodes` and `placement`.
-        LayoutError: there is no FSDP2 module in `model`; or `nodes` or `placement` does not fit it.
+        ConfigError: a method is unknown, or both `nodes` and `placement` are given.
+        LayoutError: `model` has no FSDP2 module, or `nodes` or `placement` does not match it.
     """
     _check_methods(gradients, weights, inside_node)
     _check_once(nodes, placement)
@@ -184,7 +185,7 @@ def compress(
 def _compress_gradients(
     name: str, module: FSDPModule, method: Method, inside: Codec, placement: Placement, replicas: Replicas | None
 ) -> dict[str, Reduction]:
-    """Set the collectives that reduce a module's gradients, and return them by name."""
+    """Set the collectives that reduce a module's gradients, and return them by state name."""
     comm = _reduce_scatter(name, module, method, inside, placement)
     module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
     if replicas is None:
@@ -201,7 +202,7 @@ def _check_methods(gradients: Names, weights: Names, inside_node: Names) -> None
 
 
 def _methods(names: Names, modules: Iterable[str], use: Use) -> dict[str, Method]:
-    """The method of each module."""
+    """Return the method of each module."""
     return {module: find_method(names if isinstance(names, str) else names[module], use) for module in modules}
 
 
@@ -211,8 +212,8 @@ def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
         raise LayoutError(
             "the model has no FSDP2 module",
             where="meshwright.comm.compress",
-            rule="what is compressed are FSDP2's collectives",
-            fix="torch.distributed.fsdp.fully_shard(model) first",
+            rule="compression replaces FSDP2's collectives",
+            fix="call torch.distributed.fsdp.fully_shard(model) first",
         )
     return modules
 
@@ -224,9 +225,9 @@ def _all_gather(name: str, method: Method, placement: Placement) -> CompressedAl
 def _reduce_scatter(
     name: str, module: FSDPModule, method: Method, inside: Codec, placement: Placement
 ) -> CompressedReduceScatter:
-    """In two stages where the placement of the module's group allows it."""
+    """Create the module's reduce-scatter, in two stages if its placement allows it."""
     group = shard_group(module)
-    stages = None if group is None else placement.stages_of(group)
+    stages = None if group is None else placement.two_stage_groups(group)
     if stages is None:
         return CompressedReduceScatter(
             name or ROOT, method.codec, rotate=method.rotate, feedback=method.feedback, nodes=placement.nodes
@@ -252,8 +253,8 @@ def _all_reduce(name: str, replicas: Replicas, method: Method, placement: Placem
 def _check_once(nodes: Sequence[int] | None, placement: Placement | None) -> None:
     if nodes is not None and placement is not None:
         raise ConfigError(
-            "nodes and placement both say where the ranks are",
+            "nodes and placement both define the node of each rank",
             where="meshwright.comm.compress, nodes",
-            rule="a placement has the nodes that it was made for",
-            fix="place(parts, nodes=nodes), and compress without nodes",
+            rule="a placement already contains the nodes",
+            fix="call place(parts, nodes=nodes), and compress without nodes",
         )

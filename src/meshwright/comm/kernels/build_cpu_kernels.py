@@ -1,8 +1,8 @@
-"""Building the C++ kernels on first use, with the system's compiler, into the user's cache.
+"""Build of the C++ kernels on first use, with the system's compiler, into the user's cache.
 
-It takes some seconds of one core, once a machine and version: the file's name has a hash of the source and of the
-command. One rank builds while the others wait, and renames the file into place when it is whole. Its last 32 bytes are
-the hash of the rest: to load a library that a full disk or a crash cut short can end the process (SIGBUS).
+The build takes a few seconds on one core, once per machine and version: the file name contains a hash of the source and
+the command. One rank builds while the others wait, and renames the complete file into place. The last 32 bytes are a
+hash of the rest, because loading a library truncated by a full disk or a crash can kill the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _log = get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
-"""Without contraction, which would round once where the reference rounds twice; the rest is the source's own matter."""
+"""Compiler flags, without contraction: a fused multiply-add rounds once where the reference rounds twice."""
 
 
 class BuildError(Exception):
-    """Why there is no library, in words for the log."""
+    """Failure to build or load the library, with a message for the log."""
 
 
 def open_library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache or built now.
+    """Load the compiled kernels from the cache, building them if needed.
 
     Raises:
-        BuildError: there is no compiler, or it failed.
+        BuildError: no compiler was found, or the build or the load failed.
     """
     command = [*_compiler(), *FLAGS]
     name = f"kernels_cpu-{_fingerprint(command)}.so"
@@ -45,10 +45,10 @@ def open_library() -> ctypes.CDLL:
         path = folder / name
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_whole(path):
+            if not _is_complete(path):
                 _build(command, path)
-    except OSError as error:  # A full or read-only home: build for this process alone.
-        _log.warning("the C++ kernels are built for this process alone, as %s cannot be written: %s", folder, error)
+    except OSError as error:  # A full or read-only home: build for this process only.
+        _log.warning("building the C++ kernels for this process only, as %s cannot be written: %s", folder, error)
         with tempfile.TemporaryDirectory(prefix="meshwright-") as private:
             path = Path(private) / name
             _build(command, path)
@@ -57,19 +57,19 @@ def open_library() -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/meshwright/kernels`, or the one in `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/meshwright/kernels`, by default in `~/.cache`."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(configured) if os.path.isabs(configured) else Path(os.path.expanduser("~")) / ".cache"
     return base / "meshwright" / "kernels"
 
 
 def _compiler() -> list[str]:
-    """The words of `$CXX`, or the first compiler that is found."""
+    """Return the command in `$CXX`, or the first compiler found."""
     configured = shlex.split(os.environ.get("CXX", ""))
     for words in [configured] if configured else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(words[0]) is not None:
             return words
-    raise BuildError(f"{configured[0]} ($CXX) is not found" if configured else "no C++ compiler is found")
+    raise BuildError(f"{configured[0]} ($CXX) was not found" if configured else "no C++ compiler was found")
 
 
 def _fingerprint(command: list[str]) -> str:
@@ -78,14 +78,14 @@ def _fingerprint(command: list[str]) -> str:
 
 
 def _build(command: list[str], path: Path) -> None:
-    """Compile into a file beside `path`, and rename it."""
+    """Compile into a temporary file in the same directory, and rename it to `path`."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(descriptor)
     try:
         done = subprocess.run([*command, str(SOURCE), "-o", temporary], capture_output=True, text=True)
         if done.returncode != 0:
             last = "\n".join(done.stderr.strip().splitlines()[-5:])
-            raise BuildError(f"{shlex.join(command)} ended with {done.returncode}: {last}")
+            raise BuildError(f"{shlex.join(command)} failed with exit code {done.returncode}: {last}")
         with open(temporary, "ab") as file:
             file.write(_digest(Path(temporary).read_bytes()))
         os.replace(temporary, path)
@@ -97,19 +97,19 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether there is a library that ends with its hash."""
+def _is_complete(path: Path) -> bool:
+    """Return whether the library exists and ends with its hash."""
     if not path.exists():
         return False
     data = path.read_bytes()
-    whole = data[-32:] == _digest(data[:-32])
-    if not whole:
-        _log.warning("%s is damaged and will be built again", path)
-    return whole
+    complete = data[-32:] == _digest(data[:-32])
+    if not complete:
+        _log.warning("%s is damaged and will be rebuilt", path)
+    return complete
 
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
-    except OSError as error:  # Built on another system that shares this home, say.
+    except OSError as error:  # For example, built on another system that shares this home.
         raise BuildError(f"{path} cannot be loaded: {error}") from error

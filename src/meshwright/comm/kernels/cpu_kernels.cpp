@@ -157,7 +157,7 @@ template <int kBits, bool kFirst> INLINE void unpack(const uint8_t* packed, floa
 }
 
 // Five stages that each take neighbours and put sums before differences: the next stage's neighbours are then those
-// that an ordinary butterfly finds at twice the distance, and after the fifth all are where they were. All pieces of a
+// that an ordinary butterfly finds at twice the distance, and after the fifth all are where they were. All shards of a
 // group take a stage together, as each stage has to wait for the one before.
 INLINE void hadamard(float* x) {
     constexpr int kHalf = kRotated / 2;

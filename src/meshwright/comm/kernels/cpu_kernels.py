@@ -1,7 +1,7 @@
-"""The C++ kernels on tensors: `cpu_kernels.cpp` behind the signatures of `codecs` and `feedback`.
+"""C++ kernels for CPU tensors: `cpu_kernels.cpp` behind the signatures of `codecs` and `error_feedback`.
 
-They run on the calling thread, with Python's lock released. Where the source cannot be compiled there are no kernels,
-which the log says once, and `kernels` takes the torch reference: slower, and the same bits.
+They run on the calling thread, with the GIL released. If the source cannot be compiled, one warning is logged and
+`dispatch` uses the torch reference, which is slower but bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ _log = get_logger(__name__)
 
 
 class Isa(Enum):
-    """Instruction sets that the kernels are compiled for, best first."""
+    """Instruction set that the kernels are compiled for, fastest first."""
 
     AVX512 = "avx512"
     AVX2 = "avx2"
     BASELINE = "baseline"
-    """The compiler's default, on any processor."""
+    """The compiler's default target, which every processor supports."""
 
 
 @cache
 def find_kernels() -> CpuKernels | None:
-    """The kernels for this processor; None, with one line in the log, where they cannot be built."""
+    """Return the kernels for this processor; None, with one warning, if they cannot be built."""
     try:
         return CpuKernels(open_library())
     except BuildError as error:
-        _log.warning("gradients are compressed by the torch reference, many times slower than C++: %s", error)
+        _log.warning("compressing gradients with the torch reference, many times slower than C++: %s", error)
         return None
 
 
 class CpuKernels:
-    """The compiled kernels with one of the instruction sets; the best that the processor has, unless told.
+    """Compiled kernels for the instruction set `isa`, by default the fastest that the processor supports.
 
     Raises:
-        RunError: the processor does not have `isa`.
+        RunError: the processor does not support `isa`.
     """
 
     def __init__(self, library: ctypes.CDLL, isa: Isa | None = None) -> None:
-        available = [one for one in Isa if library[f"has_{one.value}"]()]
+        available = [candidate for candidate in Isa if library[f"has_{candidate.value}"]()]
         self.isa = available[0] if isa is None else isa
         if self.isa not in available:
             raise RunError(
-                f"this processor has no {self.isa.value}",
-                rule="kernels run with instructions that the processor has",
-                fix=f"one of {', '.join(one.value for one in available)}",
+                f"this processor does not support {self.isa.value}",
+                rule="kernels use instructions that the processor supports",
+                fix=f"use one of {', '.join(supported.value for supported in available)}",
             )
         sizes = [c_int, c_int, c_int64, c_int64]  # dtype, bits, blocks or ranks, elements
         self._encode = library[f"encode_{self.isa.value}"]
@@ -70,18 +70,18 @@ class CpuKernels:
             function.restype = None
 
     def encode(self, x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """As `codecs.encode`, of a quantised codec."""
+        """Encode as `codecs.encode` does; quantised codecs only."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
         blocks, elements = _rows(x).shape
         payload = _blocks_like(x, codec)
-        self._encode(x.data_ptr(), _number(x.dtype), codec.bits, blocks, elements, rotate, payload.data_ptr())
+        self._encode(x.data_ptr(), _dtype_index(x.dtype), codec.bits, blocks, elements, rotate, payload.data_ptr())
         return payload
 
     def decode(
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """As `codecs.decode`, of a quantised codec, into `out` [elements] or [blocks, elements]."""
+        """Decode as `codecs.decode` does into `out` [elements] or [blocks, elements]; quantised codecs only."""
         for block, elements in zip(_rows(payload), _rows(out), strict=True):
             self.decode_sum(block.unsqueeze(0), codec, out=elements, rotate=rotate, multiplier=multiplier)
         return out
@@ -89,19 +89,19 @@ class CpuKernels:
     def decode_sum(
         self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """As `codecs.decode_sum`, of a quantised codec, into `out` [elements]."""
+        """Decode and sum as `codecs.decode_sum` does into `out` [elements]; quantised codecs only."""
         check_payload(payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate)
-        assert payloads.dim() == 2 and len(payloads) > 0, "one row a rank"
+        assert payloads.dim() == 2 and len(payloads) > 0, "one row per rank"
         assert out.is_contiguous(), "the result is written in place"
         payloads = payloads.contiguous()
-        sizes = _number(out.dtype), codec.bits, len(payloads), len(out)
+        sizes = _dtype_index(out.dtype), codec.bits, len(payloads), len(out)
         self._decode_sum(payloads.data_ptr(), *sizes, rotate, multiplier, out.data_ptr())
         return out
 
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `feedback.loco_quantise`; the new error is written into `new_error`, which may be `error`, if given."""
+        """Quantise as `error_feedback.loco_quantise` does; `new_error` may be given as output, and alias `error`."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), error.contiguous()
         blocks, elements = _rows(g).shape
@@ -109,18 +109,18 @@ class CpuKernels:
         new_error = torch.empty_like(error) if new_error is None else new_error
         assert new_error.is_contiguous() and new_error.shape == error.shape, "the new error is written in place"
         pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr()
-        self._loco(g.data_ptr(), _number(g.dtype), codec.bits, blocks, elements, beta, 1.0 - beta, *pointers)
+        self._loco(g.data_ptr(), _dtype_index(g.dtype), codec.bits, blocks, elements, beta, 1.0 - beta, *pointers)
         return payload, new_error
 
 
-def _number(dtype: torch.dtype) -> int:
-    """What the C++ calls the type."""
+def _dtype_index(dtype: torch.dtype) -> int:
+    """Return the index of the dtype in the C++ interface."""
     return QUANTISED_DTYPES.index(dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n] and [blocks, n] as [blocks, n]."""
-    assert x.dim() in (1, 2), "one block, or one a row"
+    """View [n] or [blocks, n] as [blocks, n]."""
+    assert x.dim() in (1, 2), "one block, or one per row"
     return x.unsqueeze(0) if x.dim() == 1 else x
 
 

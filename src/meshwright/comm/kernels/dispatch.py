@@ -1,8 +1,8 @@
-"""Codecs and error feedback by the fastest code there is for a tensor: the same bits from all of it.
+"""Dispatch of codecs and error feedback to the fastest implementation for a tensor; all are bitwise equal.
 
-Tensors on a CPU go to the C++ kernels, or to the torch reference on a machine without a compiler, which
-`kernels_cpu` says once in the log; those on a GPU go to the Triton kernels, or to the reference where Triton cannot be
-imported, which is said once, too; others go to the reference. Triton is imported for the first tensor of a GPU.
+CPU tensors use the C++ kernels, or the torch reference if they cannot be built; CUDA tensors use the Triton kernels, or
+the reference if Triton cannot be imported; others use the reference. Each fallback is logged once. Triton is imported
+for the first CUDA tensor.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _log = get_logger(__name__)
 
 
 def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-    """As `codecs.encode`."""
+    """Encode as `codecs.encode` does."""
     kernels = _kernels(x, codec)
     return codecs.encode(x, codec, rotate=rotate) if kernels is None else kernels.encode(x, codec, rotate=rotate)
 
 
 def decode(payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
-    """As `codecs.decode`, into `out` [elements] or [blocks, elements], contiguous, which says their number and type.
+    """Decode as `codecs.decode` does into the contiguous `out` [elements] or [blocks, elements], with its dtype.
 
-    Memory that a collective has already is faster than new memory, which the system clears first.
+    Reusing a collective's buffer is faster than new memory, which the system clears first.
     """
     kernels = _kernels(payload, codec)
     if kernels is not None:
@@ -46,7 +46,7 @@ def decode(payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, 
 
 
 def decode_sum(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
-    """As `codecs.decode_sum`, into `out` [elements], as of `decode`."""
+    """Decode and sum as `codecs.decode_sum` does into the contiguous `out` [elements], with its dtype."""
     kernels = _kernels(payloads, codec)
     if kernels is not None:
         return kernels.decode_sum(payloads, codec, out=out, rotate=rotate, multiplier=multiplier)
@@ -57,7 +57,7 @@ def decode_sum(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = Fa
 
 
 def decode_sums(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False) -> Tensor:
-    """`decode_sum` of each column of `payloads` [ranks, blocks, bytes], into `out` [blocks, elements]."""
+    """Decode and sum each block of `payloads` [ranks, blocks, bytes] over ranks into `out` [blocks, elements]."""
     for block in range(len(out)):
         decode_sum(payloads[:, block], codec, out=out[block], rotate=rotate)
     return out
@@ -66,7 +66,7 @@ def decode_sums(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = F
 def loco_quantise(
     g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `feedback.loco_quantise`; the new error is written into `new_error`, which may be `error`, if it is given."""
+    """Quantise as `error_feedback.loco_quantise` does; `new_error` may be given as output, and alias `error`."""
     kernels = _kernels(g, codec)
     if kernels is not None:
         return kernels.loco_quantise(g, error, codec, beta=beta, new_error=new_error)
@@ -85,7 +85,7 @@ def requantise(
     beta: float = BETA,
     new_error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `feedback.requantise`; in one pass on a GPU, elsewhere through a sum in memory."""
+    """Requantise as `error_feedback.requantise` does: fused on a GPU, otherwise through a sum in memory."""
     if payloads.is_cuda and inner.is_quantised and (triton := find_triton()) is not None:
         return triton.requantise(
             payloads, inner, error=error, codec=codec, num_elements=num_elements, rotate=rotate, beta=beta,
@@ -98,17 +98,17 @@ def requantise(
 
 @cache
 def find_triton() -> TritonKernels | None:
-    """The Triton kernels; None, with one line in the log, where Triton cannot be imported."""
+    """Return the Triton kernels; None, with one warning, if Triton cannot be imported."""
     try:
         from meshwright.comm.kernels.triton_launch import TritonKernels
     except ImportError as error:
-        _log.warning("gradients are compressed by the torch reference, many times slower than Triton: %s", error)
+        _log.warning("compressing gradients with the torch reference, many times slower than Triton: %s", error)
         return None
     return TritonKernels()
 
 
 def _kernels(x: Tensor, codec: Codec) -> CpuKernels | TritonKernels | None:
-    """The kernels for where `x` is and for `codec`, if there are any; bytes that are only copied need none."""
+    """Return the kernels for the device of `x`, if any; codecs that are not quantised use none."""
     if not codec.is_quantised:
         return None
     if x.is_cuda:

@@ -1,8 +1,8 @@
-"""The Triton kernels on tensors of a GPU: `triton_programs` behind the signatures of `codecs` and `feedback`.
+"""Launch of the Triton kernels on CUDA tensors: `triton_programs` behind the signatures of `codecs` and `error_feedback`.
 
-Importing this file imports Triton; `kernels` does so when the first tensor of a GPU comes. They run on the current
-stream of the tensors' device. Rows that begin at multiples of 16 elements, as those of almost every model do, are read
-and written 16 bytes at a time; others give the same bits, more slowly.
+Importing this file imports Triton; `dispatch` does so for the first CUDA tensor. The kernels run on the current stream
+of the tensors' device. Rows aligned to 16 elements, as in almost every model, are accessed 16 bytes at a time; others
+give the same bits, more slowly.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshwright.comm.kernels import triton_programs
 
 _NUM_WARPS = 8
 OPTIONS = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
-"""Of every launch. A fused multiply-add rounds once where the reference rounds twice, so none is made of the two."""
+"""Options of every launch, without fused multiply-adds, which round once where the reference rounds twice."""
 _THREADS_A_WARP = 32
 _BYTES_A_LOAD = 16
 
 
 class TritonKernels:
-    """The kernels, compiled for a type and a codec when they are first called with it."""
+    """Triton kernels, compiled for each dtype and codec at first use."""
 
     def encode(self, x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """As `codecs.encode`, of a quantised codec."""
+        """Encode as `codecs.encode` does; quantised codecs only."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
         payload = _blocks_like(x, codec)
@@ -40,7 +40,7 @@ class TritonKernels:
     def decode(
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """As `codecs.decode`, of a quantised codec, into `out` [elements] or [blocks, elements]."""
+        """Decode as `codecs.decode` does into `out` [elements] or [blocks, elements]; quantised codecs only."""
         assert payload.shape[:-1] == out.shape[:-1], "every block has its own elements"
         self._decode(_rows(payload).unsqueeze(0), codec, out, rotate, multiplier)
         return out
@@ -48,15 +48,15 @@ class TritonKernels:
     def decode_sum(
         self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """As `codecs.decode_sum`, of a quantised codec, into `out` [elements]."""
-        assert payloads.dim() == 2 and len(payloads) > 0, "one row a rank"
+        """Decode and sum as `codecs.decode_sum` does into `out` [elements]; quantised codecs only."""
+        assert payloads.dim() == 2 and len(payloads) > 0, "one row per rank"
         self._decode(payloads.unsqueeze(1), codec, out, rotate, multiplier)
         return out
 
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `feedback.loco_quantise`; the new error is written into `new_error`, which may be `error`, if given."""
+        """Quantise as `error_feedback.loco_quantise` does; `new_error` may be given as output, and alias `error`."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), _aligned(error.contiguous())
         payload = _blocks_like(g, codec)
@@ -70,15 +70,15 @@ class TritonKernels:
         self, payloads: Tensor, inner: Codec, *, error: Tensor, codec: Codec, num_elements: int, rotate: bool = False,
         beta: float = BETA, new_error: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `feedback.requantise`, of two quantised codecs; the sum never reaches memory."""
+        """Requantise as `error_feedback.requantise` does, for two quantised codecs, keeping the sum in registers."""
         check_payload(payloads, inner, num_elements=num_elements, dtype=torch.float32, rotate=rotate)
-        assert payloads.dim() == 3 and len(payloads) > 0, "a row of blocks a rank"
+        assert payloads.dim() == 3 and len(payloads) > 0, "one row of blocks per rank"
         total = torch.empty(payloads.shape[1], num_elements, device="meta")
         check_feedback(total, error, codec)
         payloads, error = _aligned(payloads), _aligned(error.contiguous())
         payload = torch.empty(len(error), codec.encoded_bytes(num_elements), dtype=torch.uint8, device=error.device)
         new_error = _new_error(error, new_error)
-        # A byte of int4 is two elements: as of halves.
+        # Size tiles as for 2-byte elements: a byte of int4 holds two.
         tiles = _tiles(total, min(inner.bits, codec.bits), itemsize=2)
         strides = payloads.stride()[:2]
         _launch(
@@ -88,7 +88,7 @@ class TritonKernels:
         return payload, new_error
 
     def _decode(self, payloads: Tensor, codec: Codec, out: Tensor, rotate: bool, multiplier: float) -> None:
-        """The sum over ranks of `payloads` [ranks, blocks, bytes] into `out` [blocks, elements]."""
+        """Decode and sum `payloads` [ranks, blocks, bytes] over ranks into `out` [blocks, elements]."""
         check_payload(payloads, codec, num_elements=out.shape[-1], dtype=out.dtype, rotate=rotate)
         assert out.is_contiguous(), "the result is written in place"
         payloads = _aligned(payloads)
@@ -102,28 +102,28 @@ class TritonKernels:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How blocks are divided among programs: see the note on planes in `triton_programs`."""
+    """Division of blocks among Triton programs; see [Note: planes] in `triton_programs`."""
 
     num_blocks: int
     num_elements: int
     groups: int
-    """Of a tile."""
+    """Groups per tile."""
     width: int
-    """Of a plane."""
+    """Width of a plane."""
 
     @property
     def num_tiles(self) -> int:
-        """Of one block."""
+        """Number of tiles per block."""
         return -(-num_groups(self.num_elements) // self.groups)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of a block that every program takes."""
+        """Number of elements and of groups per block, which every program takes."""
         return self.num_elements, num_groups(self.num_elements)
 
 
 def _tiles(x: Tensor, bits: int, *, itemsize: int) -> _Tiles:
-    """Tiles of [elements] or [blocks, elements], where `bits` are the fewest of a code."""
+    """Tile `x` [elements] or [blocks, elements]; `bits` is the smallest code width involved."""
     num_blocks, num_elements = _rows(x).shape
     width = GROUP * bits // 8
     return _Tiles(num_blocks, num_elements, _NUM_WARPS * _THREADS_A_WARP * (_BYTES_A_LOAD // itemsize) // width, width)
@@ -131,17 +131,17 @@ def _tiles(x: Tensor, bits: int, *, itemsize: int) -> _Tiles:
 
 def _launch(program: Any, tiles: _Tiles, *args: Tensor | float, **constants: int) -> None:
     grid = tiles.num_tiles, tiles.num_blocks
-    assert tiles.num_blocks < 2**16, "a block is of a rank, of which there are fewer"
+    assert tiles.num_blocks < 2**16, "one block per rank, within CUDA's grid limit"
     if 0 in grid:
         return
     first, *_ = (arg for arg in args if isinstance(arg, Tensor))
-    with torch.cuda.device(first.get_device()):  # -1, which is none, of the CPU that Triton's interpreter takes
+    with torch.cuda.device(first.get_device()):  # -1, a no-op, on the CPU under Triton's interpreter
         program[grid](*args, **constants, GROUPS=tiles.groups, WIDTH=tiles.width, **OPTIONS)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n] and [blocks, n] as [blocks, n]."""
-    assert x.dim() in (1, 2), "one block, or one a row"
+    """View [n] or [blocks, n] as [blocks, n]."""
+    assert x.dim() in (1, 2), "one block, or one per row"
     return x.unsqueeze(0) if x.dim() == 1 else x
 
 
@@ -150,7 +150,7 @@ def _blocks_like(x: Tensor, codec: Codec) -> Tensor:
 
 
 def _aligned(blocks: Tensor) -> Tensor:
-    """`blocks` [..., bytes] each of which begins at a multiple of 16 bytes, which encoded ones do by themselves."""
+    """Return `blocks` [..., bytes], copied if any block is not aligned to 16 bytes; encoded blocks always are."""
     starts = (blocks.data_ptr(), *blocks.stride()[:-1])
     if blocks.stride(-1) == 1 and all(start % ALIGNMENT == 0 for start in starts):
         return blocks
@@ -158,7 +158,7 @@ def _aligned(blocks: Tensor) -> Tensor:
 
 
 def _new_error(error: Tensor, new_error: Tensor | None) -> Tensor:
-    """Where the new error goes."""
+    """Return the buffer of the new error, allocated if not given."""
     if new_error is None:
         return torch.empty_like(error)
     assert new_error.is_contiguous() and new_error.shape == error.shape, "the new error is written in place"

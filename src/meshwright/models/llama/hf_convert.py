@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import layout_file, manifest, save_load
 from meshwright.checkpoint.durable_files import DurableFile, write_file
-from meshwright.checkpoint.layout_file import Layout
+from meshwright.checkpoint.layout_file import CheckpointLayout
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, write_tensors
 from meshwright.errors import CheckpointError, RunError
@@ -113,7 +113,7 @@ def import_safetensors(source: Path, root: Path) -> Path:
 # Export
 
 
-def _tensors_to_export(found: Layout, model: Mapping[str, Any]) -> list[TensorToWrite]:
+def _tensors_to_export(found: CheckpointLayout, model: Mapping[str, Any]) -> list[TensorToWrite]:
     if model.get("kind") != "llama":
         raise CheckpointError(
             f"the checkpoint is of a {model.get('kind')}, not a Llama",

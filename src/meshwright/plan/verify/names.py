@@ -109,8 +109,8 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
     for name, use in zip((unit.gradients, unit.weights, unit.inside_node), Use, strict=True):
         allowed = [method.name for method in METHODS if use in method.uses]
         if name not in allowed:
-            what = f"{use.words()} of unit {unit.name} cannot be sent as {name!r}"
-            yield Fault(what, f"{use.words()} are sent as one of {words(allowed)}", f"{field}.{use.value}")
+            what = f"{use.describe()} of unit {unit.name} cannot be sent as {name!r}"
+            yield Fault(what, f"{use.describe()} are sent as one of {words(allowed)}", f"{field}.{use.value}")
 
 
 def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:

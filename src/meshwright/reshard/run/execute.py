@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.alltoallv import all_to_all_into
-from meshwright.comm.collectives import all_gather_onto
+from meshwright.comm.collectives import all_gather_rows_into
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
@@ -67,7 +67,7 @@ def _gather(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Te
     received = (staging if one.receive_at is None else result.view(-1)).narrow(0, 0, one.num_received)
     _copy(one.pack, x, received)
     if one.num_received:
-        all_gather_onto(received, None if one.send_from is None else x, group=meeting.group)
+        all_gather_rows_into(received, None if one.send_from is None else x, group=meeting.group)
     return received
 
 

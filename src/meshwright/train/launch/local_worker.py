@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 
-from meshwright.comm.collective_timeout import CollectiveError, is_lost
+from meshwright.comm.collective_timeout import CollectiveError, is_lost_rank_error
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.log import configure
 from meshwright.train.launch.rank_context import STOPPING, Body, RankContext
@@ -73,7 +73,7 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether `error` is only the loss of another rank."""
-    return isinstance(error, CollectiveError) or is_lost(error)
+    return isinstance(error, CollectiveError) or is_lost_rank_error(error)
 
 
 def _report(error: BaseException, path: Path) -> None:
