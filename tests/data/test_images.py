@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.data import digits, image_files
 from meshwright.data import images as image_room
-from meshwright.data.images import open_pictures
+from meshwright.data.images import open_images
 from meshwright.errors import DataError
 from tests.helpers import alternatives, clean_environment
 
@@ -19,12 +19,12 @@ DEFAULT = {"source": "digits", "image_size": 16, "num_channels": 1, "num_frames"
 
 @pytest.fixture(scope="module")
 def stills():
-    return open_pictures("digits", image_size=8, num_channels=1, num_frames=1)
+    return open_images("digits", image_size=8, num_channels=1, num_frames=1)
 
 
 @pytest.fixture(scope="module")
 def videos():
-    return open_pictures("digits-video", image_size=16, num_channels=1, num_frames=4)
+    return open_images("digits-video", image_size=16, num_channels=1, num_frames=4)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def whole(found):
 
 @pytest.mark.parametrize("source, size, frames", [("digits", 8, 1), ("digits", 12, 1), ("digits-video", 13, 3)])
 def test_both_parts_have_the_shape_that_was_asked_for(source, size, frames):
-    found = open_pictures(source, image_size=size, num_channels=1, num_frames=frames)
+    found = open_images(source, image_size=size, num_channels=1, num_frames=frames)
     for images, labels, fps in (
         (found.train, found.train_labels, found.train_fps),
         (found.validation, found.validation_labels, found.validation_fps),
@@ -94,7 +94,7 @@ def test_golden_fingerprint(stills):
 
 
 def test_the_fingerprint_is_that_of_the_arrays(folder):
-    one, again = (open_pictures(f"{folder}/*/*.png", image_size=4, num_channels=3, num_frames=1) for _ in range(2))
+    one, again = (open_images(f"{folder}/*/*.png", image_size=4, num_channels=3, num_frames=1) for _ in range(2))
     assert one.fingerprint == again.fingerprint and whole(one) == whole(again)
     arrays = [one.train, one.validation, one.train_labels, one.validation_labels, one.train_fps, one.validation_fps]
     assert image_room._fingerprint(*arrays) == one.fingerprint
@@ -112,11 +112,11 @@ def test_one_pixel_of_one_file_changes_the_fingerprint(folder):
     from PIL import Image
 
     words = {**DEFAULT, "source": f"{folder}/*/*.png", "image_size": 4}
-    before = open_pictures(**words)
+    before = open_images(**words)
     image = Image.open(folder / "ape" / "11.png")
     image.putpixel((2, 2), (0, 0, 0))
     image.save(folder / "ape" / "11.png")
-    after = open_pictures(**words)
+    after = open_images(**words)
     assert after.fingerprint != before.fingerprint
     assert before.num_classes == 2 and len(before.train) + len(before.validation) == 12
 
@@ -145,7 +145,7 @@ def test_every_mistake_is_explained_and_every_fix_works(folder, wrong, message):
     words = {**DEFAULT, **wrong}
     words["source"] = words["source"].format(folder=folder)
     with pytest.raises(DataError, match=message) as caught:
-        open_pictures(**words)
+        open_images(**words)
     error = caught.value
     assert error.where.endswith(words["source"]) and error.rule
     ways = alternatives(error.fix)
@@ -154,14 +154,14 @@ def test_every_mistake_is_explained_and_every_fix_works(folder, wrong, message):
         changed = dict(word.removeprefix("model.").removeprefix("data.").split("=", 1) for word in way)
         numbers = {key: int(value) for key, value in changed.items() if key != "source"}
         source = changed.get("source", words["source"]).strip("'")
-        assert len(open_pictures(**{**words, **numbers, "source": source}).train)
+        assert len(open_images(**{**words, **numbers, "source": source}).train)
 
 
 def test_a_close_word_is_suggested():
     for word, near in (("digit", "digits"), ("digits_video", "digits-video"), ("digits-vidoe", "digits-video")):
         with pytest.raises(DataError) as caught:
-            open_pictures(**{**DEFAULT, "source": word})
-        assert caught.value.fix == f"data.source={near}" and caught.value.rule == image_files.SOURCES
+            open_images(**{**DEFAULT, "source": word})
+        assert caught.value.fix == f"data.source={near}" and caught.value.rule == image_files.SOURCE_RULE
 
 
 def test_importing_it_imports_neither_torch_nor_what_reads_pictures():

@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Facts:
+class CorpusMetadata:
     """What a cache file says about a corpus.
 
     Args:
@@ -61,11 +61,11 @@ class Facts:
     fingerprint: str
 
 
-Build = Callable[[BinaryIO], Facts]
+BuildFunction = Callable[[BinaryIO], CorpusMetadata]
 """Writes the payload to a file and returns the facts about it."""
 
 
-def open_or_build(name: str, *, cache_dir: str | None, build: Build) -> tuple[Path, Facts]:
+def open_or_build(name: str, *, cache_dir: str | None, build: BuildFunction) -> tuple[Path, CorpusMetadata]:
     """The cache file called `name`, made by `build` when it is missing or damaged.
 
     A file that is there is used even where nothing can be written. Where one has to be made and `cache_dir`
@@ -83,12 +83,12 @@ def open_or_build(name: str, *, cache_dir: str | None, build: Build) -> tuple[Pa
         return directory / name, facts
     _remove_stale(directory)
     path = directory / name
-    with _alone(path):
+    with _build_lock(path):
         facts = load(path)
-        return path, facts if facts is not None else _make(path, build)
+        return path, facts if facts is not None else _build_file(path, build)
 
 
-def load(path: Path) -> Facts | None:
+def load(path: Path) -> CorpusMetadata | None:
     """The facts of a cache file; None when there is none or it is damaged."""
     try:
         with path.open("rb") as file:
@@ -100,14 +100,14 @@ def load(path: Path) -> Facts | None:
         return None
 
 
-def payload(path: Path, facts: Facts) -> NDArray[np.unsignedinteger]:
+def map_tokens(path: Path, facts: CorpusMetadata) -> NDArray[np.unsignedinteger]:
     """The tokens of a cache file, 1-D and memory-mapped: training tokens, then held-out ones."""
     num_tokens = facts.num_train + facts.num_validation
     return np.asarray(np.memmap(path, dtype=facts.dtype, mode="r", shape=(num_tokens,)))
 
 
-def _make(path: Path, build: Build) -> Facts:
-    with _written(path) as file:
+def _build_file(path: Path, build: BuildFunction) -> CorpusMetadata:
+    with _atomic_write(path) as file:
         facts = build(file)
         assert file.tell() == facts.payload_bytes, "a build tells its payload's size"
         encoded = json.dumps(asdict(facts)).encode("utf-8")
@@ -115,7 +115,7 @@ def _make(path: Path, build: Build) -> Facts:
     return facts
 
 
-def _load(file: BinaryIO) -> Facts:
+def _load(file: BinaryIO) -> CorpusMetadata:
     """Raises ValueError or TypeError for anything that a whole file cannot be."""
     size = os.fstat(file.fileno()).st_size
     tail = _LENGTH.itemsize + len(MAGIC)
@@ -127,7 +127,7 @@ def _load(file: BinaryIO) -> Facts:
     if footer[_LENGTH.itemsize :] != MAGIC or length > size - tail:
         raise ValueError("its end is missing")
     file.seek(size - tail - length)
-    facts = Facts(**json.loads(file.read(length)))
+    facts = CorpusMetadata(**json.loads(file.read(length)))
     tokens = (facts.num_train + facts.num_validation) * np.dtype(facts.dtype).itemsize
     if facts.payload_bytes not in (0, tokens) or size != facts.payload_bytes + length + tail:
         raise ValueError(f"it has {size} bytes where {facts.payload_bytes + length + tail} belong")
@@ -176,7 +176,7 @@ def _temporary_directory() -> Path:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _build_lock(path: Path) -> Iterator[None]:
     """Keep other processes of this machine from making `path` meanwhile.
 
     It saves work and nothing depends on it: a file system without locks is no error, and a lock that is
@@ -187,13 +187,13 @@ def _alone(path: Path) -> Iterator[None]:
         try:
             file = stack.enter_context(lock.open("ab"))
             stack.callback(lock.unlink, missing_ok=True)
-            _wait_for(file, path)
+            _acquire(file, path)
         except OSError as error:
             _log.info("no lock on %s (%s): other processes may make the same file", path, error)
         yield
 
 
-def _wait_for(lock: BinaryIO, path: Path) -> None:
+def _acquire(lock: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -202,7 +202,7 @@ def _wait_for(lock: BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[BinaryIO]:
+def _atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file that appears at `path`, whole, when the block ends well, and not at all otherwise."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:

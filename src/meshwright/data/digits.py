@@ -30,11 +30,11 @@ _MIN_SPEED, _MAX_SPEED = 4.0, 12.0
 """Pixels a second in either direction: 1 … 3 pixels a frame at the lowest frame rate."""
 
 Bytes = NDArray[np.uint8]
-Labelled = tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]
+LabelledImages = tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]
 """Pictures [n, c, f, h, w], the class of each, and whether it is held out."""
 
 
-def still_digits(size: int) -> Labelled:
+def still_digits(size: int) -> LabelledImages:
     """The digits as images of `size` × `size`, resized if that is not their own size.
 
     Raises:
@@ -46,10 +46,10 @@ def still_digits(size: int) -> Labelled:
 
         images = (Image.fromarray(digit_hw) for digit_hw in digits_nhw)
         digits_nhw = np.stack([np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)) for image in images])
-    return digits_nhw[:, None, None], labels_n, _is_held_out(len(labels_n))
+    return digits_nhw[:, None, None], labels_n, _held_out_mask(len(labels_n))
 
 
-def moving_digits(size: int, num_frames: int) -> Labelled:
+def moving_digits(size: int, num_frames: int) -> LabelledImages:
     """Videos of each digit at each of `VIDEO_FPS`, one digit's videos after another's.
 
     A digit's videos are held out together. Values are rounded to whole bytes.
@@ -65,17 +65,17 @@ def moving_digits(size: int, num_frames: int) -> Labelled:
     num_rates = len(VIDEO_FPS)
     videos = np.empty((len(digits_nhw), num_rates, num_frames, size, size), dtype=np.uint8)
     for rate, fps in enumerate(VIDEO_FPS):
-        positions_nfd = positions(len(digits_nhw), room=size - DIGIT_SIZE, num_frames=num_frames, fps=fps)
+        positions_nfd = digit_positions(len(digits_nhw), room=size - DIGIT_SIZE, num_frames=num_frames, fps=fps)
         for frame in range(num_frames):
-            videos[:, rate, frame] = drawn(digits_nhw, positions_nfd[:, frame], size=size)
+            videos[:, rate, frame] = render_digits(digits_nhw, positions_nfd[:, frame], size=size)
     return (
         videos.reshape(-1, 1, num_frames, size, size),
         labels_n.repeat(num_rates),
-        _is_held_out(len(labels_n)).repeat(num_rates),
+        _held_out_mask(len(labels_n)).repeat(num_rates),
     )
 
 
-def positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArray[np.float64]:
+def digit_positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArray[np.float64]:
     """The top left corner of each digit in each frame, [n, f, d], from 0 to `room`.
 
     Start and velocity come from the SHA-256 of the digit's index, and are scaled with nothing but products and
@@ -93,7 +93,7 @@ def positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArr
     return positions_nfd
 
 
-def drawn(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) -> Bytes:
+def render_digits(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) -> Bytes:
     """Each digit on a black canvas at its position, which may lie between pixels (bilinear), [n, size, size]."""
     corner_nd = np.floor(positions_nd).astype(np.int64)
     down_n, right_n = (positions_nd - corner_nd).T[:, :, None, None]
@@ -126,7 +126,7 @@ def _load() -> tuple[Bytes, NDArray[np.int64]]:
     return digits_nhw.reshape(-1, DIGIT_SIZE, DIGIT_SIZE), labels_n.astype(np.int64)
 
 
-def _is_held_out(num_digits: int) -> NDArray[np.bool_]:
+def _held_out_mask(num_digits: int) -> NDArray[np.bool_]:
     tens_n, places_n = np.divmod(np.arange(num_digits), 10)
     is_held_out_n: NDArray[np.bool_] = places_n == tens_n % 10
     return is_held_out_n

@@ -25,19 +25,19 @@ from meshwright.errors import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
-MODES = {1: "L", 3: "RGB"}
+PIL_MODES = {1: "L", 3: "RGB"}
 """PIL's names of what a pixel is, by the number of channels."""
 
 MIN_IMAGES = 2
-SOURCES = "a source of pictures is digits, digits-video or a glob of image files"
+SOURCE_RULE = "a source of pictures is digits, digits-video or a glob of image files"
 USE_DIGITS = "data.source=digits model.num_channels=1 model.num_frames=1"
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_ONE_IN = 10
+_HOLD_OUT_DIVISOR = 10
 
 Bytes = NDArray[np.uint8]
 
 
-def is_there(source: str) -> bool:
+def is_image_source(source: str) -> bool:
     """Whether a source can be image files: it has wildcards, or is the path of something that exists."""
     return glob.has_magic(source) or os.path.exists(os.path.expanduser(source))
 
@@ -68,15 +68,15 @@ def read_images(source: str, *, size: int, num_channels: int) -> tuple[Bytes, ND
     for image, name in zip(images, names, strict=True):
         image[:, 0] = _read(path_of[name], source=source, size=size, num_channels=num_channels)
     labels = np.array([class_of[folder] for folder in folders], dtype=np.int64)
-    return images, labels, np.array(_held_out(names), dtype=np.bool_)
+    return images, labels, np.array(_held_out_flags(names), dtype=np.bool_)
 
 
-def _held_out(names: list[str]) -> list[bool]:
+def _held_out_flags(names: list[str]) -> list[bool]:
     """Which images are held out, by the rule at the top of this file."""
     by_name = [text_documents.is_held_out(name) for name in names]
     if any(by_name) and not all(by_name):
         return by_name
-    lowest = set(sorted(names, key=text_documents.name_hash)[: max(1, len(names) // _ONE_IN)])
+    lowest = set(sorted(names, key=text_documents.name_hash)[: max(1, len(names) // _HOLD_OUT_DIVISOR)])
     return [name in lowest for name in names]
 
 
@@ -87,11 +87,11 @@ def _read(path: str, *, source: str, size: int, num_channels: int) -> Bytes:
     try:
         with Image.open(path) as file:
             upright = ImageOps.exif_transpose(file)  # Photographs are often stored lying on their side.
-            image = _bytes_a_pixel(upright).convert(MODES[num_channels])
+            image = _to_8_bit(upright).convert(PIL_MODES[num_channels])
             square = ImageOps.fit(image, (size, size), method=Image.Resampling.BILINEAR)
     except Exception as error:  # PIL raises many kinds of them for what is damaged.
         if isinstance(error, OSError) and error.errno is not None:
-            raise text_documents.unreadable(path, source, error) from None
+            raise text_documents.unreadable_file(path, source, error) from None
         raise DataError(
             f"{path} is not an image that can be read: {error}",
             where=f"data.source, {source}",
@@ -101,7 +101,7 @@ def _read(path: str, *, source: str, size: int, num_channels: int) -> Bytes:
     return np.asarray(square).reshape(size, size, num_channels).transpose(2, 0, 1)
 
 
-def _bytes_a_pixel(image: Image.Image) -> Image.Image:
+def _to_8_bit(image: Image.Image) -> Image.Image:
     """An image of a byte a channel: PIL's own conversion cuts greys of 16 bits off at 255."""
     from PIL import Image
 
@@ -122,12 +122,12 @@ def _too_few(source: str, paths: list[str]) -> DataError:
         what = f"{source} is one image"
         fix = f"a pattern that matches more, or {USE_DIGITS}"
     else:
-        what = f"no file matches {source} (the nearest existing directory is {text_documents.nearest_existing(place)})"
+        what = f"no file matches {source} (the nearest existing directory is {text_documents.nearest_existing_directory(place)})"
         fix = f"a pattern that matches, or {USE_DIGITS}"
     return DataError(
         what,
         where=f"data.source, {source}",
-        rule=f"{SOURCES} with at least {MIN_IMAGES} of them, so that one can be held out",
+        rule=f"{SOURCE_RULE} with at least {MIN_IMAGES} of them, so that one can be held out",
         fix=fix,
     )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _LINE_WIDTH = 2
 _LINE_GREY = 96
-_COMFORTABLE_SIZE = 64
+_MIN_DISPLAY_SIZE = 64
 """Pixels on screen that the longer side of a picture gets when it has fewer, about."""
 
 Bytes = NDArray[np.uint8]
@@ -37,7 +37,7 @@ def write_grid(path: Path, pictures: Bytes, *, columns: int, scale: int | None =
         scale: pixels on screen for each pixel; chosen by size when None.
     """
     assert pictures.shape[2] == 1, "videos go to write_strip"
-    _write_png(path, _tiled(pictures[:, :, 0], columns=columns, scale=scale))
+    _write_png(path, _tile(pictures[:, :, 0], columns=columns, scale=scale))
 
 
 def write_strip(path: Path, pictures: Bytes, *, scale: int | None = None) -> None:
@@ -49,7 +49,7 @@ def write_strip(path: Path, pictures: Bytes, *, scale: int | None = None) -> Non
         scale: pixels on screen for each pixel; chosen by size when None.
     """
     frames = pictures.swapaxes(1, 2).reshape(-1, *np.delete(pictures.shape, [0, 2]))
-    _write_png(path, _tiled(frames, columns=pictures.shape[2], scale=scale))
+    _write_png(path, _tile(frames, columns=pictures.shape[2], scale=scale))
 
 
 def write_animation(path: Path, pictures: Bytes, *, columns: int, fps: int, scale: int | None = None) -> None:
@@ -63,18 +63,18 @@ def write_animation(path: Path, pictures: Bytes, *, columns: int, fps: int, scal
         scale: pixels on screen for each pixel; chosen by size when None.
     """
     num_frames = pictures.shape[2]
-    images = [_image(_tiled(pictures[:, :, frame], columns=columns, scale=scale)) for frame in range(num_frames)]
+    images = [_image(_tile(pictures[:, :, frame], columns=columns, scale=scale)) for frame in range(num_frames)]
     ends_ms = [round(100 * frame / fps) * 10 for frame in range(num_frames + 1)]
     durations_ms = [end - start for start, end in zip(ends_ms, ends_ms[1:], strict=False)]
-    with _replacing(path) as temporary:
+    with _atomic_replace(path) as temporary:
         images[0].save(temporary, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0)
 
 
-def _tiled(images_nchw: Bytes, *, columns: int, scale: int | None) -> Bytes:
+def _tile(images_nchw: Bytes, *, columns: int, scale: int | None) -> Bytes:
     """One image [h, w, c] of many, with thin lines between and around them; left-over places are line-coloured."""
     num, channels, height, width = images_nchw.shape
     assert num and columns > 0 and channels in (1, 3), "some pictures, grey or RGB"
-    scale = scale or max(1, _COMFORTABLE_SIZE // max(height, width))
+    scale = scale or max(1, _MIN_DISPLAY_SIZE // max(height, width))
     columns = min(columns, num)
     rows = -(-num // columns)
     down, right = height * scale + _LINE_WIDTH, width * scale + _LINE_WIDTH
@@ -94,12 +94,12 @@ def _image(canvas_hwc: Bytes) -> Image.Image:
 
 
 def _write_png(path: Path, canvas_hwc: Bytes) -> None:
-    with _replacing(path) as temporary:
+    with _atomic_replace(path) as temporary:
         _image(canvas_hwc).save(temporary, format="PNG")
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _atomic_replace(path: Path) -> Iterator[Path]:
     """A temporary name in the folder of `path`, renamed to it when the block ends well and removed otherwise."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -22,8 +22,8 @@ DIGITS, DIGITS_VIDEO = "digits", "digits-video"
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
-    """Pictures to train on and to validate with.
+class ImageDataset:
+    """ImageDataset to train on and to validate with.
 
     Args:
         source: `data.source`, for messages.
@@ -50,7 +50,7 @@ class Pictures:
     fingerprint: str
 
 
-def open_pictures(source: str, *, image_size: int, num_channels: int, num_frames: int) -> Pictures:
+def open_images(source: str, *, image_size: int, num_channels: int, num_frames: int) -> ImageDataset:
     """Open what `data.source` names; nothing is cached on disk.
 
     Args:
@@ -63,7 +63,7 @@ def open_pictures(source: str, *, image_size: int, num_channels: int, num_frames
     Raises:
         DataError: the source is missing, unreadable or too small, or has no pictures of that shape.
     """
-    if source not in (DIGITS, DIGITS_VIDEO) and not image_files.is_there(source):
+    if source not in (DIGITS, DIGITS_VIDEO) and not image_files.is_image_source(source):
         raise _unknown(source)
     _check_shape(source, image_size=image_size, num_channels=num_channels, num_frames=num_frames)
     size = f"{image_size} × {image_size}"
@@ -83,7 +83,7 @@ def open_pictures(source: str, *, image_size: int, num_channels: int, num_frames
     train, validation = pictures[~is_held_out], pictures[is_held_out]
     train_labels, validation_labels = labels[~is_held_out], labels[is_held_out]
     train_fps, validation_fps = fps[~is_held_out], fps[is_held_out]
-    return Pictures(
+    return ImageDataset(
         source=source,
         description=f"{title}: {len(train):,} train / {len(validation):,} validation",
         train=train,
@@ -116,7 +116,7 @@ def _check_shape(source: str, *, image_size: int, num_channels: int, num_frames:
             rule="images have one frame, videos more than one",
             fix="model.num_frames=8" if is_video else "model.num_frames=1",
         )
-    allowed = (1,) if source in (DIGITS, DIGITS_VIDEO) else image_files.MODES
+    allowed = (1,) if source in (DIGITS, DIGITS_VIDEO) else image_files.PIL_MODES
     if num_channels not in allowed:
         raise DataError(
             f"model.num_channels = {num_channels}, and pictures of {source} have {' or '.join(map(str, allowed))}",
@@ -138,6 +138,6 @@ def _unknown(source: str) -> DataError:
     return DataError(
         f"no source and no file is called {source}",
         where=f"data.source, {source}",
-        rule=image_files.SOURCES,
+        rule=image_files.SOURCE_RULE,
         fix=f"data.source={near[0]}" if near else image_files.USE_DIGITS,
     )

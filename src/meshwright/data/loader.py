@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Tokens, num_windows
 
 IGNORED_TARGET = -100
@@ -29,7 +29,7 @@ class Loader:
         device: where batches go.
     """
 
-    def __init__(self, corpus_part: Tokens, order: Order, seq_len: int, device: torch.device) -> None:
+    def __init__(self, corpus_part: Tokens, order: WindowOrder, seq_len: int, device: torch.device) -> None:
         assert order.num_windows == num_windows(corpus_part, seq_len), "the order is over another corpus"
         self.order = order
         self._windows = _windows(corpus_part, seq_len)
@@ -37,7 +37,7 @@ class Loader:
 
     def batch(self, samples: range) -> tuple[Tensor, Tensor]:
         """Inputs and targets of some samples, in their order: `inputs_bt` and `targets_bt`, both int64."""
-        return _tensors(self._windows, self.order.windows(samples), self._device)
+        return _to_tensors(self._windows, self.order.windows(samples), self._device)
 
 
 def validation_batches(
@@ -78,7 +78,7 @@ def validation_batches(
     for start in range(0, num_rows, batch_size):
         own = chosen[first + start : min(first + start + batch_size, last)]
         padding = np.zeros(batch_size - len(own), dtype=np.int64)
-        inputs_bt, targets_bt = _tensors(windows_w, np.concatenate([own, padding]), device)
+        inputs_bt, targets_bt = _to_tensors(windows_w, np.concatenate([own, padding]), device)
         targets_bt[len(own) :] = IGNORED_TARGET
         yield inputs_bt, targets_bt
 
@@ -96,7 +96,7 @@ def _windows(corpus_part: Tokens, seq_len: int) -> Tokens:
     return np.lib.stride_tricks.sliding_window_view(corpus_part, seq_len + 1)[::seq_len]
 
 
-def _tensors(windows_w: Tokens, indices: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+def _to_tensors(windows_w: Tokens, indices: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
     tokens_bt = windows_w[indices]
     pair = (np.array(part, dtype=np.int64, order="C") for part in (tokens_bt[:, :-1], tokens_bt[:, 1:]))
     inputs_bt, targets_bt = (torch.from_numpy(part).to(device) for part in pair)

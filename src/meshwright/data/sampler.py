@@ -33,7 +33,7 @@ UInt64Array = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Order:
+class WindowOrder:
     """The order in which a run reads the windows of its corpus.
 
     Args:
@@ -77,7 +77,9 @@ class Order:
         return windows.astype(np.int64).reshape(indices.shape)
 
 
-def share(step: int, *, global_batch: int, data_parallel: int, data_index: int, num_microbatches: int) -> list[range]:
+def microbatch_samples(
+    step: int, *, global_batch: int, data_parallel: int, data_index: int, num_microbatches: int
+) -> list[range]:
     """The samples that one data-parallel share works on in a step, by micro-batch.
 
     Step `s` uses samples [s·B, (s+1)·B) on every layout; share `d` has the contiguous block `d` of them, and
@@ -130,17 +132,17 @@ def _domain(num_windows: int) -> tuple[np.uint64, np.uint64]:
 def _feistel(values: UInt64Array, keys: UInt64Array, *, num_left: np.uint64, num_right: np.uint64) -> UInt64Array:
     """A permutation of 0 … num_left · num_right - 1: each half in turn is shifted by a hash of the other."""
     right, left = np.divmod(values, num_left)
-    for stretch in range(_NUM_ROUNDS):
-        if stretch % 2 == 0:
-            left = (left + _round(right, keys, stretch)) % num_left
+    for round_index in range(_NUM_ROUNDS):
+        if round_index % 2 == 0:
+            left = (left + _round(right, keys, round_index)) % num_left
         else:
-            right = (right + _round(left, keys, stretch)) % num_right
+            right = (right + _round(left, keys, round_index)) % num_right
     return right * num_left + left
 
 
-def _round(half: UInt64Array, keys: UInt64Array, stretch: int) -> UInt64Array:
-    """Outputs of the keys' SplitMix64 streams at stretch · 2**32 + half, halved so that a sum has room."""
-    counter = half + np.uint64((stretch << 32) + 1)
+def _round(half: UInt64Array, keys: UInt64Array, round_index: int) -> UInt64Array:
+    """Outputs of the keys' SplitMix64 streams at round_index · 2**32 + half, halved so that a sum has room."""
+    counter = half + np.uint64((round_index << 32) + 1)
     return _mix(keys + counter * _GAMMA) >> np.uint64(1)
 
 

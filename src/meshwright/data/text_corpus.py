@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache, text_documents
 from meshwright.data.corpus_fingerprint import Fingerprint
-from meshwright.data.text_documents import Document, Piece
+from meshwright.data.text_documents import Document, DocumentSlice
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
@@ -142,12 +142,12 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
 
 def _open_text(
     source: str, found: list[Document], *, tokenizer: str, cache_dir: str | None
-) -> tuple[Tokens, cache.Facts]:
+) -> tuple[Tokens, cache.CorpusMetadata]:
     identity = [_FORMAT, tokenizer_identity(tokenizer)]
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in found]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
-    def build(file: BinaryIO) -> cache.Facts:
+    def build(file: BinaryIO) -> cache.CorpusMetadata:
         size = format_bytes(sum(document.num_bytes for document in found))
         _log.info("tokenising %d files (%s) of %s with %s", len(found), size, source, tokenizer)
         return _tokenise(file, found, open_tokenizer(tokenizer), source=source)
@@ -157,10 +157,10 @@ def _open_text(
     if facts.num_skipped and source != text_documents.STDLIB:
         what = "%d of the %d files of %s are left out: not UTF-8, or with zero bytes"
         _log.warning(what, facts.num_skipped, len(found), source)
-    return cache.payload(path, facts), facts
+    return cache.map_tokens(path, facts), facts
 
 
-def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.Facts:
+def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.CorpusMetadata:
     """Write the tokens of all documents, training part first, each document followed by a separator."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
@@ -171,7 +171,7 @@ def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, so
         counts.append(0)
         text_bytes = 0  # Of the last part, which is the validation part.
         for texts in _batches(_texts(pieces, skipped, source=source)):
-            tokens = _joined(tokenizer.encode_batch(texts), tokenizer.separator_id, dtype)
+            tokens = _concatenate(tokenizer.encode_batch(texts), tokenizer.separator_id, dtype)
             file.write(tokens.data)
             fingerprint.update(tokens)
             counts[-1] += len(tokens)
@@ -180,7 +180,7 @@ def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, so
     num_train, num_validation = counts
     if not num_train or not num_validation:
         raise _empty(source, "training" if not num_train else "validation", len(found), len(skipped))
-    return cache.Facts(
+    return cache.CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
@@ -192,7 +192,7 @@ def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, so
     )
 
 
-def _texts(pieces: Iterable[Piece], skipped: set[str], *, source: str) -> Iterator[str]:
+def _texts(pieces: Iterable[DocumentSlice], skipped: set[str], *, source: str) -> Iterator[str]:
     """The texts of pieces, without empty ones; adds to `skipped` the names of files that are no text."""
     for piece in pieces:
         text = text_documents.read(piece, source=source)
@@ -216,7 +216,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _joined(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.dtype[np.integer]) -> Tokens:
+def _concatenate(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.dtype[np.integer]) -> Tokens:
     separator = np.array([] if separator_id is None else [separator_id], dtype=dtype)
     arrays = [array for tokens in encoded for array in (tokens, separator)]
     return np.concatenate(arrays).astype(dtype, copy=False)

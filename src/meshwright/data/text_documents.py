@@ -23,7 +23,7 @@ from meshwright.errors import DataError
 
 STDLIB = "stdlib"
 MIN_HELD_OUT_FILES = 5
-_ONE_IN = 10
+_HOLD_OUT_DIVISOR = 10
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -40,13 +40,13 @@ class Document:
 class Extent(Enum):
     """How much of a document a part of the corpus takes."""
 
-    WHOLE = "whole"
+    FULL = "full"
     HEAD = "all but the last tenth"
     TAIL = "the last tenth"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DocumentSlice:
     """A document, or a part of one."""
 
     document: Document
@@ -78,16 +78,20 @@ def find_files(source: str) -> tuple[Path, list[str]]:
     return _fixed_root(pattern), [path for path in matches if os.path.isfile(path)]
 
 
-def split(documents: list[Document]) -> tuple[list[Piece], list[Piece]]:
+def split(documents: list[Document]) -> tuple[list[DocumentSlice], list[DocumentSlice]]:
     """The pieces that are trained on and those that are held out, by the rule at the top of this file."""
     kept = [document for document in documents if not is_held_out(document.name)]
     held_out = [document for document in documents if is_held_out(document.name)]
     if sum(document.num_bytes > 0 for document in held_out) >= MIN_HELD_OUT_FILES:
-        return [Piece(item, Extent.WHOLE) for item in kept], [Piece(item, Extent.WHOLE) for item in held_out]
-    return [Piece(item, Extent.HEAD) for item in documents], [Piece(item, Extent.TAIL) for item in documents]
+        return [DocumentSlice(item, Extent.FULL) for item in kept], [
+            DocumentSlice(item, Extent.FULL) for item in held_out
+        ]
+    return [DocumentSlice(item, Extent.HEAD) for item in documents], [
+        DocumentSlice(item, Extent.TAIL) for item in documents
+    ]
 
 
-def read(piece: Piece, *, source: str) -> str | None:
+def read(piece: DocumentSlice, *, source: str) -> str | None:
     """The text of a piece, None when the file is not UTF-8 or holds a zero byte, which separates documents.
 
     Raises:
@@ -96,14 +100,14 @@ def read(piece: Piece, *, source: str) -> str | None:
     try:
         data = Path(piece.document.path).read_bytes()
     except OSError as error:
-        raise unreadable(piece.document.path, source, error) from None
+        raise unreadable_file(piece.document.path, source, error) from None
     if b"\0" in data:
         return None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    cut = len(text) - len(text) // _ONE_IN
+    cut = len(text) - len(text) // _HOLD_OUT_DIVISOR
     if piece.extent is Extent.HEAD:
         return text[:cut]
     return text[cut:] if piece.extent is Extent.TAIL else text
@@ -122,10 +126,10 @@ def relative_name(path: str, root: Path) -> str:
 
 def is_held_out(name: str) -> bool:
     """Whether a file of this name is held out, where whole files are."""
-    return name_hash(name) % _ONE_IN == 0
+    return name_hash(name) % _HOLD_OUT_DIVISOR == 0
 
 
-def unreadable(path: str | Path, source: str, error: OSError) -> DataError:
+def unreadable_file(path: str | Path, source: str, error: OSError) -> DataError:
     """The error for a file that exists and cannot be read."""
     return DataError(
         f"{path} cannot be read: {error.strerror or error}",
@@ -135,7 +139,7 @@ def unreadable(path: str | Path, source: str, error: OSError) -> DataError:
     )
 
 
-def nearest_existing(path: str | Path) -> Path:
+def nearest_existing_directory(path: str | Path) -> Path:
     """The deepest directory on the way to `path` that exists."""
     place = Path(os.path.abspath(path))
     while not place.is_dir() and place != place.parent:
@@ -170,7 +174,7 @@ def _document(path: str, root: Path, source: str) -> Document:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise unreadable(path, source, error) from None
+        raise unreadable_file(path, source, error) from None
     return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
@@ -191,7 +195,7 @@ def _nothing_found(source: str, root: Path) -> DataError:
     else:
         what, fix = f"no file {source}", f"data.source={shlex.quote(str(near or STDLIB))}"
     return DataError(
-        f"{what} (the nearest existing directory is {nearest_existing(pattern)})",
+        f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",
         rule="a source is stdlib, a glob of text files, or a .npy or .bin token file",
         fix=fix,

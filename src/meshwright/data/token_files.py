@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache
 from meshwright.data.corpus_fingerprint import Fingerprint
-from meshwright.data.text_documents import nearest_existing, similar_file, unreadable
+from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import format_bytes
@@ -37,7 +37,7 @@ def is_token_file(source: str) -> bool:
     return source.lower().endswith(SUFFIXES)
 
 
-def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, cache.Facts]:
+def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, cache.CorpusMetadata]:
     """Map the tokens of a file, and say where validation begins, the largest id and the fingerprint.
 
     Args:
@@ -55,14 +55,14 @@ def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> 
         status = path.stat()
         tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, token_dtype)
     except OSError as error:
-        raise unreadable(path, source, error) from None
+        raise unreadable_file(path, source, error) from None
     if len(tokens) < 2:
         rule = "a corpus has tokens to train on and others to validate with"
         raise _malformed(path, f"it holds {len(tokens)} tokens", rule)
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
     name = f"facts-{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
 
-    def build(_: BinaryIO) -> cache.Facts:
+    def build(_: BinaryIO) -> cache.CorpusMetadata:
         return _scan(path, tokens)
 
     _, facts = cache.open_or_build(name, cache_dir=cache_dir, build=build)
@@ -98,7 +98,7 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _scan(path: Path, tokens: Tokens) -> cache.Facts:
+def _scan(path: Path, tokens: Tokens) -> cache.CorpusMetadata:
     """One pass over the tokens for the largest id and the fingerprint."""
     _log.info("reading %s (%s) once for its largest id and its hash", path, format_bytes(tokens.nbytes))
     fingerprint = Fingerprint(tokens.dtype)
@@ -110,7 +110,7 @@ def _scan(path: Path, tokens: Tokens) -> cache.Facts:
         largest = max(largest, int(chunk.max()))
         fingerprint.update(chunk)
     num_train = len(tokens) - max(1, len(tokens) // 10)
-    return cache.Facts(
+    return cache.CorpusMetadata(
         dtype=tokens.dtype.str,
         num_train=num_train,
         num_validation=len(tokens) - num_train,
@@ -125,7 +125,7 @@ def _scan(path: Path, tokens: Tokens) -> cache.Facts:
 def _missing(source: str, path: Path) -> DataError:
     near = similar_file(path)
     return DataError(
-        f"no token file {source} (the nearest existing directory is {nearest_existing(path)})",
+        f"no token file {source} (the nearest existing directory is {nearest_existing_directory(path)})",
         where=f"data.source, {source}",
         rule="a source that ends in .npy or .bin is one file of token ids",
         fix=f"data.source={shlex.quote(str(near))}" if near else "the path of an existing file, or data.source=stdlib",

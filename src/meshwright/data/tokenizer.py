@@ -21,12 +21,12 @@ from meshwright.errors import DataError
 Tokens = NDArray[np.unsignedinteger]
 
 BYTES = "bytes"
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 """Names of the end-of-text token, in the tokenizers that many models share."""
 
 _INVALID_BYTE = 0xFF
 _CHUNK_CHARS = 2**20
-_SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
+_SAFE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 class Tokenizer(Protocol):
@@ -98,7 +98,7 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise _not_a_tokenizer(path, "its vocabulary is empty")
         self.vocab_size: int = max(vocabulary.values()) + 1
-        separators = (vocabulary[name] for name in SEPARATORS if name in vocabulary)
+        separators = (vocabulary[name] for name in SEPARATOR_NAMES if name in vocabulary)
         self.separator_id: int | None = next(separators, None)
 
     def encode(self, text: str) -> Tokens:
@@ -164,7 +164,7 @@ def _chunks(text: str) -> Iterator[str]:
     """
     start = 0
     while len(text) - start > _CHUNK_CHARS:
-        cut = _SAFE_CUT.search(text, start + _CHUNK_CHARS)
+        cut = _SAFE_BREAK.search(text, start + _CHUNK_CHARS)
         if cut is None:
             break
         yield text[start : cut.end()]

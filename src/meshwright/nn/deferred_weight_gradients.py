@@ -22,7 +22,7 @@ class DeferredGradient(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class WeightGradients:
+class WeightGradientStore:
     """The weight gradients of a stage that were deferred."""
 
     def __init__(self) -> None:
@@ -55,30 +55,30 @@ class DefersWeightGradients(Protocol):
     is set and `defers`, puts it there instead.
     """
 
-    weight_gradients: WeightGradients | None
+    weight_gradients: WeightGradientStore | None
     """Where they go; None until a stage gives the layer one."""
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
         """Those whose gradients it defers; all others' come with the inputs' gradients, as a bias's does."""
 
 
-def defer_weight_gradients(module: nn.Module) -> WeightGradients | None:
+def defer_weight_gradients(module: nn.Module) -> WeightGradientStore | None:
     """Let the layers of a stage defer their weights' gradients.
 
     Returns:
         Where they go; None if there are none to defer, or the stage has a matrix of which that can't be done
-        (`undeferred` names it), so that its backward can't be split.
+        (`undeferred_parameters` names it), so that its backward can't be split.
     """
     layers = _deferring_layers(module)
-    if not any(True for layer in layers for _ in layer.deferred_parameters()) or undeferred(module):
+    if not any(True for layer in layers for _ in layer.deferred_parameters()) or undeferred_parameters(module):
         return None
-    store = WeightGradients()
+    store = WeightGradientStore()
     for layer in layers:
         layer.weight_gradients = store
     return store
 
 
-def undeferred(module: nn.Module) -> list[str]:
+def undeferred_parameters(module: nn.Module) -> list[str]:
     """Names of the matrices, frozen ones too, whose gradients no layer of `module` defers."""
     free = {id(parameter) for layer in _deferring_layers(module) for parameter in layer.deferred_parameters()}
     # A lookup's gradient is as cheap as a norm's: it stays with the gradient of the inputs.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.deferred_weight_gradients import WeightGradients
+from meshwright.nn.deferred_weight_gradients import WeightGradientStore
 
 
 class Linear(nn.Linear):
@@ -22,7 +22,7 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.weight_gradients: WeightGradients | None = None
+        self.weight_gradients: WeightGradientStore | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, d] to […, e]."""
@@ -39,7 +39,9 @@ class Linear(nn.Linear):
 
 class _DeferringLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradientStore
+    ) -> Tensor:
         ctx.save_for_backward(x)
         # The parameter itself: what a recomputation saves is detached, and has no `.grad` that anybody would see.
         ctx.weight, ctx.store = weight, store

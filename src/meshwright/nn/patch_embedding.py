@@ -30,13 +30,13 @@ class PatchGrid:
         frames, height, width = (size // part for size, part in zip(self.shape[1:], self.patch, strict=True))
         return frames, height, width
 
-    def cut(self, x_bcfyx: Tensor) -> Tensor:
+    def patchify(self, x_bcfyx: Tensor) -> Tensor:
         """[b, c, f, y, x] to patches [b, t, e]."""
         sides = [side for pair in zip(self.counts(), self.patch, strict=True) for side in pair]
         x = x_bcfyx.reshape(-1, self.shape[0], *sides)
         return x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
-    def join(self, x_bte: Tensor) -> Tensor:
+    def unpatchify(self, x_bte: Tensor) -> Tensor:
         """The inverse of `cut`."""
         x = x_bte.reshape(-1, *self.counts(), self.shape[0], *self.patch)
         return x.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(-1, *self.shape)

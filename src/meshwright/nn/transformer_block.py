@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.causal import Attention
+from meshwright.nn.attention.causal import CausalAttention
 from meshwright.nn.linear import Linear
 
 
@@ -35,7 +35,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = Attention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.attention = CausalAttention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim=ffn_dim)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 18
 
 
-def normal_piece(
+def normal_shard(
     seed: int, name: str, shape: Sequence[int], *, std: float, index: Sequence[slice] | None = None
 ) -> Tensor:
     """A piece of the parameter's initial values N(0, std²), in float32 on the CPU.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.models.dit import sample_images as drawing
-from meshwright.models.dit.sample_images import Wanted, draw_pictures
+from meshwright.models.dit.sample_images import SampleRequest, sample_images
 from meshwright.models.dit.task import diffusion_of
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.optimizer import named_state
@@ -18,7 +18,7 @@ from tests.train.jobs import load_words, make_job, run_on
 
 DIT = ["dit-digits", "train.precision=float64", "model.dim=16", "model.num_heads=2", "model.ffn_dim=32",
        "model.num_layers=4", "model.zero_init=false", "diffusion.sampling_steps=3"]  # fmt: skip
-WANTED = Wanted(labels=[3, 7, 0], fps=[0, 0, 0], shape=(1, 1, 8, 8), null_class=10, seed=5)
+REQUEST = SampleRequest(labels=[3, 7, 0], fps=[0, 0, 0], shape=(1, 1, 8, 8), null_class=10, seed=5)
 ROUNDING = {"rtol": 0.0, "atol": 1e-9}
 """Float64's, with room for what the first step makes of it: it divides by alpha, which is near zero there."""
 
@@ -32,7 +32,7 @@ def draw(rank, world_size, words, max_rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "MAX_ROWS", max_rows)
         forward, settings = PipelineForward(Pipeline(job)), job.config.diffusion
-        pictures = draw_pictures(forward, diffusion_of(settings), WANTED, settings, dtypes=(torch.float64,) * 2)
+        pictures = sample_images(forward, diffusion_of(settings), REQUEST, settings, dtypes=(torch.float64,) * 2)
     after = {name: (type(x), x.shape) for name, x in named_state(job.model, job.optimizer).items()}
     return pictures, rows, after == before and job.model.training
 
@@ -43,15 +43,15 @@ def plain(*words):
     config = load_words([*DIT, *words])
     model = initialized(config.model.spec(), dtype=torch.float64, seed=config.train.seed)
     diffusion, found = diffusion_of(config.diffusion), []
-    for number, label in enumerate(WANTED.labels):
+    for number, label in enumerate(REQUEST.labels):
         sample = drawing.FIRST_SAMPLE + number
-        x = drawing.draw_noise(WANTED.seed, range(sample, sample + 1), WANTED.shape, torch.float64)
+        x = drawing.draw_noise(REQUEST.seed, range(sample, sample + 1), REQUEST.shape, torch.float64)
         for at, to in ((999, 665), (665, 332), (332, None)):
             time, fps = torch.tensor([at]), torch.tensor([0])
             with torch.no_grad():
-                told, untold = (model(x, time, torch.tensor([given]), fps) for given in (label, WANTED.null_class))
+                told, untold = (model(x, time, torch.tensor([given]), fps) for given in (label, REQUEST.null_class))
             guided = untold + config.diffusion.guidance * (told - untold)
-            x = diffusion.ddim_step(guided, x, time, None if to is None else torch.tensor([to]), clamps=True)
+            x = diffusion.ddim_step(guided, x, time, None if to is None else torch.tensor([to]), clamp_sample=True)
         found.append(x)
     return torch.cat(found)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.images import open_pictures
+from meshwright.data.images import open_images
 from meshwright.models.dit import task as task_module
 from meshwright.models.dit.task import to_bytes, to_floats
 from meshwright.train.forward_only import PipelineForward
@@ -22,7 +22,7 @@ def after_validation(monkeypatch, tmp_path):
     """Figures and files after a validation of a task whose model draws `pictures`, by the run's words."""
 
     def run(words, pictures):
-        monkeypatch.setattr(task_module, "draw_pictures", lambda *args, **named: pictures)
+        monkeypatch.setattr(task_module, "sample_images", lambda *args, **named: pictures)
         job, _ = make_job(0, 1, words)
         figures = make_task(job.config).after_validation(PipelineForward(Pipeline(job)), 7, tmp_path)
         return figures, {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*.*")}
@@ -42,7 +42,7 @@ def test_a_grid_is_written_of_every_class_with_the_part_that_is_recognised(after
 
     Of those that are, the classifier may take some for another.
     """
-    digits = open_pictures("digits", image_size=8, num_channels=1, num_frames=1)
+    digits = open_images("digits", image_size=8, num_channels=1, num_frames=1)
     chosen = [np.flatnonzero(digits.train_labels == label)[n] for label in range(10) for n in range(3)]
     drawn = to_floats(digits.train[chosen], torch.float32)
     drawn[-6:] = drawn[0]

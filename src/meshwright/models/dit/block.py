@@ -43,8 +43,8 @@ class DiTBlock(nn.Module):
     def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
         """[b, t, d] and the condition [b, d] to [b, t, d]."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _modulation(self.modulation, cond_bd, 6)
-        x_btd = x_btd + gate_a * self.attention(_modulated(x_btd, shift_a, scale_a))
-        out: Tensor = x_btd + gate_m * self.mlp(_modulated(x_btd, shift_m, scale_m))
+        x_btd = x_btd + gate_a * self.attention(_modulate(x_btd, shift_a, scale_a))
+        out: Tensor = x_btd + gate_m * self.mlp(_modulate(x_btd, shift_m, scale_m))
         return out
 
 
@@ -59,7 +59,7 @@ class FinalLayer(nn.Module):
     def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
         """[b, t, d] and the condition [b, d] to patches [b, t, e]."""
         shift, scale = _modulation(self.modulation, cond_bd, 2)
-        out: Tensor = self.head(_modulated(x_btd, shift, scale))
+        out: Tensor = self.head(_modulate(x_btd, shift, scale))
         return out
 
 
@@ -69,5 +69,5 @@ def _modulation(layer: Linear, cond_bd: Tensor, num_parts: int) -> tuple[Tensor,
     return out.unsqueeze(1).chunk(num_parts, dim=-1)
 
 
-def _modulated(x_btd: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def _modulate(x_btd: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x_btd, x_btd.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift

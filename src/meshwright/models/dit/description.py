@@ -56,7 +56,7 @@ class DiTSpec:
         return {"kind": "dit", **facts}
 
 
-UNREAD = {
+UNUSED_KEYS = {
     "data.tokenizer": "text",
     "data.token_dtype": "text",
     "train.seq_len": "text",
@@ -102,7 +102,7 @@ def describe(spec: DiTSpec) -> ModelFacts:
         every=(embedders,),
         last=(final,),
         flops_per_token=3.0 * forward,
-        unread=UNREAD,
+        unread=UNUSED_KEYS,
     )
 
 

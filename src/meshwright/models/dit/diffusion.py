@@ -58,7 +58,7 @@ class Diffusion:
         return [self.num_timesteps * step // num_steps - 1 for step in range(num_steps, 0, -1)]
 
     def ddim_step(
-        self, prediction: Tensor, x_t: Tensor, timestep_b: Tensor, next_b: Tensor | None, *, clamps: bool = False
+        self, prediction: Tensor, x_t: Tensor, timestep_b: Tensor, next_b: Tensor | None, *, clamp_sample: bool = False
     ) -> Tensor:
         """One step of deterministic sampling (Song et al. 2021, equation 12 with no noise added).
 
@@ -67,10 +67,10 @@ class Diffusion:
             x_t: samples with the noise of `timestep_b`.
             timestep_b: where they are.
             next_b: where they go; None goes to samples without noise, the last step.
-            clamps: bring the sample that is predicted on the way into [-1, 1], where all data is.
+            clamp_sample: bring the sample that is predicted on the way into [-1, 1], where all data is.
         """
         noise, sample = self.to_noise_and_sample(prediction, x_t, timestep_b)
-        if clamps:
+        if clamp_sample:
             sample = sample.clamp(-1.0, 1.0)
             alpha, sigma = self._factors(timestep_b, x_t)
             noise = (x_t - alpha * sample) / sigma
@@ -83,7 +83,7 @@ class Diffusion:
         return alpha_b.view(shape).to(like.dtype), sigma_b.view(shape).to(like.dtype)
 
 
-def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance (Ho and Salimans 2022): away from what is predicted without a label.
 
     A scale of 1 is the conditional prediction itself, 0 the unconditional one.

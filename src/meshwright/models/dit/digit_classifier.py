@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.images import Pictures
+from meshwright.data.images import ImageDataset
 
 
-def judge(pictures: Pictures, drawn: NDArray[np.uint8], labels: NDArray[np.int64]) -> Mapping[str, float]:
+def recognition_rates(
+    pictures: ImageDataset, drawn: NDArray[np.uint8], labels: NDArray[np.int64]
+) -> Mapping[str, float]:
     """Part of the pictures whose class a support-vector machine says right, of the drawn and of real held-out ones.
 
     Args:

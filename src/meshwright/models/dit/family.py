@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.data.images import Pictures
+    from meshwright.data.images import ImageDataset
     from meshwright.models.contract.task import Reference, Task
 
 INIT_STD = 0.02
@@ -78,23 +78,23 @@ class DiTFamily(Family):
         # The sum of both sides counts, so a matrix and the one that leads back start alike.
         return Normal(init_std(spec.dim, spec.ffn_dim if "mlp" in path else spec.num_heads * spec.head_dim))
 
-    def open_data(self, f: RunFacts) -> Pictures:
+    def open_data(self, f: RunFacts) -> ImageDataset:
         """The images that the section `data` names."""
-        from meshwright.models.dit.image_data import open_images
+        from meshwright.models.dit.image_data import open_image_dataset
 
-        return open_images(f)
+        return open_image_dataset(f)
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """To take noise out."""
-        from meshwright.models.dit.task import PictureTask
+        from meshwright.models.dit.task import ImageTask
 
-        return PictureTask(f, data, device)
+        return ImageTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """The squared error of what is predicted of the noise."""
-        from meshwright.models.dit.reference_loss import PictureReference
+        from meshwright.models.dit.reference_loss import ImageReference
 
-        return PictureReference(f, data)
+        return ImageReference(f, data)
 
 
 def _spec(f: RunFacts) -> DiTSpec:

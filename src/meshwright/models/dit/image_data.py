@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from meshwright.data.images import Pictures, open_pictures
+from meshwright.data.images import ImageDataset, open_images
 from meshwright.errors import DataError
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.dit.config import DiTConfig
 
 
-def open_images(f: RunFacts) -> Pictures:
+def open_image_dataset(f: RunFacts) -> ImageDataset:
     """Open the images or videos that a run names.
 
     Raises:
         DataError: missing, unreadable, or of more classes than the model knows.
     """
     model = f.section(DiTConfig)
-    pictures = open_pictures(
+    pictures = open_images(
         f.data.source,
         image_size=model.image_size,
         num_channels=model.num_channels,

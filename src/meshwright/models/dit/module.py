@@ -58,10 +58,10 @@ class DiT(nn.Module):
         cond_bd = self._condition(timestep_b, label_b, fps_b, like=x_btd)
         for block in self.blocks.values():
             x_btd = block(x_btd, cond_bd)
-        return self._grid.join(self.final(x_btd, cond_bd)) if self.part.is_last else x_btd
+        return self._grid.unpatchify(self.final(x_btd, cond_bd)) if self.part.is_last else x_btd
 
     def _embedded(self, x_bcfyx: Tensor) -> Tensor:
-        x_btd: Tensor = self.embed(self._grid.cut(x_bcfyx))
+        x_btd: Tensor = self.embed(self._grid.patchify(x_bcfyx))
         return x_btd + position_table(self._grid.counts(), self.spec.dim, device=x_btd.device, dtype=x_btd.dtype)
 
     def _condition(self, timestep_b: Tensor, label_b: Tensor, fps_b: Tensor, *, like: Tensor) -> Tensor:

@@ -9,24 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.images import Pictures
-from meshwright.data.sampler import Order
+from meshwright.data.images import ImageDataset
+from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
-from meshwright.models.dit.training_noise import draw_drops, draw_noise, draw_timesteps
+from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
 
 DTYPE = torch.float64
 
 
-class PictureReference:
-    """Pictures, and the squared error of what is predicted of their noise."""
+class ImageReference:
+    """ImageDataset, and the squared error of what is predicted of their noise."""
 
-    def __init__(self, f: RunFacts, pictures: Pictures) -> None:
+    def __init__(self, f: RunFacts, pictures: ImageDataset) -> None:
         self._seed, self._global_batch, self._pictures = f.seed, f.global_batch, pictures
         self._settings, self._null_class = f.section(DiffusionConfig), f.section(DiTConfig).num_classes
-        self._order = Order(len(pictures.train), f.seed)
+        self._order = WindowOrder(len(pictures.train), f.seed)
         kinds = NoiseSchedule(self._settings.schedule), Prediction(self._settings.prediction)
         self._diffusion = Diffusion(self._settings.num_timesteps, *kinds)
 
@@ -41,7 +41,7 @@ class PictureReference:
         clean = torch.from_numpy(self._pictures.train[chosen : chosen + 1]).to(DTYPE) / 127.5 - 1
         timestep = draw_timesteps(seed, sample, settings.num_timesteps)
         noise = draw_noise(seed, sample, clean.shape[1:], DTYPE)
-        is_dropped = bool(draw_drops(seed, sample, settings.label_dropout))
+        is_dropped = bool(draw_label_drops(seed, sample, settings.label_dropout))
         label = self._null_class if is_dropped else int(self._pictures.train_labels[chosen])
         rate = int(self._pictures.train_fps[chosen])
         noisy = self._diffusion.add_noise(clean, noise, timestep)

@@ -1,4 +1,4 @@
-"""Pictures from a model under training, on whatever layout it is: every rank runs the same forward passes.
+"""ImageDataset from a model under training, on whatever layout it is: every rank runs the same forward passes.
 
 DDIM (Song et al. 2021) with classifier-free guidance (Ho and Salimans 2022).
 
@@ -16,18 +16,18 @@ from torch import Tensor
 from meshwright.comm.collectives import broadcast
 from meshwright.models.contract.task import Forward, RunsForward, SimpleBatch
 from meshwright.models.dit.config import DiffusionConfig
-from meshwright.models.dit.diffusion import Diffusion, guided
+from meshwright.models.dit.diffusion import Diffusion, apply_guidance
 from meshwright.models.dit.training_noise import draw_noise
 
 MAX_ROWS = 256
 """Of a forward pass: pictures are drawn in parts when there are more."""
 
 FIRST_SAMPLE = 1 << 41
-"""Pictures start from the noise of samples of these numbers, which neither training nor validation reaches."""
+"""ImageDataset start from the noise of samples of these numbers, which neither training nor validation reaches."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleRequest:
     """The pictures to be drawn."""
 
     labels: list[int]
@@ -38,10 +38,10 @@ class Wanted:
     seed: int
 
 
-def draw_pictures(
+def sample_images(
     forward: Forward,
     diffusion: Diffusion,
-    wanted: Wanted,
+    wanted: SampleRequest,
     settings: DiffusionConfig,
     *,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -70,10 +70,10 @@ def draw_pictures(
             prediction = model(torch.cat((x, x)) if is_guided else x, timestep).to(x.dtype)
             if is_guided:
                 conditional, unconditional = prediction.chunk(2)
-                prediction = guided(conditional, unconditional, settings.guidance)
+                prediction = apply_guidance(conditional, unconditional, settings.guidance)
             at = torch.full((count,), timestep, device=x.device)
             to = None if following is None else torch.full_like(at, following)
-            x = diffusion.ddim_step(prediction, x, at, to, clamps=True)
+            x = diffusion.ddim_step(prediction, x, at, to, clamp_sample=True)
     return x
 
 

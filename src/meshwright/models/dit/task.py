@@ -1,4 +1,4 @@
-"""Pictures and videos: a diffusion transformer learns to take noise out of them.
+"""ImageDataset and videos: a diffusion transformer learns to take noise out of them.
 
 Which picture a sample is, its timestep, its noise and whether it is told its class depend on the seed and the sample's
 number alone, so every stage and every layout draws the same.
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data.image_grid import write_animation, write_grid, write_strip
-from meshwright.data.images import DIGITS, Pictures
+from meshwright.data.images import DIGITS, ImageDataset
 from meshwright.data.loader import validation_windows
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, Forward, Task
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
-from meshwright.models.dit.digit_classifier import judge
+from meshwright.models.dit.digit_classifier import recognition_rates
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
-from meshwright.models.dit.sample_images import Wanted, draw_pictures
-from meshwright.models.dit.training_noise import draw_drops, draw_noise, draw_timesteps
+from meshwright.models.dit.sample_images import SampleRequest, sample_images
+from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
 from meshwright.output_files import writing
 
 FIRST_VALIDATION_SAMPLE = 1 << 40
@@ -39,16 +39,16 @@ FIRST_VALIDATION_SAMPLE = 1 << 40
 
 
 @dataclass(frozen=True, eq=False)
-class PictureBatch:
+class ImageBatch:
     """Noisy pictures; noise is drawn only where it is asked for."""
 
-    task: PictureTask
+    task: ImageTask
     pixels: NDArray[np.uint8]
     labels: Tensor
     fps: Tensor
     samples: range
     counted: int
-    """Pictures that count; those after them only fill up."""
+    """ImageDataset that count; those after them only fill up."""
 
     @cached_property
     def timesteps(self) -> Tensor:
@@ -82,12 +82,12 @@ class PictureBatch:
         return self.timesteps, self.labels.to(self.task.device), self.fps.to(self.task.device)
 
 
-class PictureTask(Task):
+class ImageTask(Task):
     """Reads pictures in the run's order."""
 
     unit = LossUnit("squared error")
 
-    def __init__(self, f: RunFacts, pictures: Pictures, device: torch.device) -> None:
+    def __init__(self, f: RunFacts, pictures: ImageDataset, device: torch.device) -> None:
         self._settings, self._pictures = f.section(DiffusionConfig), pictures
         self._num_validated = f.validation_samples
         self.device, self.seed = device, f.seed
@@ -95,17 +95,17 @@ class PictureTask(Task):
         self.compute_dtype: torch.dtype = getattr(torch, f.precision)
         self.diffusion = diffusion_of(self._settings)
         self._null_class = f.section(DiTConfig).num_classes
-        self._order = Order(len(pictures.train), f.seed)
+        self._order = WindowOrder(len(pictures.train), f.seed)
         self.units_a_sample: int = int(np.prod(pictures.train.shape[1:]))
 
     def batch(self, samples: range) -> Batch:
-        """Pictures with noise; some without their class."""
+        """ImageDataset with noise; some without their class."""
         chosen = self._order.windows(samples)
         labels = torch.from_numpy(self._pictures.train_labels[chosen])
-        drops = draw_drops(self.seed, samples, self._settings.label_dropout)
+        drops = draw_label_drops(self.seed, samples, self._settings.label_dropout)
         labels = torch.where(drops, self._null_class, labels)
         fps = torch.from_numpy(self._pictures.train_fps[chosen])
-        return PictureBatch(self, self._pictures.train[chosen], labels, fps, samples, len(samples))
+        return ImageBatch(self, self._pictures.train[chosen], labels, fps, samples, len(samples))
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Squared errors of the prediction [b, c, f, y, x]."""
@@ -124,11 +124,11 @@ class PictureTask(Task):
             number = FIRST_VALIDATION_SAMPLE + first + start
             labels, fps = (torch.from_numpy(x[rows]) for x in (pictures.validation_labels, pictures.validation_fps))
             samples = range(number, number + batch_size)
-            found.append(PictureBatch(self, pictures.validation[rows], labels, fps, samples, len(own)))
+            found.append(ImageBatch(self, pictures.validation[rows], labels, fps, samples, len(own)))
         return found
 
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Pictures that only fill up count for nothing."""
+        """ImageDataset that only fill up count for nothing."""
         counted = ~targets.flatten(1).isnan().any(1)
         return self.loss_sum(out[counted], targets[counted]), counted.sum() * self.units_a_sample
 
@@ -139,22 +139,22 @@ class PictureTask(Task):
             return {}
         wanted = self._wanted(settings.num_samples)
         dtypes = self.dtype, self.compute_dtype
-        drawn = to_bytes(draw_pictures(forward, self.diffusion, wanted, settings, dtypes=dtypes))
+        drawn = to_bytes(sample_images(forward, self.diffusion, wanted, settings, dtypes=dtypes))
         if forward.rank != 0:
             return {}
         self._write(drawn, wanted, folder / "samples" / f"step-{step:08d}.png")
         if self._pictures.source != DIGITS:
             return {}
-        return judge(self._pictures, drawn, np.asarray(wanted.labels))
+        return recognition_rates(self._pictures, drawn, np.asarray(wanted.labels))
 
-    def _wanted(self, count: int) -> Wanted:
+    def _wanted(self, count: int) -> SampleRequest:
         """Class after class; videos at the rates that the training has, in turn."""
         labels = [number * self._pictures.num_classes // count for number in range(count)]
         rates = sorted(set(self._pictures.train_fps.tolist()))
         fps = [rates[number % len(rates)] for number in range(count)]
-        return Wanted(labels, fps, tuple(self._pictures.train.shape[1:]), self._null_class, self.seed)
+        return SampleRequest(labels, fps, tuple(self._pictures.train.shape[1:]), self._null_class, self.seed)
 
-    def _write(self, drawn: NDArray[np.uint8], wanted: Wanted, path: Path) -> None:
+    def _write(self, drawn: NDArray[np.uint8], wanted: SampleRequest, path: Path) -> None:
         columns = max(1, -(-len(drawn) // self._pictures.num_classes))
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)

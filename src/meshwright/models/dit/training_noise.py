@@ -19,7 +19,7 @@ def draw_timesteps(seed: int, samples: range, num_timesteps: int) -> Tensor:
     return torch.tensor([_number(seed, "timestep", i) % num_timesteps for i in samples], dtype=torch.int64)
 
 
-def draw_drops(seed: int, samples: range, rate: float) -> Tensor:
+def draw_label_drops(seed: int, samples: range, rate: float) -> Tensor:
     """Whether the model isn't told the label of each sample; bool."""
     return torch.tensor([_number(seed, "drop", i) < rate * 2.0**63 for i in samples], dtype=torch.bool)
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshwright.errors import CheckpointError
 from meshwright.models.llama.hf_parameter_names import ARCHITECTURE
 
-OURS: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
@@ -29,7 +29,7 @@ OURS: Mapping[str, tuple[Any, ...]] = {
 DEFAULT_THETA = 10000.0
 
 
-class Described(BaseModel):
+class JsonFields(BaseModel):
     """What is used of a JSON object, each value of its own type; other keys are let be."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
@@ -37,10 +37,10 @@ class Described(BaseModel):
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-Described_T = TypeVar("Described_T", bound=Described)
+FieldsT = TypeVar("FieldsT", bound=JsonFields)
 
 
-class Rope(Described):
+class RopeFields(JsonFields):
     """`rope_parameters`, or `rope_scaling` as it was called before."""
 
     rope_type: str | None = None
@@ -54,7 +54,7 @@ class Rope(Described):
         return self.rope_type or self.type or "default"
 
 
-class Llama3Rope(Rope):
+class Llama3RopeFields(RopeFields):
     """Of Llama 3.1."""
 
     factor: Positive
@@ -63,14 +63,14 @@ class Llama3Rope(Rope):
     original_max_position_embeddings: Count | None = None
 
 
-class Architecture(Described):
+class ArchitectureFields(JsonFields):
     """Whose configuration it is."""
 
     model_type: str
     architectures: list[str] | None = None
 
 
-class Llama(Described):
+class LlamaFields(JsonFields):
     """The dimensions of a Llama. Where transformers takes null for a key left out, so do we."""
 
     num_hidden_layers: Count
@@ -112,7 +112,7 @@ def read_object(path: Path) -> dict[str, Any]:
     )
 
 
-def described(kind: type[Described_T], content: Mapping[str, Any], *, where: str, inside: str = "") -> Described_T:
+def parse_fields(kind: type[FieldsT], content: Mapping[str, Any], *, where: str, inside: str = "") -> FieldsT:
     """`content` as the value `kind`.
 
     Args:
@@ -130,7 +130,7 @@ def described(kind: type[Described_T], content: Mapping[str, Any], *, where: str
         first = error.errors()[0]
         key = ".".join(str(part) for part in ([inside] if inside else []) + list(first["loc"]))
         if first["type"] == "missing":
-            raise _no_key(key, where) from None
+            raise _missing_key(key, where) from None
         name = Path(where).name
         raise CheckpointError(
             f"{name} has {key} = {_short(first['input'])}",
@@ -151,7 +151,7 @@ def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any
         CheckpointError: not a Llama, one with parts that ours lacks, or a key is missing or can't be.
     """
     _check_architecture(config, where)
-    llama = described(Llama, config, where=where)
+    llama = parse_fields(LlamaFields, config, where=where)
     num_heads, num_kv_heads = llama.num_attention_heads, llama.num_key_value_heads or llama.num_attention_heads
     if num_heads % num_kv_heads:
         raise _unsupported("num_key_value_heads", num_kv_heads, where, f"it divides num_attention_heads = {num_heads}")
@@ -221,7 +221,7 @@ def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int 
 
 
 def _check_architecture(config: Mapping[str, Any], where: str) -> None:
-    found = described(Architecture, config, where=where)
+    found = parse_fields(ArchitectureFields, config, where=where)
     architectures = found.architectures or [ARCHITECTURE]
     if found.model_type != "llama" or ARCHITECTURE not in architectures:
         raise CheckpointError(
@@ -230,32 +230,32 @@ def _check_architecture(config: Mapping[str, Any], where: str) -> None:
             rule=f"weights are imported from a {ARCHITECTURE} of model_type llama",
             fix="give the directory of a Llama in Hugging Face's format",
         )
-    for key, values in OURS.items():
+    for key, values in SUPPORTED_VALUES.items():
         if config.get(key) not in values:
-            raise _unsupported(key, config[key], where, _one_of(key, values))
+            raise _unsupported(key, config[key], where, _allowed_values(key, values))
 
 
-def _rope_of(llama: Llama, where: str) -> dict[str, Any]:
+def _rope_of(llama: LlamaFields, where: str) -> dict[str, Any]:
     # transformers 5 gives the older key precedence as well.
     key = "rope_scaling" if llama.rope_scaling else "rope_parameters"
     content = llama.rope_scaling or llama.rope_parameters or {}
-    rope = described(Rope, content, where=where, inside=key)
+    rope = parse_fields(RopeFields, content, where=where, inside=key)
     theta = rope.rope_theta or llama.rope_theta or DEFAULT_THETA
     kinds = ("default", "llama3")
     if rope.kind() not in kinds:
-        raise _unsupported("rope_type", rope.kind(), where, _one_of("rope_type", kinds))
-    if rope.partial_rotary_factor not in OURS["partial_rotary_factor"]:
-        rule = _one_of("partial_rotary_factor", (1.0,))
+        raise _unsupported("rope_type", rope.kind(), where, _allowed_values("rope_type", kinds))
+    if rope.partial_rotary_factor not in SUPPORTED_VALUES["partial_rotary_factor"]:
+        rule = _allowed_values("partial_rotary_factor", (1.0,))
         raise _unsupported("partial_rotary_factor", rope.partial_rotary_factor, where, rule)
     if rope.kind() == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    scaled = described(Llama3Rope, content, where=where, inside=key)
+    scaled = parse_fields(Llama3RopeFields, content, where=where, inside=key)
     if scaled.low_freq_factor >= scaled.high_freq_factor:
         rule = f"it is more than low_freq_factor = {scaled.low_freq_factor}"
         raise _unsupported(f"{key}.high_freq_factor", scaled.high_freq_factor, where, rule)
     original = scaled.original_max_position_embeddings or llama.max_position_embeddings
     if original is None:
-        raise _no_key("max_position_embeddings", where)
+        raise _missing_key("max_position_embeddings", where)
     scaling = {
         "factor": scaled.factor,
         "low_freq_factor": scaled.low_freq_factor,
@@ -265,7 +265,7 @@ def _rope_of(llama: Llama, where: str) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _no_key(key: str, where: str) -> CheckpointError:
+def _missing_key(key: str, where: str) -> CheckpointError:
     name = Path(where).name
     return CheckpointError(
         f"{name} has no {key}",
@@ -275,7 +275,7 @@ def _no_key(key: str, where: str) -> CheckpointError:
     )
 
 
-def _one_of(key: str, allowed: tuple[Any, ...]) -> str:
+def _allowed_values(key: str, allowed: tuple[Any, ...]) -> str:
     return f"{key} is {' or '.join(repr(choice) for choice in allowed if choice is not None) or 'not set'}"
 
 

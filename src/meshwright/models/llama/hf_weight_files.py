@@ -10,14 +10,14 @@ from torch import Tensor
 
 from meshwright.checkpoint.safetensors_file import open_tensors
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.hf_config import Described, described, read_object
+from meshwright.models.llama.hf_config import JsonFields, parse_fields, read_object
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-class Index(Described):
+class Index(JsonFields):
     """Of several files."""
 
     weight_map: dict[str, str]
@@ -38,7 +38,7 @@ def open_weights(source: Path) -> Iterator[dict[str, Tensor]]:
         with open_tensors(_single_file(source)) as file:
             yield {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return
-    told = described(Index, read_object(index), where=str(index)).weight_map
+    told = parse_fields(Index, read_object(index), where=str(index)).weight_map
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_tensors(source / name)) for name in sorted(set(told.values()))}
         _check_index(told, {name: set(file.keys()) for name, file in files.items()}, index)

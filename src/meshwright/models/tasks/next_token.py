@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus, Tokens, num_windows
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.models.contract.loss_unit import LossUnit
@@ -90,7 +90,7 @@ class TextTask(Task):
 
 def text_loader(tokens: Tokens, device: torch.device, *, seq_len: int, seed: int) -> Loader:
     """What a run reads its samples from."""
-    return Loader(tokens, Order(num_windows(tokens, seq_len), seed), seq_len, device)
+    return Loader(tokens, WindowOrder(num_windows(tokens, seq_len), seed), seq_len, device)
 
 
 def text_unit(bytes_per_token: float | None) -> LossUnit:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy import int64
 from torch import Tensor, nn
 
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus
 from meshwright.models.contract.run_facts import RunFacts
 
@@ -20,7 +20,7 @@ class TextReference:
 
     def __init__(self, f: RunFacts, corpus: Corpus) -> None:
         self._seq_len, self._global_batch, self._tokens = f.seq_len, f.global_batch, corpus.train
-        self._order = Order((len(corpus.train) - 1) // f.seq_len, f.seed)
+        self._order = WindowOrder((len(corpus.train) - 1) // f.seq_len, f.seed)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
         """Mean over the batch's tokens."""

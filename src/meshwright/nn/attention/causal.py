@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.rope import rotate
+from meshwright.nn.attention.rope import apply_rotary_embedding
 from meshwright.nn.linear import Linear
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Grouped-query attention.
 
     The number of heads is read from the projections' output, not kept, so that tensor parallel can hand each rank
@@ -30,7 +30,7 @@ class Attention(nn.Module):
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         """Attend each position to itself and those before it; [b, t, d] to [b, t, d]."""
         q_btnh, k_btnh, v_btnh = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q_btnh, k_btnh = rotate(q_btnh, cos_th, sin_th), rotate(k_btnh, cos_th, sin_th)
+        q_btnh, k_btnh = apply_rotary_embedding(q_btnh, cos_th, sin_th), apply_rotary_embedding(k_btnh, cos_th, sin_th)
         out_bnth = F.scaled_dot_product_attention(
             q_btnh.transpose(1, 2),
             k_btnh.transpose(1, 2),
