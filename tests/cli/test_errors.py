@@ -134,7 +134,7 @@ def test_section_that_is_not_there_yet(fails_here):
 
 def test_missing_data_file(fails):
     error = fails("run", "data.source=no-such.txt")
-    assert error["error"].startswith("no file no-such.txt") and error["where"] == "data.source, no-such.txt"
+    assert error["error"].startswith("file not found: no-such.txt") and error["where"] == "data.source, no-such.txt"
     assert alternatives(error["fix"]) == [["data.source=stdlib"]]
 
 

@@ -153,6 +153,6 @@ def test_a_whole_pixel_moves_the_digit_unchanged():
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for attempt in (lambda: still_digits(8), lambda: moving_digits(16, 4)):
-        with pytest.raises(DataError, match="the package scikit-learn is not installed") as caught:
+        with pytest.raises(DataError, match="scikit-learn is not installed") as caught:
             attempt()
         assert caught.value.fix == 'pip install "meshwright[images]"'

@@ -139,7 +139,7 @@ def test_what_is_no_whole_image_is_named(tmp_path, kind, suffix):
         Image.fromarray(noise.astype(np.float32)).save(bad, format="TIFF")
     else:
         bad.write_bytes(DAMAGE[kind](bad.read_bytes()))
-    with pytest.raises(DataError, match=f"bad.{suffix} is not an image that can be read") as caught:
+    with pytest.raises(DataError, match=f"bad.{suffix} is not a readable image") as caught:
         read_images(f"{tmp_path}/*.{suffix}", size=4, num_channels=1)
     assert f"bad.{suffix}" in caught.value.fix and str(tmp_path) in caught.value.where
     assert caught.value.rule

@@ -123,20 +123,20 @@ def test_one_pixel_of_one_file_changes_the_fingerprint(folder):
 
 # What is asked for, what the error says, and whether its ways out work as they stand.
 WRONG = [
-    ({"source": "digit"}, "no source and no file is called digit"),
-    ({"source": "digits_video", "num_frames": 4}, "no source and no file is called digits_video"),
-    ({"source": "mnist"}, "no source and no file is called mnist"),
-    ({"source": "no/such/image.png"}, "no source and no file is called no/such/image.png"),
+    ({"source": "digit"}, "unknown data source or file: digit"),
+    ({"source": "digits_video", "num_frames": 4}, "unknown data source or file: digits_video"),
+    ({"source": "mnist"}, "unknown data source or file: mnist"),
+    ({"source": "no/such/image.png"}, "unknown data source or file: no/such/image.png"),
     ({"num_frames": 2}, "model.num_frames = 2, but digits has images"),
     ({"source": "{folder}/*/*.png", "num_frames": 2}, "model.num_frames = 2, but .*png has images"),
     ({"source": "digits-video"}, "model.num_frames = 1, but digits-video has videos"),
-    ({"num_channels": 3}, "model.num_channels = 3, and pictures of digits have 1\n"),
-    ({"source": "digits-video", "num_channels": 3, "num_frames": 4}, "num_channels = 3, and pictures of digits-video"),
-    ({"source": "{folder}/*/*.png", "num_channels": 4}, "model.num_channels = 4, and pictures of .*png have 1 or 3"),
-    ({"source": "digits-video", "image_size": 11, "num_frames": 4}, "model.image_size = 11 leaves a digit .* no room"),
+    ({"num_channels": 3}, "model.num_channels = 3, but digits has 1\n"),
+    ({"source": "digits-video", "num_channels": 3, "num_frames": 4}, "num_channels = 3, but digits-video"),
+    ({"source": "{folder}/*/*.png", "num_channels": 4}, "model.num_channels = 4, but .*png has 1 or 3"),
+    ({"source": "digits-video", "image_size": 11, "num_frames": 4}, "model.image_size = 11 leaves digits .* no room"),
     ({"source": "{folder}", "num_channels": 3}, "is a directory"),
     ({"source": "{folder}/*/*.jpg", "num_channels": 3}, r"no file matches .*\(the nearest existing directory is "),
-    ({"source": "{folder}/cat/0.png", "num_channels": 3}, "is one image"),
+    ({"source": "{folder}/cat/0.png", "num_channels": 3}, "is a single image"),
 ]  # fmt: skip
 
 

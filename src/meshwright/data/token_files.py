@@ -1,7 +1,7 @@
-"""Corpora that are token ids already: a 1-D integer `.npy`, or a `.bin` of raw little-endian elements.
+"""Pre-tokenised corpora: a 1-D integer `.npy`, or a `.bin` of raw little-endian elements.
 
-The file is memory-mapped where it lies. Its largest id and its hash take one pass over it; the answers are
-cached for the file's path, size and age. The last tenth is held out for validation. Torch-free.
+The file is memory-mapped in place. One pass computes its largest id and its hash, which are cached under the file's
+path, size and modification time. The last tenth is held out for validation. Torch-free.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = get_logger(__name__)
 
 
 def is_token_file(source: str) -> bool:
-    """Whether a source's name says that it holds token ids."""
+    """Return True if the source has the suffix of a token file."""
     return source.lower().endswith(SUFFIXES)
 
 
 def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, cache.CorpusMetadata]:
-    """Map the tokens of a file, and say where validation begins, the largest id and the fingerprint.
+    """Memory-map a token file and return its tokens and metadata.
 
     Args:
         source: path of a `.npy` or `.bin`; `~` is expanded.
@@ -57,7 +57,7 @@ def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> 
     except OSError as error:
         raise unreadable_file(path, source, error) from None
     if len(tokens) < 2:
-        rule = "a corpus has tokens to train on and others to validate with"
+        rule = "a corpus has at least one training and one validation token"
         raise _malformed(path, f"it holds {len(tokens)} tokens", rule)
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
     name = f"facts-{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
@@ -89,7 +89,7 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
         fitting = [name for name, kind in _DTYPES.items() if num_bytes % np.dtype(kind).itemsize == 0]
         raise _malformed(
             path,
-            f"{num_bytes} bytes are no whole number of {token_dtype} elements",
+            f"{num_bytes} bytes is not a multiple of the {token_dtype} element size",
             f"a .bin holds raw {token_dtype} elements (data.token_dtype)",
             " or ".join(f"data.token_dtype={name}" for name in reversed(fitting)),
         )
@@ -99,14 +99,14 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
 
 
 def _scan(path: Path, tokens: Tokens) -> cache.CorpusMetadata:
-    """One pass over the tokens for the largest id and the fingerprint."""
-    _log.info("reading %s (%s) once for its largest id and its hash", path, format_bytes(tokens.nbytes))
+    """Compute the largest id and the fingerprint in one pass over the tokens."""
+    _log.info("scanning %s (%s) for its largest id and hash", path, format_bytes(tokens.nbytes))
     fingerprint = Fingerprint(tokens.dtype)
     largest = 0
     for start in range(0, len(tokens), _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS]
         if (lowest := int(chunk.min())) < 0:
-            raise _malformed(path, f"it holds the id {lowest}", "token ids count from 0")
+            raise _malformed(path, f"it holds the id {lowest}", "token ids are not negative")
         largest = max(largest, int(chunk.max()))
         fingerprint.update(chunk)
     num_train = len(tokens) - max(1, len(tokens) // 10)
@@ -125,16 +125,16 @@ def _scan(path: Path, tokens: Tokens) -> cache.CorpusMetadata:
 def _missing(source: str, path: Path) -> DataError:
     near = similar_file(path)
     return DataError(
-        f"no token file {source} (the nearest existing directory is {nearest_existing_directory(path)})",
+        f"token file not found: {source} (the nearest existing directory is {nearest_existing_directory(path)})",
         where=f"data.source, {source}",
-        rule="a source that ends in .npy or .bin is one file of token ids",
+        rule="a source that ends in .npy or .bin is a file of token ids",
         fix=f"data.source={shlex.quote(str(near))}" if near else "the path of an existing file, or data.source=stdlib",
     )
 
 
 def _malformed(path: Path, reason: str, rule: str, fix: str = "") -> DataError:
     return DataError(
-        f"{path} is no token file: {reason}",
+        f"{path} is not a valid token file: {reason}",
         where=f"data.source, {path}",
         rule=rule,
         fix=fix or "np.save('tokens.npy', ids) with a 1-D array of token ids, and data.source=tokens.npy",
