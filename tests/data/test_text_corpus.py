@@ -196,7 +196,7 @@ def test_a_missing_source_is_an_error(tmp_path, opened, missing):
 def test_a_missing_tokenizer_is_an_error_even_when_the_text_is_cached(tmp_path, opened, tokenizer_path):
     write_documents(tmp_path / "texts", 3)
     opened(tokenizer=tokenizer_path)
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(DataError, match="file not found"):
         opened(tokenizer=str(tmp_path / "tokenizer.json"))
 
 
