@@ -1,4 +1,4 @@
-"""The cache: what was written is what is read, however it is damaged, interrupted or raced for."""
+"""Cache files: round trip, damage, interruption, concurrent builds and fallback directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digits: a balanced tenth held out; videos that differ in their frame rate alone and keep the whole digit in view."""
+"""Digits: a balanced hold-out; videos differ only in frame rate and keep the digit in view."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def stills():
 @pytest.fixture(scope="module")
 def videos():
     """Of 16 × 16 and 9 frames, by digit and frame rate: [n, rate, f, h, w]."""
-    pictures, _, _ = moving_digits(16, 9)
-    return pictures.reshape(-1, len(VIDEO_FPS), 9, 16, 16)
+    videos, _, _ = moving_digits(16, 9)
+    return videos.reshape(-1, len(VIDEO_FPS), 9, 16, 16)
 
 
 def test_all_levels_of_grey_are_scaled_to_a_byte(stills):
@@ -60,13 +60,13 @@ def test_a_resized_digit_is_the_same_digit(stills):
     shrunk = large.reshape(1797, 8, 2, 8, 2).mean(axis=(2, 4))
     small = stills[0][:, 0, 0].astype(float)
     agreement = (shrunk * small).sum((1, 2)) / np.sqrt((shrunk**2).sum((1, 2)) * (small**2).sum((1, 2)))
-    # Interpolated strokes are softer: 1 would be the same picture, two random digits have 0.7.
+    # Interpolated strokes are softer: 1 would be the same image, two random digits have 0.7.
     assert agreement.min() > 0.95
 
 
 def test_a_digit_s_videos_are_held_out_together(stills):
-    pictures, labels, is_held_out = moving_digits(12, 2)
-    assert len(pictures) == len(VIDEO_FPS) * 1797
+    videos, labels, is_held_out = moving_digits(12, 2)
+    assert len(videos) == len(VIDEO_FPS) * 1797
     assert (labels == stills[1].repeat(3)).all() and (is_held_out == stills[2].repeat(3)).all()
 
 
@@ -98,7 +98,7 @@ def test_positions_depend_on_the_index_alone():
 
 
 def test_the_displacement_a_frame_is_twice_at_half_the_rate(videos):
-    """Measured in the pictures: the centre of mass, where no edge was met in between."""
+    """Measured by the centre of mass, where the digit does not bounce in between."""
     grey = videos.astype(float)
     axis = np.arange(16)
     mass = grey.sum((3, 4))

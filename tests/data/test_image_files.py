@@ -1,4 +1,4 @@
-"""Image files: cropped, resized, upright; classes by folder; a hold-out by name; damage is named."""
+"""Image files: cropping, resizing, orientation, classes by folder, hold-out by name, error messages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_central_square_is_kept(tmp_path, shape):
     assert (images[:, :, 0, 1:-1, 1:-1] == np.array([0, 200, 40])[:, None, None]).all()
 
 
-def test_a_picture_of_the_right_size_is_kept_as_it_is(tmp_path):
+def test_an_image_of_the_right_size_is_kept_as_it_is(tmp_path):
     values = np.random.default_rng(0).integers(0, 256, (7, 7, 3), dtype=np.uint8)
     for name in ("a", "b"):
         save(tmp_path / f"{name}.png", values)

@@ -1,4 +1,4 @@
-"""Opened pictures: parts that never mix, the shape asked for, a fingerprint of every pixel, errors with fixes."""
+"""Image datasets: disjoint splits, requested shapes, fingerprints, and errors with working fixes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 
 def whole(found):
-    """All pictures with labels and frame rates, as bytes, of both parts together."""
+    """Return all samples of both splits as bytes, with labels and frame rates."""
     parts = ((found.train, found.train_labels, found.train_fps),
              (found.validation, found.validation_labels, found.validation_fps))  # fmt: skip
     return sorted(
@@ -60,7 +60,7 @@ def test_both_parts_have_the_shape_that_was_asked_for(source, size, frames):
         assert set(labels) == set(range(found.num_classes)) == set(range(10))
         assert set(fps) == ({0} if source == "digits" else set(digits.VIDEO_FPS))
         assert images.min() == 0 and images.max() > 250
-        assert images.max(axis=(1, 2, 3, 4)).min() > 120, "a picture with nothing in it"
+        assert images.max(axis=(1, 2, 3, 4)).min() > 120, "an empty sample"
 
 
 def test_the_whole_data_set_is_in_one_part_or_the_other(stills, videos):
@@ -85,7 +85,7 @@ def test_a_video_of_a_higher_frame_rate_changes_less_from_frame_to_frame(videos)
 
 def test_the_description_says_what_and_how_much(stills, videos):
     assert stills.description == "scikit-learn's handwritten digits, 8 × 8: 1,618 train / 179 validation"
-    assert "16 × 16, 4 frames at 4, 8 and 16 a second: 4,854 train / 537 validation" in videos.description
+    assert "16 × 16, 4 frames at 4, 8 and 16 fps: 4,854 train / 537 validation" in videos.description
 
 
 def test_golden_fingerprint(stills):
@@ -121,7 +121,7 @@ def test_one_pixel_of_one_file_changes_the_fingerprint(folder):
     assert before.num_classes == 2 and len(before.train) + len(before.validation) == 12
 
 
-# What is asked for, what the error says, and whether its ways out work as they stand.
+# Requested options and the expected error message.
 WRONG = [
     ({"source": "digit"}, "unknown data source or file: digit"),
     ({"source": "digits_video", "num_frames": 4}, "unknown data source or file: digits_video"),
@@ -164,7 +164,7 @@ def test_a_close_word_is_suggested():
         assert caught.value.fix == f"data.source={near}" and caught.value.rule == image_files.SOURCE_RULE
 
 
-def test_importing_it_imports_neither_torch_nor_what_reads_pictures():
+def test_importing_it_imports_neither_torch_nor_what_reads_images():
     names = ("torch", "sklearn", "scipy", "PIL", "matplotlib")
     code = f"import sys, meshwright.data.images, meshwright.data.image_grid; print(*(sys.modules.keys() & {names}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())

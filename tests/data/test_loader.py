@@ -1,4 +1,4 @@
-"""The loader: a sample is its window shifted by one, and a validation reads the same set on every layout."""
+"""Loader: targets are inputs shifted by one, and validation reads the same set on every layout."""
 
 from __future__ import annotations
 

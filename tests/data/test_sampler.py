@@ -1,4 +1,4 @@
-"""The order: a permutation an epoch, random-looking, the same bits for ever; shares tile a batch."""
+"""Sampler: a pinned random permutation per epoch; the ranks' samples tile the global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A corpus: every document once, nothing held out is trained on, and the cache changes nothing but the time."""
+"""Text corpora: every document once, no held-out text in training, and a transparent cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents: every file once, in an order and with a hold-out that depend on names alone."""
+"""Text documents: every file once; order and hold-out depend on names alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files: mapped as they are, scanned once, and refused with a fix when they are not what they should be."""
+"""Token files: memory-mapped, scanned once, and rejected with a fix if malformed."""
 
 from __future__ import annotations
 

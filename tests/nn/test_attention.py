@@ -1,4 +1,4 @@
-"""CausalAttention against a slow, obvious loop in float64."""
+"""Causal attention against a naive loop in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stages can split their backward, and what a layer of anybody's does to be deferred."""
+"""Deferred weight gradients: which stages can split their backward, and custom layers that defer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches are cut where they say, joined to what they were, and each knows its place."""
+"""Patches: patchify and unpatchify are inverses, and position embeddings are distinct."""
 
 from __future__ import annotations
 

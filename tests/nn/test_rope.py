@@ -1,4 +1,4 @@
-"""Rotary embedding: it turns, it sees relative positions only, and it is Hugging Face's."""
+"""Rotary embedding: a rotation, dependent on relative positions only, and equal to Hugging Face's."""
 
 from __future__ import annotations
 

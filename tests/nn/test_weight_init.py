@@ -1,4 +1,4 @@
-"""Initial weights: any piece is the slice of the whole that it stands for, and nothing but seed and name matters."""
+"""Initial weights: a shard is a slice of the full tensor, and only seed and name matter."""
 
 from __future__ import annotations
 

@@ -76,16 +76,16 @@ def open_or_build(name: str, *, cache_dir: str | None, build: BuildFunction) -> 
         DataError: the file could not be written.
     """
     preferred = _preferred_directory(cache_dir)
-    if preferred is not None and (facts := load(preferred / name)) is not None:
-        return preferred / name, facts
+    if preferred is not None and (metadata := load(preferred / name)) is not None:
+        return preferred / name, metadata
     directory = _writable_directory(preferred)
-    if directory != preferred and (facts := load(directory / name)) is not None:
-        return directory / name, facts
+    if directory != preferred and (metadata := load(directory / name)) is not None:
+        return directory / name, metadata
     _remove_stale(directory)
     path = directory / name
     with _build_lock(path):
-        facts = load(path)
-        return path, facts if facts is not None else _build_file(path, build)
+        metadata = load(path)
+        return path, metadata if metadata is not None else _build_file(path, build)
 
 
 def load(path: Path) -> CorpusMetadata | None:
@@ -100,19 +100,19 @@ def load(path: Path) -> CorpusMetadata | None:
         return None
 
 
-def map_tokens(path: Path, facts: CorpusMetadata) -> NDArray[np.unsignedinteger]:
+def map_tokens(path: Path, metadata: CorpusMetadata) -> NDArray[np.unsignedinteger]:
     """Memory-map the tokens of a cache file, 1-D: training tokens, then held-out ones."""
-    num_tokens = facts.num_train + facts.num_validation
-    return np.asarray(np.memmap(path, dtype=facts.dtype, mode="r", shape=(num_tokens,)))
+    num_tokens = metadata.num_train + metadata.num_validation
+    return np.asarray(np.memmap(path, dtype=metadata.dtype, mode="r", shape=(num_tokens,)))
 
 
 def _build_file(path: Path, build: BuildFunction) -> CorpusMetadata:
     with _atomic_write(path) as file:
-        facts = build(file)
-        assert file.tell() == facts.payload_bytes, "build returned the wrong payload size"
-        encoded = json.dumps(asdict(facts)).encode("utf-8")
+        metadata = build(file)
+        assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
+        encoded = json.dumps(asdict(metadata)).encode("utf-8")
         file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
-    return facts
+    return metadata
 
 
 def _load(file: BinaryIO) -> CorpusMetadata:
@@ -127,11 +127,11 @@ def _load(file: BinaryIO) -> CorpusMetadata:
     if footer[_LENGTH.itemsize :] != MAGIC or length > size - tail:
         raise ValueError("missing or corrupt footer")
     file.seek(size - tail - length)
-    facts = CorpusMetadata(**json.loads(file.read(length)))
-    tokens = (facts.num_train + facts.num_validation) * np.dtype(facts.dtype).itemsize
-    if facts.payload_bytes not in (0, tokens) or size != facts.payload_bytes + length + tail:
-        raise ValueError(f"{size} bytes, expected {facts.payload_bytes + length + tail}")
-    return facts
+    metadata = CorpusMetadata(**json.loads(file.read(length)))
+    tokens = (metadata.num_train + metadata.num_validation) * np.dtype(metadata.dtype).itemsize
+    if metadata.payload_bytes not in (0, tokens) or size != metadata.payload_bytes + length + tail:
+        raise ValueError(f"{size} bytes, expected {metadata.payload_bytes + length + tail}")
+    return metadata
 
 
 def _preferred_directory(cache_dir: str | None) -> Path | None:

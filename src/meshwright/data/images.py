@@ -71,7 +71,7 @@ def open_images(source: str, *, image_size: int, num_channels: int, num_frames: 
         samples, labels, is_held_out = digits.moving_digits(image_size, num_frames)
         fps = np.tile(np.array(digits.VIDEO_FPS, dtype=np.int64), len(samples) // len(digits.VIDEO_FPS))
         rates = ", ".join(map(str, digits.VIDEO_FPS[:-1])) + f" and {digits.VIDEO_FPS[-1]}"
-        title = f"videos of scikit-learn's handwritten digits, {size}, {num_frames} frames at {rates} a second"
+        title = f"videos of scikit-learn's handwritten digits, {size}, {num_frames} frames at {rates} fps"
     else:
         if source == DIGITS:
             samples, labels, is_held_out = digits.still_digits(image_size)

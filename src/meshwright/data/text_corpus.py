@@ -74,24 +74,24 @@ def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str
         DataError: the source or the tokenizer is missing, unreadable, malformed or empty.
     """
     if is_token_file(source):
-        tokens, facts = open_token_file(source, token_dtype=token_dtype, cache_dir=cache_dir)
+        tokens, metadata = open_token_file(source, token_dtype=token_dtype, cache_dir=cache_dir)
         title = os.path.basename(source)
     else:
         documents = text_documents.list_documents(source)
-        tokens, facts = _open_text(source, documents, tokenizer=tokenizer, cache_dir=cache_dir)
+        tokens, metadata = _open_text(source, documents, tokenizer=tokenizer, cache_dir=cache_dir)
         title = "standard library source" if source == text_documents.STDLIB else f"{len(documents)} files of {source}"
     bytes_per_token = None
-    if facts.validation_text_bytes is not None:
-        bytes_per_token = facts.validation_text_bytes / facts.num_validation
-    amount = _bytes if facts.validation_text_bytes is not None and tokenizer == BYTES else _tokens
+    if metadata.validation_text_bytes is not None:
+        bytes_per_token = metadata.validation_text_bytes / metadata.num_validation
+    amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
     return Corpus(
         source=source,
-        description=f"{title}, {amount(facts.num_train)} train / {amount(facts.num_validation)} validation",
-        train=tokens[: facts.num_train],
-        validation=tokens[facts.num_train :],
-        vocab_size=facts.vocab_size,
+        description=f"{title}, {amount(metadata.num_train)} train / {amount(metadata.num_validation)} validation",
+        train=tokens[: metadata.num_train],
+        validation=tokens[metadata.num_train :],
+        vocab_size=metadata.vocab_size,
         validation_bytes_per_token=bytes_per_token,
-        fingerprint=facts.fingerprint,
+        fingerprint=metadata.fingerprint,
     )
 
 
@@ -152,11 +152,11 @@ def _open_text(
         return _tokenise(file, documents, open_tokenizer(tokenizer), source=source)
 
     label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
-    path, facts = cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
-    if facts.num_skipped and source != text_documents.STDLIB:
+    path, metadata = cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
+    if metadata.num_skipped and source != text_documents.STDLIB:
         message = "skipped %d of the %d files of %s: not UTF-8, or contain zero bytes"
-        _log.warning(message, facts.num_skipped, len(documents), source)
-    return cache.map_tokens(path, facts), facts
+        _log.warning(message, metadata.num_skipped, len(documents), source)
+    return cache.map_tokens(path, metadata), metadata
 
 
 def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.CorpusMetadata:

@@ -65,8 +65,8 @@ def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> 
     def build(_: BinaryIO) -> cache.CorpusMetadata:
         return _scan(path, tokens)
 
-    _, facts = cache.open_or_build(name, cache_dir=cache_dir, build=build)
-    return tokens, facts
+    _, metadata = cache.open_or_build(name, cache_dir=cache_dir, build=build)
+    return tokens, metadata
 
 
 def _map_npy(path: Path) -> Tokens:

@@ -71,7 +71,7 @@ class AuxiliaryLoss(StepHandle):
             return x
         if loss_sum.dim():
             raise LayoutError(
-                f"the auxiliary loss {self.name!r} was given a tensor of shape {list(loss_sum.shape)}",
+                f"the auxiliary loss {self.name!r} got a tensor of shape {list(loss_sum.shape)}",
                 rule="an auxiliary loss takes a scalar",
                 fix="pass the sum over the samples of the micro-batch, not one loss per sample",
             )
@@ -139,7 +139,7 @@ class StepBuffer(StepHandle):
     def _check(self, update: Tensor) -> None:
         if update.shape != self.value.shape:
             raise LayoutError(
-                f"a buffer of shape {list(self.value.shape)} was given {list(update.shape)}",
+                f"a buffer of shape {list(self.value.shape)} got an update of shape {list(update.shape)}",
                 rule="an update has the shape of its buffer",
                 fix="sum over samples and tokens only",
             )

@@ -1,4 +1,4 @@
-"""Small diffusion transformers and batches for them."""
+"""Small diffusion transformers and batches for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts that follow from a diffusion transformer's spec are those of the real module."""
+"""Parameter counts and FLOPs of a diffusion transformer's description against the module."""
 
 from __future__ import annotations
 

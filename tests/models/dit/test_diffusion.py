@@ -1,4 +1,4 @@
-"""Diffusion: what was mixed can be told apart again, and sampling with a perfect denoiser gives the data."""
+"""Diffusion: noising is invertible given the target, and sampling with an ideal denoiser recovers the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classifier that says which digits can be told."""
+"""The digit classifier's recognition rates."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_real_digits_are_recognised_as_what_they_are_and_as_nothing_else(digits)
     assert wrong["drawn_recognised"] <= 0.05 and wrong["real_recognised"] == right["real_recognised"]
 
 
-def test_pictures_without_a_digit_are_of_one_class_at_most(digits):
+def test_images_without_a_digit_are_of_one_class_at_most(digits):
     black = np.zeros((20, *digits.train.shape[1:]), dtype=np.uint8)
     assert recognition_rates(digits, black, np.arange(20) % 10)["drawn_recognised"] == 0.1

@@ -1,4 +1,4 @@
-"""The diffusion transformer: told everything it is given, cut where one likes, started as published."""
+"""The diffusion transformer: uses every condition, can be split into stages, and starts as published."""
 
 from __future__ import annotations
 

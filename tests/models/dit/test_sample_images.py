@@ -1,4 +1,4 @@
-"""Drawn pictures: the same on every rank of every layout, and what plain sampling with the plain model draws."""
+"""Sampling: identical on all ranks of every layout, and equal to plain sampling with the plain model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDING = {"rtol": 0.0, "atol": 1e-9}
 
 
 def draw(rank, world_size, words, max_rows):
-    """The pictures, the rows of each forward pass of this rank's first stage, and whether the job is as it was."""
+    """Return the samples, rows of each forward pass of this rank's first stage, and True if the job is unchanged."""
     job, _ = make_job(rank, world_size, [*DIT, *words])
     before, rows = {name: (type(x), x.shape) for name, x in named_state(job.model, job.optimizer).items()}, []
     part = job.parts()[min(job.parts())]
@@ -32,14 +32,14 @@ def draw(rank, world_size, words, max_rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "MAX_ROWS", max_rows)
         forward, settings = PipelineForward(Pipeline(job)), job.config.diffusion
-        pictures = sample_images(forward, diffusion_of(settings), REQUEST, settings, dtypes=(torch.float64,) * 2)
+        samples = sample_images(forward, diffusion_of(settings), REQUEST, settings, dtypes=(torch.float64,) * 2)
     after = {name: (type(x), x.shape) for name, x in named_state(job.model, job.optimizer).items()}
-    return pictures, rows, after == before and job.model.training
+    return samples, rows, after == before and job.model.training
 
 
 @cache
 def plain(*words):
-    """By the model that no one has laid out, a picture at a time, with each prediction made alone."""
+    """Sample with the plain model on one process, one sample and one prediction at a time."""
     config = load_words([*DIT, *words])
     model = initialized(config.model.spec(), dtype=torch.float64, seed=config.train.seed)
     diffusion, found = diffusion_of(config.diffusion), []
@@ -49,8 +49,10 @@ def plain(*words):
         for at, to in ((999, 665), (665, 332), (332, None)):
             time, fps = torch.tensor([at]), torch.tensor([0])
             with torch.no_grad():
-                told, untold = (model(x, time, torch.tensor([given]), fps) for given in (label, REQUEST.null_class))
-            guided = untold + config.diffusion.guidance * (told - untold)
+                conditional, unconditional = (
+                    model(x, time, torch.tensor([class_id]), fps) for class_id in (label, REQUEST.null_class)
+                )
+            guided = unconditional + config.diffusion.guidance * (conditional - unconditional)
             x = diffusion.ddim_step(guided, x, time, None if to is None else torch.tensor([to]), clamp_sample=True)
         found.append(x)
     return torch.cat(found)
@@ -67,15 +69,15 @@ def plain(*words):
 )
 def test_every_rank_draws_what_plain_sampling_draws(gang, world_size, layout, max_rows):
     found, expected = run_on(gang, world_size, draw, layout, max_rows), plain()
-    for pictures, _, is_as_it_was in found:
-        assert torch.equal(pictures, found[0][0]) and is_as_it_was
+    for samples, _, is_as_it_was in found:
+        assert torch.equal(samples, found[0][0]) and is_as_it_was
     torch.testing.assert_close(found[0][0], expected, **ROUNDING)
     assert (expected[0] - expected[1]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("guidance", "rows_a_picture"), [(0, 2), (1, 1), (3, 2)])
-def test_without_guidance_nothing_is_predicted_without_a_class(guidance, rows_a_picture):
+@pytest.mark.parametrize(("guidance", "rows_per_sample"), [(0, 2), (1, 1), (3, 2)])
+def test_without_guidance_nothing_is_predicted_without_a_class(guidance, rows_per_sample):
     word = f"diffusion.guidance={guidance}"
-    pictures, rows, _ = draw(0, 1, [word], 256)
-    assert rows == [3 * rows_a_picture] * 3
-    torch.testing.assert_close(pictures, plain(word), **ROUNDING)
+    samples, rows, _ = draw(0, 1, [word], 256)
+    assert rows == [3 * rows_per_sample] * 3
+    torch.testing.assert_close(samples, plain(word), **ROUNDING)

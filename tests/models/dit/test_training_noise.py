@@ -1,4 +1,4 @@
-"""Draws of a training sample: the same however the batch is divided, and nothing to do with each other."""
+"""Training draws: independent of batch division and of each other, and pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights go to Hugging Face's Llama and back without a changed bit, and compute what they computed."""
+"""Hugging Face conversion: exact round trips and equal outputs."""
 
 from __future__ import annotations
 

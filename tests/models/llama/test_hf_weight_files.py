@@ -1,4 +1,4 @@
-"""Each tensor comes from the one file that the index names, and has numbers that can be trained."""
+"""Hugging Face weight files: consistent with the index, with trainable dtypes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class DiTConfig(ModelSection):
     num_layers: int = Field(4, ge=1, description="transformer blocks")
     dim: int = Field(128, ge=1, description="width of the residual stream")
     num_heads: int = Field(4, ge=1, description="attention heads")
-    head_dim: int | None = Field(None, ge=1, description="width of a head; dim / num_heads when not given")
+    head_dim: int | None = Field(None, ge=1, description="width of a head; dim / num_heads by default")
     ffn_dim: int = Field(512, ge=1, description="hidden width of the feed-forward layer")
     image_size: int = Field(8, ge=1, description="height and width of an image, in pixels")
     patch_size: int = Field(2, ge=1, description="height and width of a patch, in pixels; each patch is a token")

@@ -27,7 +27,7 @@ class LlamaConfig(ModelSection):
     dim: int = Field(128, ge=1, description="width of the residual stream")
     num_heads: int = Field(4, ge=1, description="query heads")
     num_kv_heads: int = Field(4, ge=1, description="key/value heads (grouped-query attention when fewer)")
-    head_dim: int | None = Field(None, ge=2, description="width of a head; dim / num_heads when not given")
+    head_dim: int | None = Field(None, ge=2, description="width of a head; dim / num_heads by default")
     ffn_dim: int = Field(352, ge=1, description="hidden width of the feed-forward layer")
     vocab_size: int = Field(256, ge=2, description="size of the vocabulary")
     tie_embeddings: bool = Field(False, description="share the embedding weight with the output head")

@@ -209,7 +209,7 @@ def _tensors_to_import(weights: dict[str, Tensor], model: Mapping[str, Any], sou
             f"{CONFIG} has num_hidden_layers = {model['num_layers']}, but there are {len(weights)} tensors",
             where=str(source),
             rule="every layer has its own tensors",
-            fix="check that weights and configuration belong together",
+            fix="check that the weights match the configuration",
         )
     names = hf_names(model)
     # Llama files from 2023 include the rotary frequencies, which follow from the configuration.
@@ -247,7 +247,7 @@ def _check_names(present: set[str], expected: set[str], where: str) -> None:
                 f"tensor {min(names)}{more} {'is' if len(names) == 1 else 'are'} {problem}",
                 where=where,
                 rule="the tensors are exactly those of the Llama in the configuration",
-                fix="check that weights and configuration belong together",
+                fix="check that the weights match the configuration",
             )
 
 
@@ -257,5 +257,5 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], w
             f"{name} has shape {list(shape)}, expected {list(expected)} from the configuration",
             where=where,
             rule="tensor shapes match the configuration",
-            fix="check that weights and configuration belong together",
+            fix="check that the weights match the configuration",
         )
