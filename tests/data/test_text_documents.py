@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from meshwright.data.text_documents import (
     MIN_HELD_OUT_FILES,
     Document,
-    DocumentSlice,
     Extent,
+    TextSlice,
     list_documents,
     read,
     split,
@@ -80,7 +80,7 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
     write(folder, {"a.txt": text})
     (document,) = list_documents(str(folder / "a.txt"))
     head, tail, whole = (
-        read(DocumentSlice(document, extent), source="*") for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
+        read(TextSlice(document, extent), source="*") for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
     )
     assert head + tail == whole == text
     assert len(tail) == len(text) // 10
@@ -90,7 +90,7 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
 def test_what_is_no_text_reads_as_none(tmp_path, contents):
     write(tmp_path, {"a.txt": contents})
     (document,) = list_documents(str(tmp_path / "a.txt"))
-    assert all(read(DocumentSlice(document, extent), source="*") is None for extent in Extent)
+    assert all(read(TextSlice(document, extent), source="*") is None for extent in Extent)
 
 
 def test_a_glob_lists_matching_files_once_sorted_by_relative_name(tmp_path, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     (document,) = list_documents(str(tmp_path / "a.txt"))
     os.unlink(document.path)
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        read(DocumentSlice(document, Extent.FULL), source="a.txt")
+        read(TextSlice(document, Extent.FULL), source="a.txt")
 
 
 GOLDEN = ["file9.txt", "file11.txt", "file14.txt", "file21.txt", "file34.txt", "file37.txt", "file43.txt", "file79.txt"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.nn.deferred_weight_gradients import (
     DefersWeightGradients,
-    WeightGradientStore,
+    WeightGradStore,
     compute_deferred,
     defer_weight_gradients,
     undeferred_parameters,
@@ -113,9 +113,7 @@ def test_lookups_and_vectors_need_no_deferring():
     stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2), nn.RMSNorm(2))
     store = defer_weight_gradients(stage)
     assert (
-        isinstance(store, WeightGradientStore)
-        and stage[1].weight_gradients is store
-        and undeferred_parameters(stage) == []
+        isinstance(store, WeightGradStore) and stage[1].weight_gradients is store and undeferred_parameters(stage) == []
     )
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.nn.attention.rope import FrequencyScaling, apply_rotary_embedding, rope_tables
+from meshwright.nn.attention.rope import RopeScaling, apply_rotary_emb, rope_tables
 
 CPU = torch.device("cpu")
-LLAMA_31 = FrequencyScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
+LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
 sizes = st.integers(1, 12).map(lambda n: 2 * n)
-stretches = st.sampled_from([None, LLAMA_31, FrequencyScaling(4.0, 1.0, 4.0, 64)])
+stretches = st.sampled_from([None, LLAMA_31, RopeScaling(4.0, 1.0, 4.0, 64)])
 
 
 def tables(seq_len, head_dim, *, theta=10000.0, scaling=None, dtype=torch.float64):
@@ -22,7 +22,7 @@ def tables(seq_len, head_dim, *, theta=10000.0, scaling=None, dtype=torch.float6
 def turn(vectors_th, **options):
     """Turn the vector at each position."""
     cos, sin = tables(len(vectors_th), vectors_th.shape[1], **options)
-    return apply_rotary_embedding(vectors_th[None, :, None], cos, sin)[0, :, 0]
+    return apply_rotary_emb(vectors_th[None, :, None], cos, sin)[0, :, 0]
 
 
 @given(sizes, stretches, st.integers(0, 2**31))
@@ -64,7 +64,7 @@ def test_it_is_the_rotation_of_transformers(head_dim, theta, stretched):
     expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
     ours = tables(40, head_dim, theta=theta, scaling=LLAMA_31 if stretched else None, dtype=torch.float32)
     for x, wanted in zip((q, k), expected, strict=True):
-        found = apply_rotary_embedding(x.transpose(1, 2), *ours).transpose(1, 2)
+        found = apply_rotary_emb(x.transpose(1, 2), *ours).transpose(1, 2)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -85,4 +85,4 @@ def test_stretching_keeps_the_short_waves_and_slows_the_long_ones():
 def test_the_result_has_the_inputs_dtype():
     cos, sin = tables(4, 8, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32
-    assert apply_rotary_embedding(torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
+    assert apply_rotary_emb(torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache, text_documents
 from meshwright.data.corpus_fingerprint import Fingerprint
-from meshwright.data.text_documents import Document, DocumentSlice
+from meshwright.data.text_documents import Document, TextSlice
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
@@ -117,7 +117,7 @@ def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None
         return
     largest = (len(shortest) - 1) // multiple_of * multiple_of
     raise DataError(
-        f"train.seq_len = {seq_len} is too long for the {name} split, which has {len(shortest)} tokens",
+        f"train.seq_len = {seq_len} is longer than the {name} split, which has {len(shortest)} tokens",
         where=f"train.seq_len; data.source, {corpus.source}",
         rule="the training and validation splits each hold at least one sample of seq_len + 1 tokens",
         fix=f"train.seq_len={largest}, or a larger data.source" if largest > 0 else "a larger data.source",
@@ -191,7 +191,7 @@ def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *
     )
 
 
-def _texts(slices: Iterable[DocumentSlice], skipped: set[str], *, source: str) -> Iterator[str]:
+def _texts(slices: Iterable[TextSlice], skipped: set[str], *, source: str) -> Iterator[str]:
     """Yield the non-empty texts of the slices; add the names of files that are not text to `skipped`."""
     for document_slice in slices:
         text = text_documents.read(document_slice, source=source)

@@ -46,7 +46,7 @@ class Extent(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentSlice:
+class TextSlice:
     """A document or a portion of one."""
 
     document: Document
@@ -78,20 +78,16 @@ def find_files(source: str) -> tuple[Path, list[str]]:
     return _fixed_root(pattern), [path for path in matches if os.path.isfile(path)]
 
 
-def split(documents: list[Document]) -> tuple[list[DocumentSlice], list[DocumentSlice]]:
+def split(documents: list[Document]) -> tuple[list[TextSlice], list[TextSlice]]:
     """Split documents into training and held-out slices, by the rule at the top of this file."""
     kept = [document for document in documents if not is_held_out(document.name)]
     held_out = [document for document in documents if is_held_out(document.name)]
     if sum(document.num_bytes > 0 for document in held_out) >= MIN_HELD_OUT_FILES:
-        return [DocumentSlice(item, Extent.FULL) for item in kept], [
-            DocumentSlice(item, Extent.FULL) for item in held_out
-        ]
-    return [DocumentSlice(item, Extent.HEAD) for item in documents], [
-        DocumentSlice(item, Extent.TAIL) for item in documents
-    ]
+        return [TextSlice(item, Extent.FULL) for item in kept], [TextSlice(item, Extent.FULL) for item in held_out]
+    return [TextSlice(item, Extent.HEAD) for item in documents], [TextSlice(item, Extent.TAIL) for item in documents]
 
 
-def read(document_slice: DocumentSlice, *, source: str) -> str | None:
+def read(document_slice: TextSlice, *, source: str) -> str | None:
     """Return the text of a slice, or None if the file is not UTF-8 or has a zero byte, which separates documents.
 
     Raises:

@@ -17,8 +17,7 @@ MAX_PERIOD = 10000.0
 def sinusoids(values: Tensor, num_features: int, *, dtype: torch.dtype) -> Tensor:
     """Compute cosines, then sines, of each value at decreasing frequencies: […] to […, s].
 
-    Angles are computed in float64, which is cheap for a few values: in float32 the error of a large angle would exceed
-    the rounding error of the result.
+    Angles are computed in float64: in float32 the error of a large angle would exceed the result's rounding error.
     """
     half = num_features // 2
     steps = torch.arange(half, device=values.device, dtype=torch.float64)

@@ -22,7 +22,7 @@ class DeferredGradient(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class WeightGradientStore:
+class WeightGradStore:
     """The deferred weight gradients of a pipeline stage."""
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class DefersWeightGradients(Protocol):
     is set and its `defers` is true, puts it there.
     """
 
-    weight_gradients: WeightGradientStore | None
+    weight_gradients: WeightGradStore | None
     """The store for deferred gradients, assigned by the stage; None until then."""
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters whose gradients can be deferred; others, such as biases, get theirs in the backward."""
 
 
-def defer_weight_gradients(module: nn.Module) -> WeightGradientStore | None:
+def defer_weight_gradients(module: nn.Module) -> WeightGradStore | None:
     """Let the layers of a stage defer their weight gradients.
 
     Returns:
@@ -72,7 +72,7 @@ def defer_weight_gradients(module: nn.Module) -> WeightGradientStore | None:
     layers = _deferring_layers(module)
     if not any(True for layer in layers for _ in layer.deferred_parameters()) or undeferred_parameters(module):
         return None
-    store = WeightGradientStore()
+    store = WeightGradStore()
     for layer in layers:
         layer.weight_gradients = store
     return store

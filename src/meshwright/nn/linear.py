@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.deferred_weight_gradients import WeightGradientStore
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
 
 
 class Linear(nn.Linear):
@@ -22,7 +22,7 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.weight_gradients: WeightGradientStore | None = None
+        self.weight_gradients: WeightGradStore | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map […, d] to […, e]."""
@@ -39,9 +39,7 @@ class Linear(nn.Linear):
 
 class _DeferringLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradientStore
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradStore) -> Tensor:
         ctx.save_for_backward(x)
         # The parameter itself: a saved tensor would be detached under recomputation, and its `.grad` lost.
         ctx.weight, ctx.store = weight, store

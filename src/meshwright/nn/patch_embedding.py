@@ -45,8 +45,8 @@ class PatchGrid:
 def position_table(counts: Sequence[int], dim: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Compute sinusoidal position embeddings of the patches [t, d].
 
-    The features are divided equally among the axes with more than one patch; each axis's table is computed once and
-    expanded along the others. Computed on the fly, as rotary frequencies are.
+    The features are divided equally among the axes with more than one patch; each axis's table is expanded along the
+    others. Computed on the fly, as rotary frequencies are.
     """
     axes = [axis for axis, count in enumerate(counts) if count > 1] or [0]
     pairs = math.ceil(dim / 2)

@@ -102,7 +102,7 @@ def test_every_patch_sees_all_and_knows_its_place(spec):
         changed[..., corner, corner, corner] += 1
         assert (model(changed, *told) != before).all()
     same = model(torch.ones_like(x), *told)
-    patches = model._grid.cut(same)[0]
+    patches = model._grid.patchify(same)[0]
     assert len(patches.unique(dim=0)) == spec.num_tokens()
 
 

@@ -1,4 +1,4 @@
-"""Image data of a run, checked against its model. Torch-free, so that errors appear before processes start."""
+"""Image data of a run, checked against its model. Torch-free: checked before processes start."""
 
 from __future__ import annotations
 

@@ -92,9 +92,8 @@ def _block(spec: LlamaSpec, seq_len: int) -> KindFacts:
         "block",
         "blocks.{layer}",
         parameters,
-        # Two residual inputs and two norm outputs, sharded with the stream; the norm outputs again, gathered for the
-        # matrix products; queries and keys before and after rotation, values, the attention output; four feed-forward
-        # activations.
+        # Two residual inputs and two norm outputs, sharded with the stream, the latter also gathered; queries and keys
+        # before and after rotation, values, the attention output; four feed-forward activations.
         saved=Saved(full=2.0 * dim, stream=2.0 * dim, divided=3.0 * queries + 4.0 * keys + 4.0 * spec.ffn_dim),
         # Causal attention: the upper triangle is not counted.
         flops=2.0 * matrices + 2.0 * queries * seq_len,

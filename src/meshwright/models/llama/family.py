@@ -68,9 +68,8 @@ class LlamaFamily(Family):
         return Llama(_spec(f), part)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Return the initial distribution of a parameter.
-
-        Projections into the residual stream are scaled down with depth (GPT-2; Radford et al. 2019, section 2.3).
+        """Return a parameter's initial distribution, scaled down with depth for projections into the residual stream
+        (GPT-2; Radford et al. 2019, section 2.3).
         """
         if "norm" in name:
             return ONES

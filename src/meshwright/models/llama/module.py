@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.nn.attention.rope import FrequencyScaling, rope_tables
+from meshwright.nn.attention.rope import RopeScaling, rope_tables
 from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 
@@ -50,7 +50,7 @@ class Llama(nn.Module):
             if spec.tie_embeddings and self.part.is_first:
                 self.head.weight = self.embed.weight
         scaling = spec.rope_scaling
-        self._rope_scaling = None if scaling is None else FrequencyScaling(**asdict(scaling))
+        self._rope_scaling = None if scaling is None else RopeScaling(**asdict(scaling))
 
     def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
         """Compute next-token logits [b, t, v] from token ids [b, t].

@@ -1,6 +1,4 @@
-"""Text data of a run, checked against its model and sequence length. Torch-free, so that errors appear before processes
-start.
-"""
+"""Text data of a run, checked against its model and sequence length. Torch-free: checked before processes start."""
 
 from __future__ import annotations
 

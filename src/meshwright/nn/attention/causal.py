@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.rope import apply_rotary_embedding
+from meshwright.nn.attention.rope import apply_rotary_emb
 from meshwright.nn.linear import Linear
 
 
@@ -29,7 +29,7 @@ class CausalAttention(nn.Module):
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
         """Let each position attend to itself and earlier ones; [b, t, d] to [b, t, d]."""
         q_btnh, k_btnh, v_btnh = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q_btnh, k_btnh = apply_rotary_embedding(q_btnh, cos_th, sin_th), apply_rotary_embedding(k_btnh, cos_th, sin_th)
+        q_btnh, k_btnh = apply_rotary_emb(q_btnh, cos_th, sin_th), apply_rotary_emb(k_btnh, cos_th, sin_th)
         out_bnth = F.scaled_dot_product_attention(
             q_btnh.transpose(1, 2),
             k_btnh.transpose(1, 2),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class FrequencyScaling:
+class RopeScaling:
     """Frequency scaling for longer contexts (Grattafiori et al. 2024, section 3.4); lengths in tokens."""
 
     factor: float
@@ -26,13 +26,7 @@ class FrequencyScaling:
 
 
 def rope_tables(
-    seq_len: int,
-    head_dim: int,
-    *,
-    theta: float,
-    scaling: FrequencyScaling | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    seq_len: int, head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines of the rotation angles, each [t, h/2], in float64 if `dtype` is, else in float32."""
     # At least float32, as in Hugging Face's models; float64 is kept for numerical proofs.
@@ -45,14 +39,14 @@ def rope_tables(
     return angles.cos(), angles.sin()
 
 
-def _scale_frequencies(freqs: Tensor, scaling: FrequencyScaling) -> Tensor:
+def _scale_frequencies(freqs: Tensor, scaling: RopeScaling) -> Tensor:
     turns = scaling.original_seq_len * freqs / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return freqs * (keep + (1 - keep) / scaling.factor)
 
 
-def apply_rotary_embedding(x_btnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
+def apply_rotary_emb(x_btnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + h/2]) by its angle; computed in the tables' dtype, returned in x's."""
     first, second = x_btnh.chunk(2, dim=-1)
     cos, sin = cos_th[:, None], sin_th[:, None]
