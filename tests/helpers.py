@@ -18,7 +18,7 @@ import pytest
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
-from meshwright.models.dit.description import UNREAD
+from meshwright.models.dit.description import UNUSED_KEYS
 from meshwright.plan.load_config import load
 
 SMALL = ("model.num_layers=2", "train.global_batch=8", "train.seq_len=64", "train.validation_samples=16",
@@ -41,7 +41,7 @@ def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
 
 def for_pictures(words: Iterable[str]) -> list[str]:
     """Words of a run without those that are for text."""
-    return [word for word in words if word.partition("=")[0] not in UNREAD]
+    return [word for word in words if word.partition("=")[0] not in UNUSED_KEYS]
 
 
 def open_data(config: RunConfig) -> Any:

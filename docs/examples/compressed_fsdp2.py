@@ -1,4 +1,4 @@
-"""A plain FSDP2 training whose gradients travel in four bits and whose weights in eight: four lines are Meshwright's.
+"""Plain FSDP2 training with gradients sent in four bits and weights in eight; only four lines are Meshwright's.
 
 torchrun --nproc-per-node 2 docs/examples/compressed_fsdp2.py
 """
@@ -18,7 +18,7 @@ DIM, STEPS = 64, 60
 
 
 def build() -> nn.Sequential:
-    """A model with FSDP2 applied, as it would be without compression."""
+    """Build a model and apply FSDP2, as without compression."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) for _ in range(3)]
     model = nn.Sequential(*blocks)
@@ -29,13 +29,13 @@ def build() -> nn.Sequential:
 
 
 def main() -> None:
-    """Train, with a step that overflows and a restart in the middle."""
+    """Train, with an overflow at step 10 and a restart halfway."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = build()
     compression = meshwright.comm.compress(model, gradients="loco4", weights="int8")  # 1. after fully_shard
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    data = torch.Generator().manual_seed(rank)  # each rank has its own
+    data = torch.Generator().manual_seed(rank)  # each rank has its own data
     for step in range(1, STEPS + 1):
         x = torch.randn(32, DIM, generator=data)
         loss = (model(x) - x.roll(1, dims=1)).square().mean()
@@ -43,9 +43,9 @@ def main() -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if norm.full_tensor().isfinite():
             optimizer.step()
-            compression.commit()  # 2. the step was taken: its rounding errors go into the next one
+            compression.commit()  # 2. step taken: carry its rounding errors into the next one
         else:
-            compression.discard()  # 3. the step is skipped: they are forgotten
+            compression.discard()  # 3. step skipped: drop its rounding errors
             if rank == 0:
                 print(f"step {step} is skipped on all ranks")
         optimizer.zero_grad()
@@ -60,13 +60,13 @@ def main() -> None:
 
 
 def restarted(model: nn.Module, compression: meshwright.comm.Compression, rank: int) -> meshwright.comm.Compression:
-    """What belongs to a checkpoint besides model and optimizer: the errors, which each rank has of its own."""
+    """Save and load the per-rank rounding errors, which a checkpoint needs besides model and optimizer."""
     file = Path(tempfile.gettempdir()) / f"errors-{os.environ['MASTER_PORT']}-{rank}.pt"
-    torch.save(compression.state_dict(), file)  # 4. saved, and loaded by the same rank of the same layout
-    again = meshwright.comm.compress(model, gradients="loco4", weights="int8")
-    again.load_state_dict(torch.load(file))
+    torch.save(compression.state_dict(), file)  # 4. saved and loaded by the same rank of the same layout
+    reloaded = meshwright.comm.compress(model, gradients="loco4", weights="int8")
+    reloaded.load_state_dict(torch.load(file))
     file.unlink()
-    return again
+    return reloaded
 
 
 if __name__ == "__main__":

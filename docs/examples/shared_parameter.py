@@ -1,4 +1,4 @@
-"""Two pipeline stages, each with a copy of one embedding, trained by a plain loop: the copies stay equal, bit for bit.
+"""Two pipeline stages that share an embedding, trained by a plain loop: its replicas stay bitwise equal.
 
 python docs/examples/shared_parameter.py
 """
@@ -17,7 +17,7 @@ DIM, CLASSES, STEPS, MAX_NORM = 16, 10, 20, 1.0
 
 
 class Stage(nn.Module):
-    """Half of the model. Both halves are told the label, so each has a copy of the labels' embedding."""
+    """Half of the model. Both halves are conditioned on the label, so each has a replica of the label embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,20 +25,20 @@ class Stage(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM))
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
-        """[batch, DIM] to the same."""
+        """Map [batch, DIM] to [batch, DIM]."""
         return x + self.mlp(x + self.label(label))
 
 
-# One parameter: a name of its own, and of each copy the stage and the name that it has in that stage's module.
+# One shared parameter: its key, and for each replica the stage and the parameter's name in that stage's module.
 SHARED = [SharedParameter("label.weight", sites=((0, "label.weight"), (1, "label.weight")))]
 
 
 def train(rank: int, rendezvous: str) -> None:
-    """Be one stage: rank 0 the first, rank 1 the second."""
+    """Train one stage: rank 0 the first, rank 1 the second."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    torch.manual_seed(rank)  # the stages start differently, and so do the copies
+    torch.manual_seed(rank)  # the stages, and so the replicas, start differently
     stage = Stage()
-    shared = SharedGradients(SHARED, {rank: stage})  # compares what ranks declare; all copies get stage 0's weights
+    shared = SharedGradients(SHARED, {rank: stage})  # checks the declarations; replicas get stage 0's weights
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(0)  # the same on both ranks
     for step in range(1, STEPS + 1):
@@ -50,15 +50,15 @@ def train(rank: int, rendezvous: str) -> None:
         optimizer.zero_grad()
         if rank == 1 and step in (1, STEPS):
             print(f"step {step}: loss {loss:.3f}")
-    copies = [torch.empty(CLASSES, DIM) for _ in range(2)]
-    dist.all_gather(copies, stage.label.weight.detach())
+    replicas = [torch.empty(CLASSES, DIM) for _ in range(2)]
+    dist.all_gather(replicas, stage.label.weight.detach())
     if rank == 1:
-        print(f"copies bitwise equal: {torch.equal(*copies)}")
+        print(f"copies bitwise equal: {torch.equal(*replicas)}")
     dist.destroy_process_group()
 
 
 def forward_backward(rank: int, stage: Stage, x: Tensor, label: Tensor) -> float:
-    """One micro-batch through the pipeline and back; the loss, on the last stage."""
+    """Run forward and backward of one micro-batch; return the loss on the last stage, else 0."""
     target = torch.nn.functional.one_hot(label, DIM).float()
     if rank == 0:
         y = stage(x, label)
@@ -77,7 +77,7 @@ def forward_backward(rank: int, stage: Stage, x: Tensor, label: Tensor) -> float
 
 
 def clip(stage: Stage, shared: SharedGradients) -> None:
-    """Scale all gradients so that their norm over both stages is at most MAX_NORM; a shared one counts once."""
+    """Clip the gradient norm over both stages to MAX_NORM, counting the shared gradient once."""
     counted = [p.grad.square().sum() for p in stage.parameters() if p not in shared.repeats]
     squared_norm = torch.stack(counted).sum()
     dist.all_reduce(squared_norm)

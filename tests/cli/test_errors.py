@@ -134,7 +134,7 @@ def test_section_that_is_not_there_yet(fails_here):
 
 def test_missing_data_file(fails):
     error = fails("run", "data.source=no-such.txt")
-    assert error["error"].startswith("no file no-such.txt") and error["where"] == "data.source, no-such.txt"
+    assert error["error"].startswith("file not found: no-such.txt") and error["where"] == "data.source, no-such.txt"
     assert alternatives(error["fix"]) == [["data.source=stdlib"]]
 
 
@@ -148,7 +148,7 @@ def test_other_missing_data(fails_here, name):
 def test_pictures_for_a_model_of_text(fails_here, source, tmp_path):
     """A file of that name is text like any other."""
     error = fails_here("run", f"data.source={source}")
-    assert error["error"] == f"{source} are pictures, and this model trains on text"
+    assert error["error"] == f"{source} is image data, but this model trains on text"
     assert error["fix"] == f"the preset dit-{source}, or data.source=stdlib"
     assert outcome([], f"dit-{source}").data.source == source
     (tmp_path / source).write_text("a few words")

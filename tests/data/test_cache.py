@@ -1,4 +1,4 @@
-"""The cache: what was written is what is read, however it is damaged, interrupted or raced for."""
+"""Cache files: round trip, damage, interruption, concurrent builds and fallback directories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.errors import DataError
 
 TOKENS = np.arange(1000, dtype="<u2")
 TIMEOUT_S = 120  # A process that imports numpy and pytest takes 0.4 s, and 10 s were seen on an overloaded machine.
-FACTS = cache.Facts("<u2", 900, 100, TOKENS.nbytes, 1000, 123, 0, "f" * 64)
+FACTS = cache.CorpusMetadata("<u2", 900, 100, TOKENS.nbytes, 1000, 123, 0, "f" * 64)
 
 
 def build(file):
@@ -42,8 +42,8 @@ def test_built_once_and_read_back(tmp_path):
     path, facts = cache.open_or_build("x", cache_dir=str(folder), build=build)
     assert facts == FACTS and path.parent == folder
     assert cache.open_or_build("x", cache_dir=str(folder), build=forbidden) == (path, facts)
-    np.testing.assert_array_equal(cache.payload(path, facts), TOKENS)
-    assert not cache.payload(path, facts).flags.writeable
+    np.testing.assert_array_equal(cache.map_tokens(path, facts), TOKENS)
+    assert not cache.map_tokens(path, facts).flags.writeable
     assert os.listdir(folder) == ["x"]
 
 
@@ -115,11 +115,11 @@ def race(folder, barrier, num_builds):
 
     barrier.wait(TIMEOUT_S)
     found = [cache.open_or_build("locked", cache_dir=folder, build=slow)]
-    cache._alone = contextlib.nullcontext  # As on a file system without locks.
+    cache._build_lock = contextlib.nullcontext  # As on a file system without locks.
     found.append(cache.open_or_build("unlocked", cache_dir=folder, build=together))
     barrier.wait(TIMEOUT_S)
     for path, facts in found:
-        np.testing.assert_array_equal(cache.payload(path, facts), TOKENS)
+        np.testing.assert_array_equal(cache.map_tokens(path, facts), TOKENS)
 
 
 def test_several_processes_make_one_file(tmp_path, whole):
@@ -138,8 +138,8 @@ def test_several_processes_make_one_file(tmp_path, whole):
 
 def test_a_rebuild_leaves_earlier_maps_valid(tmp_path):
     path, facts = cache.open_or_build("x", cache_dir=str(tmp_path), build=build)
-    tokens = cache.payload(path, facts)
-    with cache._written(path) as file:
+    tokens = cache.map_tokens(path, facts)
+    with cache._atomic_write(path) as file:
         file.write(b"something else")
     np.testing.assert_array_equal(tokens, TOKENS)
 

@@ -1,4 +1,4 @@
-"""The fingerprint: of the tokens and their division, however they are stored and chunked; pinned for ever."""
+"""Corpus fingerprints: independent of storage and chunking, sensitive to tokens and split, and pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digits: a balanced tenth held out; videos that differ in their frame rate alone and keep the whole digit in view."""
+"""Digits: a balanced hold-out; videos differ only in frame rate and keep the digit in view."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.digits import DIGIT_SIZE, MIN_CANVAS, VIDEO_FPS, drawn, moving_digits, positions, still_digits
+from meshwright.data.digits import (
+    DIGIT_SIZE,
+    MIN_CANVAS,
+    VIDEO_FPS,
+    digit_positions,
+    moving_digits,
+    render_digits,
+    still_digits,
+)
 from meshwright.errors import DataError
 
 NUM = 60
@@ -24,8 +32,8 @@ def stills():
 @pytest.fixture(scope="module")
 def videos():
     """Of 16 × 16 and 9 frames, by digit and frame rate: [n, rate, f, h, w]."""
-    pictures, _, _ = moving_digits(16, 9)
-    return pictures.reshape(-1, len(VIDEO_FPS), 9, 16, 16)
+    videos, _, _ = moving_digits(16, 9)
+    return videos.reshape(-1, len(VIDEO_FPS), 9, 16, 16)
 
 
 def test_all_levels_of_grey_are_scaled_to_a_byte(stills):
@@ -52,20 +60,20 @@ def test_a_resized_digit_is_the_same_digit(stills):
     shrunk = large.reshape(1797, 8, 2, 8, 2).mean(axis=(2, 4))
     small = stills[0][:, 0, 0].astype(float)
     agreement = (shrunk * small).sum((1, 2)) / np.sqrt((shrunk**2).sum((1, 2)) * (small**2).sum((1, 2)))
-    # Interpolated strokes are softer: 1 would be the same picture, two random digits have 0.7.
+    # Interpolated strokes are softer: 1 would be the same image, two random digits have 0.7.
     assert agreement.min() > 0.95
 
 
 def test_a_digit_s_videos_are_held_out_together(stills):
-    pictures, labels, is_held_out = moving_digits(12, 2)
-    assert len(pictures) == len(VIDEO_FPS) * 1797
+    videos, labels, is_held_out = moving_digits(12, 2)
+    assert len(videos) == len(VIDEO_FPS) * 1797
     assert (labels == stills[1].repeat(3)).all() and (is_held_out == stills[2].repeat(3)).all()
 
 
 @settings(max_examples=30)
 @given(room=rooms, fps=st.sampled_from(VIDEO_FPS), num_frames=st.integers(1, 40))
 def test_a_digit_never_leaves_the_canvas_and_its_speed_is_constant(room, fps, num_frames):
-    place = positions(NUM, room=room, num_frames=num_frames, fps=fps)
+    place = digit_positions(NUM, room=room, num_frames=num_frames, fps=fps)
     assert place.shape == (NUM, num_frames, 2)
     assert (place >= 0).all() and (place <= room).all()
     step = abs(np.diff(place, axis=1)) * fps
@@ -78,27 +86,27 @@ def test_a_digit_never_leaves_the_canvas_and_its_speed_is_constant(room, fps, nu
 @settings(max_examples=30)
 @given(room=rooms, fps=st.sampled_from(VIDEO_FPS[:-1]), num_frames=st.integers(2, 20))
 def test_half_the_frame_rate_is_every_other_frame(room, fps, num_frames):
-    slow = positions(NUM, room=room, num_frames=num_frames, fps=fps)
-    fast = positions(NUM, room=room, num_frames=2 * num_frames, fps=2 * fps)
+    slow = digit_positions(NUM, room=room, num_frames=num_frames, fps=fps)
+    fast = digit_positions(NUM, room=room, num_frames=2 * num_frames, fps=2 * fps)
     assert (fast[:, ::2] == slow).all()
 
 
 def test_positions_depend_on_the_index_alone():
-    few, many = (positions(number, room=8, num_frames=3, fps=4) for number in (5, 50))
+    few, many = (digit_positions(number, room=8, num_frames=3, fps=4) for number in (5, 50))
     assert (many[:5] == few).all()
     assert len({place.tobytes() for place in many}) == 50
 
 
 def test_the_displacement_a_frame_is_twice_at_half_the_rate(videos):
-    """Measured in the pictures: the centre of mass, where no edge was met in between."""
+    """Measured by the centre of mass, where the digit does not bounce in between."""
     grey = videos.astype(float)
     axis = np.arange(16)
     mass = grey.sum((3, 4))
     centre = np.stack([(grey * axis[:, None]).sum((3, 4)), (grey * axis).sum((3, 4))], axis=-1) / mass[..., None]
     moved = centre[:, :, 1] - centre[:, :, 0]
-    place = positions(len(videos), room=8, num_frames=2, fps=4)
+    place = digit_positions(len(videos), room=8, num_frames=2, fps=4)
     start, end = place[:, 0], place[:, 1]
-    middle = positions(len(videos), room=8, num_frames=2, fps=8)[:, 1]
+    middle = digit_positions(len(videos), room=8, num_frames=2, fps=8)[:, 1]
     is_straight = abs(start + end - 2 * middle) < 1e-9
     assert is_straight.mean() > 0.5
     for slow, fast in ((0, 1), (1, 2)):
@@ -128,7 +136,7 @@ def test_a_digit_is_drawn_as_the_plain_sum_over_its_pixels(down, right):
         np.maximum(0, 1 - abs(np.arange(12)[:, None] - np.arange(8) - shift)) for shift in (down, right)
     )
     expected = weight_of_row @ digit[0] @ weight_of_column.T
-    found = drawn(digit, np.array([[down, right]]), size=12)
+    found = render_digits(digit, np.array([[down, right]]), size=12)
     assert found.shape == (1, 12, 12) and found.dtype == np.uint8
     assert abs(found[0] - expected).max() <= 0.5 + 1e-6
 
@@ -136,7 +144,7 @@ def test_a_digit_is_drawn_as_the_plain_sum_over_its_pixels(down, right):
 def test_a_whole_pixel_moves_the_digit_unchanged():
     digit = np.random.default_rng(1).integers(0, 256, (1, 8, 8), dtype=np.uint8)
     for place in ((0, 0), (4, 4), (1, 3)):
-        canvas = drawn(digit, np.array([place], dtype=float), size=12)
+        canvas = render_digits(digit, np.array([place], dtype=float), size=12)
         down, right = place
         assert (canvas[0, down : down + 8, right : right + 8] == digit[0]).all()
         assert canvas.sum(dtype=int) == digit.sum(dtype=int)
@@ -145,6 +153,6 @@ def test_a_whole_pixel_moves_the_digit_unchanged():
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for attempt in (lambda: still_digits(8), lambda: moving_digits(16, 4)):
-        with pytest.raises(DataError, match="the package scikit-learn is not installed") as caught:
+        with pytest.raises(DataError, match="scikit-learn is not installed") as caught:
             attempt()
         assert caught.value.fix == 'pip install "meshwright[images]"'

@@ -1,4 +1,4 @@
-"""Image files: cropped, resized, upright; classes by folder; a hold-out by name; damage is named."""
+"""Image files: cropping, resizing, orientation, classes by folder, hold-out by name, error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ file_names = st.sets(st.text("abcdef/", min_size=1, max_size=9), min_size=2, max
 @settings(max_examples=30)
 @given(names=file_names)
 def test_both_parts_have_images(names):
-    held_out = image_files._held_out(names)
+    held_out = image_files._held_out_flags(names)
     assert len(held_out) == len(names) and 0 < sum(held_out) < len(names)
 
 
@@ -38,15 +38,17 @@ def test_both_parts_have_images(names):
 @given(base=st.integers(0, 10**6))
 def test_adding_an_image_moves_no_other(base):
     names = [f"{number}.png" for number in range(base, base + 200)]
-    assert image_files._held_out(names)[:-1] == image_files._held_out(names[:-1])
+    assert image_files._held_out_flags(names)[:-1] == image_files._held_out_flags(names[:-1])
 
 
 def test_golden_hold_out():
     """Pinned, and the same as that of text files: another choice would train on what was held out before."""
     names = [f"file{number}.txt" for number in range(100)]
-    held_out = [name for name, is_held_out in zip(names, image_files._held_out(names), strict=True) if is_held_out]
+    held_out = [
+        name for name, is_held_out in zip(names, image_files._held_out_flags(names), strict=True) if is_held_out
+    ]
     assert held_out == [f"file{number}.txt" for number in (9, 11, 14, 21, 34, 37, 43, 79)]
-    assert image_files._held_out(["file1.txt", "file2.txt"]) == [False, True]
+    assert image_files._held_out_flags(["file1.txt", "file2.txt"]) == [False, True]
 
 
 def test_a_class_is_the_name_of_a_folder(tmp_path, monkeypatch):
@@ -86,7 +88,7 @@ def test_the_central_square_is_kept(tmp_path, shape):
     assert (images[:, :, 0, 1:-1, 1:-1] == np.array([0, 200, 40])[:, None, None]).all()
 
 
-def test_a_picture_of_the_right_size_is_kept_as_it_is(tmp_path):
+def test_an_image_of_the_right_size_is_kept_as_it_is(tmp_path):
     values = np.random.default_rng(0).integers(0, 256, (7, 7, 3), dtype=np.uint8)
     for name in ("a", "b"):
         save(tmp_path / f"{name}.png", values)
@@ -137,7 +139,7 @@ def test_what_is_no_whole_image_is_named(tmp_path, kind, suffix):
         Image.fromarray(noise.astype(np.float32)).save(bad, format="TIFF")
     else:
         bad.write_bytes(DAMAGE[kind](bad.read_bytes()))
-    with pytest.raises(DataError, match=f"bad.{suffix} is not an image that can be read") as caught:
+    with pytest.raises(DataError, match=f"bad.{suffix} is not a readable image") as caught:
         read_images(f"{tmp_path}/*.{suffix}", size=4, num_channels=1)
     assert f"bad.{suffix}" in caught.value.fix and str(tmp_path) in caught.value.where
     assert caught.value.rule
@@ -171,4 +173,4 @@ def test_nothing_found_says_what_is_near(tmp_path):
     with pytest.raises(DataError) as caught:
         read_images(os.path.join(tmp_path, "cats", "tabby", "*.png"), size=4, num_channels=1)
     assert f"the nearest existing directory is {tmp_path / 'cats'})" in caught.value.what
-    assert caught.value.rule.startswith(image_files.SOURCES) and image_files.USE_DIGITS in caught.value.fix
+    assert caught.value.rule.startswith(image_files.SOURCE_RULE) and image_files.USE_DIGITS in caught.value.fix

@@ -1,4 +1,4 @@
-"""Grids: what is written can be read back, picture by picture, and half a file is never seen."""
+"""Image grids: written samples can be read back, and writes are atomic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def some(*shape, seed=0):
 
 
 def cell(canvas_hwc, index, *, columns, size, scale):
-    """The picture at a place of a grid, [c, h, w], after checking that each pixel became a square."""
+    """The image at a place of a grid, [c, h, w], after checking that each pixel became a square."""
     row, column = divmod(index, columns)
     (top, height), (left, width) = ((place * (side * scale + LINE) + LINE, side * scale)
                                     for place, side in zip((row, column), size, strict=True))  # fmt: skip
@@ -41,19 +41,19 @@ def opened(image):
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num=st.integers(1, 9), channels=st.sampled_from([1, 3]), columns=st.integers(1, 5), scale=st.integers(1, 3))
 def test_every_image_of_a_grid_can_be_read_back(tmp_path, num, channels, columns, scale):
-    pictures = some(num, channels, 1, 5, 7)
-    write_grid(tmp_path / "grid.png", pictures, columns=columns, scale=scale)
+    images = some(num, channels, 1, 5, 7)
+    write_grid(tmp_path / "grid.png", images, columns=columns, scale=scale)
     canvas = opened(Image.open(tmp_path / "grid.png"))
     shown = min(columns, num)
     assert canvas.shape == (-(-num // shown) * (5 * scale + LINE) + LINE, shown * (7 * scale + LINE) + LINE, channels)
     for index in range(num):
         found = cell(canvas, index, columns=shown, size=(5, 7), scale=scale)
-        assert (found == pictures[index, :, 0]).all()
+        assert (found == images[index, :, 0]).all()
     assert os.listdir(tmp_path) == ["grid.png"]
 
 
 @pytest.mark.parametrize("size, side", [(8, 64), (16, 64), (28, 56), (32, 64), (64, 64), (100, 100)])
-def test_small_pictures_are_enlarged(tmp_path, size, side):
+def test_small_images_are_enlarged(tmp_path, size, side):
     write_grid(tmp_path / "grid.png", some(1, 1, 1, size, size), columns=1)
     assert Image.open(tmp_path / "grid.png").size == (side + 2 * LINE,) * 2
 

@@ -1,4 +1,4 @@
-"""The loader: a sample is its window shifted by one, and a validation reads the same set on every layout."""
+"""Loader: targets are inputs shifted by one, and validation reads the same set on every layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches, validation_windows
-from meshwright.data.sampler import Order, share
+from meshwright.data.sampler import WindowOrder, microbatch_samples
 from meshwright.data.text_corpus import num_windows
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def make_part(length, dtype=np.uint16):
 )
 def test_a_sample_is_its_window_and_targets_follow_inputs(seq_len, count, rest, start, size, dtype):
     part = make_part(count * seq_len + 1 + rest % seq_len, dtype)
-    order = Order(count, 3)
+    order = WindowOrder(count, 3)
     inputs_bt, targets_bt = Loader(part, order, seq_len, CPU).batch(range(start, start + size))
     assert inputs_bt.dtype == targets_bt.dtype == torch.int64
     assert inputs_bt.shape == targets_bt.shape == (size, seq_len)
@@ -47,17 +47,17 @@ def test_a_sample_is_its_window_and_targets_follow_inputs(seq_len, count, rest, 
 @given(seq_len=lengths, count=st.integers(1, 40))
 def test_an_epoch_reads_every_input_once(seq_len, count):
     part = make_part(count * seq_len + 1)
-    inputs_bt, targets_bt = Loader(part, Order(count, 0), seq_len, CPU).batch(range(count))
+    inputs_bt, targets_bt = Loader(part, WindowOrder(count, 0), seq_len, CPU).batch(range(count))
     assert sorted(inputs_bt.flatten().tolist()) == list(range(count * seq_len))
     assert sorted(targets_bt.flatten().tolist()) == list(range(1, count * seq_len + 1))
 
 
 @given(step=st.integers(0, 50), data_parallel=st.sampled_from([1, 2, 3, 4]), num_microbatches=st.sampled_from([1, 2]))
 def test_all_layouts_read_the_same_step(step, data_parallel, num_microbatches):
-    loader = Loader(make_part(401), Order(100, 1), 4, CPU)
+    loader = Loader(make_part(401), WindowOrder(100, 1), 4, CPU)
     rows = []
     for data_index in range(data_parallel):
-        parts = share(
+        parts = microbatch_samples(
             step, global_batch=24, data_parallel=data_parallel, data_index=data_index, num_microbatches=num_microbatches
         )
         rows += [loader.batch(part)[0] for part in parts]
@@ -66,12 +66,12 @@ def test_all_layouts_read_the_same_step(step, data_parallel, num_microbatches):
 
 def test_an_order_over_another_corpus_is_refused():
     with pytest.raises(AssertionError):
-        Loader(make_part(401), Order(99, 1), 4, CPU)
+        Loader(make_part(401), WindowOrder(99, 1), 4, CPU)
 
 
 def test_the_tensors_are_the_callers_own():
     """A step may write into its batch; the corpus is read-only and must not change under another."""
-    loader = Loader(make_part(401), Order(100, 1), 4, CPU)
+    loader = Loader(make_part(401), WindowOrder(100, 1), 4, CPU)
     before = [tensor.clone() for tensor in loader.batch(range(5))]
     inputs_bt, targets_bt = loader.batch(range(5))
     inputs_bt.fill_(-1)

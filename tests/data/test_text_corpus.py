@@ -1,4 +1,4 @@
-"""A corpus: every document once, nothing held out is trained on, and the cache changes nothing but the time."""
+"""Text corpora: every document once, no held-out text in training, and a transparent cache."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_missing_source_is_an_error(tmp_path, opened, missing):
 def test_a_missing_tokenizer_is_an_error_even_when_the_text_is_cached(tmp_path, opened, tokenizer_path):
     write_documents(tmp_path / "texts", 3)
     opened(tokenizer=tokenizer_path)
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(DataError, match="file not found"):
         opened(tokenizer=str(tmp_path / "tokenizer.json"))
 
 

@@ -1,4 +1,4 @@
-"""Documents: every file once, in an order and with a hold-out that depend on names alone."""
+"""Text documents: every file once; order and hold-out depend on names alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.data.text_documents import (
     MIN_HELD_OUT_FILES,
     Document,
     Extent,
-    Piece,
+    TextSlice,
     list_documents,
     read,
     split,
@@ -48,7 +48,7 @@ def test_a_split_covers_every_document_once(names, num_bytes):
         held_out = [piece.document.name for piece in validation]
         assert sorted([piece.document.name for piece in train] + held_out) == names
         assert held_out == sorted(held_out)
-        assert {piece.extent for piece in train + validation} <= {Extent.WHOLE}
+        assert {piece.extent for piece in train + validation} <= {Extent.FULL}
         assert not names or (num_bytes and len(held_out) >= MIN_HELD_OUT_FILES)
 
 
@@ -80,7 +80,7 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
     write(folder, {"a.txt": text})
     (document,) = list_documents(str(folder / "a.txt"))
     head, tail, whole = (
-        read(Piece(document, extent), source="*") for extent in (Extent.HEAD, Extent.TAIL, Extent.WHOLE)
+        read(TextSlice(document, extent), source="*") for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
     )
     assert head + tail == whole == text
     assert len(tail) == len(text) // 10
@@ -90,7 +90,7 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
 def test_what_is_no_text_reads_as_none(tmp_path, contents):
     write(tmp_path, {"a.txt": contents})
     (document,) = list_documents(str(tmp_path / "a.txt"))
-    assert all(read(Piece(document, extent), source="*") is None for extent in Extent)
+    assert all(read(TextSlice(document, extent), source="*") is None for extent in Extent)
 
 
 def test_a_glob_lists_matching_files_once_sorted_by_relative_name(tmp_path, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     (document,) = list_documents(str(tmp_path / "a.txt"))
     os.unlink(document.path)
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        read(Piece(document, Extent.WHOLE), source="a.txt")
+        read(TextSlice(document, Extent.FULL), source="a.txt")
 
 
 GOLDEN = ["file9.txt", "file11.txt", "file14.txt", "file21.txt", "file34.txt", "file37.txt", "file43.txt", "file79.txt"]

@@ -1,4 +1,4 @@
-"""Token files: mapped as they are, scanned once, and refused with a fix when they are not what they should be."""
+"""Token files: memory-mapped, scanned once, and rejected with a fix if malformed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_bad_npy_is_refused(tmp_path, opened, kind):
 @pytest.mark.parametrize("contents", [b"", b"not an array", b"\x93NUMPY\x01\x00", b"PK\x03\x04zip"])
 def test_a_file_that_is_no_npy_is_refused(tmp_path, opened, contents):
     (tmp_path / "t.npy").write_bytes(contents)
-    with pytest.raises(DataError, match="is no token file"):
+    with pytest.raises(DataError, match="is not a valid token file"):
         opened(tmp_path / "t.npy")
 
 
@@ -130,7 +130,7 @@ def test_a_truncated_npy_and_an_archive_are_refused(tmp_path, opened):
     np.savez(tmp_path / "archive.npz", np.arange(10))
     (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
     for name in ("t.npy", "archive.npy"):
-        with pytest.raises(DataError, match="is no token file"):
+        with pytest.raises(DataError, match="is not a valid token file"):
             opened(tmp_path / name)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text survives the round trip, ids fit the vocabulary, and what is missing is said with a fix."""
+"""Tokenizers: round trips, ids within the vocabulary, and errors with fixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of specs alone: built and described without a run."""
+"""Helpers that build and describe models from specs, without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan knows of a model's parameters is what its module has."""
+"""Model descriptions agree with the modules' parameters."""
 
 from __future__ import annotations
 

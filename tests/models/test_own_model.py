@@ -1,4 +1,4 @@
-"""A family from outside: the example, run, proved, moved between layouts and priced, without a change in src."""
+"""The custom-model example: run, proved, checkpointed across layouts and planned, without changes in src."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention against a slow, obvious loop in float64."""
+"""Causal attention against a naive loop in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from meshwright.nn.attention.causal import Attention
+from meshwright.nn.attention.causal import CausalAttention
 from meshwright.nn.attention.rope import rope_tables
 
 SHAPES = [(4, 4), (4, 2), (4, 1), (6, 3), (1, 1)]
@@ -16,9 +16,9 @@ SHAPES = [(4, 4), (4, 2), (4, 1), (6, 3), (1, 1)]
 
 def build(num_heads, num_kv_heads, *, dim=24, head_dim=8, seq_len=11):
     torch.manual_seed(num_heads * 10 + num_kv_heads)
-    attention = Attention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim).double()
+    attention = CausalAttention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim).double()
     device = torch.device("cpu")
-    tables = rope_tables(seq_len, head_dim, theta=10000.0, stretch=None, device=device, dtype=torch.float64)
+    tables = rope_tables(seq_len, head_dim, theta=10000.0, scaling=None, device=device, dtype=torch.float64)
     return attention, torch.randn(2, seq_len, dim, dtype=torch.float64), tables
 
 

@@ -1,4 +1,4 @@
-"""Numbers as sines and cosines."""
+"""Sinusoidal features and the condition embedder."""
 
 from __future__ import annotations
 

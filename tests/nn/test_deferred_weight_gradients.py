@@ -1,4 +1,4 @@
-"""Which stages can split their backward, and what a layer of anybody's does to be deferred."""
+"""Deferred weight gradients: which stages can split their backward, and custom layers that defer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 from meshwright.nn.deferred_weight_gradients import (
     DefersWeightGradients,
-    WeightGradients,
+    WeightGradStore,
     compute_deferred,
     defer_weight_gradients,
-    undeferred,
+    undeferred_parameters,
 )
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recompute
@@ -100,22 +100,26 @@ class Mixed(nn.Module):
 
 def test_a_matrix_that_no_layer_defers_is_named():
     mixed = nn.ModuleDict({"block": Mixed(nn.Linear(2, 2))})
-    assert undeferred(mixed) == ["block.other.weight"]
+    assert undeferred_parameters(mixed) == ["block.other.weight"]
     assert defer_weight_gradients(mixed) is None and mixed["block"].ours.weight_gradients is None
     mixed.requires_grad_(False)
-    assert undeferred(mixed) == ["block.other.weight"], "whether a stage splits does not depend on what is frozen"
-    assert undeferred(Mixed(nn.Conv1d(2, 2, 3))) == ["other.weight"]
+    assert undeferred_parameters(mixed) == ["block.other.weight"], (
+        "whether a stage splits does not depend on what is frozen"
+    )
+    assert undeferred_parameters(Mixed(nn.Conv1d(2, 2, 3))) == ["other.weight"]
 
 
 def test_lookups_and_vectors_need_no_deferring():
     stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2), nn.RMSNorm(2))
     store = defer_weight_gradients(stage)
-    assert isinstance(store, WeightGradients) and stage[1].weight_gradients is store and undeferred(stage) == []
+    assert (
+        isinstance(store, WeightGradStore) and stage[1].weight_gradients is store and undeferred_parameters(stage) == []
+    )
 
 
 @pytest.mark.parametrize("stage", [nn.RMSNorm(2), nn.Sequential(nn.Embedding(4, 2), nn.RMSNorm(2)), nn.Module()])
 def test_a_stage_without_anything_to_defer_is_not_split(stage):
-    assert defer_weight_gradients(stage) is None and undeferred(stage) == []
+    assert defer_weight_gradients(stage) is None and undeferred_parameters(stage) == []
 
 
 def test_the_protocol_is_what_a_layer_has_not_what_it_is():

@@ -1,4 +1,4 @@
-"""A weight's gradient that is deferred is the gradient, and everything else of the backward happens once."""
+"""Linear layers: deferred weight gradients are bitwise equal, and the rest of the backward runs once."""
 
 from __future__ import annotations
 

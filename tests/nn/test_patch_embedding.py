@@ -1,4 +1,4 @@
-"""Patches are cut where they say, joined to what they were, and each knows its place."""
+"""Patches: patchify and unpatchify are inverses, and position embeddings are distinct."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def grids(draw):
 @given(grids(), small)
 def test_what_is_cut_is_joined_again(grid, batch):
     x = torch.arange(batch * torch.Size(grid.shape).numel()).view(batch, *grid.shape)
-    patches = grid.cut(x)
+    patches = grid.patchify(x)
     counts, (f, y, z) = grid.counts(), grid.patch
     assert patches.shape == (batch, torch.Size(counts).numel(), grid.shape[0] * f * y * z)
-    assert torch.equal(grid.join(patches), x)
+    assert torch.equal(grid.unpatchify(patches), x)
     t = patches.shape[1] - 1  # the last patch is the last corner
     assert torch.equal(patches[:, t], x[:, :, -f:, -y:, -z:].flatten(1))
 
@@ -34,7 +34,7 @@ def test_order_of_patches():
     grid = PatchGrid((1, 2, 4, 6), (1, 2, 2))
     x = torch.zeros(1, 1, 2, 4, 6)
     x[0, 0, 1, 2:4, 0:2] = 1  # second frame, second row, first column
-    assert grid.cut(x).sum(-1).flatten().nonzero().flatten().tolist() == [6 + 3]
+    assert grid.patchify(x).sum(-1).flatten().nonzero().flatten().tolist() == [6 + 3]
 
 
 @given(st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6)), st.integers(12, 40))

@@ -1,4 +1,4 @@
-"""A recomputed module is bitwise the module, and stays one for names, hooks, compilation and FSDP2."""
+"""Recomputed modules: bitwise equal, with unchanged names, hooks, compilation and FSDP2."""
 
 from __future__ import annotations
 

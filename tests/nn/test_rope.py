@@ -1,4 +1,4 @@
-"""Rotary embedding: it turns, it sees relative positions only, and it is Hugging Face's."""
+"""Rotary embedding: a rotation, dependent on relative positions only, and equal to Hugging Face's."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.nn.attention.rope import Stretch, rope_tables, rotate
+from meshwright.nn.attention.rope import RopeScaling, apply_rotary_emb, rope_tables
 
 CPU = torch.device("cpu")
-LLAMA_31 = Stretch(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
+LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
 sizes = st.integers(1, 12).map(lambda n: 2 * n)
-stretches = st.sampled_from([None, LLAMA_31, Stretch(4.0, 1.0, 4.0, 64)])
+stretches = st.sampled_from([None, LLAMA_31, RopeScaling(4.0, 1.0, 4.0, 64)])
 
 
-def tables(seq_len, head_dim, *, theta=10000.0, stretch=None, dtype=torch.float64):
-    return rope_tables(seq_len, head_dim, theta=theta, stretch=stretch, device=CPU, dtype=dtype)
+def tables(seq_len, head_dim, *, theta=10000.0, scaling=None, dtype=torch.float64):
+    return rope_tables(seq_len, head_dim, theta=theta, scaling=scaling, device=CPU, dtype=dtype)
 
 
 def turn(vectors_th, **options):
     """Turn the vector at each position."""
     cos, sin = tables(len(vectors_th), vectors_th.shape[1], **options)
-    return rotate(vectors_th[None, :, None], cos, sin)[0, :, 0]
+    return apply_rotary_emb(vectors_th[None, :, None], cos, sin)[0, :, 0]
 
 
 @given(sizes, stretches, st.integers(0, 2**31))
-def test_norms_are_kept_and_position_0_is_not_turned(head_dim, stretch, seed):
+def test_norms_are_kept_and_position_0_is_not_turned(head_dim, scaling, seed):
     vectors = torch.randn(9, head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    found = turn(vectors, stretch=stretch)
+    found = turn(vectors, scaling=scaling)
     torch.testing.assert_close(found.norm(dim=1), vectors.norm(dim=1), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[0], vectors[0], rtol=0, atol=0)
 
 
 @given(sizes, stretches, st.integers(0, 2**31), st.integers(0, 20), st.integers(0, 20), st.integers(1, 40))
-def test_products_depend_on_the_distance_only(head_dim, stretch, seed, first, second, shift):
+def test_products_depend_on_the_distance_only(head_dim, scaling, seed, first, second, shift):
     generator = torch.Generator().manual_seed(seed)
     query, key = torch.randn(2, head_dim, generator=generator, dtype=torch.float64)
-    queries, keys = (turn(x.expand(81, -1), stretch=stretch) for x in (query, key))
+    queries, keys = (turn(x.expand(81, -1), scaling=scaling) for x in (query, key))
     here, there = queries[first] @ keys[second], queries[first + shift] @ keys[second + shift]
     torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
 
@@ -62,16 +62,16 @@ def test_it_is_the_rotation_of_transformers(head_dim, theta, stretched):
     q, k = torch.randn(2, 1, 2, 40, head_dim)  # b n t h
     cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(q, torch.arange(40)[None])
     expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
-    ours = tables(40, head_dim, theta=theta, stretch=LLAMA_31 if stretched else None, dtype=torch.float32)
+    ours = tables(40, head_dim, theta=theta, scaling=LLAMA_31 if stretched else None, dtype=torch.float32)
     for x, wanted in zip((q, k), expected, strict=True):
-        found = rotate(x.transpose(1, 2), *ours).transpose(1, 2)
+        found = apply_rotary_emb(x.transpose(1, 2), *ours).transpose(1, 2)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_stretching_keeps_the_short_waves_and_slows_the_long_ones():
     plain, stretched = (
         torch.atan2(sin[1], cos[1])
-        for cos, sin in (tables(2, 128, theta=500000.0), tables(2, 128, theta=500000.0, stretch=LLAMA_31))
+        for cos, sin in (tables(2, 128, theta=500000.0), tables(2, 128, theta=500000.0, scaling=LLAMA_31))
     )
     ratio = plain / stretched
     wavelength = 2 * torch.pi / plain
@@ -85,4 +85,4 @@ def test_stretching_keeps_the_short_waves_and_slows_the_long_ones():
 def test_the_result_has_the_inputs_dtype():
     cos, sin = tables(4, 8, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32
-    assert rotate(torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
+    assert apply_rotary_emb(torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16

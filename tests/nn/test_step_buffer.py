@@ -1,4 +1,4 @@
-"""A step buffer by itself: what is pending, committed, saved and moved."""
+"""Step buffers: pending updates, commit, checkpointing and moves between devices and dtypes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_from_the_meta_device():
 def test_an_update_has_the_buffer_s_shape_and_kind():
     buffer = StepBuffer((2,), torch.int64)
     for call in (buffer.add, buffer.commit):
-        with pytest.raises(LayoutError, match=r"shape \[2\] was given \[1\]"):
+        with pytest.raises(LayoutError, match=r"shape \[2\] got an update of shape \[1\]"):
             call(torch.ones(1, dtype=torch.int64))
         with pytest.raises(RuntimeError, match="can't be cast"):
             call(torch.ones(2))

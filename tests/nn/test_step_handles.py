@@ -1,4 +1,4 @@
-"""Auxiliary losses, and buffers in a model: each sample counts once, whatever runs its forward and its backward."""
+"""Step handles in a model: each sample counts once, with recomputation, deferral and compilation."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_bfloat16_values_are_summed_in_float32():
 
 
 def test_an_auxiliary_loss_is_a_scalar():
-    with pytest.raises(LayoutError, match=r"'balance' was given a tensor of shape \[3\]"):
+    with pytest.raises(LayoutError, match=r"'balance' got a tensor of shape \[3\]"):
         AuxiliaryLoss("balance", 1.0)(torch.zeros(2, requires_grad=True), torch.zeros(3))
 
 

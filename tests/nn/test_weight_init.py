@@ -1,4 +1,4 @@
-"""Initial weights: any piece is the slice of the whole that it stands for, and nothing but seed and name matters."""
+"""Initial weights: a shard is a slice of the full tensor, and only seed and name matter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.nn import weight_init
-from meshwright.nn.weight_init import normal_piece
+from meshwright.nn.weight_init import normal_shard
 
 
 @st.composite
@@ -29,20 +29,20 @@ def boxes(draw):
 def test_a_piece_is_the_slice_of_the_whole(box, seed, block_elements):
     shape, index = box
     with mock.patch.object(weight_init, "BLOCK_ELEMENTS", block_elements):
-        whole = normal_piece(seed, "w", shape, std=0.5)
-        piece = normal_piece(seed, "w", shape, std=0.5, index=index)
+        whole = normal_shard(seed, "w", shape, std=0.5)
+        piece = normal_shard(seed, "w", shape, std=0.5, index=index)
     assert whole.shape == shape and torch.equal(piece, whole[index])
 
 
 def test_pieces_of_a_large_tensor_cross_blocks():
     shape = (3000, 700)  # 374 rows a block
-    whole = normal_piece(0, "w", shape, std=1.0)
+    whole = normal_shard(0, "w", shape, std=1.0)
     for index in (slice(370, 380), slice(0, 700)), (slice(0, 3000), slice(699, 700)), (slice(2999, 3000), slice(0, 1)):
-        assert torch.equal(normal_piece(0, "w", shape, std=1.0, index=index), whole[index])
+        assert torch.equal(normal_shard(0, "w", shape, std=1.0, index=index), whole[index])
 
 
 def test_it_is_normal_with_the_deviation_asked_for():
-    values = normal_piece(1, "w", (2000, 500), std=0.02).flatten().double()
+    values = normal_shard(1, "w", (2000, 500), std=0.02).flatten().double()
     n = len(values)
     assert abs(values.mean()) < 5 * 0.02 / math.sqrt(n)
     assert abs(values.std() - 0.02) < 5 * 0.02 / math.sqrt(2 * n)
@@ -52,7 +52,7 @@ def test_it_is_normal_with_the_deviation_asked_for():
 
 def test_blocks_names_and_seeds_are_independent():
     with mock.patch.object(weight_init, "BLOCK_ELEMENTS", 1000):
-        rows = [normal_piece(seed, name, (2000, 10), std=1.0) for seed in (0, 1) for name in ("a", "b")]
+        rows = [normal_shard(seed, name, (2000, 10), std=1.0) for seed in (0, 1) for name in ("a", "b")]
     blocks = torch.cat([x.reshape(-1, 1000) for x in rows])
     correlation = torch.corrcoef(blocks) - torch.eye(len(blocks))
     assert correlation.abs().max() < 6 / math.sqrt(1000)
@@ -62,15 +62,15 @@ def test_blocks_names_and_seeds_are_independent():
 def test_torchs_global_generator_neither_matters_nor_moves(global_seed):
     torch.manual_seed(global_seed)
     state = torch.get_rng_state()
-    found = normal_piece(3, "w", (5,), std=1.0)
+    found = normal_shard(3, "w", (5,), std=1.0)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(7)
-    assert torch.equal(found, normal_piece(3, "w", (5,), std=1.0))
+    assert torch.equal(found, normal_shard(3, "w", (5,), std=1.0))
 
 
 def test_the_numbers_stay_the_same_from_version_to_version():
     """A change here changes every run."""
-    found = normal_piece(0, "embed.weight", (2, 3), std=1.0).flatten().tolist()
+    found = normal_shard(0, "embed.weight", (2, 3), std=1.0).flatten().tolist()
     assert found == pytest.approx(PINNED, abs=1e-6)
 
 

@@ -25,10 +25,10 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.verify import verify
 from tests.helpers import outcome
-from tests.models.dit.dits import PICTURES, VIDEOS, fill, make_batch, words_of
+from tests.models.dit.dits import IMAGES, VIDEOS, fill, make_batch, words_of
 
 BATCH = 4
-SHORT = [replace(spec, num_layers=1) for spec in (PICTURES, VIDEOS)]
+SHORT = [replace(spec, num_layers=1) for spec in (IMAGES, VIDEOS)]
 LAYOUTS = [Axes(tp=2), Axes(dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_replicate=2, dp_shard=2)]
 
 
@@ -91,14 +91,14 @@ def test_every_gradient_is_that_of_the_plain_model(gang, spec, axes, splits):
 
 
 def structure(rank, world_size, axes, layers, stage):
-    model = lay(PICTURES, axes, layers=layers, stage=stage)
+    model = lay(IMAGES, axes, layers=layers, stage=stage)
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return {name: p.placements if isinstance(p, DTensor) else None for name, p in model.named_parameters()}, units
 
 
 def test_what_tensor_parallel_divides(gang):
     placements, units = gang(2).run(structure, Axes(tp=2), None, 0)[0]
-    assert units == [] and len(placements) == len(list(DiT(PICTURES).parameters()))
+    assert units == [] and len(placements) == len(list(DiT(IMAGES).parameters()))
     columns, rows = ("wq", "wk", "wv", "fc1"), ("wo", "fc2")
     for name, (found,) in placements.items():
         layer, kind = name.split(".")[-2:]
@@ -134,9 +134,9 @@ def test_mixed_precision(gang):
 
 def empty_part(rank, world_size, axes, layers, stage):
     """What a part without layers gives for a stream, or for samples, and what gradient it hands back."""
-    model = lay(PICTURES, axes, layers=layers, stage=stage)
-    x, *told = make_batch(PICTURES, 2)
-    inputs = x if stage == 0 else torch.randn(2, PICTURES.num_tokens(), PICTURES.dim).double().requires_grad_()
+    model = lay(IMAGES, axes, layers=layers, stage=stage)
+    x, *told = make_batch(IMAGES, 2)
+    inputs = x if stage == 0 else torch.randn(2, IMAGES.num_tokens(), IMAGES.dim).double().requires_grad_()
     out = model(inputs, *told)
     out.sum().backward()
     return out.shape == inputs.shape or stage == 0, inputs.grad is None or bool((inputs.grad == 1).all())
@@ -149,8 +149,8 @@ def test_a_part_without_layers(gang, axes, layers, stage):
 
 
 def test_patches_are_not_divided_as_a_sequence():
-    error = outcome([*words_of(PICTURES, Axes(tp=2)), "mesh.sequence_parallel=true"], "dit-digits")
+    error = outcome([*words_of(IMAGES, Axes(tp=2)), "mesh.sequence_parallel=true"], "dit-digits")
     assert "mesh.sequence_parallel" in error.what and "mesh.sequence_parallel=false" in error.fix
-    divided = load("dit-digits", words_of(PICTURES, Axes(tp=2))).with_keys({"mesh.sequence_parallel": True})
+    divided = load("dit-digits", words_of(IMAGES, Axes(tp=2))).with_keys({"mesh.sequence_parallel": True})
     with pytest.raises(LayoutError, match="stream is not sharded over tp"):
         verify(make_plan(divided))

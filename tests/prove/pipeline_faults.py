@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.comm.p2p import Channel
 from meshwright.config.facts_for_family import run_facts
 from meshwright.mesh.local_shards import to_local
-from meshwright.nn.weight_init import normal_piece
+from meshwright.nn.weight_init import normal_shard
 from meshwright.pipeline.actions import RECVS, Action, ActionKind
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job, initialize
@@ -153,7 +153,7 @@ def copy_starts_elsewhere(job: Job, step: TrainStep) -> None:
         if part.part.is_last and not part.part.is_first:
             weight = part.module.get_parameter("head.weight")
             box = tuple(slice(0, size) for size in weight.shape)
-            weight.copy_(normal_piece(job.config.train.seed + 1, "embed.weight", weight.shape, std=0.02, index=box))
+            weight.copy_(normal_shard(job.config.train.seed + 1, "embed.weight", weight.shape, std=0.02, index=box))
 
 
 # ---- stages, loss and norm

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from meshwright.config.schema import RunConfig
-from meshwright.data.images import Pictures
+from meshwright.data.images import ImageDataset
 from meshwright.models.dit.config import DiTConfig
 from meshwright.parallel import sync_shared_gradients
 from meshwright.plan.load_config import load
@@ -78,7 +78,7 @@ def small_dit_config(*words: str) -> RunConfig:
 
 
 @cache
-def few_pictures(config: RunConfig) -> Pictures | None:
+def few_pictures(config: RunConfig) -> ImageDataset | None:
     """Some of the pictures that a diffusion transformer trains on; sent to the ranks, which need not read them all."""
     if not isinstance(config.model, DiTConfig):
         return None
@@ -88,14 +88,14 @@ def few_pictures(config: RunConfig) -> Pictures | None:
 
 
 @cache
-def _pictures(source: str, num_frames: int) -> Pictures:
+def _pictures(source: str, num_frames: int) -> ImageDataset:
     found = open_data(small_dit_config("dit-digits" if num_frames == 1 else "dit-digits-video"))
-    assert isinstance(found, Pictures) and found.source == source
+    assert isinstance(found, ImageDataset) and found.source == source
     return found
 
 
 def record_on_rank(
-    rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str, data: Pictures | None = None
+    rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str, data: ImageDataset | None = None
 ) -> RankRecord:
     """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None

@@ -165,7 +165,7 @@ def keep_only_last_microbatch(job: Job, step: TrainStep) -> None:
 def read_same_share(job: Job, step: TrainStep) -> None:
     """Every rank reads share 0."""
     real = step.samples
-    step.samples = lambda number: step_module.share(  # type: ignore[method-assign]
+    step.samples = lambda number: step_module.microbatch_samples(  # type: ignore[method-assign]
         number - 1,
         global_batch=job.config.train.global_batch,
         data_parallel=job.axes.data_parallel(),

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.checkpoint import save_load
 from meshwright.config.facts_for_family import run_facts
-from meshwright.data.images import Pictures
+from meshwright.data.images import ImageDataset
 from meshwright.train.build_job import refresh_shared_parameters
 from meshwright.train.optimizer import named_state
 from meshwright.train.train_step import TrainStep
@@ -22,7 +22,7 @@ FREEZE = "train.freeze=['time_embed.fc1.*','blocks.0.*','embed.*']"
 MIDDLE, LAST = 3, 5
 
 
-def continued(rank, world_size, words, pictures: Pictures, folder, resumes):
+def continued(rank, world_size, words, pictures: ImageDataset, folder, resumes):
     """Train to the last step, saving in the middle; or go on from there. This rank's losses, copies and pieces."""
     job = make_job(rank, world_size, words)
     step = TrainStep(job, job.family.task(run_facts(job.config), pictures, job.device), lambda: False)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.comm.p2p import open_channels
-from meshwright.nn.deferred_weight_gradients import WeightGradients
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline.execute import Executor, Stage, channel_keys
 from meshwright.pipeline.lower import LowerOptions, lower
 from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
@@ -50,11 +50,11 @@ class BenchStage(Stage):
         inputs: Sequence[Tensor],
         *,
         loss: Loss | None = None,
-        weight_gradients: WeightGradients | None = None,
+        weight_gradients: WeightGradStore | None = None,
     ) -> None:
         """Over the first stage's inputs; `loss` on the last stage."""
         self._module, self._inputs, self._loss = module, inputs, loss
-        self.weight_gradients: WeightGradients | None = weight_gradients
+        self.weight_gradients: WeightGradStore | None = weight_gradients
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """The output, or the loss."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.mesh.process_groups import process_group
-from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradients
+from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.execute import Executor
@@ -41,7 +41,7 @@ SHAPE = (4, 16)
 """Of what goes from stage to stage."""
 
 
-class SleepingGradients(WeightGradients):
+class SleepingGradients(WeightGradStore):
     """Deferred weight gradients whose computation sleeps."""
 
     def __init__(self, kernel_s: float) -> None:
@@ -72,7 +72,7 @@ class SleepingStage(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.kernel_s = kernel_s
-        self.store: WeightGradients | None = None
+        self.store: WeightGradStore | None = None
         """Ours: it says whether W is deferred."""
         self.always_defers = False
         """PyTorch's: with a `dw_builder`, a backward never does W itself."""

@@ -24,7 +24,7 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
-from meshwright.nn.weight_init import normal_piece
+from meshwright.nn.weight_init import normal_shard
 from meshwright.parallel.sync_shared_gradients import SharedGradients, pipelines_on
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.train.build_job import initialize
@@ -74,7 +74,7 @@ class Side:
     def _piece(self, key: str, stage: int) -> Tensor:
         """What this rank holds of a stage's gradient; it depends on stage and name alone."""
         parameter = self._parameters[key]
-        return normal_piece(stage, key, parameter.shape, std=1.0, index=local_box(parameter).slices()).float()
+        return normal_shard(stage, key, parameter.shape, std=1.0, index=local_box(parameter).slices()).float()
 
 
 def measure_sync(context: RankContext, task: SyncTask) -> None:

@@ -20,7 +20,7 @@ import torch
 from meshwright.comm.collectives import all_reduce_sum, barrier
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus, Tokens, num_windows
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
@@ -99,7 +99,7 @@ def build_arms(context: RankContext, case: Case, device: torch.device) -> list[A
     """Build each arm and run its warm-up steps, one arm after the other."""
     config = case.config
     tokens = _tokens(case)
-    order = Order(num_windows(tokens, config.train.seq_len), config.train.seed)
+    order = WindowOrder(num_windows(tokens, config.train.seq_len), config.train.seed)
     arms = []
     for build in (_ours, _bare):
         before = _start_peak(device)
@@ -113,7 +113,7 @@ def build_arms(context: RankContext, case: Case, device: torch.device) -> list[A
     return arms
 
 
-def _ours(context: RankContext, case: Case, tokens: Tokens, order: Order, device: torch.device) -> Arm:
+def _ours(context: RankContext, case: Case, tokens: Tokens, order: WindowOrder, device: torch.device) -> Arm:
     """The step that `meshwright run` runs."""
     nothing = tokens[:0]
     corpus = Corpus("", "", tokens, nothing, vocab_size=0, validation_bytes_per_token=None, fingerprint="")
@@ -123,7 +123,7 @@ def _ours(context: RankContext, case: Case, tokens: Tokens, order: Order, device
     return Arm(OURS, step, lambda result: result.loss)
 
 
-def _bare(context: RankContext, case: Case, tokens: Tokens, order: Order, device: torch.device) -> Arm:
+def _bare(context: RankContext, case: Case, tokens: Tokens, order: WindowOrder, device: torch.device) -> Arm:
     """The same training without Meshwright."""
     batches = BareBatches(tokens, order, case.config, num_steps=case.num_steps, rank=context.rank, device=device)
 

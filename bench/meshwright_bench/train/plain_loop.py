@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig, TrainConfig
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Tokens
 from meshwright.models.contract.model_facts import Part
 from meshwright.train.build_job import initialize
@@ -37,7 +37,7 @@ class BareBatches:
     """All tokens as one tensor on the device, and every step's windows worked out beforehand."""
 
     def __init__(
-        self, tokens: Tokens, order: Order, config: RunConfig, *, num_steps: int, rank: int, device: torch.device
+        self, tokens: Tokens, order: WindowOrder, config: RunConfig, *, num_steps: int, rank: int, device: torch.device
     ) -> None:
         train = config.train
         batch = train.global_batch // config.mesh.axes().num_ranks()

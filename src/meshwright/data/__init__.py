@@ -1,1 +1,1 @@
-"""Text in, token windows out, in an order that depends on nothing but the seed; pictures likewise."""
+"""Text and image data: opening, tokenising, caching, and sampling in an order determined by the seed alone."""

@@ -1,11 +1,11 @@
-"""Files that are costly to make once and cheap to open: tokens, followed by facts about them.
+"""Cache files that hold tokens followed by metadata.
 
-    tokens | facts as JSON | length of the JSON, uint64 | magic, 8 bytes            (all little-endian)
+    tokens | metadata as JSON | length of the JSON, uint64 | magic, 8 bytes            (all little-endian)
 
-A file is written under a temporary name, synced, and renamed as the last act, so a kill leaves no half file
-under the final name, and a file whose length does not add up is made again. Of several processes on a machine
-one makes the file and the others wait; where file locks do not reach, several may make it at once: they make
-the same bytes, the last rename wins, and maps of an earlier one stay valid. Torch-free.
+A file is written under a temporary name, synced and then renamed, so a killed process never leaves a partial file
+under the final name; a file of inconsistent length is rebuilt. One process per machine builds a file while the others
+wait. Without file locks several may build it at once: they write the same bytes, the last rename wins, and memory maps
+of an earlier file stay valid. Torch-free.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a cache file says about a corpus.
+class CorpusMetadata:
+    """Metadata of a corpus, as stored in a cache file.
 
     Args:
         dtype: element type of the tokens, little-endian (`|u1`, `<u2`, `<u4`).
-        num_train: tokens to train on, which come first.
-        num_validation: tokens held out.
-        payload_bytes: size of the tokens in the cache file; 0 when they are kept elsewhere.
-        vocab_size: the smallest vocabulary that holds every id.
-        validation_text_bytes: size of the held-out text; None when unknown.
-        num_skipped: files left out because they are not text.
-        fingerprint: SHA-256 of the tokens (see `fingerprint.py`).
+        num_train: number of training tokens, which come first.
+        num_validation: number of held-out tokens.
+        payload_bytes: size of the tokens in the cache file; 0 if they are stored elsewhere.
+        vocab_size: size of the smallest vocabulary that covers every id.
+        validation_text_bytes: size of the held-out text; None if unknown.
+        num_skipped: number of files skipped because they are not text.
+        fingerprint: SHA-256 of the tokens (see `corpus_fingerprint.py`).
     """
 
     dtype: str
@@ -61,85 +61,85 @@ class Facts:
     fingerprint: str
 
 
-Build = Callable[[BinaryIO], Facts]
-"""Writes the payload to a file and returns the facts about it."""
+BuildFunction = Callable[[BinaryIO], CorpusMetadata]
+"""Function that writes the tokens to a file and returns their metadata."""
 
 
-def open_or_build(name: str, *, cache_dir: str | None, build: Build) -> tuple[Path, Facts]:
-    """The cache file called `name`, made by `build` when it is missing or damaged.
+def open_or_build(name: str, *, cache_dir: str | None, build: BuildFunction) -> tuple[Path, CorpusMetadata]:
+    """Return the path and metadata of the cache file `name`, building it if it is missing or damaged.
 
-    A file that is there is used even where nothing can be written. Where one has to be made and `cache_dir`
-    (or `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`) is not writable, a directory of this user's
-    under the system's temporary one is used, with a warning in the log.
+    An existing file is used even in a read-only directory. If a file must be built and `cache_dir` (default
+    `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright`) is not writable, falls back to a per-user directory under
+    the system's temporary directory and logs a warning.
 
     Raises:
         DataError: the file could not be written.
     """
     preferred = _preferred_directory(cache_dir)
-    if preferred is not None and (facts := load(preferred / name)) is not None:
-        return preferred / name, facts
+    if preferred is not None and (metadata := load(preferred / name)) is not None:
+        return preferred / name, metadata
     directory = _writable_directory(preferred)
-    if directory != preferred and (facts := load(directory / name)) is not None:
-        return directory / name, facts
+    if directory != preferred and (metadata := load(directory / name)) is not None:
+        return directory / name, metadata
     _remove_stale(directory)
     path = directory / name
-    with _alone(path):
-        facts = load(path)
-        return path, facts if facts is not None else _make(path, build)
+    with _build_lock(path):
+        metadata = load(path)
+        return path, metadata if metadata is not None else _build_file(path, build)
 
 
-def load(path: Path) -> Facts | None:
-    """The facts of a cache file; None when there is none or it is damaged."""
+def load(path: Path) -> CorpusMetadata | None:
+    """Return the metadata of a cache file, or None if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             return _load(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        _log.warning("the cache file %s is damaged and will be made again: %s", path, error)
+        _log.warning("cache file %s is damaged and will be rebuilt: %s", path, error)
         return None
 
 
-def payload(path: Path, facts: Facts) -> NDArray[np.unsignedinteger]:
-    """The tokens of a cache file, 1-D and memory-mapped: training tokens, then held-out ones."""
-    num_tokens = facts.num_train + facts.num_validation
-    return np.asarray(np.memmap(path, dtype=facts.dtype, mode="r", shape=(num_tokens,)))
+def map_tokens(path: Path, metadata: CorpusMetadata) -> NDArray[np.unsignedinteger]:
+    """Memory-map the tokens of a cache file, 1-D: training tokens, then held-out ones."""
+    num_tokens = metadata.num_train + metadata.num_validation
+    return np.asarray(np.memmap(path, dtype=metadata.dtype, mode="r", shape=(num_tokens,)))
 
 
-def _make(path: Path, build: Build) -> Facts:
-    with _written(path) as file:
-        facts = build(file)
-        assert file.tell() == facts.payload_bytes, "a build tells its payload's size"
-        encoded = json.dumps(asdict(facts)).encode("utf-8")
+def _build_file(path: Path, build: BuildFunction) -> CorpusMetadata:
+    with _atomic_write(path) as file:
+        metadata = build(file)
+        assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
+        encoded = json.dumps(asdict(metadata)).encode("utf-8")
         file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
-    return facts
+    return metadata
 
 
-def _load(file: BinaryIO) -> Facts:
-    """Raises ValueError or TypeError for anything that a whole file cannot be."""
+def _load(file: BinaryIO) -> CorpusMetadata:
+    """Read the metadata; raise ValueError or TypeError if the file is truncated or malformed."""
     size = os.fstat(file.fileno()).st_size
     tail = _LENGTH.itemsize + len(MAGIC)
     if size < tail:
-        raise ValueError(f"{size} bytes are too few")
+        raise ValueError(f"{size} bytes is too short")
     file.seek(size - tail)
     footer = file.read(tail)
     length = int(np.frombuffer(footer, _LENGTH, count=1)[0])
     if footer[_LENGTH.itemsize :] != MAGIC or length > size - tail:
-        raise ValueError("its end is missing")
+        raise ValueError("missing or corrupt footer")
     file.seek(size - tail - length)
-    facts = Facts(**json.loads(file.read(length)))
-    tokens = (facts.num_train + facts.num_validation) * np.dtype(facts.dtype).itemsize
-    if facts.payload_bytes not in (0, tokens) or size != facts.payload_bytes + length + tail:
-        raise ValueError(f"it has {size} bytes where {facts.payload_bytes + length + tail} belong")
-    return facts
+    metadata = CorpusMetadata(**json.loads(file.read(length)))
+    tokens = (metadata.num_train + metadata.num_validation) * np.dtype(metadata.dtype).itemsize
+    if metadata.payload_bytes not in (0, tokens) or size != metadata.payload_bytes + length + tail:
+        raise ValueError(f"{size} bytes, expected {metadata.payload_bytes + length + tail}")
+    return metadata
 
 
 def _preferred_directory(cache_dir: str | None) -> Path | None:
-    """The configured cache directory, or the user's; None when there is no home to put one into."""
+    """Return the configured cache directory or the user's default; None without a home directory."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(configured):  # The XDG specification has relative paths ignored.
+    if os.path.isabs(configured):  # The XDG specification requires relative paths to be ignored.
         return Path(configured) / "meshwright"
     try:
         return Path.home() / ".cache" / "meshwright"
@@ -148,7 +148,7 @@ def _preferred_directory(cache_dir: str | None) -> Path | None:
 
 
 def _writable_directory(preferred: Path | None) -> Path:
-    problem = "there is no home directory"
+    problem = "no home directory"
     if preferred is not None:
         try:
             preferred.mkdir(parents=True, exist_ok=True)
@@ -156,14 +156,14 @@ def _writable_directory(preferred: Path | None) -> Path:
                 return preferred
             problem = f"{preferred} is not writable"
         except OSError as error:
-            problem = f"{preferred} cannot be made ({error.strerror})"
+            problem = f"cannot create {preferred} ({error.strerror})"
     fallback = _temporary_directory()
-    _log.warning("%s: tokenised text is kept in %s (data.cache_dir sets another place)", problem, fallback)
+    _log.warning("%s: caching tokenised text in %s (set data.cache_dir to change this)", problem, fallback)
     return fallback
 
 
 def _temporary_directory() -> Path:
-    """A directory that only this user can write to, the same for every process: /tmp is anybody's."""
+    """Return a directory only this user can write to, the same for every process, since /tmp is world-writable."""
     path = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -176,34 +176,34 @@ def _temporary_directory() -> Path:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes of this machine from making `path` meanwhile.
+def _build_lock(path: Path) -> Iterator[None]:
+    """Prevent other processes on this machine from building `path` at the same time.
 
-    It saves work and nothing depends on it: a file system without locks is no error, and a lock that is
-    removed while another process waits for it only lets two make the same file.
+    The lock saves work but is not needed for correctness: file systems without locks are fine, and a lock removed while
+    another process waits for it merely lets two processes build the same file.
     """
     lock = path.with_name(f"{path.name}.lock")
     with ExitStack() as stack:
         try:
             file = stack.enter_context(lock.open("ab"))
             stack.callback(lock.unlink, missing_ok=True)
-            _wait_for(file, path)
+            _acquire(file, path)
         except OSError as error:
-            _log.info("no lock on %s (%s): other processes may make the same file", path, error)
+            _log.info("cannot lock %s (%s): other processes may build the same file", path, error)
         yield
 
 
-def _wait_for(lock: BinaryIO, path: Path) -> None:
+def _acquire(lock: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        _log.info("waiting for another process, which is making %s", path)
+        _log.info("waiting for another process to build %s", path)
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears at `path`, whole, when the block ends well, and not at all otherwise."""
+def _atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears at `path` only if the block succeeds."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -213,17 +213,17 @@ def _written(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     except OSError as error:
         raise DataError(
-            f"the cache file {path} could not be written: {error.strerror or error}",
+            f"cannot write the cache file {path}: {error.strerror or error}",
             where="data.cache_dir",
-            rule="tokenised text is kept in data.cache_dir, ~/.cache/meshwright when not given",
-            fix="free some space there, or data.cache_dir=<a directory on another disk>",
+            rule="tokenised text is cached in data.cache_dir (default ~/.cache/meshwright)",
+            fix="free some disk space, or data.cache_dir=<a directory on another disk>",
         ) from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove what processes that were killed more than a day ago had begun to write."""
+    """Remove temporary files more than a day old, left behind by killed processes."""
     for path in directory.glob("*.tmp"):
         try:
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:

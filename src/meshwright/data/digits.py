@@ -1,13 +1,13 @@
-"""Scikit-learn's handwritten digits, at rest and moving: real data that needs no download.
+"""Scikit-learn's handwritten digits as still images and as videos: real data without a download.
 
-1,797 digits of 8 × 8 pixels and 17 levels of grey (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten
-Digits"). Of each ten that follow one another one is held out, the one at place 0 of the first ten, 1 of the
-second and so on: a tenth of every class within a third, which every tenth digit would not be, for many of the
-digits were written in order from 0 to 9.
+1,797 digits of 8 × 8 pixels and 17 grey levels (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten
+Digits"). One digit of every ten consecutive ones is held out: number 0 of the first ten, number 1 of the second, and
+so on. This holds out a tenth of each class to within a third; taking every tenth digit would not, since many digits
+were written in order from 0 to 9.
 
-A video is a digit that moves on a black canvas at constant velocity and bounces at the edges. It starts in the
-same place and has the same velocity, in pixels a second, at each frame rate, so that the videos of one digit
-differ in nothing else. Positions lie between pixels, where the digit is interpolated.
+A video shows a digit that moves across a black canvas at constant velocity and bounces off the edges. The videos of a
+digit have the same start and the same velocity, in pixels per second, and differ only in frame rate. Positions are
+fractional; the digit is interpolated.
 
 Shapes: n digits or videos, f frames, h rows, w columns, d = 2 directions (down, right).
 """
@@ -27,15 +27,15 @@ MIN_CANVAS = 12
 VIDEO_FPS = (4, 8, 16)
 _MAX_LEVEL = 16
 _MIN_SPEED, _MAX_SPEED = 4.0, 12.0
-"""Pixels a second in either direction: 1 … 3 pixels a frame at the lowest frame rate."""
+"""Speed in pixels per second along each axis: 1 … 3 pixels per frame at the lowest frame rate."""
 
 Bytes = NDArray[np.uint8]
-Labelled = tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]
-"""Pictures [n, c, f, h, w], the class of each, and whether it is held out."""
+LabelledImages = tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]
+"""Samples [n, c, f, h, w], their classes, and the held-out mask."""
 
 
-def still_digits(size: int) -> Labelled:
-    """The digits as images of `size` × `size`, resized if that is not their own size.
+def still_digits(size: int) -> LabelledImages:
+    """Return the digits as images of `size` × `size`, resized if necessary.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -46,17 +46,17 @@ def still_digits(size: int) -> Labelled:
 
         images = (Image.fromarray(digit_hw) for digit_hw in digits_nhw)
         digits_nhw = np.stack([np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)) for image in images])
-    return digits_nhw[:, None, None], labels_n, _is_held_out(len(labels_n))
+    return digits_nhw[:, None, None], labels_n, _held_out_mask(len(labels_n))
 
 
-def moving_digits(size: int, num_frames: int) -> Labelled:
-    """Videos of each digit at each of `VIDEO_FPS`, one digit's videos after another's.
+def moving_digits(size: int, num_frames: int) -> LabelledImages:
+    """Return videos of each digit at each of `VIDEO_FPS`, grouped by digit.
 
-    A digit's videos are held out together. Values are rounded to whole bytes.
+    All videos of a digit are held out together. Values are rounded to bytes.
 
     Args:
-        size: rows and columns of the canvas, at least `MIN_CANVAS`.
-        num_frames: frames of each video, whatever its frame rate.
+        size: height and width of the canvas, at least `MIN_CANVAS`.
+        num_frames: frames per video, for every frame rate.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -65,21 +65,21 @@ def moving_digits(size: int, num_frames: int) -> Labelled:
     num_rates = len(VIDEO_FPS)
     videos = np.empty((len(digits_nhw), num_rates, num_frames, size, size), dtype=np.uint8)
     for rate, fps in enumerate(VIDEO_FPS):
-        positions_nfd = positions(len(digits_nhw), room=size - DIGIT_SIZE, num_frames=num_frames, fps=fps)
+        positions_nfd = digit_positions(len(digits_nhw), room=size - DIGIT_SIZE, num_frames=num_frames, fps=fps)
         for frame in range(num_frames):
-            videos[:, rate, frame] = drawn(digits_nhw, positions_nfd[:, frame], size=size)
+            videos[:, rate, frame] = render_digits(digits_nhw, positions_nfd[:, frame], size=size)
     return (
         videos.reshape(-1, 1, num_frames, size, size),
         labels_n.repeat(num_rates),
-        _is_held_out(len(labels_n)).repeat(num_rates),
+        _held_out_mask(len(labels_n)).repeat(num_rates),
     )
 
 
-def positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArray[np.float64]:
-    """The top left corner of each digit in each frame, [n, f, d], from 0 to `room`.
+def digit_positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArray[np.float64]:
+    """Compute the top left corner of each digit in each frame, [n, f, d], from 0 to `room`.
 
-    Start and velocity come from the SHA-256 of the digit's index, and are scaled with nothing but products and
-    sums: trigonometry may differ in the last bit from machine to machine.
+    Start and velocity are derived from the SHA-256 of the digit's index using only products and sums, since
+    trigonometric functions may differ in the last bit between machines.
     """
     hashes = (hashlib.sha256(f"digits-video {index}".encode("ascii")).digest() for index in range(num_digits))
     uniform = np.frombuffer(b"".join(hashes), dtype="<u4").reshape(num_digits, 8) / 2.0**32
@@ -87,14 +87,14 @@ def positions(num_digits: int, *, room: int, num_frames: int, fps: int) -> NDArr
     velocity_nd = np.where(sign_nd < 0.5, -1.0, 1.0) * (_MIN_SPEED + (_MAX_SPEED - _MIN_SPEED) * speed_nd)
     seconds_f = np.arange(num_frames) / fps
     free_nfd = room * start_nd[:, None] + velocity_nd[:, None] * seconds_f[:, None]
-    # A way that bounces between two walls is a straight way folded at each of them.
+    # Motion between two reflecting walls is straight motion, folded at the walls.
     folded_nfd = np.mod(free_nfd, 2 * room)
     positions_nfd: NDArray[np.float64] = np.minimum(folded_nfd, 2 * room - folded_nfd)
     return positions_nfd
 
 
-def drawn(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) -> Bytes:
-    """Each digit on a black canvas at its position, which may lie between pixels (bilinear), [n, size, size]."""
+def render_digits(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) -> Bytes:
+    """Render each digit on a black canvas at its position, bilinearly interpolated, [n, size, size]."""
     corner_nd = np.floor(positions_nd).astype(np.int64)
     down_n, right_n = (positions_nd - corner_nd).T[:, :, None, None]
     height, width = digits_nhw.shape[1:]
@@ -102,7 +102,7 @@ def drawn(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) ->
     for row, row_weight_n in enumerate((1 - down_n, down_n)):
         for column, column_weight_n in enumerate((1 - right_n, right_n)):
             spread_nhw[:, row : row + height, column : column + width] += row_weight_n * column_weight_n * digits_nhw
-    # One row and one column more than is kept: at the very edge the last ones of `spread` are zeros outside.
+    # One extra row and column, cropped below: at the far edge the last row and column of `spread` fall outside.
     canvas_nhw = np.zeros((len(digits_nhw), size + 1, size + 1), dtype=np.uint8)
     rows = corner_nd[:, 0, None, None] + np.arange(height + 1)[:, None]
     columns = corner_nd[:, 1, None, None] + np.arange(width + 1)
@@ -111,12 +111,12 @@ def drawn(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size: int) ->
 
 
 def _load() -> tuple[Bytes, NDArray[np.int64]]:
-    """The digits [n, h, w], 0 … 255, and what they are."""
+    """Load the digits [n, h, w], 0 … 255, and their labels."""
     if importlib.util.find_spec("sklearn") is None:
         raise DataError(
-            "the package scikit-learn is not installed",
+            "scikit-learn is not installed",
             where="data.source, digits",
-            rule="the handwritten digits come with the package scikit-learn",
+            rule="the handwritten digits are part of scikit-learn",
             fix='pip install "meshwright[images]"',
         )
     from sklearn.datasets import load_digits
@@ -126,7 +126,7 @@ def _load() -> tuple[Bytes, NDArray[np.int64]]:
     return digits_nhw.reshape(-1, DIGIT_SIZE, DIGIT_SIZE), labels_n.astype(np.int64)
 
 
-def _is_held_out(num_digits: int) -> NDArray[np.bool_]:
-    tens_n, places_n = np.divmod(np.arange(num_digits), 10)
-    is_held_out_n: NDArray[np.bool_] = places_n == tens_n % 10
-    return is_held_out_n
+def _held_out_mask(num_digits: int) -> NDArray[np.bool_]:
+    tens_n, ones_n = np.divmod(np.arange(num_digits), 10)
+    mask_n: NDArray[np.bool_] = ones_n == tens_n % 10
+    return mask_n

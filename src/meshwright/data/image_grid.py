@@ -1,8 +1,8 @@
-"""Pictures side by side in one file for a person to look at: a grid of images, videos as an animation and a strip.
+"""Contact sheets of samples: images as a grid, videos as an animation and as a strip of frames.
 
-Small pictures are enlarged by whole pixels. A file appears whole: it is written beside its place and renamed.
+Small samples are enlarged by an integer factor. Files are written atomically, by rename.
 
-Shapes: n pictures, c channels (1 or 3), f frames, h rows, w columns.
+Shapes: n samples, c channels (1 or 3), f frames, h rows, w columns.
 """
 
 from __future__ import annotations
@@ -21,60 +21,60 @@ if TYPE_CHECKING:
 
 _LINE_WIDTH = 2
 _LINE_GREY = 96
-_COMFORTABLE_SIZE = 64
-"""Pixels on screen that the longer side of a picture gets when it has fewer, about."""
+_MIN_DISPLAY_SIZE = 64
+"""Approximate length, in pixels, to which the longer side of a smaller sample is enlarged."""
 
 Bytes = NDArray[np.uint8]
 
 
-def write_grid(path: Path, pictures: Bytes, *, columns: int, scale: int | None = None) -> None:
-    """Write images as a PNG, row by row.
+def write_grid(path: Path, images: Bytes, *, columns: int, scale: int | None = None) -> None:
+    """Write images as a PNG grid, row by row.
 
     Args:
-        path: the file; its folder exists.
-        pictures: [n, c, 1, h, w].
-        columns: images in a row.
-        scale: pixels on screen for each pixel; chosen by size when None.
+        path: output file, in an existing folder.
+        images: [n, c, 1, h, w].
+        columns: images per row.
+        scale: enlargement factor; None to choose it by size.
     """
-    assert pictures.shape[2] == 1, "videos go to write_strip"
-    _write_png(path, _tiled(pictures[:, :, 0], columns=columns, scale=scale))
+    assert images.shape[2] == 1, "videos go to write_strip"
+    _write_png(path, _tile(images[:, :, 0], columns=columns, scale=scale))
 
 
-def write_strip(path: Path, pictures: Bytes, *, scale: int | None = None) -> None:
-    """Write videos as a PNG in which each row is one video's frames.
+def write_strip(path: Path, videos: Bytes, *, scale: int | None = None) -> None:
+    """Write videos as a PNG with the frames of one video per row.
 
     Args:
-        path: the file; its folder exists.
-        pictures: [n, c, f, h, w].
-        scale: pixels on screen for each pixel; chosen by size when None.
+        path: output file, in an existing folder.
+        videos: [n, c, f, h, w].
+        scale: enlargement factor; None to choose it by size.
     """
-    frames = pictures.swapaxes(1, 2).reshape(-1, *np.delete(pictures.shape, [0, 2]))
-    _write_png(path, _tiled(frames, columns=pictures.shape[2], scale=scale))
+    frames = videos.swapaxes(1, 2).reshape(-1, *np.delete(videos.shape, [0, 2]))
+    _write_png(path, _tile(frames, columns=videos.shape[2], scale=scale))
 
 
-def write_animation(path: Path, pictures: Bytes, *, columns: int, fps: int, scale: int | None = None) -> None:
-    """Write videos of one frame rate side by side as an endless animated GIF.
+def write_animation(path: Path, videos: Bytes, *, columns: int, fps: int, scale: int | None = None) -> None:
+    """Write videos of one frame rate side by side as a looping animated GIF.
 
     Args:
-        path: the file; its folder exists.
-        pictures: [n, c, f, h, w].
-        columns: videos in a row.
-        fps: frames per second, to the hundredth of a second that the format has.
-        scale: pixels on screen for each pixel; chosen by size when None.
+        path: output file, in an existing folder.
+        videos: [n, c, f, h, w].
+        columns: videos per row.
+        fps: frames per second; GIF delays are rounded to 1/100 s.
+        scale: enlargement factor; None to choose it by size.
     """
-    num_frames = pictures.shape[2]
-    images = [_image(_tiled(pictures[:, :, frame], columns=columns, scale=scale)) for frame in range(num_frames)]
+    num_frames = videos.shape[2]
+    images = [_image(_tile(videos[:, :, frame], columns=columns, scale=scale)) for frame in range(num_frames)]
     ends_ms = [round(100 * frame / fps) * 10 for frame in range(num_frames + 1)]
     durations_ms = [end - start for start, end in zip(ends_ms, ends_ms[1:], strict=False)]
-    with _replacing(path) as temporary:
+    with _atomic_replace(path) as temporary:
         images[0].save(temporary, format="GIF", save_all=True, append_images=images[1:], duration=durations_ms, loop=0)
 
 
-def _tiled(images_nchw: Bytes, *, columns: int, scale: int | None) -> Bytes:
-    """One image [h, w, c] of many, with thin lines between and around them; left-over places are line-coloured."""
+def _tile(images_nchw: Bytes, *, columns: int, scale: int | None) -> Bytes:
+    """Tile images into one [h, w, c], with thin lines between and around them; unused cells have the line colour."""
     num, channels, height, width = images_nchw.shape
-    assert num and columns > 0 and channels in (1, 3), "some pictures, grey or RGB"
-    scale = scale or max(1, _COMFORTABLE_SIZE // max(height, width))
+    assert num and columns > 0 and channels in (1, 3), "expected at least one grey or RGB image"
+    scale = scale or max(1, _MIN_DISPLAY_SIZE // max(height, width))
     columns = min(columns, num)
     rows = -(-num // columns)
     down, right = height * scale + _LINE_WIDTH, width * scale + _LINE_WIDTH
@@ -94,13 +94,13 @@ def _image(canvas_hwc: Bytes) -> Image.Image:
 
 
 def _write_png(path: Path, canvas_hwc: Bytes) -> None:
-    with _replacing(path) as temporary:
+    with _atomic_replace(path) as temporary:
         _image(canvas_hwc).save(temporary, format="PNG")
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name in the folder of `path`, renamed to it when the block ends well and removed otherwise."""
+def _atomic_replace(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, renamed to it if the block succeeds and removed otherwise."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -1,9 +1,9 @@
-"""A collection of images or videos as arrays: what `data.source` describes for a diffusion transformer, opened.
+"""Image and video datasets as arrays, opened from `data.source` for a diffusion transformer.
 
-Torch-free. All of it is kept in memory, a byte for each channel of each pixel: a million RGB images of 64 × 64
-take 12 GB in every process that opens them, and twice that for the moment in which the parts are divided.
+Torch-free. A dataset is held in memory, one byte per channel and pixel: a million RGB images of 64 × 64 take 12 GB in
+every process that opens them, and briefly twice that while the splits are copied.
 
-Shapes: n pictures, c channels, f frames (1 for images), h rows, w columns.
+Shapes: n samples, c channels, f frames (1 for images), h rows, w columns.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ DIGITS, DIGITS_VIDEO = "digits", "digits-video"
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
-    """Pictures to train on and to validate with.
+class ImageDataset:
+    """Training and validation split of an image or video dataset.
 
     Args:
         source: `data.source`, for messages.
-        description: one line for people, with the sizes of both parts.
-        train: [n, c, f, h, w], 0 … 255.
-        validation: pictures that are never trained on, likewise.
-        train_labels: class of each picture, 0 … num_classes - 1.
-        validation_labels: likewise.
-        train_fps: frames per second of each video, 0 for images.
-        validation_fps: likewise.
-        num_classes: classes in both parts together.
-        fingerprint: SHA-256 in hex; the same on every machine where all the arrays are the same.
+        description: human-readable line with the sizes of both splits.
+        train: training samples [n, c, f, h, w], 0 … 255.
+        validation: held-out samples, same layout.
+        train_labels: class of each training sample, 0 … num_classes - 1.
+        validation_labels: class of each held-out sample.
+        train_fps: frames per second of each training video, 0 for images.
+        validation_fps: frames per second of each held-out video, 0 for images.
+        num_classes: number of classes in both splits together.
+        fingerprint: hex SHA-256 of all arrays, the same on every machine.
     """
 
     source: str
@@ -50,40 +50,40 @@ class Pictures:
     fingerprint: str
 
 
-def open_pictures(source: str, *, image_size: int, num_channels: int, num_frames: int) -> Pictures:
-    """Open what `data.source` names; nothing is cached on disk.
+def open_images(source: str, *, image_size: int, num_channels: int, num_frames: int) -> ImageDataset:
+    """Open the dataset `data.source` names; nothing is cached on disk.
 
     Args:
-        source: `digits` (scikit-learn's handwritten digits), `digits-video` (those, moving), or else a glob of
-            image files. What is held out: see `digits.py` and `image_files.py`.
-        image_size: rows and columns that every picture gets.
+        source: `digits` (scikit-learn's handwritten digits), `digits-video` (videos of them), or else a glob of
+            image files. `digits.py` and `image_files.py` define the held-out samples.
+        image_size: height and width of every sample.
         num_channels: 1 (grey) or 3 (RGB, image files only).
-        num_frames: frames of a video; 1 for images.
+        num_frames: frames per video; 1 for images.
 
     Raises:
-        DataError: the source is missing, unreadable or too small, or has no pictures of that shape.
+        DataError: the source is missing, unreadable or too small, or has no samples of that shape.
     """
-    if source not in (DIGITS, DIGITS_VIDEO) and not image_files.is_there(source):
+    if source not in (DIGITS, DIGITS_VIDEO) and not image_files.is_image_source(source):
         raise _unknown(source)
     _check_shape(source, image_size=image_size, num_channels=num_channels, num_frames=num_frames)
     size = f"{image_size} × {image_size}"
     if source == DIGITS_VIDEO:
-        pictures, labels, is_held_out = digits.moving_digits(image_size, num_frames)
-        fps = np.tile(np.array(digits.VIDEO_FPS, dtype=np.int64), len(pictures) // len(digits.VIDEO_FPS))
+        samples, labels, is_held_out = digits.moving_digits(image_size, num_frames)
+        fps = np.tile(np.array(digits.VIDEO_FPS, dtype=np.int64), len(samples) // len(digits.VIDEO_FPS))
         rates = ", ".join(map(str, digits.VIDEO_FPS[:-1])) + f" and {digits.VIDEO_FPS[-1]}"
-        title = f"videos of scikit-learn's handwritten digits, {size}, {num_frames} frames at {rates} a second"
+        title = f"videos of scikit-learn's handwritten digits, {size}, {num_frames} frames at {rates} fps"
     else:
         if source == DIGITS:
-            pictures, labels, is_held_out = digits.still_digits(image_size)
+            samples, labels, is_held_out = digits.still_digits(image_size)
             title = f"scikit-learn's handwritten digits, {size}"
         else:
-            pictures, labels, is_held_out = image_files.read_images(source, size=image_size, num_channels=num_channels)
+            samples, labels, is_held_out = image_files.read_images(source, size=image_size, num_channels=num_channels)
             title = f"images of {source}, {size}"
-        fps = np.zeros(len(pictures), dtype=np.int64)
-    train, validation = pictures[~is_held_out], pictures[is_held_out]
+        fps = np.zeros(len(samples), dtype=np.int64)
+    train, validation = samples[~is_held_out], samples[is_held_out]
     train_labels, validation_labels = labels[~is_held_out], labels[is_held_out]
     train_fps, validation_fps = fps[~is_held_out], fps[is_held_out]
-    return Pictures(
+    return ImageDataset(
         source=source,
         description=f"{title}: {len(train):,} train / {len(validation):,} validation",
         train=train,
@@ -98,7 +98,7 @@ def open_pictures(source: str, *, image_size: int, num_channels: int, num_frames
 
 
 def _fingerprint(*arrays: NDArray[np.integer]) -> str:
-    """SHA-256 over each array's type, shape and little-endian bytes."""
+    """Return the hex SHA-256 of each array's dtype, shape and little-endian bytes."""
     digest = hashlib.sha256()
     for array in arrays:
         little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
@@ -116,17 +116,17 @@ def _check_shape(source: str, *, image_size: int, num_channels: int, num_frames:
             rule="images have one frame, videos more than one",
             fix="model.num_frames=8" if is_video else "model.num_frames=1",
         )
-    allowed = (1,) if source in (DIGITS, DIGITS_VIDEO) else image_files.MODES
+    allowed = (1,) if source in (DIGITS, DIGITS_VIDEO) else image_files.PIL_MODES
     if num_channels not in allowed:
         raise DataError(
-            f"model.num_channels = {num_channels}, and pictures of {source} have {' or '.join(map(str, allowed))}",
+            f"model.num_channels = {num_channels}, but {source} has {' or '.join(map(str, allowed))}",
             where=f"model.num_channels; data.source, {source}",
             rule="the digits have one channel (grey); image files are read with 1 (grey) or 3 (RGB)",
             fix=" or ".join(f"model.num_channels={number}" for number in allowed),
         )
     if is_video and image_size < digits.MIN_CANVAS:
         raise DataError(
-            f"model.image_size = {image_size} leaves a digit of {digits.DIGIT_SIZE} pixels no room to move",
+            f"model.image_size = {image_size} leaves digits of {digits.DIGIT_SIZE} pixels no room to move",
             where=f"model.image_size; data.source, {source}",
             rule=f"the videos of {source} are at least {digits.MIN_CANVAS} × {digits.MIN_CANVAS}",
             fix="model.image_size=16",
@@ -136,8 +136,8 @@ def _check_shape(source: str, *, image_size: int, num_channels: int, num_frames:
 def _unknown(source: str) -> DataError:
     near = difflib.get_close_matches(source, (DIGITS, DIGITS_VIDEO), n=1)
     return DataError(
-        f"no source and no file is called {source}",
+        f"unknown data source or file: {source}",
         where=f"data.source, {source}",
-        rule=image_files.SOURCES,
+        rule=image_files.SOURCE_RULE,
         fix=f"data.source={near[0]}" if near else image_files.USE_DIGITS,
     )

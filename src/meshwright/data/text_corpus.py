@@ -1,9 +1,9 @@
-"""A text corpus as two arrays of token ids: what `data.source` and `data.tokenizer` describe, opened.
+"""Text corpora as arrays of token ids, opened from `data.source` and `data.tokenizer`.
 
-Text is tokenised once and cached; every rank of every later run memory-maps the same file. Torch-free.
+Text is tokenised once and cached; all ranks and later runs memory-map the same file. Torch-free.
 
-A corpus is read in windows of T + 1 tokens, T inputs and the T targets that follow them. Window w covers
-tokens w·T … w·T + T, so windows share no input, and a last target is the next window's first input.
+A corpus is read in windows of T + 1 tokens: T inputs and, shifted by one, T targets. Window w covers tokens
+w·T … w·T + T, so windows share no input, and the last target of one is the first input of the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache, text_documents
 from meshwright.data.corpus_fingerprint import Fingerprint
-from meshwright.data.text_documents import Document, Piece
+from meshwright.data.text_documents import Document, TextSlice
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
@@ -29,7 +29,7 @@ from meshwright.units import format_bytes, format_count
 
 Tokens = NDArray[np.integer]
 
-# To be changed with whatever changes the tokens made of the same files: hold-out, separators, what is text.
+# Increment when the same files would give different tokens: hold-out rule, separators, text detection.
 _FORMAT = 1
 _BATCH_CHARS = 2**22
 
@@ -38,18 +38,17 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token ids to train on and to validate with.
+    """Training and validation split of a tokenised corpus.
 
     Args:
         source: `data.source`, for messages.
-        description: one line for people, with the sizes of both parts.
-        train: ids, 1-D, memory-mapped.
-        validation: ids that are never trained on, likewise.
-        vocab_size: the smallest vocabulary that holds every id.
-        validation_bytes_per_token: bytes of text that a token of `validation` stands for, averaged over all
-            of it, with one byte for each separator of documents; turns nats a token into bits a byte. None
-            for token files, whose text is not known.
-        fingerprint: SHA-256 in hex; the same on every machine where both parts hold the same ids.
+        description: human-readable line with the sizes of both splits.
+        train: training ids, 1-D, memory-mapped.
+        validation: held-out ids, 1-D, memory-mapped.
+        vocab_size: size of the smallest vocabulary that covers every id.
+        validation_bytes_per_token: average bytes of text per token of `validation`, counting one byte per document
+            separator; converts nats per token to bits per byte. None for token files, whose text is unknown.
+        fingerprint: hex SHA-256 of the ids of both splits, the same on every machine.
     """
 
     source: str
@@ -62,55 +61,55 @@ class Corpus:
 
 
 def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str | None) -> Corpus:
-    """Open what `data.source` names, tokenising and caching it if that was not done before.
+    """Open the corpus `data.source` names, tokenising and caching it if necessary.
 
     Args:
-        source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or
-            else a glob of UTF-8 text files. What is held out: see `documents.py` and `token_file.py`.
-        tokenizer: `bytes` or the path of a `tokenizer.json`; token files do not use it.
+        source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or else a
+            glob of UTF-8 text files. `text_documents.py` and `token_files.py` define the held-out part.
+        tokenizer: `bytes` or the path of a `tokenizer.json`; ignored for token files.
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
-        cache_dir: where tokenised text is kept; `~/.cache/meshwright` when None.
+        cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
 
     Raises:
         DataError: the source or the tokenizer is missing, unreadable, malformed or empty.
     """
     if is_token_file(source):
-        tokens, facts = open_token_file(source, token_dtype=token_dtype, cache_dir=cache_dir)
+        tokens, metadata = open_token_file(source, token_dtype=token_dtype, cache_dir=cache_dir)
         title = os.path.basename(source)
     else:
-        found = text_documents.list_documents(source)
-        tokens, facts = _open_text(source, found, tokenizer=tokenizer, cache_dir=cache_dir)
-        title = "standard library source" if source == text_documents.STDLIB else f"{len(found)} files of {source}"
+        documents = text_documents.list_documents(source)
+        tokens, metadata = _open_text(source, documents, tokenizer=tokenizer, cache_dir=cache_dir)
+        title = "standard library source" if source == text_documents.STDLIB else f"{len(documents)} files of {source}"
     bytes_per_token = None
-    if facts.validation_text_bytes is not None:
-        bytes_per_token = facts.validation_text_bytes / facts.num_validation
-    amount = _bytes if facts.validation_text_bytes is not None and tokenizer == BYTES else _tokens
+    if metadata.validation_text_bytes is not None:
+        bytes_per_token = metadata.validation_text_bytes / metadata.num_validation
+    amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
     return Corpus(
         source=source,
-        description=f"{title}, {amount(facts.num_train)} train / {amount(facts.num_validation)} validation",
-        train=tokens[: facts.num_train],
-        validation=tokens[facts.num_train :],
-        vocab_size=facts.vocab_size,
+        description=f"{title}, {amount(metadata.num_train)} train / {amount(metadata.num_validation)} validation",
+        train=tokens[: metadata.num_train],
+        validation=tokens[metadata.num_train :],
+        vocab_size=metadata.vocab_size,
         validation_bytes_per_token=bytes_per_token,
-        fingerprint=facts.fingerprint,
+        fingerprint=metadata.fingerprint,
     )
 
 
 def num_windows(part: Tokens, seq_len: int) -> int:
-    """Whole windows of `seq_len` inputs in a part of a corpus."""
+    """Return the number of complete windows of `seq_len` inputs in a split."""
     return max(0, len(part) - 1) // seq_len
 
 
 def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None:
-    """Check that both parts of a corpus hold at least one window.
+    """Check that both splits of a corpus hold at least one window.
 
     Args:
-        corpus: to be read in windows.
-        seq_len: of a window.
-        multiple_of: what a `seq_len` that works instead is a multiple of, as where ranks divide it.
+        corpus: the corpus to check.
+        seq_len: inputs per window.
+        multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
 
     Raises:
-        DataError: a part is too short; the fix names the largest `train.seq_len` that works.
+        DataError: a split is too short; the fix names the largest `train.seq_len` that works.
     """
     parts = {"training": corpus.train, "validation": corpus.validation}
     name, shortest = min(parts.items(), key=lambda item: len(item[1]))
@@ -118,18 +117,18 @@ def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None
         return
     largest = (len(shortest) - 1) // multiple_of * multiple_of
     raise DataError(
-        f"train.seq_len = {seq_len} is longer than the {name} part, which has {len(shortest)} tokens",
+        f"train.seq_len = {seq_len} is longer than the {name} split, which has {len(shortest)} tokens",
         where=f"train.seq_len; data.source, {corpus.source}",
-        rule="the training and the validation part each hold a sample of seq_len + 1 tokens",
+        rule="the training and validation splits each hold at least one sample of seq_len + 1 tokens",
         fix=f"train.seq_len={largest}, or a larger data.source" if largest > 0 else "a larger data.source",
     )
 
 
 def check_vocab(corpus: Corpus, vocab_size: int) -> None:
-    """Check that a model's vocabulary holds every id of a corpus.
+    """Check that a model's vocabulary covers every id of a corpus.
 
     Raises:
-        DataError: it does not.
+        DataError: the corpus has ids outside the vocabulary.
     """
     if corpus.vocab_size > vocab_size:
         raise DataError(
@@ -141,37 +140,37 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
 
 
 def _open_text(
-    source: str, found: list[Document], *, tokenizer: str, cache_dir: str | None
-) -> tuple[Tokens, cache.Facts]:
+    source: str, documents: list[Document], *, tokenizer: str, cache_dir: str | None
+) -> tuple[Tokens, cache.CorpusMetadata]:
     identity = [_FORMAT, tokenizer_identity(tokenizer)]
-    listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in found]
+    listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
-    def build(file: BinaryIO) -> cache.Facts:
-        size = format_bytes(sum(document.num_bytes for document in found))
-        _log.info("tokenising %d files (%s) of %s with %s", len(found), size, source, tokenizer)
-        return _tokenise(file, found, open_tokenizer(tokenizer), source=source)
+    def build(file: BinaryIO) -> cache.CorpusMetadata:
+        size = format_bytes(sum(document.num_bytes for document in documents))
+        _log.info("tokenising %d files (%s) of %s with %s", len(documents), size, source, tokenizer)
+        return _tokenise(file, documents, open_tokenizer(tokenizer), source=source)
 
     label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
-    path, facts = cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
-    if facts.num_skipped and source != text_documents.STDLIB:
-        what = "%d of the %d files of %s are left out: not UTF-8, or with zero bytes"
-        _log.warning(what, facts.num_skipped, len(found), source)
-    return cache.payload(path, facts), facts
+    path, metadata = cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
+    if metadata.num_skipped and source != text_documents.STDLIB:
+        message = "skipped %d of the %d files of %s: not UTF-8, or contain zero bytes"
+        _log.warning(message, metadata.num_skipped, len(documents), source)
+    return cache.map_tokens(path, metadata), metadata
 
 
-def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.Facts:
-    """Write the tokens of all documents, training part first, each document followed by a separator."""
+def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.CorpusMetadata:
+    """Write the tokens of all documents, training split first, each document followed by a separator."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
     skipped: set[str] = set()
     counts: list[int] = []
     text_bytes = 0
-    for pieces in text_documents.split(found):
+    for slices in text_documents.split(documents):
         counts.append(0)
-        text_bytes = 0  # Of the last part, which is the validation part.
-        for texts in _batches(_texts(pieces, skipped, source=source)):
-            tokens = _joined(tokenizer.encode_batch(texts), tokenizer.separator_id, dtype)
+        text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
+        for texts in _batches(_texts(slices, skipped, source=source)):
+            tokens = _concatenate(tokenizer.encode_batch(texts), tokenizer.separator_id, dtype)
             file.write(tokens.data)
             fingerprint.update(tokens)
             counts[-1] += len(tokens)
@@ -179,8 +178,8 @@ def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, so
             text_bytes += len(texts) if tokenizer.separator_id is not None else 0
     num_train, num_validation = counts
     if not num_train or not num_validation:
-        raise _empty(source, "training" if not num_train else "validation", len(found), len(skipped))
-    return cache.Facts(
+        raise _empty(source, "training" if not num_train else "validation", len(documents), len(skipped))
+    return cache.CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
@@ -192,18 +191,18 @@ def _tokenise(file: BinaryIO, found: list[Document], tokenizer: Tokenizer, *, so
     )
 
 
-def _texts(pieces: Iterable[Piece], skipped: set[str], *, source: str) -> Iterator[str]:
-    """The texts of pieces, without empty ones; adds to `skipped` the names of files that are no text."""
-    for piece in pieces:
-        text = text_documents.read(piece, source=source)
+def _texts(slices: Iterable[TextSlice], skipped: set[str], *, source: str) -> Iterator[str]:
+    """Yield the non-empty texts of the slices; add the names of files that are not text to `skipped`."""
+    for document_slice in slices:
+        text = text_documents.read(document_slice, source=source)
         if text is None:
-            skipped.add(piece.document.name)
+            skipped.add(document_slice.document.name)
         elif text:
             yield text
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in groups of some megabytes: one document is held in memory at least, a corpus never."""
+    """Group texts into batches of a few megabytes, so that the whole corpus is never in memory."""
     batch: list[str] = []
     num_chars = 0
     for text in texts:
@@ -216,23 +215,23 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _joined(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.dtype[np.integer]) -> Tokens:
+def _concatenate(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.dtype[np.integer]) -> Tokens:
     separator = np.array([] if separator_id is None else [separator_id], dtype=dtype)
     arrays = [array for tokens in encoded for array in (tokens, separator)]
     return np.concatenate(arrays).astype(dtype, copy=False)
 
 
-def _empty(source: str, part: str, num_found: int, num_skipped: int) -> DataError:
+def _empty(source: str, split: str, num_found: int, num_skipped: int) -> DataError:
     return DataError(
-        f"the {part} part of {source} is empty: {num_found} files, {num_skipped} of them not UTF-8 text",
+        f"the {split} split of {source} is empty: {num_found} files, {num_skipped} of them not UTF-8 text",
         where=f"data.source, {source}",
-        rule="a tenth of the text is held out for validation, and both parts hold some",
+        rule="a tenth of the text is held out for validation, and neither split is empty",
         fix=f"a pattern that matches more text, or data.source={text_documents.STDLIB}",
     )
 
 
 def _bytes(count: int) -> str:
-    """`28.3 MB`."""
+    """Format bytes in decimal units, as in `28.3 MB`."""
     for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= size:
             return f"{count / size:.1f} {name}"
@@ -240,5 +239,5 @@ def _bytes(count: int) -> str:
 
 
 def _tokens(count: int) -> str:
-    """`7.90 M tokens`."""
+    """Format a token count, as in `7.90 M tokens`."""
     return f"{format_count(count)} tokens"

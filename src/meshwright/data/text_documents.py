@@ -1,9 +1,9 @@
-"""Text files as a list of documents, and which parts of them are held out for validation.
+"""Text files as a list of documents, and the hold-out rule for validation.
 
-The rule of what is held out: a file is held out whole when the SHA-256 of its name, as a number, is divisible
-by ten, provided that at least 5 non-empty files are; otherwise (few files) the last tenth of every file is.
-A name is the path relative to the corpus's root with forward slashes, so the choice is the same on every
-machine, and with many files adding one moves no other.
+Hold-out rule: a file is held out if the SHA-256 of its name, as a number, is divisible by ten, provided this selects
+at least 5 non-empty files; otherwise (few files) the last tenth of every file is held out. A name is the path relative
+to the corpus root with forward slashes, so the choice is the same on every machine, and with many files, adding one
+does not reassign others.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshwright.errors import DataError
 
 STDLIB = "stdlib"
 MIN_HELD_OUT_FILES = 5
-_ONE_IN = 10
+_HOLD_OUT_DIVISOR = 10
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text file as it was listed: where it is, its name in the corpus, its size in bytes and its age."""
+    """A text file: its path, name in the corpus, size in bytes and modification time."""
 
     path: str
     name: str
@@ -38,23 +38,23 @@ class Document:
 
 
 class Extent(Enum):
-    """How much of a document a part of the corpus takes."""
+    """The portion of a document in a split of the corpus."""
 
-    WHOLE = "whole"
+    FULL = "full"
     HEAD = "all but the last tenth"
     TAIL = "the last tenth"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A document, or a part of one."""
+class TextSlice:
+    """A document or a portion of one."""
 
     document: Document
     extent: Extent
 
 
 def list_documents(source: str) -> list[Document]:
-    """The files of a source, `stdlib` or a glob (`**` and `~` are expanded), sorted by name.
+    """List the files of a source, `stdlib` or a glob (`**` and `~` are expanded), sorted by name.
 
     Raises:
         DataError: nothing matches, or a file cannot be read.
@@ -71,80 +71,80 @@ def list_documents(source: str) -> list[Document]:
 
 
 def find_files(source: str) -> tuple[Path, list[str]]:
-    """The root of a glob (`**` and `~` are expanded) and its files in no order; names are relative to that root."""
+    """Return the root of a glob (`**` and `~` are expanded), to which names are relative, and its files, unordered."""
     pattern = os.path.expanduser(source)
-    # A file's own name comes first: it may have brackets in it. Nested `**` can match a file twice.
+    # An existing path is taken literally: it may contain brackets. Nested `**` can match a file twice.
     matches = {pattern} if os.path.isfile(pattern) else set(glob.glob(pattern, recursive=True))
     return _fixed_root(pattern), [path for path in matches if os.path.isfile(path)]
 
 
-def split(documents: list[Document]) -> tuple[list[Piece], list[Piece]]:
-    """The pieces that are trained on and those that are held out, by the rule at the top of this file."""
+def split(documents: list[Document]) -> tuple[list[TextSlice], list[TextSlice]]:
+    """Split documents into training and held-out slices, by the rule at the top of this file."""
     kept = [document for document in documents if not is_held_out(document.name)]
     held_out = [document for document in documents if is_held_out(document.name)]
     if sum(document.num_bytes > 0 for document in held_out) >= MIN_HELD_OUT_FILES:
-        return [Piece(item, Extent.WHOLE) for item in kept], [Piece(item, Extent.WHOLE) for item in held_out]
-    return [Piece(item, Extent.HEAD) for item in documents], [Piece(item, Extent.TAIL) for item in documents]
+        return [TextSlice(item, Extent.FULL) for item in kept], [TextSlice(item, Extent.FULL) for item in held_out]
+    return [TextSlice(item, Extent.HEAD) for item in documents], [TextSlice(item, Extent.TAIL) for item in documents]
 
 
-def read(piece: Piece, *, source: str) -> str | None:
-    """The text of a piece, None when the file is not UTF-8 or holds a zero byte, which separates documents.
+def read(document_slice: TextSlice, *, source: str) -> str | None:
+    """Return the text of a slice, or None if the file is not UTF-8 or has a zero byte, which separates documents.
 
     Raises:
         DataError: the file cannot be read.
     """
     try:
-        data = Path(piece.document.path).read_bytes()
+        data = Path(document_slice.document.path).read_bytes()
     except OSError as error:
-        raise unreadable(piece.document.path, source, error) from None
+        raise unreadable_file(document_slice.document.path, source, error) from None
     if b"\0" in data:
         return None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    cut = len(text) - len(text) // _ONE_IN
-    if piece.extent is Extent.HEAD:
-        return text[:cut]
-    return text[cut:] if piece.extent is Extent.TAIL else text
+    end = len(text) - len(text) // _HOLD_OUT_DIVISOR
+    if document_slice.extent is Extent.HEAD:
+        return text[:end]
+    return text[end:] if document_slice.extent is Extent.TAIL else text
 
 
 def name_hash(name: str) -> int:
-    """A number that a file's name alone decides: the first 64 bits of its SHA-256."""
+    """Return the first 64 bits of the SHA-256 of a file's name."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def relative_name(path: str, root: Path) -> str:
-    """A file's name in its corpus: the path from the corpus's root, with forward slashes."""
+    """Return a file's path relative to the corpus root, with forward slashes."""
     return Path(os.path.relpath(path, root)).as_posix()
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file of this name is held out, where whole files are."""
-    return name_hash(name) % _ONE_IN == 0
+    """Return True if the file of this name is held out when the rule selects whole files."""
+    return name_hash(name) % _HOLD_OUT_DIVISOR == 0
 
 
-def unreadable(path: str | Path, source: str, error: OSError) -> DataError:
-    """The error for a file that exists and cannot be read."""
+def unreadable_file(path: str | Path, source: str, error: OSError) -> DataError:
+    """Return the error for a file that exists but cannot be read."""
     return DataError(
         f"{path} cannot be read: {error.strerror or error}",
         where=f"data.source, {source}",
-        rule="every file of the source is readable by the user who runs",
+        rule="every file of the source is readable",
         fix=f"chmod u+r {shlex.quote(str(path))}, or a data.source without it",
     )
 
 
-def nearest_existing(path: str | Path) -> Path:
-    """The deepest directory on the way to `path` that exists."""
-    place = Path(os.path.abspath(path))
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
-    return place
+def nearest_existing_directory(path: str | Path) -> Path:
+    """Return the deepest existing ancestor directory of `path`."""
+    directory = Path(os.path.abspath(path))
+    while not directory.is_dir() and directory != directory.parent:
+        directory = directory.parent
+    return directory
 
 
 def similar_file(path: str | Path) -> Path | None:
-    """A file beside the missing `path` whose name is close to it."""
+    """Return the file with the most similar name in the directory of the missing `path`, or None."""
     parent = Path(os.path.abspath(path)).parent
     names = sorted(entry.name for entry in os.scandir(parent) if entry.is_file()) if parent.is_dir() else []
     near = difflib.get_close_matches(Path(path).name, names, n=1)
@@ -158,7 +158,7 @@ def _python_files(root: Path) -> Iterator[str]:
 
 
 def _fixed_root(pattern: str) -> Path:
-    """The directory that a glob's matches all lie in: its path up to the first part with a wildcard."""
+    """Return the common root of a glob's matches: its path up to the first component with a wildcard."""
     if os.path.isfile(pattern) or not glob.has_magic(pattern):
         return Path(pattern).parent
     parts = Path(pattern).parts
@@ -170,16 +170,16 @@ def _document(path: str, root: Path, source: str) -> Document:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise unreadable(path, source, error) from None
+        raise unreadable_file(path, source, error) from None
     return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
 def _nothing_found(source: str, root: Path) -> DataError:
     if source == STDLIB:
         return DataError(
-            f"this Python keeps no source files in {root}",
+            f"no Python source files in {root}",
             where="data.source, stdlib",
-            rule="stdlib reads the .py files of the Python that runs",
+            rule="stdlib reads the .py files of the running Python's standard library",
             fix="data.source='<directory>/**/*.txt'",
         )
     pattern = os.path.expanduser(source)
@@ -189,9 +189,9 @@ def _nothing_found(source: str, root: Path) -> DataError:
     elif glob.has_magic(pattern):
         what, fix = f"no file matches {source}", f"a pattern that matches, or data.source={STDLIB}"
     else:
-        what, fix = f"no file {source}", f"data.source={shlex.quote(str(near or STDLIB))}"
+        what, fix = f"file not found: {source}", f"data.source={shlex.quote(str(near or STDLIB))}"
     return DataError(
-        f"{what} (the nearest existing directory is {nearest_existing(pattern)})",
+        f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",
         rule="a source is stdlib, a glob of text files, or a .npy or .bin token file",
         fix=fix,

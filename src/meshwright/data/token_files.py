@@ -1,7 +1,7 @@
-"""Corpora that are token ids already: a 1-D integer `.npy`, or a `.bin` of raw little-endian elements.
+"""Pre-tokenised corpora: a 1-D integer `.npy`, or a `.bin` of raw little-endian elements.
 
-The file is memory-mapped where it lies. Its largest id and its hash take one pass over it; the answers are
-cached for the file's path, size and age. The last tenth is held out for validation. Torch-free.
+The file is memory-mapped in place. One pass computes its largest id and its hash, which are cached under the file's
+path, size and modification time. The last tenth is held out for validation. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache
 from meshwright.data.corpus_fingerprint import Fingerprint
-from meshwright.data.text_documents import nearest_existing, similar_file, unreadable
+from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import format_bytes
@@ -33,12 +33,12 @@ _log = get_logger(__name__)
 
 
 def is_token_file(source: str) -> bool:
-    """Whether a source's name says that it holds token ids."""
+    """Return True if the source has the suffix of a token file."""
     return source.lower().endswith(SUFFIXES)
 
 
-def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, cache.Facts]:
-    """Map the tokens of a file, and say where validation begins, the largest id and the fingerprint.
+def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, cache.CorpusMetadata]:
+    """Memory-map a token file and return its tokens and metadata.
 
     Args:
         source: path of a `.npy` or `.bin`; `~` is expanded.
@@ -55,18 +55,18 @@ def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> 
         status = path.stat()
         tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, token_dtype)
     except OSError as error:
-        raise unreadable(path, source, error) from None
+        raise unreadable_file(path, source, error) from None
     if len(tokens) < 2:
-        rule = "a corpus has tokens to train on and others to validate with"
+        rule = "a corpus has at least one training and one validation token"
         raise _malformed(path, f"it holds {len(tokens)} tokens", rule)
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
     name = f"facts-{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
 
-    def build(_: BinaryIO) -> cache.Facts:
+    def build(_: BinaryIO) -> cache.CorpusMetadata:
         return _scan(path, tokens)
 
-    _, facts = cache.open_or_build(name, cache_dir=cache_dir, build=build)
-    return tokens, facts
+    _, metadata = cache.open_or_build(name, cache_dir=cache_dir, build=build)
+    return tokens, metadata
 
 
 def _map_npy(path: Path) -> Tokens:
@@ -89,7 +89,7 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
         fitting = [name for name, kind in _DTYPES.items() if num_bytes % np.dtype(kind).itemsize == 0]
         raise _malformed(
             path,
-            f"{num_bytes} bytes are no whole number of {token_dtype} elements",
+            f"{num_bytes} bytes is not a multiple of the {token_dtype} element size",
             f"a .bin holds raw {token_dtype} elements (data.token_dtype)",
             " or ".join(f"data.token_dtype={name}" for name in reversed(fitting)),
         )
@@ -98,19 +98,19 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _scan(path: Path, tokens: Tokens) -> cache.Facts:
-    """One pass over the tokens for the largest id and the fingerprint."""
-    _log.info("reading %s (%s) once for its largest id and its hash", path, format_bytes(tokens.nbytes))
+def _scan(path: Path, tokens: Tokens) -> cache.CorpusMetadata:
+    """Compute the largest id and the fingerprint in one pass over the tokens."""
+    _log.info("scanning %s (%s) for its largest id and hash", path, format_bytes(tokens.nbytes))
     fingerprint = Fingerprint(tokens.dtype)
     largest = 0
     for start in range(0, len(tokens), _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS]
         if (lowest := int(chunk.min())) < 0:
-            raise _malformed(path, f"it holds the id {lowest}", "token ids count from 0")
+            raise _malformed(path, f"it holds the id {lowest}", "token ids are not negative")
         largest = max(largest, int(chunk.max()))
         fingerprint.update(chunk)
     num_train = len(tokens) - max(1, len(tokens) // 10)
-    return cache.Facts(
+    return cache.CorpusMetadata(
         dtype=tokens.dtype.str,
         num_train=num_train,
         num_validation=len(tokens) - num_train,
@@ -125,16 +125,16 @@ def _scan(path: Path, tokens: Tokens) -> cache.Facts:
 def _missing(source: str, path: Path) -> DataError:
     near = similar_file(path)
     return DataError(
-        f"no token file {source} (the nearest existing directory is {nearest_existing(path)})",
+        f"token file not found: {source} (the nearest existing directory is {nearest_existing_directory(path)})",
         where=f"data.source, {source}",
-        rule="a source that ends in .npy or .bin is one file of token ids",
+        rule="a source that ends in .npy or .bin is a file of token ids",
         fix=f"data.source={shlex.quote(str(near))}" if near else "the path of an existing file, or data.source=stdlib",
     )
 
 
 def _malformed(path: Path, reason: str, rule: str, fix: str = "") -> DataError:
     return DataError(
-        f"{path} is no token file: {reason}",
+        f"{path} is not a valid token file: {reason}",
         where=f"data.source, {path}",
         rule=rule,
         fix=fix or "np.save('tokens.npy', ids) with a 1-D array of token ids, and data.source=tokens.npy",

@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, which need nothing, and any Hugging Face `tokenizer.json`.
+"""Tokenizers: UTF-8 bytes, without dependencies, and Hugging Face `tokenizer.json` files.
 
-Torch-free. The `tokenizers` package is an extra and is imported only when a `tokenizer.json` is opened.
+Torch-free. The optional `tokenizers` package is imported only when a `tokenizer.json` is opened.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from meshwright.errors import DataError
 Tokens = NDArray[np.unsignedinteger]
 
 BYTES = "bytes"
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Names of the end-of-text token, in the tokenizers that many models share."""
+SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+"""Common names of the end-of-text token."""
 
 _INVALID_BYTE = 0xFF
 _CHUNK_CHARS = 2**20
-_SAFE_CUT = re.compile(r"(?<=\S)\n(?=\S)")
+_SAFE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Conversion of text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
-        """The smallest vocabulary that holds every id."""
+        """The size of the smallest vocabulary that covers every id."""
 
     @property
     def separator_id(self) -> int | None:
-        """The id that follows every document, None when the vocabulary has none."""
+        """The id appended to every document; None if the vocabulary has no such token."""
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a text, 1-D, without begin or end tokens."""
+        """Encode a text into ids, 1-D, without begin or end tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each of several texts, faster than one by one."""
+        """Encode several texts, faster than one by one."""
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text of some ids; what is no text becomes a replacement character."""
+        """Decode ids into text; invalid bytes become replacement characters."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: vocabulary 256, documents separated by a zero byte, which text files do not contain."""
+    """UTF-8 byte tokenizer: 256 ids, with the zero byte, which text files do not contain, as the separator."""
 
     vocab_size: int = 256
     separator_id: int | None = 0
@@ -63,17 +63,17 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        # A model whose vocabulary was rounded up can draw ids that are no byte.
+        # A model with a padded vocabulary can sample ids above 255.
         values = np.asarray(ids, dtype=np.int64)
         values = np.where((values >= 0) & (values < self.vocab_size), values, _INVALID_BYTE)
         return values.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` through the `tokenizers` package.
+    """Tokenizer read from a `tokenizer.json` by the `tokenizers` package.
 
     Args:
-        path: the `tokenizer.json`.
+        path: path of the `tokenizer.json`.
 
     Raises:
         DataError: the package or the file is missing, or the file is not a tokenizer.
@@ -87,28 +87,28 @@ class HuggingFaceTokenizer:
             self._backend: Any = Backend.from_str(_read(path).decode("utf-8"))
         except DataError:
             raise
-        except Exception as error:  # The package raises bare Exception for whatever it does not understand.
+        except Exception as error:  # The package raises bare Exception for malformed files.
             raise _not_a_tokenizer(path, error) from None
-        # Files often carry the truncation and padding of the last use; a corpus wants neither.
+        # Files often store the truncation and padding settings of their last use; a corpus needs neither.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # Text is text: a document that mentions `<|endoftext|>` does not end there.
+        # Special tokens in the text are encoded as text: a document that mentions `<|endoftext|>` does not end there.
         self._backend.encode_special_tokens = True
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise _not_a_tokenizer(path, "its vocabulary is empty")
         self.vocab_size: int = max(vocabulary.values()) + 1
-        separators = (vocabulary[name] for name in SEPARATORS if name in vocabulary)
+        separators = (vocabulary[name] for name in SEPARATOR_NAMES if name in vocabulary)
         self.separator_id: int | None = next(separators, None)
 
     def encode(self, text: str) -> Tokens:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text; one over a million characters is worked through in chunks (see `_chunks`)."""
+        """Encode several texts; those over a million characters are processed in chunks (see `_chunks`)."""
         dtype = token_dtype(self.vocab_size)
         chunks = [list(_chunks(text)) for text in texts]
-        flat = [chunk for parts in chunks for chunk in parts]
+        flat = [chunk for text_chunks in chunks for chunk in text_chunks]
         encoded = iter(self._backend.encode_batch(flat, add_special_tokens=False))
         return [np.concatenate([np.array(next(encoded).ids, dtype=dtype) for _ in parts]) for parts in chunks]
 
@@ -117,19 +117,19 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes` or the path of a `tokenizer.json` (`~` is expanded).
+    """Open the tokenizer `data.tokenizer` names: `bytes` or the path of a `tokenizer.json` (`~` is expanded).
 
     Raises:
-        DataError: no such file, not a tokenizer, or the `tokenizers` package is missing.
+        DataError: the file is missing or not a tokenizer, or the `tokenizers` package is missing.
     """
     return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(_locate(name))
 
 
 def tokenizer_identity(name: str) -> str:
-    """A string that changes whenever the tokenizer's ids may; reads the file but does not parse it.
+    """Return a string that identifies the tokenizer's contents, without parsing the file.
 
     Raises:
-        DataError: no such file, or the `tokenizers` package is missing.
+        DataError: the file or the `tokenizers` package is missing.
     """
     if name == BYTES:
         return BYTES
@@ -139,36 +139,36 @@ def tokenizer_identity(name: str) -> str:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest of uint8, uint16, uint32 that holds every id of a vocabulary."""
+    """Return the narrowest of uint8, uint16 and uint32 that holds every id of a vocabulary."""
     if vocab_size <= 2**8:
         return np.dtype(np.uint8)
     return np.dtype(np.uint16) if vocab_size <= 2**16 else np.dtype(np.uint32)
 
 
 def require_tokenizers(path: Path) -> None:
-    """Raise a DataError when the `tokenizers` package, which reads `path`, is not installed."""
+    """Raise a DataError if the `tokenizers` package, needed to read `path`, is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
         raise DataError(
-            "the package tokenizers is not installed",
+            "the tokenizers package is not installed",
             where=f"data.tokenizer, {path}",
-            rule="a tokenizer.json is read by the package tokenizers",
+            rule="reading a tokenizer.json requires the tokenizers package",
             fix='pip install "meshwright[tokenizers]", or data.tokenizer=bytes',
         )
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """A long text in parts of about a million characters, so that memory is bounded and cores share the work.
+    """Split a long text into chunks of about a million characters, to bound memory and use several cores.
 
-    Cuts only after a single line end between two non-blank characters, where pre-tokenizers of GPT-2's kind
-    (as many byte-level ones) cut too, so that their ids are those of the whole text.
+    Splits only after a single newline between two non-blank characters, where GPT-2-style pre-tokenizers (including
+    most byte-level ones) split too, so that the ids are the same as for the full text.
     """
     start = 0
     while len(text) - start > _CHUNK_CHARS:
-        cut = _SAFE_CUT.search(text, start + _CHUNK_CHARS)
-        if cut is None:
+        newline = _SAFE_BREAK.search(text, start + _CHUNK_CHARS)
+        if newline is None:
             break
-        yield text[start : cut.end()]
-        start = cut.end()
+        yield text[start : newline.end()]
+        start = newline.end()
     yield text[start:]
 
 
@@ -183,7 +183,7 @@ def _locate(name: str) -> Path:
         near = difflib.get_close_matches(str(path), siblings, n=1)
         fix = f"data.tokenizer={near[0]}" if near else f"data.tokenizer={BYTES}"
     raise DataError(
-        f"{path} is {'a directory' if path.is_dir() else 'no file'}",
+        f"{path} is a directory" if path.is_dir() else f"file not found: {path}",
         where=f"data.tokenizer, {name}",
         rule="a tokenizer is bytes or the path of a Hugging Face tokenizer.json",
         fix=fix,

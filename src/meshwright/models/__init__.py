@@ -1,1 +1,1 @@
-"""Models: plain modules that know no mesh, and their cost facts as torch-free values."""
+"""Models: plain modules, unaware of device meshes, and torch-free descriptions of their costs."""

@@ -1,1 +1,1 @@
-"""Building blocks that know no mesh."""
+"""Neural network building blocks, unaware of device meshes."""

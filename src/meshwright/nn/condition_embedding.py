@@ -1,4 +1,4 @@
-"""What a model is told beside its input, as vectors: numbers by their sines and cosines (Ho et al. 2020).
+"""Embeddings of scalar conditions such as timesteps, by sines and cosines (Ho et al. 2020).
 
 Shapes: b batch, s sines and cosines, d model width.
 """
@@ -15,9 +15,9 @@ MAX_PERIOD = 10000.0
 
 
 def sinusoids(values: Tensor, num_features: int, *, dtype: torch.dtype) -> Tensor:
-    """Cosines, then sines, of each number at falling frequencies: […] to […, s].
+    """Compute cosines, then sines, of each value at decreasing frequencies: […] to […, s].
 
-    Computed in float64, as there are few: float32 of a large number times a frequency is off by more than its rounding.
+    Angles are computed in float64: in float32 the error of a large angle would exceed the result's rounding error.
     """
     half = num_features // 2
     steps = torch.arange(half, device=values.device, dtype=torch.float64)
@@ -26,7 +26,7 @@ def sinusoids(values: Tensor, num_features: int, *, dtype: torch.dtype) -> Tenso
 
 
 class MlpEmbedder(nn.Module):
-    """fc2(silu(fc1(features))), of a number's sines and cosines."""
+    """Two-layer MLP fc2(silu(fc1(features))) over sinusoidal features."""
 
     def __init__(self, num_features: int, dim: int) -> None:
         super().__init__()
@@ -34,6 +34,6 @@ class MlpEmbedder(nn.Module):
         self.fc2 = Linear(dim, dim, bias=True)
 
     def forward(self, features_bs: Tensor) -> Tensor:
-        """[b, s] to [b, d]."""
+        """Map [b, s] to [b, d]."""
         out: Tensor = self.fc2(F.silu(self.fc1(features_bs)))
         return out

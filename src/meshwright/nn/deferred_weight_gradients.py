@@ -1,8 +1,8 @@
-"""Deferral of weight gradients (Qi et al. 2024, "Zero bubble pipeline parallelism"): backwards split in two.
+"""Deferred weight gradients (Qi et al. 2024, "Zero bubble pipeline parallelism"): the backward pass split in two.
 
-Splitting a whole backward graph afterwards runs a Python autograd Function twice and recomputes a checkpointed block
-once per layer. Here a layer itself stores what its parameter's gradient is computed from, and that is run later;
-everything else of the backward happens once. Any layer can do so: it implements `DefersWeightGradients`.
+Splitting an existing autograd graph runs Python autograd Functions twice and recomputes a checkpointed block once per
+layer. Here the layer itself saves the inputs of its weight gradient, which is computed later; everything else in the
+backward runs once. Any layer can participate by implementing `DefersWeightGradients`.
 """
 
 from __future__ import annotations
@@ -15,80 +15,80 @@ from torch import Tensor, nn
 
 
 class DeferredGradient(NamedTuple):
-    """A parameter's gradient that is not computed yet: `compute(*tensors)`."""
+    """A parameter's gradient yet to be computed as `compute(*tensors)`."""
 
     parameter: nn.Parameter
     compute: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
 
 
-class WeightGradients:
-    """The weight gradients of a stage that were deferred."""
+class WeightGradStore:
+    """The deferred weight gradients of a pipeline stage."""
 
     def __init__(self) -> None:
         self.defers = False
-        """Whether backwards that run now defer them."""
+        """True while backward passes should defer their weight gradients."""
         self._deferred: list[DeferredGradient] = []
 
     def put(self, parameter: nn.Parameter, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
-        """Keep for later what `compute(*tensors)` makes a gradient of.
+        """Store a gradient to be computed later.
 
         Args:
-            parameter: the one that a backward without deferral would give the gradient to; an autograd Function takes
-                it from its forward's arguments, since what a recomputation saves is detached.
-            compute: a function that holds no tensors itself.
-            tensors: all that it needs; they live until it runs.
+            parameter: the parameter whose `.grad` receives the gradient. An autograd Function must take it from its
+                forward's arguments: tensors saved during recomputation are detached.
+            compute: computes the gradient; must not hold references to tensors.
+            tensors: the arguments of `compute`, kept alive until it runs.
         """
         self._deferred.append(DeferredGradient(parameter, compute, tensors))
 
     def take(self) -> list[DeferredGradient]:
-        """What was deferred since the last time."""
+        """Return and clear the deferred gradients."""
         deferred, self._deferred = self._deferred, []
         return deferred
 
 
 @runtime_checkable
 class DefersWeightGradients(Protocol):
-    """A layer that can defer gradients of its parameters.
+    """A layer that can defer the gradients of its parameters.
 
-    In each backward, and for each of these parameters that needs a gradient, it computes it or, if `weight_gradients`
-    is set and `defers`, puts it there instead.
+    For each of these parameters that requires a gradient, the backward either computes it or, if `weight_gradients`
+    is set and its `defers` is true, puts it there.
     """
 
-    weight_gradients: WeightGradients | None
-    """Where they go; None until a stage gives the layer one."""
+    weight_gradients: WeightGradStore | None
+    """The store for deferred gradients, assigned by the stage; None until then."""
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
-        """Those whose gradients it defers; all others' come with the inputs' gradients, as a bias's does."""
+        """Return the parameters whose gradients can be deferred; others, such as biases, get theirs in the backward."""
 
 
-def defer_weight_gradients(module: nn.Module) -> WeightGradients | None:
-    """Let the layers of a stage defer their weights' gradients.
+def defer_weight_gradients(module: nn.Module) -> WeightGradStore | None:
+    """Let the layers of a stage defer their weight gradients.
 
     Returns:
-        Where they go; None if there are none to defer, or the stage has a matrix of which that can't be done
-        (`undeferred` names it), so that its backward can't be split.
+        The store they share; None if the backward cannot be split, because the stage has nothing to defer or has
+        matrices whose gradients cannot be deferred (see `undeferred_parameters`).
     """
     layers = _deferring_layers(module)
-    if not any(True for layer in layers for _ in layer.deferred_parameters()) or undeferred(module):
+    if not any(True for layer in layers for _ in layer.deferred_parameters()) or undeferred_parameters(module):
         return None
-    store = WeightGradients()
+    store = WeightGradStore()
     for layer in layers:
         layer.weight_gradients = store
     return store
 
 
-def undeferred(module: nn.Module) -> list[str]:
-    """Names of the matrices, frozen ones too, whose gradients no layer of `module` defers."""
-    free = {id(parameter) for layer in _deferring_layers(module) for parameter in layer.deferred_parameters()}
-    # A lookup's gradient is as cheap as a norm's: it stays with the gradient of the inputs.
-    free |= {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    return [name for name, one in module.named_parameters() if one.dim() >= 2 and id(one) not in free]
+def undeferred_parameters(module: nn.Module) -> list[str]:
+    """Return the names of the matrices, including frozen ones, whose gradients no layer of `module` can defer."""
+    exempt = {id(parameter) for layer in _deferring_layers(module) for parameter in layer.deferred_parameters()}
+    # An embedding's gradient is as cheap as a norm's, so it is computed with the input gradients.
+    exempt |= {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    return [name for name, p in module.named_parameters() if p.dim() >= 2 and id(p) not in exempt]
 
 
 @torch.no_grad()
 def compute_deferred(deferred: Iterable[DeferredGradient]) -> None:
-    """Compute what was deferred, into the parameters' gradients, in the order of the backward."""
+    """Compute the deferred gradients in order and accumulate them into `.grad`."""
     for parameter, compute, tensors in deferred:
         gradient = compute(*tensors)
         if parameter.grad is None:

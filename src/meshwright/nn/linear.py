@@ -1,6 +1,6 @@
-"""A linear layer that can defer the gradient of its weight (`nn/deferred_weight_gradients.py`).
+"""A linear layer that can defer its weight gradient (see `nn/deferred_weight_gradients.py`).
 
-It stores the pair that the gradient is the product of. The bias's gradient is not deferred: it costs no product.
+It saves the two factors of the weight gradient. The bias gradient needs no matrix product and is not deferred.
 
 Shapes: d input features, e output features, … any leading dims.
 """
@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.deferred_weight_gradients import WeightGradients
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
 
 
 class Linear(nn.Linear):
-    """`x @ weight.T + bias`; with `weight_gradients` set, backwards may defer the weight's gradient."""
+    """Linear layer `x @ weight.T + bias` whose backward can defer the weight gradient to `weight_gradients`."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.weight_gradients: WeightGradients | None = None
+        self.weight_gradients: WeightGradStore | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, d] to […, e]."""
+        """Map […, d] to […, e]."""
         if self.weight_gradients is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         inputs = (x, self.weight, self.bias, self.weight_gradients)
@@ -33,15 +33,15 @@ class Linear(nn.Linear):
         return out
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
-        """The weight."""
+        """Return the weight."""
         return [self.get_parameter("weight")]
 
 
 class _DeferringLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradStore) -> Tensor:
         ctx.save_for_backward(x)
-        # The parameter itself: what a recomputation saves is detached, and has no `.grad` that anybody would see.
+        # The parameter itself: a saved tensor would be detached under recomputation, and its `.grad` lost.
         ctx.weight, ctx.store = weight, store
         return F.linear(x, weight, bias)
 
@@ -50,16 +50,16 @@ class _DeferringLinear(torch.autograd.Function):
         (gradient,) = gradients
         (x,), weight = ctx.saved_tensors, ctx.weight
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        of_x = gradient @ weight if needs_x else None
-        of_weight = None
+        grad_x = gradient @ weight if needs_x else None
+        grad_weight = None
         if needs_weight and ctx.store.defers:
-            ctx.store.put(weight, _product, x, gradient)
+            ctx.store.put(weight, _weight_gradient, x, gradient)
         elif needs_weight:
-            of_weight = _product(x, gradient)
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
-        return of_x, of_weight, of_bias, None
+            grad_weight = _weight_gradient(x, gradient)
+        grad_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
 
 
-def _product(x: Tensor, gradient: Tensor) -> Tensor:
-    """The weight's gradient [e, d]."""
+def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the weight gradient [e, d]."""
     return gradient.flatten(0, -2).T @ x.flatten(0, -2)

@@ -1,8 +1,8 @@
-"""Recomputation: keep a block's inputs instead of its activations (Chen et al. 2016, "Training deep nets with sublinear
-memory cost").
+"""Activation recomputation: save a block's inputs instead of its activations (Chen et al. 2016, "Training deep nets
+with sublinear memory cost").
 
-PyTorch's non-reentrant checkpointing: the reentrant one loses hooks, can't have an input without a gradient, and runs a
-backward within a backward.
+Uses PyTorch's non-reentrant checkpointing: the reentrant variant loses hooks, requires an input that needs a gradient,
+and runs a backward inside a backward.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Forward = Callable[..., Any]
 
 
 def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
-    """Let `module` keep only its inputs for the backward, and compute its forward again there.
+    """Make `module` save only its inputs and recompute its forward in the backward pass.
 
-    Only this instance's `forward` is replaced: names stay, and hooks, compilation and FSDP2, all applied afterwards,
-    are around it. Handles inside (`nn/step_handles.py`) count the first forward only. They keep a block from being one
-    graph: with any, `module.compile()` leaves the block to eager execution.
+    Replaces only this instance's `forward`: parameter names are unchanged, and hooks, compilation and FSDP2, applied
+    later, wrap it. Step handles inside (`nn/step_handles.py`) count the first forward only; a block that has any cannot
+    be a single graph, so `module.compile()` runs it eagerly.
 
     Args:
-        module: what is recomputed as a whole; it may hold others that are recomputed.
-        preserve_rng_state: put the generators back for the second forward. Without, a module that draws random numbers
-            (dropout) draws others there, and its gradients are silently those of another forward; with, each forward
-            copies the generators' states, on a GPU from the device.
+        module: recomputed as a unit; it may contain modules that are recomputed themselves.
+        preserve_rng_state: restore the RNG state for the recomputation. Required for modules that use random numbers
+            (dropout), whose gradients are silently wrong otherwise; costs a copy of the RNG state per forward, on a
+            GPU from the device.
     """
     forward = module.forward
-    # Not bound to the instance, so that a deep copy recomputes itself and not its original.
+    # Unbound, so that a deep copy recomputes itself rather than the original.
     function = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else _unbound(forward)
 
     @functools.wraps(function)
     def recomputed(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        def run(*again: Any) -> Any:
-            return function(self, *again, **named)  # so that no name is taken for one of checkpoint's own
+        def run(*positional: Any) -> Any:
+            return function(self, *positional, **named)  # keywords are bound here: checkpoint has its own
 
         handles = [inner for inner in self.modules() if isinstance(inner, StepHandle)]
         if handles:
@@ -52,7 +52,7 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
     module.forward = MethodType(recomputed, module)
 
 
-# A traced checkpoint can't write to anything outside it, and traced contexts would keep it from being recomputed.
+# A traced checkpoint cannot have side effects, and tracing its contexts would prevent recomputation.
 @torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
     reason="a recomputed module that holds auxiliary losses or step buffers runs eagerly"
 )
@@ -66,9 +66,9 @@ def _checkpoint_with_handles(
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Tells handles that what runs has been counted; they may know already, from a module around this one.
+    """Context that marks step handles as recomputing, unless an enclosing module has done so.
 
-    Entered once a recomputation, and there is one for each backward over the same graph.
+    Entered once per recomputation, that is, once for each backward over the same graph.
     """
 
     def __init__(self, handles: list[StepHandle]) -> None:

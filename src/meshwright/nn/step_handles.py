@@ -1,8 +1,8 @@
-"""Handles that a model's modules hold for what happens once a step: auxiliary losses, and buffers that a step updates.
+"""Handles in a model for work done once per step: auxiliary losses and buffers updated by the step.
 
-A module can't know the global batch, the other micro-batches or the other ranks. So it tells a handle what this
-micro-batch gives, and whoever runs the step scales, collects and reduces. A handle counts a micro-batch once, where
-its module is recomputed too: `nn/recompute.py` says when that is.
+A module does not know the global batch, the other micro-batches or the other ranks. It records this micro-batch's
+contribution in a handle, and the training step scales, accumulates and reduces it. Each micro-batch counts once, even
+if its module is recomputed (see `nn/recompute.py`).
 """
 
 from __future__ import annotations
@@ -17,63 +17,63 @@ from meshwright.errors import LayoutError
 
 
 class StepHandle(nn.Module):
-    """Base of the handles: it says when a forward counts."""
+    """Base class of the handles, which decides whether a forward counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recomputing = False
-        """The forward that runs now has been counted already."""
+        """True during a recomputed forward, which has been counted already."""
 
     def discard(self) -> None:
-        """Forget what this step's forwards told."""
+        """Drop the contributions of this step's forwards."""
         raise NotImplementedError
 
     def _trains(self) -> bool:
-        """Whether a backward is going to follow."""
+        """Return True if a backward will follow."""
         return self.training and torch.is_grad_enabled()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A module moves between steps; what a forward on the meta device told has no values.
+        # Modules are moved between steps; contributions from a forward on the meta device have no values.
         self.discard()
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class AuxiliaryLoss(StepHandle):
-    """A loss inside the model, which reaches the gradients without travelling (Megatron's `MoEAuxLossAutoScaler`).
+    """A loss inside the model whose gradient is injected in the backward pass (cf. Megatron's `MoEAuxLossAutoScaler`).
 
-    Backward adds `scale × weight × d loss_sum` whatever gradient the stream gets, so the stream may go on to another
-    pipeline stage and the loss need not. `scale` is set before a step, 1 / samples of the global batch.
+    The backward adds `scale × weight × d loss_sum` regardless of the gradient of `x`, so `x` can be sent to another
+    pipeline stage while the loss stays local. `scale` is set before each step to 1 / samples of the global batch.
     """
 
     def __init__(self, name: str, weight: float) -> None:
-        """Make.
+        """Create the handle.
 
         Args:
-            name: what it is called where it is shown.
-            weight: of this loss beside the main one.
+            name: display name.
+            weight: weight relative to the main loss.
         """
         super().__init__()
         self.name, self.weight, self.scale = name, weight, 1.0
         self._sum: Tensor | None = None
 
     def forward(self, x: Tensor, loss_sum: Tensor) -> Tensor:
-        """Put the loss on the way of a backward.
+        """Attach the loss to the autograd graph of `x`.
 
         Args:
             x: any tensor that the main loss depends on.
-            loss_sum: a scalar, the sum over this micro-batch's samples of a loss of each; over this rank's tokens only,
-                where the stream is divided. Its gradient is rounded to its dtype: hold it in float32 under bfloat16.
+            loss_sum: scalar sum of the per-sample losses of this micro-batch; with a sharded residual stream, over this
+                rank's tokens only. Its gradient has its dtype: keep it in float32 when training in bfloat16.
 
         Returns:
-            `x`, and nothing else happens, in evaluation or without gradients.
+            `x`; in evaluation mode or without gradients nothing else happens.
         """
         if not self._trains():
             return x
         if loss_sum.dim():
             raise LayoutError(
-                f"the auxiliary loss {self.name!r} was given a tensor of shape {list(loss_sum.shape)}",
+                f"the auxiliary loss {self.name!r} got a tensor of shape {list(loss_sum.shape)}",
                 rule="an auxiliary loss takes a scalar",
-                fix="give the sum over the samples of the micro-batch, not a vector of them",
+                fix="pass the sum over the samples of the micro-batch, not one loss per sample",
             )
         factor = self.weight * self.scale
         if not self.recomputing:
@@ -86,34 +86,34 @@ class AuxiliaryLoss(StepHandle):
         return out
 
     def take(self) -> Tensor | None:
-        """Sum of `weight × scale × loss_sum` since the last time, in float32 or wider; None if there was no forward."""
+        """Return and clear the sum of `weight × scale × loss_sum`, in float32 or wider; None without any forward."""
         value, self._sum = self._sum, None
         return value
 
     def discard(self) -> None:
-        """Forget the sum."""
+        """Drop the sum."""
         self._sum = None
 
 
 class StepBuffer(StepHandle):
-    """A buffer that is updated once a step, by what all samples of the global batch add to it."""
+    """A buffer updated once per step with the sum of the contributions of the global batch."""
 
     value: Tensor
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, saved: bool = True) -> None:
-        """Make, with `value` zero.
+        """Create the buffer with `value` zero.
 
         Args:
-            shape: of the buffer.
-            dtype: of the buffer and of what is added.
-            saved: whether it is in checkpoints.
+            shape: shape of the buffer.
+            dtype: dtype of the buffer and of its updates.
+            saved: True to include the buffer in checkpoints.
         """
         super().__init__()
         self.register_buffer("value", torch.zeros(shape, dtype=dtype), persistent=saved)
         self._pending: Tensor | None = None
 
     def add(self, delta: Tensor) -> None:
-        """Add what this micro-batch gives: in a forward that trains, and once where it is recomputed."""
+        """Add this micro-batch's contribution; ignored outside training and in a recomputed forward."""
         self._check(delta)
         if self._trains() and not self.recomputing:
             with torch.no_grad():
@@ -122,41 +122,41 @@ class StepBuffer(StepHandle):
 
     @torch.no_grad()
     def pending(self) -> Tensor:
-        """What was added since the last commit, on this rank; zeros if nothing was."""
+        """Return the sum of this rank's contributions since the last commit."""
         return torch.zeros_like(self.value) if self._pending is None else self._pending.clone()
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """End the step: add to `value` what all ranks had pending."""
+        """Add to `value` the contributions summed over all ranks, and clear the pending ones."""
         self._check(total)
         self.value.add_(total)
         self.discard()
 
     def discard(self) -> None:
-        """Forget what is pending."""
+        """Drop the pending contributions."""
         self._pending = None
 
-    def _check(self, given: Tensor) -> None:
-        if given.shape != self.value.shape:
+    def _check(self, update: Tensor) -> None:
+        if update.shape != self.value.shape:
             raise LayoutError(
-                f"a buffer of shape {list(self.value.shape)} was given {list(given.shape)}",
+                f"a buffer of shape {list(self.value.shape)} got an update of shape {list(update.shape)}",
                 rule="an update has the shape of its buffer",
-                fix="sum over the samples and tokens, and over nothing else",
+                fix="sum over samples and tokens only",
             )
 
 
 def handles(module: nn.Module) -> list[tuple[str, StepHandle]]:
-    """All handles in `module`, with their names and in the names' order."""
+    """Return all handles in `module` with their names, sorted by name."""
     return _named(module, StepHandle)
 
 
 def auxiliary_losses(module: nn.Module) -> list[tuple[str, AuxiliaryLoss]]:
-    """The auxiliary losses in `module`, with their names and in the names' order."""
+    """Return the auxiliary losses in `module` with their names, sorted by name."""
     return _named(module, AuxiliaryLoss)
 
 
 def step_buffers(module: nn.Module) -> list[tuple[str, StepBuffer]]:
-    """The buffers in `module` that a step updates, with their names and in the names' order."""
+    """Return the step buffers in `module` with their names, sorted by name."""
     return _named(module, StepBuffer)
 
 
@@ -164,12 +164,12 @@ H = TypeVar("H", bound=StepHandle)
 
 
 def _named(module: nn.Module, kind: type[H]) -> list[tuple[str, H]]:
-    found = ((name, handle) for name, handle in module.named_modules() if isinstance(handle, kind))
-    return sorted(found, key=lambda item: item[0])
+    named = ((name, handle) for name, handle in module.named_modules() if isinstance(handle, kind))
+    return sorted(named, key=lambda item: item[0])
 
 
 class _AddGradient(torch.autograd.Function):
-    """The identity of `x`, whose backward gives a second input the gradient `factor`."""
+    """Identity on `x` whose backward also gives a second input the gradient `factor`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss_sum: Tensor, factor: float) -> Tensor:
@@ -178,5 +178,5 @@ class _AddGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        of_loss = torch.full((), ctx.factor, dtype=ctx.dtype, device=ctx.device)
-        return gradients[0] if ctx.needs_input_grad[0] else None, of_loss, None
+        grad_loss = torch.full((), ctx.factor, dtype=ctx.dtype, device=ctx.device)
+        return gradients[0] if ctx.needs_input_grad[0] else None, grad_loss, None

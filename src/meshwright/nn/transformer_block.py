@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.causal import Attention
+from meshwright.nn.attention.causal import CausalAttention
 from meshwright.nn.linear import Linear
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
+    """SwiGLU feed-forward layer: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, dim: int, *, ffn_dim: int) -> None:
         super().__init__()
@@ -22,25 +22,25 @@ class FeedForward(nn.Module):
         self.down = Linear(ffn_dim, dim)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        """[b, t, d] to [b, t, d]."""
+        """Map [b, t, d] to [b, t, d]."""
         out: Tensor = self.down(F.silu(self.gate(x_btd)) * self.up(x_btd))
         return out
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
         self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, ffn_dim: int, norm_eps: float
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = Attention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.attention = CausalAttention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim=ffn_dim)
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-        """[b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""
+        """Map [b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""
         x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_th, sin_th)
         out: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
         return out

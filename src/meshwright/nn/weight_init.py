@@ -1,8 +1,7 @@
-"""Initial weights that depend on nothing but the seed and the parameter's name.
+"""Weight initialisation that depends only on the seed and the parameter's name.
 
-A parameter is cut into blocks of rows; each block's numbers come from a generator of its own, seeded by (seed,
-name, block). So a rank draws only the blocks that its piece touches, and the full tensor is the same on every
-layout, device and number of ranks.
+A parameter is divided into blocks of rows, each drawn from its own generator seeded by (seed, name, block). A rank
+draws only the blocks that overlap its shard, and the full tensor is the same on every layout, device and world size.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 18
 
 
-def normal_piece(
+def normal_shard(
     seed: int, name: str, shape: Sequence[int], *, std: float, index: Sequence[slice] | None = None
 ) -> Tensor:
-    """A piece of the parameter's initial values N(0, std²), in float32 on the CPU.
+    """Draw a shard of the parameter's initial values N(0, std²), in float32 on the CPU.
 
     Args:
         seed: the run's seed.
         name: the parameter's qualified name.
         shape: shape of the full parameter, at least one dim.
         std: standard deviation.
-        index: one slice with start and stop per dim; the full tensor when None.
+        index: one slice with start and stop per dim; None for the full tensor.
     """
     index = tuple(index) if index is not None else tuple(slice(0, size) for size in shape)
     row = math.prod(shape[1:])
     rows = max(1, BLOCK_ELEMENTS // max(1, row))
     start, stop = index[0].start, index[0].stop
-    pieces = [torch.empty((0, *(part.stop - part.start for part in index[1:])))]
+    blocks = [torch.empty((0, *(dim.stop - dim.start for dim in index[1:])))]
     for block in range(start // rows, math.ceil(stop / rows) if stop > start else 0):
         first, last = block * rows, min((block + 1) * rows, shape[0])
         generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
         values = torch.randn((last - first, *shape[1:]), generator=generator)
         keep = slice(max(start, first) - first, min(stop, last) - first)
-        pieces.append(values[(keep, *index[1:])])
-    return torch.cat(pieces).mul_(std)
+        blocks.append(values[(keep, *index[1:])])
+    return torch.cat(blocks).mul_(std)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.comm.p2p import Channel, Transfer
-from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradients, compute_deferred
+from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore, compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, Action, ActionKind
 from meshwright.pipeline.receive_buffers import Buffers
 from meshwright.pipeline.schedule_table import Schedule
@@ -33,7 +33,7 @@ ChannelKey = tuple[int, int, ActionKind]
 class Stage(Protocol):
     """What the executor asks of a stage."""
 
-    weight_gradients: WeightGradients | None
+    weight_gradients: WeightGradStore | None
     """Where gradients of weights are deferred; None if this stage's backward can't be split."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ from meshwright.models.contract.build_module import build_part, tie
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.initial_values import Computed, Constant, Fill
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.nn.weight_init import normal_piece
+from meshwright.nn.weight_init import normal_shard
 from meshwright.parallel.apply_plan import apply_plan, needs_mesh
 from meshwright.parallel.check_applied import check_placements
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
@@ -176,7 +176,7 @@ def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
                 rule="random values are for floating-point parameters and buffers",
                 fix=f"Constant or Computed for {name}",
             )
-        local.copy_(normal_piece(seed, name, tensor.shape, std=fill.std, index=box.slices()))
+        local.copy_(normal_shard(seed, name, tensor.shape, std=fill.std, index=box.slices()))
 
 
 @torch.no_grad()

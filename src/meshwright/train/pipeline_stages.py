@@ -15,7 +15,7 @@ from meshwright.comm.p2p import Channel, open_channels
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.task import Batch
-from meshwright.nn.deferred_weight_gradients import WeightGradients, defer_weight_gradients, undeferred
+from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients, undeferred_parameters
 from meshwright.parallel.check_applied import FirstGradients
 from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
 from meshwright.parallel.rank_model import StagePart
@@ -50,7 +50,7 @@ class ModelStage(Stage):
         means = [one for one in job.plan.sums if one.by is By.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
         self._first: FirstGradients | None = FirstGradients(part)
-        self.weight_gradients: WeightGradients | None = None
+        self.weight_gradients: WeightGradStore | None = None
         if part.stage.splits_backward:
             _check_deferral(part)
             self.weight_gradients = defer_weight_gradients(part.module)
@@ -144,7 +144,7 @@ def _check_deferral(part: StagePart) -> None:
     Raises:
         LayoutError: the gradient of a matrix can't be deferred; the message has its name.
     """
-    if names := undeferred(part.module):
+    if names := undeferred_parameters(part.module):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise LayoutError(
             f"stage {part.number} can't defer the gradient of {names[0]}{more}, but its backward is split",

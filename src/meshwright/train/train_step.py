@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.data.sampler import share
+from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Batch, Task
 from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build_job import Job
@@ -149,7 +149,7 @@ class TrainStep:
     def samples(self, step: int) -> list[range]:
         """Return the samples of each micro-batch of this rank in step `step`, counted from 1."""
         train = self._job.config.train
-        return share(
+        return microbatch_samples(
             step - 1,
             global_batch=train.global_batch,
             data_parallel=self._job.axes.data_parallel(),

@@ -1,4 +1,4 @@
-"""Small diffusion transformers and batches for them."""
+"""Small diffusion transformers and batches for tests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.dit.description import DiTSpec
-from meshwright.nn.weight_init import normal_piece
+from meshwright.nn.weight_init import normal_shard
 
-PICTURES = DiTSpec(num_layers=4, dim=16, num_heads=4, head_dim=4, ffn_dim=24, image_size=8, patch_size=2,
+IMAGES = DiTSpec(num_layers=4, dim=16, num_heads=4, head_dim=4, ffn_dim=24, image_size=8, patch_size=2,
                    num_channels=2, num_classes=5, zero_init=False)  # fmt: skip
 VIDEOS = DiTSpec(num_layers=4, dim=16, num_heads=2, head_dim=6, ffn_dim=24, image_size=6, patch_size=2, num_channels=1,
                  num_classes=5, num_frames=4, patch_frames=2, zero_init=False)  # fmt: skip
@@ -39,5 +39,5 @@ def fill(part):
     """Give every parameter, biases too, values that depend on its name in the whole model only; none is near zero."""
     for name, parameter in part.named_parameters():
         index = local_box(parameter).slices()
-        to_local(parameter).copy_(normal_piece(0, name, parameter.shape, std=0.3, index=index))
+        to_local(parameter).copy_(normal_shard(0, name, parameter.shape, std=0.3, index=index))
     return part

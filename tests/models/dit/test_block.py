@@ -1,4 +1,4 @@
-"""The diffusion transformer's block, against its formula written out."""
+"""The diffusion transformer's block against an explicit formula."""
 
 from __future__ import annotations
 

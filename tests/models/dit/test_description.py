@@ -1,4 +1,4 @@
-"""Counts that follow from a diffusion transformer's spec are those of the real module."""
+"""Parameter counts and FLOPs of a diffusion transformer's description against the module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.models.dit.description import DiTSpec, describe
 from meshwright.models.dit.module import DiT
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from tests.models.dit.dits import PICTURES, VIDEOS, make_batch, words_of
+from tests.models.dit.dits import IMAGES, VIDEOS, make_batch, words_of
 from tests.models.specs import build
 
 small = st.integers(1, 3)
@@ -74,7 +74,7 @@ def test_the_published_size():
     assert xl.num_tokens() == 256
 
 
-@pytest.mark.parametrize("spec", [PICTURES, VIDEOS], ids=["pictures", "videos"])
+@pytest.mark.parametrize("spec", [IMAGES, VIDEOS], ids=["images", "videos"])
 def test_what_is_shared(spec):
     assert make_plan(load("dit-digits", words_of(spec))).shared_parameters() == ()
     shared = make_plan(load("dit-digits", words_of(spec, layers=(2, 1, 1)))).shared_parameters()
@@ -86,7 +86,7 @@ def test_what_is_shared(spec):
 def test_identity_tells_models_apart_by_all_but_their_start():
     changes = {"num_layers": 3, "dim": 32, "num_heads": 1, "head_dim": 8, "ffn_dim": 16, "image_size": 16,
                "patch_size": 4, "num_channels": 3, "num_classes": 6, "num_frames": 4, "patch_frames": 2}  # fmt: skip
-    assert {*changes, "zero_init"} == set(PICTURES.__dataclass_fields__)
-    others = [replace(PICTURES, **{name: value}).identity() for name, value in changes.items()]
-    assert all(other != PICTURES.identity() for other in others) and PICTURES.identity()["kind"] == "dit"
-    assert replace(PICTURES, zero_init=True).identity() == PICTURES.identity()
+    assert {*changes, "zero_init"} == set(IMAGES.__dataclass_fields__)
+    others = [replace(IMAGES, **{name: value}).identity() for name, value in changes.items()]
+    assert all(other != IMAGES.identity() for other in others) and IMAGES.identity()["kind"] == "dit"
+    assert replace(IMAGES, zero_init=True).identity() == IMAGES.identity()

@@ -1,4 +1,4 @@
-"""Diffusion: what was mixed can be told apart again, and sampling with a perfect denoiser gives the data."""
+"""Diffusion: noising is invertible given the target, and sampling with an ideal denoiser recovers the data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.models.dit.diffusion import Diffusion, guided
+from meshwright.models.dit.diffusion import Diffusion, apply_guidance
 from meshwright.models.dit.noise_schedule import MAX_BETA, NoiseSchedule, Prediction, signal_variances
 
 KINDS = [(schedule, prediction) for schedule in NoiseSchedule for prediction in Prediction]
@@ -56,7 +56,7 @@ def test_noise_and_sample_come_back_from_the_target(schedule, prediction):
     assert diffusion.add_noise(x.bfloat16(), noise.bfloat16(), timestep).dtype == torch.bfloat16
 
 
-def sample(diffusion, denoised, x, num_steps, *, clamps=False):
+def sample(diffusion, denoised, x, num_steps, *, clamp_sample=False):
     """Go from noise to samples, with a denoiser that gives the sample it expects in (x_t, alpha, sigma)."""
     steps = diffusion.ddim_timesteps(num_steps)
     for step, after in zip(steps, [*steps[1:], None], strict=True):
@@ -65,17 +65,19 @@ def sample(diffusion, denoised, x, num_steps, *, clamps=False):
         alpha, sigma = (factor.view(-1, 1) for factor in diffusion.signal_and_noise(here))
         expected = denoised(x, alpha, sigma)
         prediction = diffusion.target(expected, (x - alpha * expected) / sigma, here)
-        x = diffusion.ddim_step(prediction, x, here, there, clamps=clamps)
+        x = diffusion.ddim_step(prediction, x, here, there, clamp_sample=clamp_sample)
     return x
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("num_steps", [1, 7, 50])
-@pytest.mark.parametrize("clamps", [False, True])
-def test_sampling_recovers_a_point(schedule, prediction, num_steps, clamps):
+@pytest.mark.parametrize("clamp_sample", [False, True])
+def test_sampling_recovers_a_point(schedule, prediction, num_steps, clamp_sample):
     diffusion = Diffusion(1000, schedule, prediction)
     point = torch.tensor([[0.25, -1.0, 0.5]], dtype=torch.float64)
-    found = sample(diffusion, lambda x, alpha, sigma: point.expand_as(x), randn(4, 3), num_steps, clamps=clamps)
+    found = sample(
+        diffusion, lambda x, alpha, sigma: point.expand_as(x), randn(4, 3), num_steps, clamp_sample=clamp_sample
+    )
     torch.testing.assert_close(found, point.expand(4, 3), rtol=0, atol=1e-11)
 
 
@@ -98,11 +100,11 @@ def test_clamping_keeps_samples_where_data_is():
     diffusion = Diffusion()
     x, here = 5 * randn(3, 4), torch.full((3,), 600)
     far = diffusion.target(torch.full_like(x, 7.0), x, here)
-    assert diffusion.ddim_step(far, x, here, None, clamps=True).abs().max() <= 1
+    assert diffusion.ddim_step(far, x, here, None, clamp_sample=True).abs().max() <= 1
     assert diffusion.ddim_step(far, x, here, None).abs().max() > 1
     # What is left of x_t beside the clamped sample is noise: nothing is lost on the way.
-    clamped = diffusion.ddim_step(far, x, here, None, clamps=True)
-    torch.testing.assert_close(diffusion.ddim_step(far, x, here, here, clamps=True), x, rtol=0, atol=1e-13)
+    clamped = diffusion.ddim_step(far, x, here, None, clamp_sample=True)
+    torch.testing.assert_close(diffusion.ddim_step(far, x, here, here, clamp_sample=True), x, rtol=0, atol=1e-13)
     assert not torch.equal(clamped, x)
 
 
@@ -117,7 +119,7 @@ def test_sampling_goes_from_the_noisiest_down(num_timesteps, data):
 
 def test_guidance():
     conditional, unconditional = randn(2, 3), randn(2, 3, seed=1)
-    assert torch.equal(guided(conditional, unconditional, 1.0), conditional)
-    torch.testing.assert_close(guided(conditional, unconditional, 0.0), unconditional, rtol=0, atol=1e-15)
+    assert torch.equal(apply_guidance(conditional, unconditional, 1.0), conditional)
+    torch.testing.assert_close(apply_guidance(conditional, unconditional, 0.0), unconditional, rtol=0, atol=1e-15)
     expected = unconditional + 4.0 * (conditional - unconditional)
-    torch.testing.assert_close(guided(conditional, unconditional, 4.0), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(apply_guidance(conditional, unconditional, 4.0), expected, rtol=0, atol=1e-14)

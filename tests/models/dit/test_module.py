@@ -1,4 +1,4 @@
-"""The diffusion transformer: told everything it is given, cut where one likes, started as published."""
+"""The diffusion transformer: uses every condition, can be split into stages, and starts as published."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshwright.nn.recompute import recompute
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from tests.models.dit.dits import PICTURES, VIDEOS, fill, make_batch, words_of
+from tests.models.dit.dits import IMAGES, VIDEOS, fill, make_batch, words_of
 from tests.models.specs import build, initial
 
-SPECS = pytest.mark.parametrize("spec", [PICTURES, VIDEOS], ids=["pictures", "videos"])
+SPECS = pytest.mark.parametrize("spec", [IMAGES, VIDEOS], ids=["images", "videos"])
 
 
 def parts(spec, sizes):
@@ -102,7 +102,7 @@ def test_every_patch_sees_all_and_knows_its_place(spec):
         changed[..., corner, corner, corner] += 1
         assert (model(changed, *told) != before).all()
     same = model(torch.ones_like(x), *told)
-    patches = model._grid.cut(same)[0]
+    patches = model._grid.patchify(same)[0]
     assert len(patches.unique(dim=0)) == spec.num_tokens()
 
 
@@ -120,7 +120,7 @@ def test_other_dtypes(spec, dtype):
 
 
 def test_initial_deviations():
-    spec = replace(PICTURES, dim=64, ffn_dim=96, num_heads=8)
+    spec = replace(IMAGES, dim=64, ffn_dim=96, num_heads=8)
     model = DiT(spec)
     for name, parameter in model.named_parameters():
         fill, at_zero = initial(spec, name), initial(replace(spec, zero_init=True), name)
@@ -135,7 +135,7 @@ def test_initial_deviations():
 
 
 def test_started_at_zero_every_block_is_the_identity():
-    spec = replace(PICTURES, zero_init=True)
+    spec = replace(IMAGES, zero_init=True)
     model = fill(DiT(spec).double())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -163,5 +163,5 @@ def test_a_deferred_backward_is_the_backward(spec, recomputes):
 
 
 def test_building_takes_no_memory():
-    model = build(replace(PICTURES, dim=8192, num_layers=8), dtype=torch.bfloat16)
+    model = build(replace(IMAGES, dim=8192, num_layers=8), dtype=torch.bfloat16)
     assert isinstance(model, DiT) and all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())

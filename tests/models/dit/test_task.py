@@ -1,4 +1,4 @@
-"""After a validation: files for people to look at, and how many pictures a classifier takes for what they should be."""
+"""The image task: files and recognition rates after validation, byte conversion and padding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.images import open_pictures
+from meshwright.data.images import open_images
 from meshwright.models.dit import task as task_module
 from meshwright.models.dit.task import to_bytes, to_floats
 from meshwright.train.forward_only import PipelineForward
@@ -19,10 +19,10 @@ VIDEO = ["dit-digits-video", *SMALL_DIT[1:], "model.image_size=12", "model.num_f
 
 @pytest.fixture
 def after_validation(monkeypatch, tmp_path):
-    """Figures and files after a validation of a task whose model draws `pictures`, by the run's words."""
+    """Run `after_validation` of a task whose model generates `images`; return its metrics and files."""
 
-    def run(words, pictures):
-        monkeypatch.setattr(task_module, "draw_pictures", lambda *args, **named: pictures)
+    def run(words, images):
+        monkeypatch.setattr(task_module, "sample_images", lambda *args, **named: images)
         job, _ = make_job(0, 1, words)
         figures = make_task(job.config).after_validation(PipelineForward(Pipeline(job)), 7, tmp_path)
         return figures, {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*.*")}
@@ -42,7 +42,7 @@ def test_a_grid_is_written_of_every_class_with_the_part_that_is_recognised(after
 
     Of those that are, the classifier may take some for another.
     """
-    digits = open_pictures("digits", image_size=8, num_channels=1, num_frames=1)
+    digits = open_images("digits", image_size=8, num_channels=1, num_frames=1)
     chosen = [np.flatnonzero(digits.train_labels == label)[n] for label in range(10) for n in range(3)]
     drawn = to_floats(digits.train[chosen], torch.float32)
     drawn[-6:] = drawn[0]
@@ -64,7 +64,7 @@ def test_videos_are_written_by_frame_rate_and_not_judged(after_validation):
     assert two == same and two[0] == one[0] and two[1] == pytest.approx(2 * one[1], rel=0.1)
 
 
-def test_nothing_is_drawn_when_no_samples_are_wanted(after_validation):
+def test_nothing_is_drawn_without_samples(after_validation):
     assert after_validation([*SMALL_DIT, "diffusion.num_samples=0"], None) == ({}, {})
 
 
@@ -75,8 +75,8 @@ def test_bytes_are_what_they_were_after_the_way_to_numbers_and_back():
     assert to_bytes(torch.tensor([-1.7, 3.0, -0.999, 0.999])).tolist() == [0, 255, 0, 255]
 
 
-def test_pictures_that_fill_up_leave_the_noise_of_their_batch_alone():
-    """Noise is what is predicted, and is marked where it counts for nothing."""
+def test_padding_leaves_the_noise_of_their_batch_alone():
+    """The targets are the noise itself, and padding rows of the targets are set to NaN."""
     job, _ = make_job(0, 1, [*SMALL_DIT, "train.validation_samples=1"])
     (batch,) = make_task(job.config).validation(batch_size=3, data_parallel=1, data_index=0)
     assert batch.targets[1:].isnan().all() and not batch.targets[:1].isnan().any()

@@ -1,4 +1,4 @@
-"""Draws of a training sample: the same however the batch is divided, and nothing to do with each other."""
+"""Training draws: independent of batch division and of each other, and pinned."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.models.dit.training_noise import draw_drops, draw_noise, draw_timesteps
+from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
 
 N = 20_000
 
 
 def draw_all(seed, samples):
-    return draw_timesteps(seed, samples, 1000), draw_noise(seed, samples, (2, 3), torch.float64), draw_drops(
+    return draw_timesteps(seed, samples, 1000), draw_noise(seed, samples, (2, 3), torch.float64), draw_label_drops(
         seed, samples, 0.3
     )  # fmt: skip
 
@@ -39,12 +39,12 @@ def test_every_dtype_has_the_same_noise():
 
 
 def test_distributions():
-    timesteps, drops = draw_timesteps(1, range(N), 10), draw_drops(1, range(N), 0.3)
+    timesteps, drops = draw_timesteps(1, range(N), 10), draw_label_drops(1, range(N), 0.3)
     assert timesteps.dtype == torch.int64 and drops.dtype == torch.bool
     counts = timesteps.bincount(minlength=10).double()
     assert len(counts) == 10 and ((counts - N / 10) ** 2 / (N / 10)).sum() < 40  # chi², 9 degrees of freedom
     assert drops.double().mean().item() == pytest.approx(0.3, abs=5 * math.sqrt(0.21 / N))
-    assert not draw_drops(1, range(100), 0.0).any() and draw_drops(1, range(100), 1.0).all()
+    assert not draw_label_drops(1, range(100), 0.0).any() and draw_label_drops(1, range(100), 1.0).all()
     noise = draw_noise(1, range(200), (500,), torch.float64).flatten()
     assert noise.mean().abs() < 5 / math.sqrt(len(noise))
     assert (noise.var() - 1).abs() < 5 * math.sqrt(2 / len(noise))
@@ -55,14 +55,14 @@ def test_sites_samples_and_seeds_are_independent():
     samples = range(2000)
     columns = []
     for seed in (0, 1):
-        columns += [draw_timesteps(seed, samples, 1000), draw_drops(seed, samples, 0.5)]
+        columns += [draw_timesteps(seed, samples, 1000), draw_label_drops(seed, samples, 0.5)]
         columns += list(draw_noise(seed, samples, (3,), torch.float64).T)
         columns += [draw_timesteps(seed, range(1, 2001), 1000)]
     table = torch.stack([column.double() for column in columns])
     correlation = torch.corrcoef(table) - torch.eye(len(columns))
     assert correlation.abs().max() < 6 / math.sqrt(len(samples))
     # Dropping more labels keeps those dropped.
-    assert (draw_drops(0, samples, 0.2) <= draw_drops(0, samples, 0.4)).all()
+    assert (draw_label_drops(0, samples, 0.2) <= draw_label_drops(0, samples, 0.4)).all()
 
 
 def test_torchs_global_generator_neither_matters_nor_moves():
@@ -76,7 +76,7 @@ def test_torchs_global_generator_neither_matters_nor_moves():
 def test_the_numbers_stay_the_same_from_version_to_version():
     """A change here changes every run."""
     assert draw_timesteps(0, range(5), 1000).tolist() == TIMESTEPS
-    assert draw_drops(0, range(5), 0.5).tolist() == DROPS
+    assert draw_label_drops(0, range(5), 0.5).tolist() == DROPS
     assert draw_noise(0, range(2), (2,), torch.float64).flatten().tolist() == pytest.approx(NOISE, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Counts that follow from a spec are those of the real module."""
+"""Parameter counts and FLOPs of a Llama's description against the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `config.json` says is read as what it is, or refused by the name of its key."""
+"""`config.json`: values are read correctly or rejected by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each tensor comes from the one file that the index names, and has numbers that can be trained."""
+"""Hugging Face weight files: consistent with the index, with trainable dtypes."""
 
 from __future__ import annotations
 
@@ -70,24 +70,24 @@ def test_an_index_without_its_map_is_refused(shards, tmp_path):
 
 
 def test_a_tensor_in_two_files_is_refused_until_one_is_gone(shards, tmp_path):
-    told = json.loads((shards / INDEX).read_text())["weight_map"]
-    name, home = next(iter(told.items()))
-    other = next(file for file in told.values() if file != home)
+    weight_map = json.loads((shards / INDEX).read_text())["weight_map"]
+    name, home = next(iter(weight_map.items()))
+    other = next(file for file in weight_map.values() if file != home)
     edit(shards / other, lambda tensors: tensors.update({name: torch.zeros(64, 32)}))
     error = refused(shards, tmp_path)
-    assert error.what == f"{name} is in {other}, but by the index in {home}"
+    assert error.what == f"{name} is in {other}, but the index names {home}"
     edit(shards / other, lambda tensors: tensors.pop(name))
     hf_convert.import_safetensors(shards, tmp_path / "imported")
 
 
 def test_an_index_that_names_another_file_is_refused(shards, tmp_path):
-    told = json.loads((shards / INDEX).read_text())["weight_map"]
-    name, home = next(iter(told.items()))
-    other = next(file for file in told.values() if file != home)
+    weight_map = json.loads((shards / INDEX).read_text())["weight_map"]
+    name, home = next(iter(weight_map.items()))
+    other = next(file for file in weight_map.values() if file != home)
     edit(shards / INDEX, lambda content: content["weight_map"].update({name: other}))
     assert name in refused(shards, tmp_path).what
     edit(shards / INDEX, lambda content: content["weight_map"].pop(name))
-    assert refused(shards, tmp_path).what == f"{name} is in {home}, and not in the index"
+    assert refused(shards, tmp_path).what == f"{name} is in {home}, but not in the index"
 
 
 def test_both_forms_hold_the_same(whole, shards):
@@ -109,7 +109,7 @@ def test_numbers_that_are_no_weights_are_refused_by_name(whole, tmp_path, dtype)
 
     edit(whole / SINGLE_FILE, change)
     error = refused(whole, tmp_path)
-    assert error.what == f"{name} is of {str(dtype).removeprefix('torch.')}" and "as bfloat16" in error.fix
+    assert error.what == f"{name} has dtype {str(dtype).removeprefix('torch.')}" and "as bfloat16" in error.fix
     edit(whole / SINGLE_FILE, lambda tensors: change(tensors, torch.bfloat16))
     hf_convert.import_safetensors(whole, tmp_path / "imported")
 

@@ -1,4 +1,4 @@
-"""The Llama module: causal, tied where it says so, started as published."""
+"""The Llama module: causality, tied embeddings and initial values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that a model writes."""
+"""Text generation."""
 
 from __future__ import annotations
 

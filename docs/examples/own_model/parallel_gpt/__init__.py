@@ -1,1 +1,1 @@
-"""A family of one's own: parallel attention and MLP (GPT-J), learned positions, q/k norms, a tied head."""
+"""Example of a custom model family: parallel attention and MLP (GPT-J), learned positions, q/k norms, tied head."""

@@ -1,4 +1,4 @@
-"""The keys of the section `model`. Imports no torch, so plans and errors answer at once."""
+"""The `model` section of the configuration. Torch-free, so that planning and validation are fast."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class GptConfig(ModelSection):
     num_heads: int = Field(4, ge=1, description="attention heads")
     ffn_dim: int = Field(256, ge=1, description="hidden width of the MLP")
     vocab_size: int = Field(256, ge=2, description="size of the vocabulary")
-    max_len: int = Field(256, ge=1, description="positions that are learned")
+    max_len: int = Field(256, ge=1, description="number of learned positions")
     activation_weight: float = Field(1e-3, ge=0, description="weight of the mean square of each block's output")

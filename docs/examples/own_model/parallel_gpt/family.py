@@ -1,4 +1,4 @@
-"""What Meshwright is told of the model: its parameters, how tensor parallel divides it, and what it trains on."""
+"""The model as a Meshwright family: its parameters, tensor-parallel styles, initial values, data and task."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ class Gpt(Family):
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         c, tp = f.section(GptConfig), f.axes.tp
-        for what, count in (("heads", c.num_heads), ("MLP columns", c.ffn_dim), ("tokens", c.vocab_size)):
+        for what, count in (("num_heads", c.num_heads), ("ffn_dim", c.ffn_dim), ("vocab_size", c.vocab_size)):
             if count % tp:
                 fixes = [{"mesh.tp": size} for size in range(tp, 0, -1) if count % size == 0]
-                yield Violation(LayoutError, f"mesh.tp = {tp} of {count} {what}", "mesh.tp", "tp divides them", fixes)
+                found = f"mesh.tp = {tp} does not divide {what} = {count}"
+                yield Violation(LayoutError, found, "mesh.tp", f"tp divides {what}", fixes)
         if f.seq_len > c.max_len:
-            what, rule = f"train.seq_len = {f.seq_len}, model.max_len = {c.max_len}", "every position is learned"
+            what, rule = f"train.seq_len = {f.seq_len} exceeds model.max_len = {c.max_len}", "positions are learned"
             yield Violation(LayoutError, what, "train.seq_len", rule, [{"model.max_len": f.seq_len}])
 
     def describe(self, f: RunFacts) -> ModelFacts:
         c, t = f.section(GptConfig), f.seq_len
         d, ffn = c.dim, c.ffn_dim
-        attention = [one for name in ("wq", "wk", "wv") for one in linear(f"attention.{name}", d, d)]
+        attention = [weight for name in ("wq", "wk", "wv") for weight in linear(f"attention.{name}", d, d)]
         attention += vectors(d // c.num_heads, "attention.q_norm.weight", "attention.k_norm.weight")
         attention += linear("attention.wo", d, d, bias=True)
         mlp = [*linear("mlp.fc1", d, ffn, bias=True), *linear("mlp.fc2", ffn, d, bias=True)]
@@ -51,7 +52,7 @@ class Gpt(Family):
             flops=8.0 * d * d + 4.0 * d * ffn + 2.0 * d * t,
             auxiliary=(model_facts.AuxiliaryLoss("activation", c.activation_weight),),
         )
-        tokens, places = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
+        tokens, positions = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
         seen = model_facts.BufferFacts("seen.value", (c.vocab_size,), "int64", updated=True)
         ends = *vectors(d, "norm.weight", "norm.bias"), *linear("head", d, c.vocab_size, tied_to="embed.weight")
         last = KindFacts("head", "", ends, output=c.vocab_size, output_divided=True, flops=2.0 * d * c.vocab_size)
@@ -61,7 +62,7 @@ class Gpt(Family):
             edge=model_facts.EdgeFacts("stream", (t, d), sequence_dim=None),
             tokens=t,
             identity=c.model_dump(exclude={"activation_weight"}),
-            first=(KindFacts("embed", "", (*tokens, *places), (seen,)),),
+            first=(KindFacts("embed", "", (*tokens, *positions), (seen,)),),
             last=(last,),
             flops_per_token=3.0 * (c.num_layers * block.flops + last.flops),
         )

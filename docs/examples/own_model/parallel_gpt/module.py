@@ -1,4 +1,4 @@
-"""The plain module: it knows no mesh. Shapes: b batch, t time, d width."""
+"""The plain module, unaware of device meshes. Shapes: b batch, t time, d width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Attention(nn.Module):
         self.wo = Linear(c.dim, c.dim, bias=True)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        # The number of heads is read from the output: tensor parallel gives each rank some of them.
+        # The number of heads is inferred from the output, because tensor parallelism shards them.
         q, k, v = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
         out: Tensor = self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))

@@ -1,9 +1,9 @@
-"""The diffusion transformer's block and its final layer, which a condition modulates (adaLN; Peebles and Xie 2023).
+"""Diffusion transformer block and final layer with adaptive layer norm (adaLN; Peebles and Xie 2023).
 
-What a block adds to the stream passes a gate. Where modulation starts at zero every gate is shut, and the block starts
-as the identity (adaLN-Zero); that is the initial values' affair, not the block's.
+Each residual branch is multiplied by a gate. With modulation initialised to zero all gates are closed and the block
+starts as the identity (adaLN-Zero); initial values are set elsewhere.
 
-Shapes: b batch, t patches, d model width, e numbers in a patch.
+Shapes: b batch, t patches, d model width, e elements of a patch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NORM_EPS = 1e-6
 
 
 class GeluFeedForward(nn.Module):
-    """fc2(gelu(fc1(x))), with GELU's approximation by tanh (Hendrycks and Gimpel 2016)."""
+    """MLP fc2(gelu(fc1(x))), with the tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
 
     def __init__(self, dim: int, *, ffn_dim: int) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class GeluFeedForward(nn.Module):
         self.fc2 = Linear(ffn_dim, dim, bias=True)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        """[b, t, d] to [b, t, d]."""
+        """Map [b, t, d] to [b, t, d]."""
         out: Tensor = self.fc2(F.gelu(self.fc1(x_btd), approximate="tanh"))
         return out
 
 
 class DiTBlock(nn.Module):
-    """x + gate · attention(modulated(x)), then x + gate · mlp(modulated(x)); gates, too, are the condition's."""
+    """Modulated block: x + gate · attention(modulate(x)), then x + gate · mlp(modulate(x))."""
 
     def __init__(self, dim: int, *, num_heads: int, head_dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class DiTBlock(nn.Module):
         self.mlp = GeluFeedForward(dim, ffn_dim=ffn_dim)
 
     def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
-        """[b, t, d] and the condition [b, d] to [b, t, d]."""
+        """Map [b, t, d] and the condition [b, d] to [b, t, d]."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _modulation(self.modulation, cond_bd, 6)
-        x_btd = x_btd + gate_a * self.attention(_modulated(x_btd, shift_a, scale_a))
-        out: Tensor = x_btd + gate_m * self.mlp(_modulated(x_btd, shift_m, scale_m))
+        x_btd = x_btd + gate_a * self.attention(_modulate(x_btd, shift_a, scale_a))
+        out: Tensor = x_btd + gate_m * self.mlp(_modulate(x_btd, shift_m, scale_m))
         return out
 
 
 class FinalLayer(nn.Module):
-    """The modulated stream's projection to patches."""
+    """Modulation and projection of the residual stream to patches."""
 
     def __init__(self, dim: int, *, patch_dim: int) -> None:
         super().__init__()
@@ -57,17 +57,17 @@ class FinalLayer(nn.Module):
         self.head = Linear(dim, patch_dim, bias=True)
 
     def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
-        """[b, t, d] and the condition [b, d] to patches [b, t, e]."""
+        """Map [b, t, d] and the condition [b, d] to patches [b, t, e]."""
         shift, scale = _modulation(self.modulation, cond_bd, 2)
-        out: Tensor = self.head(_modulated(x_btd, shift, scale))
+        out: Tensor = self.head(_modulate(x_btd, shift, scale))
         return out
 
 
 def _modulation(layer: Linear, cond_bd: Tensor, num_parts: int) -> tuple[Tensor, ...]:
-    """Vectors for every patch alike, each [b, 1, d]."""
+    """Compute the modulation vectors, each [b, 1, d], broadcast over patches."""
     out: Tensor = layer(F.silu(cond_bd))
     return out.unsqueeze(1).chunk(num_parts, dim=-1)
 
 
-def _modulated(x_btd: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def _modulate(x_btd: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x_btd, x_btd.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift

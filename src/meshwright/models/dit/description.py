@@ -1,5 +1,5 @@
-"""A diffusion transformer as values: its dimensions, parameters and counts (Peebles and Xie 2023, "Scalable diffusion
-models with transformers"). Torch-free, and tested against the real module.
+"""Torch-free description of a diffusion transformer: dimensions, parameters and costs (Peebles and Xie 2023, "Scalable
+diffusion models with transformers"). Tested against the real module.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Role, Saved, linear
 
 FREQUENCY_DIM = 256
-"""Sines and cosines that a timestep or a frame rate is given as (Peebles and Xie's code)."""
+"""Number of sinusoidal features of a timestep or frame rate (as in Peebles and Xie's code)."""
 
 
 @dataclass(frozen=True)
 class DiTSpec:
-    """Dimensions of a diffusion transformer for images, or for videos where `num_frames` is over 1."""
+    """Dimensions of a diffusion transformer for images, or for videos if `num_frames` is more than 1."""
 
     num_layers: int
     dim: int
@@ -30,43 +30,43 @@ class DiTSpec:
     num_frames: int = 1
     patch_frames: int = 1
     zero_init: bool = True
-    """Gates and the output start at zero, so that every block starts as the identity (adaLN-Zero)."""
+    """Initialise gates and output to zero, so that every block starts as the identity (adaLN-Zero)."""
 
     @property
     def is_video(self) -> bool:
-        """Whether samples have frames, and a frame rate that the model is told."""
+        """True if samples are videos, with a frame rate as an additional condition."""
         return self.num_frames > 1
 
     def sample_shape(self) -> tuple[int, int, int, int]:
-        """Of a sample: channels, frames, height, width."""
+        """Return the shape of a sample: channels, frames, height, width."""
         return (self.num_channels, self.num_frames, self.image_size, self.image_size)
 
     def num_tokens(self) -> int:
-        """Space-time patches of a sample."""
+        """Return the number of space-time patches of a sample."""
         return self.num_frames // self.patch_frames * (self.image_size // self.patch_size) ** 2
 
     def patch_dim(self) -> int:
-        """Numbers in a patch."""
+        """Return the number of elements of a patch."""
         return self.num_channels * self.patch_frames * self.patch_size**2
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides names and shapes of the parameters and what they mean."""
+        """Return all settings that determine the names, shapes and meaning of the parameters."""
         facts = asdict(self)
-        del facts["zero_init"]  # decides initial values only
+        del facts["zero_init"]  # affects initial values only
         return {"kind": "dit", **facts}
 
 
-UNREAD = {
+UNUSED_KEYS = {
     "data.tokenizer": "text",
     "data.token_dtype": "text",
     "train.seq_len": "text",
     "train.sample_tokens": "text",
 }
-"""Keys of the run without effect on images, and what they are for."""
+"""Configuration keys that have no effect on image models, and the kind of data they apply to."""
 
 
 def describe(spec: DiTSpec) -> ModelFacts:
-    """A diffusion transformer. Modulation and embedders are computed once a sample: a token has its share of them."""
+    """Describe a diffusion transformer. Per-sample costs (modulation, embedders) are divided by the sample's tokens."""
     dim, tokens = spec.dim, spec.num_tokens()
     block = _block(spec)
     mlps = ("time_embed", *(["fps_embed"] if spec.is_video else []))
@@ -102,7 +102,7 @@ def describe(spec: DiTSpec) -> ModelFacts:
         every=(embedders,),
         last=(final,),
         flops_per_token=3.0 * forward,
-        unread=UNREAD,
+        unread=UNUSED_KEYS,
     )
 
 
@@ -123,8 +123,8 @@ def _block(spec: DiTSpec) -> KindFacts:
         "block",
         "blocks.{layer}",
         parameters,
-        # Of each half: its input, the norm's output, the modulated one, and what the gate multiplies; queries, keys,
-        # values and the attention output; the feed-forward before and after its GELU.
+        # Per half: the input, the norm's output, its modulation, and the gate's operand; then queries, keys, values and
+        # the attention output; and the feed-forward's hidden activations before and after GELU.
         saved=Saved(full=8.0 * dim, divided=4.0 * inner + 2.0 * ffn),
         flops=matmuls + 4.0 * inner * tokens + 12.0 * dim**2 / tokens,
     )
@@ -135,5 +135,5 @@ def _mlp(name: str, dim: int) -> tuple[ParameterFacts, ...]:
 
 
 def init_std(fan_in: int, fan_out: int) -> float:
-    """Standard deviation of Xavier's initialisation (Glorot and Bengio 2010), which DiT's linear layers start with."""
+    """Return the standard deviation of Xavier initialisation (Glorot and Bengio 2010), used for DiT's linear layers."""
     return math.sqrt(2.0 / (fan_in + fan_out))

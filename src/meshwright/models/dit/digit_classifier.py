@@ -1,4 +1,4 @@
-"""Whether drawn digits can be told: by a small classifier that has seen real ones."""
+"""Recognition rate of generated digits, by a small classifier trained on real ones."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.images import Pictures
+from meshwright.data.images import ImageDataset
 
 
-def judge(pictures: Pictures, drawn: NDArray[np.uint8], labels: NDArray[np.int64]) -> Mapping[str, float]:
-    """Part of the pictures whose class a support-vector machine says right, of the drawn and of real held-out ones.
+def recognition_rates(
+    dataset: ImageDataset, generated: NDArray[np.uint8], labels: NDArray[np.int64]
+) -> Mapping[str, float]:
+    """Return the accuracy of a support-vector machine on generated and on real held-out images.
 
     Args:
-        pictures: real ones, which the classifier learns from.
-        drawn: [n, c, 1, h, w].
-        labels: the class that each was drawn as.
+        dataset: real images; the classifier is trained on its training split.
+        generated: generated images [n, c, 1, h, w].
+        labels: the class each image was generated for.
     """
     from sklearn.svm import SVC
 
     def features(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
         return pixels.reshape(len(pixels), -1) / 255.0
 
-    classifier = SVC().fit(features(pictures.train), pictures.train_labels)
+    classifier = SVC().fit(features(dataset.train), dataset.train_labels)
     return {
-        "drawn_recognised": float(np.mean(classifier.predict(features(drawn)) == labels)),
-        "real_recognised": float(classifier.score(features(pictures.validation), pictures.validation_labels)),
+        "drawn_recognised": float(np.mean(classifier.predict(features(generated)) == labels)),
+        "real_recognised": float(classifier.score(features(dataset.validation), dataset.validation_labels)),
     }

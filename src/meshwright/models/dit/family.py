@@ -1,4 +1,4 @@
-"""The diffusion transformer as a family: what it describes, how tensor parallel divides it, and what it trains on."""
+"""The diffusion transformer family: its description, tensor-parallel styles, initial values, data and task."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.data.images import Pictures
+    from meshwright.data.images import ImageDataset
     from meshwright.models.contract.task import Reference, Task
 
 INIT_STD = 0.02
-"""Of the embedders' weights; and of modulation and the final projection where those don't start at zero."""
+"""Standard deviation of the embedders' weights, and of modulation and final projection unless they start at zero."""
 
 STYLES: Mapping[str, Mapping[str, Style]] = {
     "block": {
@@ -40,32 +40,32 @@ STYLES: Mapping[str, Mapping[str, Style]] = {
 
 
 class DiTFamily(Family):
-    """Diffusion transformers for images, and for videos where there are several frames (Peebles and Xie 2023)."""
+    """Diffusion transformers for images and videos (Peebles and Xie 2023)."""
 
     sections = {"model": DiTConfig, "diffusion": DiffusionConfig}
     proof = {"model.zero_init": False}
     decides_samples = {"diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout")}
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Its dimensions, its sampling, and what tp divides."""
+        """Check model dimensions, sampling settings and tensor-parallel divisibility."""
         return violations(f.section(DiTConfig), f.section(DiffusionConfig), f)
 
     def describe(self, f: RunFacts) -> ModelFacts:
-        """The model as a value."""
+        """Describe the model's parameters and costs."""
         return describe(_spec(f))
 
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """Blocks are divided; what makes and applies the condition is replicated."""
+        """Return the styles of the blocks; embedders and modulation are replicated."""
         return STYLES
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """The plain module."""
+        """Build the plain module."""
         from meshwright.models.dit.module import DiT
 
         return DiT(_spec(f), part)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """As Peebles and Xie start them."""
+        """Return the initial distribution of a parameter, as in Peebles and Xie's code."""
         path, spec = name.split("."), _spec(f)
         if path[-1] == "bias":
             return ZEROS
@@ -75,26 +75,26 @@ class DiTFamily(Family):
             return ZEROS if spec.zero_init else Normal(INIT_STD)
         if path[0] == "embed":
             return Normal(init_std(spec.patch_dim(), spec.dim))
-        # The sum of both sides counts, so a matrix and the one that leads back start alike.
+        # Xavier's variance depends on fan_in + fan_out, so input and output projections share it.
         return Normal(init_std(spec.dim, spec.ffn_dim if "mlp" in path else spec.num_heads * spec.head_dim))
 
-    def open_data(self, f: RunFacts) -> Pictures:
-        """The images that the section `data` names."""
-        from meshwright.models.dit.image_data import open_images
+    def open_data(self, f: RunFacts) -> ImageDataset:
+        """Open the images or videos of the `data` section."""
+        from meshwright.models.dit.image_data import open_image_dataset
 
-        return open_images(f)
+        return open_image_dataset(f)
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """To take noise out."""
-        from meshwright.models.dit.task import PictureTask
+        """Return the denoising task."""
+        from meshwright.models.dit.task import ImageTask
 
-        return PictureTask(f, data, device)
+        return ImageTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
-        """The squared error of what is predicted of the noise."""
-        from meshwright.models.dit.reference_loss import PictureReference
+        """Return the reference implementation of the denoising loss."""
+        from meshwright.models.dit.reference_loss import ImageReference
 
-        return PictureReference(f, data)
+        return ImageReference(f, data)
 
 
 def _spec(f: RunFacts) -> DiTSpec:

@@ -1,8 +1,8 @@
 """The diffusion transformer (Peebles and Xie 2023, "Scalable diffusion models with transformers") as a plain module.
 
-For pictures and videos, told the timestep, a label (or none: classifier-free guidance, Ho and Salimans 2022) and, for
-videos, the frame rate. The condition goes to every block as an argument, so every part of the model has its own copy of
-the embedders that make it, and declares them shared.
+Denoises images or videos, conditioned on the timestep, a class label (or the null class, for classifier-free guidance;
+Ho and Salimans 2022) and, for videos, the frame rate. The condition is an argument of every block, so each pipeline
+stage has a replica of the condition embedders and declares them shared.
 
 Shapes: b batch, c channels, f frames, y height, x width, t patches, d model width.
 """
@@ -20,7 +20,7 @@ from meshwright.nn.patch_embedding import PatchGrid, position_table
 
 
 class DiT(nn.Module):
-    """Patch embedding, embedders of the condition, blocks and final layer; or the part that a pipeline stage has."""
+    """Patch embedding, condition embedders, blocks and final layer, or the part of them in one pipeline stage."""
 
     def __init__(self, spec: DiTSpec, part: Part | None = None) -> None:
         super().__init__()
@@ -44,28 +44,28 @@ class DiT(nn.Module):
             self.final = FinalLayer(spec.dim, patch_dim=spec.patch_dim())
 
     def forward(self, inputs: Tensor, timestep_b: Tensor, label_b: Tensor, fps_b: Tensor) -> Tensor:
-        """What the diffusion asks to be predicted, [b, c, f, y, x], of noisy samples of that shape.
+        """Predict the diffusion target [b, c, f, y, x] from noisy samples of the same shape.
 
-        A part that isn't the first takes the stream [b, t, d] instead, one that isn't the last gives it.
+        Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it.
 
         Args:
-            inputs: noisy samples, or the stream, in the dtype to compute in.
-            timestep_b: integers.
-            label_b: integers; `num_classes` is the null class.
-            fps_b: frames per second, integers; pictures have none, and ignore it.
+            inputs: noisy samples or the residual stream, in the compute dtype.
+            timestep_b: integer timesteps.
+            label_b: integer class labels; `num_classes` is the null class.
+            fps_b: integer frames per second; ignored for images.
         """
-        x_btd = self._embedded(inputs) if self.part.is_first else inputs
+        x_btd = self._embed_patches(inputs) if self.part.is_first else inputs
         cond_bd = self._condition(timestep_b, label_b, fps_b, like=x_btd)
         for block in self.blocks.values():
             x_btd = block(x_btd, cond_bd)
-        return self._grid.join(self.final(x_btd, cond_bd)) if self.part.is_last else x_btd
+        return self._grid.unpatchify(self.final(x_btd, cond_bd)) if self.part.is_last else x_btd
 
-    def _embedded(self, x_bcfyx: Tensor) -> Tensor:
-        x_btd: Tensor = self.embed(self._grid.cut(x_bcfyx))
+    def _embed_patches(self, x_bcfyx: Tensor) -> Tensor:
+        x_btd: Tensor = self.embed(self._grid.patchify(x_bcfyx))
         return x_btd + position_table(self._grid.counts(), self.spec.dim, device=x_btd.device, dtype=x_btd.dtype)
 
     def _condition(self, timestep_b: Tensor, label_b: Tensor, fps_b: Tensor, *, like: Tensor) -> Tensor:
-        """The sum of what the model is told [b, d], in the stream's dtype."""
+        """Return the sum of the condition embeddings [b, d], in the dtype of `like`."""
         cond_bd: Tensor = self.time_embed(sinusoids(timestep_b, FREQUENCY_DIM, dtype=like.dtype))
         cond_bd = cond_bd + self.label_embed(label_b)
         if self.spec.is_video:

@@ -1,7 +1,7 @@
-"""The diffusion's loss written out plainly, sample by sample: what proofs compare the task with.
+"""Reference implementation of the diffusion loss, sample by sample, against which proofs compare the task.
 
-The diffusion and its draws are the model's own (`diffusion`, `draws`); which picture, noise and class belong to a
-sample, and what is done with them, is worked out here again.
+Shares `diffusion.py` and `training_noise.py` with the task; the selection of image, noise and class for each sample and
+the loss are implemented independently.
 """
 
 from __future__ import annotations
@@ -9,41 +9,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.images import Pictures
-from meshwright.data.sampler import Order
+from meshwright.data.images import ImageDataset
+from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
-from meshwright.models.dit.training_noise import draw_drops, draw_noise, draw_timesteps
+from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
 
 DTYPE = torch.float64
 
 
-class PictureReference:
-    """Pictures, and the squared error of what is predicted of their noise."""
+class ImageReference:
+    """Mean squared error of the prediction on samples of an image dataset."""
 
-    def __init__(self, f: RunFacts, pictures: Pictures) -> None:
-        self._seed, self._global_batch, self._pictures = f.seed, f.global_batch, pictures
+    def __init__(self, f: RunFacts, dataset: ImageDataset) -> None:
+        self._seed, self._global_batch, self._dataset = f.seed, f.global_batch, dataset
         self._settings, self._null_class = f.section(DiffusionConfig), f.section(DiTConfig).num_classes
-        self._order = Order(len(pictures.train), f.seed)
+        self._order = WindowOrder(len(dataset.train), f.seed)
         kinds = NoiseSchedule(self._settings.schedule), Prediction(self._settings.prediction)
         self._diffusion = Diffusion(self._settings.num_timesteps, *kinds)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Mean over the batch's numbers."""
+        """Return the contribution of samples `indices` to the mean squared error of the global batch."""
         terms = [self._error(model, index) for index in indices]
         return torch.stack(terms).sum() / self._global_batch
 
     def _error(self, model: nn.Module, index: int) -> Tensor:
         seed, sample, settings = self._seed, range(index, index + 1), self._settings
         chosen = int(self._order.windows(sample)[0])
-        clean = torch.from_numpy(self._pictures.train[chosen : chosen + 1]).to(DTYPE) / 127.5 - 1
+        clean = torch.from_numpy(self._dataset.train[chosen : chosen + 1]).to(DTYPE) / 127.5 - 1
         timestep = draw_timesteps(seed, sample, settings.num_timesteps)
         noise = draw_noise(seed, sample, clean.shape[1:], DTYPE)
-        is_dropped = bool(draw_drops(seed, sample, settings.label_dropout))
-        label = self._null_class if is_dropped else int(self._pictures.train_labels[chosen])
-        rate = int(self._pictures.train_fps[chosen])
+        is_dropped = bool(draw_label_drops(seed, sample, settings.label_dropout))
+        label = self._null_class if is_dropped else int(self._dataset.train_labels[chosen])
+        rate = int(self._dataset.train_fps[chosen])
         noisy = self._diffusion.add_noise(clean, noise, timestep)
         out = model(noisy, timestep, torch.tensor([label]), torch.tensor([rate]))
         error: Tensor = out - self._diffusion.target(clean, noise, timestep)

@@ -1,4 +1,4 @@
-"""Rules of a diffusion transformer: its dimensions, its sampling, and what tensor parallel divides."""
+"""Configuration rules of a diffusion transformer: dimensions, sampling and tensor-parallel divisibility."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINAL_PROJECTION = "final.head.weight"
 
 
 def violations(model: DiTConfig, diffusion: DiffusionConfig, f: RunFacts) -> Iterator[Violation]:
-    """The rules of a diffusion transformer that a run violates."""
+    """Yield the rules of a diffusion transformer that a run violates."""
     yield from undivided_heads(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     yield from _patches(model)
     yield from _tensor_parallel(model, f)
@@ -32,7 +32,7 @@ def _sampling(diffusion: DiffusionConfig) -> Iterator[Violation]:
             ConfigError,
             f"diffusion.sampling_steps = {steps} is more than diffusion.num_timesteps = {most}",
             "diffusion.sampling_steps",
-            "sampling goes through some of the timesteps that the model is trained on",
+            "sampling uses a subset of the training timesteps",
             [{"diffusion.sampling_steps": most}, {"diffusion.num_timesteps": steps}],
         )
     if not diffusion.label_dropout and diffusion.guidance != 1 and diffusion.num_samples:
@@ -40,22 +40,22 @@ def _sampling(diffusion: DiffusionConfig) -> Iterator[Violation]:
             ConfigError,
             f"diffusion.guidance = {diffusion.guidance} with diffusion.label_dropout = 0",
             "diffusion.label_dropout",
-            "guidance compares with what is predicted without a class, which is learned from samples without theirs",
+            "guidance needs unconditional predictions, which are learned from samples with dropped labels",
             [{"diffusion.guidance": 1.0}, {"diffusion.label_dropout": 0.1}, {"diffusion.num_samples": 0}],
         )
 
 
 def _patches(model: DiTConfig) -> Iterator[Violation]:
-    for patch, whole in (("patch_size", "image_size"), ("patch_frames", "num_frames")):
-        size, total = getattr(model, patch), getattr(model, whole)
+    for patch, sample in (("patch_size", "image_size"), ("patch_frames", "num_frames")):
+        size, total = getattr(model, patch), getattr(model, sample)
         if total % size:
             sizes = by_distance(divisors(total), size)
             yield Violation(
                 ConfigError,
-                f"model.{patch} = {size} does not divide model.{whole} = {total}",
+                f"model.{patch} = {size} does not divide model.{sample} = {total}",
                 f"model.{patch}",
                 "patches tile a sample",
-                [*({f"model.{patch}": fit} for fit in sizes[:1]), {f"model.{whole}": round_up(total, size)}],
+                [*({f"model.{patch}": fit} for fit in sizes[:1]), {f"model.{sample}": round_up(total, size)}],
             )
 
 
@@ -69,19 +69,19 @@ def _tensor_parallel(model: DiTConfig, f: RunFacts) -> Iterator[Violation]:
             LayoutError,
             f"mesh.tp = {tp} does not divide {counts[name]} {name}",
             "mesh.tp",
-            "tp divides the numbers of heads and ffn_dim",
+            "tp divides num_heads and ffn_dim",
             [{"mesh.tp": size} for size in sizes],
         )
 
 
 def _frozen_at_zero(model: DiTConfig, globs: tuple[str, ...]) -> Iterator[Violation]:
-    """Every gradient but its bias's passes through the final projection, and is zero where that stays zero."""
-    rest = tuple(glob for glob in globs if not fnmatch.fnmatchcase(FINAL_PROJECTION, glob))
-    if model.zero_init and rest != globs:
+    """Reject a frozen, zero-initialised final projection: all gradients except its bias's would stay zero."""
+    remaining = tuple(glob for glob in globs if not fnmatch.fnmatchcase(FINAL_PROJECTION, glob))
+    if model.zero_init and remaining != globs:
         yield Violation(
             ConfigError,
-            f"train.freeze has {FINAL_PROJECTION}, which starts at zero (model.zero_init)",
+            f"train.freeze includes {FINAL_PROJECTION}, which starts at zero (model.zero_init)",
             "train.freeze",
-            "nothing learns behind a projection that stays zero; a run that loads trained weights ignores zero_init",
-            [{"model.zero_init": False}, {"train.freeze": rest}],
+            "a projection frozen at zero blocks all gradients; zero_init has no effect on loaded weights",
+            [{"model.zero_init": False}, {"train.freeze": remaining}],
         )

@@ -1,9 +1,9 @@
-"""Pictures from a model under training, on whatever layout it is: every rank runs the same forward passes.
+"""Sampling of images and videos from a model in training, on any layout: all ranks run the same forward passes.
 
-DDIM (Song et al. 2021) with classifier-free guidance (Ho and Salimans 2022).
+Uses DDIM (Song et al. 2021) with classifier-free guidance (Ho and Salimans 2022).
 
-Shapes: n pictures, c channels, f frames, y height, x width; r rows of a forward pass: two for each picture, with its
-class and without, or one where guidance is 1 and what is predicted without a class does not count.
+Shapes: n samples, c channels, f frames, y height, x width; r rows of a forward pass: two per sample, with and without
+its class, or one if guidance is 1 and the unconditional prediction is not needed.
 """
 
 from __future__ import annotations
@@ -16,69 +16,69 @@ from torch import Tensor
 from meshwright.comm.collectives import broadcast
 from meshwright.models.contract.task import Forward, RunsForward, SimpleBatch
 from meshwright.models.dit.config import DiffusionConfig
-from meshwright.models.dit.diffusion import Diffusion, guided
+from meshwright.models.dit.diffusion import Diffusion, apply_guidance
 from meshwright.models.dit.training_noise import draw_noise
 
 MAX_ROWS = 256
-"""Of a forward pass: pictures are drawn in parts when there are more."""
+"""Maximum rows per forward pass; more are split into batches."""
 
 FIRST_SAMPLE = 1 << 41
-"""Pictures start from the noise of samples of these numbers, which neither training nor validation reaches."""
+"""First sample index for the initial noise, out of reach of training and validation."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The pictures to be drawn."""
+class SampleRequest:
+    """Specification of the samples to generate."""
 
     labels: list[int]
     fps: list[int]
     shape: tuple[int, ...]
-    """Of each: c, f, y, x."""
+    """Shape of each sample: c, f, y, x."""
     null_class: int
     seed: int
 
 
-def draw_pictures(
+def sample_images(
     forward: Forward,
     diffusion: Diffusion,
-    wanted: Wanted,
+    request: SampleRequest,
     settings: DiffusionConfig,
     *,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Tensor:
-    """Draw them: numbers around -1 … 1, [n, c, f, y, x], the same on every rank.
+    """Generate samples [n, c, f, y, x], with values around -1 … 1, identical on all ranks.
 
     Args:
-        forward: of the model.
-        diffusion: that it is trained for.
-        wanted: classes, rates and noise.
+        forward: runs the model's forward pass.
+        diffusion: the diffusion the model is trained for.
+        request: classes, frame rates and seed of the samples.
         settings: sampling steps and guidance.
-        dtypes: of the samples, and of the model's inputs.
+        dtypes: dtype of the samples, and of the model's inputs.
     """
-    count = len(wanted.labels)
+    count = len(request.labels)
     samples = range(FIRST_SAMPLE, FIRST_SAMPLE + count)
-    x = draw_noise(wanted.seed, samples, wanted.shape, dtypes[0]).to(forward.device)
+    x = draw_noise(request.seed, samples, request.shape, dtypes[0]).to(forward.device)
     is_guided = settings.guidance != 1
-    labels = [*wanted.labels, *[wanted.null_class] * count] if is_guided else wanted.labels
-    fps = wanted.fps * 2 if is_guided else wanted.fps
+    labels = [*request.labels, *[request.null_class] * count] if is_guided else request.labels
+    fps = request.fps * 2 if is_guided else request.fps
     size = min(MAX_ROWS, len(labels))
-    num_parts = -(-len(labels) // size)
+    num_batches = -(-len(labels) // size)
     timesteps = diffusion.ddim_timesteps(settings.sampling_steps)
-    with forward.evaluating(num_parts, size) as run:
-        model = _Model(forward, run, labels, fps, dtype=dtypes[1], size=size, num_parts=num_parts)
+    with forward.evaluating(num_batches, size) as run:
+        model = _Model(forward, run, labels, fps, dtype=dtypes[1], size=size, num_batches=num_batches)
         for timestep, following in zip(timesteps, [*timesteps[1:], None], strict=True):
             prediction = model(torch.cat((x, x)) if is_guided else x, timestep).to(x.dtype)
             if is_guided:
                 conditional, unconditional = prediction.chunk(2)
-                prediction = guided(conditional, unconditional, settings.guidance)
+                prediction = apply_guidance(conditional, unconditional, settings.guidance)
             at = torch.full((count,), timestep, device=x.device)
             to = None if following is None else torch.full_like(at, following)
-            x = diffusion.ddim_step(prediction, x, at, to, clamps=True)
+            x = diffusion.ddim_step(prediction, x, at, to, clamp_sample=True)
     return x
 
 
 class _Model:
-    """The model as a function of noisy rows, on all ranks alike."""
+    """The distributed model as a function of noisy rows, called on all ranks."""
 
     def __init__(
         self,
@@ -89,18 +89,18 @@ class _Model:
         *,
         dtype: torch.dtype,
         size: int,
-        num_parts: int,
+        num_batches: int,
     ) -> None:
         self._run, self._source, self._dtype = run, forward.source, dtype
         self._labels, self._fps = (torch.tensor(numbers, device=forward.device) for numbers in (labels, fps))
-        self._size, self._num_parts = size, num_parts
+        self._size, self._num_batches = size, num_batches
 
     def __call__(self, rows: Tensor, timestep: int) -> Tensor:
-        """The prediction for every row, [r, c, f, y, x]."""
-        missing = self._num_parts * self._size - len(rows)  # the last part is filled up with the first rows
-        x, labels, fps = (torch.cat((y, y[:missing])) for y in (rows.to(self._dtype), self._labels, self._fps))
+        """Predict every row, [r, c, f, y, x]."""
+        padding = self._num_batches * self._size - len(rows)  # the last batch is padded with the first rows
+        x, labels, fps = (torch.cat((y, y[:padding])) for y in (rows.to(self._dtype), self._labels, self._fps))
         steps = torch.full((self._size,), timestep, device=x.device)
-        parts = [slice(number * self._size, (number + 1) * self._size) for number in range(self._num_parts)]
-        found = self._run([SimpleBatch(x[part], (steps, labels[part], fps[part])) for part in parts])
-        out = torch.cat(found) if found else torch.empty_like(x)
+        slices = [slice(number * self._size, (number + 1) * self._size) for number in range(self._num_batches)]
+        outputs = self._run([SimpleBatch(x[rows_of], (steps, labels[rows_of], fps[rows_of])) for rows_of in slices])
+        out = torch.cat(outputs) if outputs else torch.empty_like(x)
         return broadcast(out.contiguous(), src=self._source)[: len(rows)]

@@ -1,1 +1,1 @@
-"""Llama, its data and its formats."""
+"""Llama and its weight formats."""

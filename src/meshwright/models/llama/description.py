@@ -1,4 +1,4 @@
-"""A Llama as values: its dimensions, parameters and counts. Torch-free, and tested against the real modules."""
+"""Torch-free description of a Llama: dimensions, parameters and costs, tested against the real module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFa
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies to longer contexts (Llama 3 herd of models, section 3.4).
+    """RoPE frequency scaling of Llama 3.1 for longer contexts (The Llama 3 herd of models, section 3.4).
 
-    Wavelengths longer than `original_seq_len / low_freq_factor` are stretched by `factor`, those shorter than
-    `original_seq_len / high_freq_factor` are kept, and those between are blended.
+    Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`, those below
+    `original_seq_len / high_freq_factor` are unchanged, and those in between are interpolated.
     """
 
     factor: float = 8.0
@@ -39,18 +39,18 @@ class LlamaSpec:
     tie_embeddings: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides names and shapes of the parameters and what they mean."""
+        """Return all settings that determine the names, shapes and meaning of the parameters."""
         return {"kind": "llama", **asdict(self)}
 
 
 def describe(spec: LlamaSpec, seq_len: int) -> ModelFacts:
-    """A Llama that reads samples of `seq_len` tokens."""
+    """Describe a Llama trained on samples of `seq_len` tokens."""
     block = _block(spec, seq_len)
     embedding = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
     tied_to = embedding[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
     norm = vectors(spec.dim, "norm.weight")
-    # A lookup moves a row, and its backward adds one.
+    # A lookup copies a row, and its backward adds one.
     first = KindFacts("embed", "", embedding, flops=2.0 * spec.dim, unit=("embed",))
     last = KindFacts(
         "head",
@@ -69,7 +69,7 @@ def describe(spec: LlamaSpec, seq_len: int) -> ModelFacts:
         identity=spec.identity(),
         first=(first,),
         last=(last,),
-        # Backward costs twice the forward; the lookup isn't counted (PaLM, appendix B).
+        # The backward costs twice the forward; the lookup is not counted (PaLM, appendix B).
         flops_per_token=3.0 * (spec.num_layers * block.flops + last.flops),
     )
 
@@ -92,9 +92,9 @@ def _block(spec: LlamaSpec, seq_len: int) -> KindFacts:
         "block",
         "blocks.{layer}",
         parameters,
-        # Two block inputs and two norm outputs in the stream (norms and residuals; full again before the products);
-        # queries, keys and values before and after rotation, the attention output, four of the feed-forward's width.
+        # Two residual inputs and two norm outputs, sharded with the stream, the latter also gathered; queries and keys
+        # before and after rotation, values, the attention output; four feed-forward activations.
         saved=Saved(full=2.0 * dim, stream=2.0 * dim, divided=3.0 * queries + 4.0 * keys + 4.0 * spec.ffn_dim),
-        # Causal attention: the upper triangle is not computed.
+        # Causal attention: the upper triangle is not counted.
         flops=2.0 * matrices + 2.0 * queries * seq_len,
     )

@@ -1,4 +1,4 @@
-"""Llama as a family: what it describes, how tensor parallel divides it, and what it trains on."""
+"""The Llama family: its description, tensor-parallel styles, initial values, data and task."""
 
 from __future__ import annotations
 
@@ -50,26 +50,27 @@ class LlamaFamily(Family):
     sections = {"model": LlamaConfig}
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Its dimensions, and what tp divides."""
+        """Check model dimensions and tensor-parallel divisibility."""
         return violations(f.section(LlamaConfig), f)
 
     def describe(self, f: RunFacts) -> ModelFacts:
-        """The model as a value."""
+        """Describe the model's parameters and costs."""
         return describe(_spec(f), f.seq_len)
 
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """Megatron's division: columns, then rows (Shoeybi et al. 2019)."""
+        """Return Megatron's tensor-parallel styles: column-wise, then row-wise (Shoeybi et al. 2019)."""
         return STYLES
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """The plain module."""
+        """Build the plain module."""
         from meshwright.models.llama.module import Llama
 
         return Llama(_spec(f), part)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Norms start at one. Products that write into the residual stream start smaller, so that its variance does not
-        grow with depth (GPT-2; Radford et al. 2019, section 2.3)."""
+        """Return a parameter's initial distribution, scaled down with depth for projections into the residual stream
+        (GPT-2; Radford et al. 2019, section 2.3).
+        """
         if "norm" in name:
             return ONES
         if name.endswith(("wo.weight", "down.weight")):
@@ -77,25 +78,25 @@ class LlamaFamily(Family):
         return Normal(INIT_STD)
 
     def open_data(self, f: RunFacts) -> Corpus:
-        """The text that the section `data` names."""
+        """Open the text of the `data` section."""
         from meshwright.models.tasks.text_data import open_text
 
         return open_text(f, vocab_size=_spec(f).vocab_size)
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """The next token."""
+        """Return the next-token task."""
         from meshwright.models.tasks.next_token import TextTask
 
         return TextTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
-        """Cross-entropy of the next token."""
+        """Return the reference implementation of the next-token loss."""
         from meshwright.models.tasks.next_token_reference import TextReference
 
         return TextReference(f, data)
 
     def other_weights(self) -> OtherWeights:
-        """Hugging Face's format."""
+        """Return import and export of Hugging Face's format."""
         from meshwright.models.llama.hf_convert import HuggingFace
 
         return HuggingFace()

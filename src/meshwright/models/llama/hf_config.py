@@ -1,8 +1,8 @@
-"""Hugging Face's `config.json` of a Llama: what we read of it, checked, and what we write.
+"""Reading and writing of Hugging Face's `config.json` for a Llama.
 
-Torch-free. It is written for readers of both generations: transformers 4 reads `rope_theta`, `rope_scaling`
-and `torch_dtype`; transformers 5 puts the first two together as `rope_parameters` and says `dtype`, and
-still accepts the old keys. Checked against transformers 4.45 and 5.23.
+Torch-free. Written files suit both generations: transformers 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`;
+transformers 5 merges the first two into `rope_parameters`, renames the third to `dtype`, and still accepts the old
+keys. Checked against transformers 4.45 and 5.23.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshwright.errors import CheckpointError
 from meshwright.models.llama.hf_parameter_names import ARCHITECTURE
 
-OURS: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
 }
-"""The values of keys that stand for parts which our Llama has in one way only."""
+"""Supported values of keys for architecture options that our Llama does not have."""
 
 DEFAULT_THETA = 10000.0
 
 
-class Described(BaseModel):
-    """What is used of a JSON object, each value of its own type; other keys are let be."""
+class JsonFields(BaseModel):
+    """Base class for the strictly typed fields we use of a JSON object; other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-Described_T = TypeVar("Described_T", bound=Described)
+FieldsT = TypeVar("FieldsT", bound=JsonFields)
 
 
-class Rope(Described):
-    """`rope_parameters`, or `rope_scaling` as it was called before."""
+class RopeFields(JsonFields):
+    """Fields of `rope_parameters`, formerly `rope_scaling`."""
 
     rope_type: str | None = None
     type: str | None = None
-    """What `rope_type` was called before."""
+    """Former name of `rope_type`."""
     rope_theta: Positive | None = None
     partial_rotary_factor: float | None = None
 
     def kind(self) -> str:
-        """How frequencies are scaled."""
+        """Return the type of frequency scaling."""
         return self.rope_type or self.type or "default"
 
 
-class Llama3Rope(Rope):
-    """Of Llama 3.1."""
+class Llama3RopeFields(RopeFields):
+    """Fields of Llama 3.1's RoPE scaling."""
 
     factor: Positive
     low_freq_factor: Positive
@@ -63,15 +63,15 @@ class Llama3Rope(Rope):
     original_max_position_embeddings: Count | None = None
 
 
-class Architecture(Described):
-    """Whose configuration it is."""
+class ArchitectureFields(JsonFields):
+    """Fields that identify the architecture."""
 
     model_type: str
     architectures: list[str] | None = None
 
 
-class Llama(Described):
-    """The dimensions of a Llama. Where transformers takes null for a key left out, so do we."""
+class LlamaFields(JsonFields):
+    """Dimensions of a Llama. Null is accepted for an omitted key wherever transformers accepts it."""
 
     num_hidden_layers: Count
     hidden_size: Count
@@ -89,10 +89,10 @@ class Llama(Described):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a Hugging Face directory.
+    """Read a JSON object from a file of a Hugging Face directory.
 
     Raises:
-        CheckpointError: it is missing, unreadable or something else.
+        CheckpointError: the file is missing, unreadable or not a JSON object.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -108,21 +108,21 @@ def read_object(path: Path) -> dict[str, Any]:
         f"{path.name} {state}",
         where=str(path),
         rule="a Hugging Face model directory holds config.json and safetensors",
-        fix="give the directory of a Llama in Hugging Face's format",
+        fix="pass the directory of a Llama in Hugging Face's format",
     )
 
 
-def described(kind: type[Described_T], content: Mapping[str, Any], *, where: str, inside: str = "") -> Described_T:
-    """`content` as the value `kind`.
+def parse_fields(kind: type[FieldsT], content: Mapping[str, Any], *, where: str, inside: str = "") -> FieldsT:
+    """Validate a JSON object as an instance of `kind`.
 
     Args:
-        kind: what it is to be.
-        content: a JSON object.
-        where: its file, for errors.
-        inside: the key of that file that holds it; the whole file when empty.
+        kind: class of the fields.
+        content: the JSON object.
+        where: path of its file, for errors.
+        inside: key of the object within the file; empty for the top level.
 
     Raises:
-        CheckpointError: names the first key that is missing or that has a value which can't be.
+        CheckpointError: a key is missing or has an invalid value; names the first such key.
     """
     try:
         return kind.model_validate(dict(content))
@@ -130,34 +130,34 @@ def described(kind: type[Described_T], content: Mapping[str, Any], *, where: str
         first = error.errors()[0]
         key = ".".join(str(part) for part in ([inside] if inside else []) + list(first["loc"]))
         if first["type"] == "missing":
-            raise _no_key(key, where) from None
+            raise _missing_key(key, where) from None
         name = Path(where).name
         raise CheckpointError(
             f"{name} has {key} = {_short(first['input'])}",
             where=f"{where}, {key}",
             rule=first["msg"][:1].lower() + first["msg"][1:],
-            fix=f"take the {name} that belongs to these weights",
+            fix=f"use the {name} that belongs to these weights",
         ) from None
 
 
 def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Our description of the model that a `config.json` describes.
+    """Convert a `config.json` to our model description.
 
     Args:
-        config: its content.
-        where: its path, for errors.
+        config: content of the file.
+        where: path of the file, for errors.
 
     Raises:
-        CheckpointError: not a Llama, one with parts that ours lacks, or a key is missing or can't be.
+        CheckpointError: the model is not a Llama or has unsupported options, or a key is missing or invalid.
     """
     _check_architecture(config, where)
-    llama = described(Llama, config, where=where)
+    llama = parse_fields(LlamaFields, config, where=where)
     num_heads, num_kv_heads = llama.num_attention_heads, llama.num_key_value_heads or llama.num_attention_heads
     if num_heads % num_kv_heads:
         raise _unsupported("num_key_value_heads", num_kv_heads, where, f"it divides num_attention_heads = {num_heads}")
     head_dim = llama.head_dim or llama.hidden_size // num_heads
     if head_dim < 2 or head_dim % 2:
-        raise _unsupported("head_dim", head_dim, where, "rotary embedding turns pairs: it is even and not zero")
+        raise _unsupported("head_dim", head_dim, where, "rotary embedding needs an even, positive head_dim")
     return {
         "kind": "llama",
         "num_layers": llama.num_hidden_layers,
@@ -174,12 +174,12 @@ def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
-    """The `config.json` of a model.
+    """Convert our model description to a `config.json`.
 
     Args:
         model: our description.
-        dtype: of the weights, as torch calls it (`bfloat16`).
-        max_seq_len: tokens the model can take; when None, what the rotary scaling stretches to, or 2048.
+        dtype: torch's name of the weights' dtype, such as `bfloat16`.
+        max_seq_len: maximum context length in tokens; if None, the context length after rotary scaling, or 2048.
     """
     scaling = model["rope_scaling"]
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -212,7 +212,7 @@ def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int 
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # The defaults are tokens 1 and 2 of Llama 2's vocabulary; whoever has the tokenizer knows better.
+        # The defaults are tokens 1 and 2 of Llama 2's vocabulary; the right ids depend on the tokenizer.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
@@ -221,41 +221,41 @@ def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int 
 
 
 def _check_architecture(config: Mapping[str, Any], where: str) -> None:
-    found = described(Architecture, config, where=where)
-    architectures = found.architectures or [ARCHITECTURE]
-    if found.model_type != "llama" or ARCHITECTURE not in architectures:
+    fields = parse_fields(ArchitectureFields, config, where=where)
+    architectures = fields.architectures or [ARCHITECTURE]
+    if fields.model_type != "llama" or ARCHITECTURE not in architectures:
         raise CheckpointError(
-            f"not a Llama: model_type {found.model_type}, architectures {', '.join(architectures)}",
+            f"not a Llama: model_type {fields.model_type}, architectures {', '.join(architectures)}",
             where=where,
             rule=f"weights are imported from a {ARCHITECTURE} of model_type llama",
-            fix="give the directory of a Llama in Hugging Face's format",
+            fix="pass the directory of a Llama in Hugging Face's format",
         )
-    for key, values in OURS.items():
+    for key, values in SUPPORTED_VALUES.items():
         if config.get(key) not in values:
-            raise _unsupported(key, config[key], where, _one_of(key, values))
+            raise _unsupported(key, config[key], where, _allowed_values(key, values))
 
 
-def _rope_of(llama: Llama, where: str) -> dict[str, Any]:
-    # transformers 5 gives the older key precedence as well.
+def _rope_of(llama: LlamaFields, where: str) -> dict[str, Any]:
+    # transformers 5 also prefers the older key.
     key = "rope_scaling" if llama.rope_scaling else "rope_parameters"
     content = llama.rope_scaling or llama.rope_parameters or {}
-    rope = described(Rope, content, where=where, inside=key)
+    rope = parse_fields(RopeFields, content, where=where, inside=key)
     theta = rope.rope_theta or llama.rope_theta or DEFAULT_THETA
     kinds = ("default", "llama3")
     if rope.kind() not in kinds:
-        raise _unsupported("rope_type", rope.kind(), where, _one_of("rope_type", kinds))
-    if rope.partial_rotary_factor not in OURS["partial_rotary_factor"]:
-        rule = _one_of("partial_rotary_factor", (1.0,))
+        raise _unsupported("rope_type", rope.kind(), where, _allowed_values("rope_type", kinds))
+    if rope.partial_rotary_factor not in SUPPORTED_VALUES["partial_rotary_factor"]:
+        rule = _allowed_values("partial_rotary_factor", (1.0,))
         raise _unsupported("partial_rotary_factor", rope.partial_rotary_factor, where, rule)
     if rope.kind() == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    scaled = described(Llama3Rope, content, where=where, inside=key)
+    scaled = parse_fields(Llama3RopeFields, content, where=where, inside=key)
     if scaled.low_freq_factor >= scaled.high_freq_factor:
-        rule = f"it is more than low_freq_factor = {scaled.low_freq_factor}"
+        rule = f"high_freq_factor exceeds low_freq_factor = {scaled.low_freq_factor}"
         raise _unsupported(f"{key}.high_freq_factor", scaled.high_freq_factor, where, rule)
     original = scaled.original_max_position_embeddings or llama.max_position_embeddings
     if original is None:
-        raise _no_key("max_position_embeddings", where)
+        raise _missing_key("max_position_embeddings", where)
     scaling = {
         "factor": scaled.factor,
         "low_freq_factor": scaled.low_freq_factor,
@@ -265,26 +265,26 @@ def _rope_of(llama: Llama, where: str) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _no_key(key: str, where: str) -> CheckpointError:
+def _missing_key(key: str, where: str) -> CheckpointError:
     name = Path(where).name
     return CheckpointError(
         f"{name} has no {key}",
         where=where,
         rule=f"{name} describes the weights beside it",
-        fix=f"take the {name} that belongs to these weights",
+        fix=f"use the {name} that belongs to these weights",
     )
 
 
-def _one_of(key: str, allowed: tuple[Any, ...]) -> str:
+def _allowed_values(key: str, allowed: tuple[Any, ...]) -> str:
     return f"{key} is {' or '.join(repr(choice) for choice in allowed if choice is not None) or 'not set'}"
 
 
 def _unsupported(key: str, value: Any, where: str, rule: str) -> CheckpointError:
     return CheckpointError(
-        f"{key} = {_short(value)} is something our Llama doesn't have",
+        f"{key} = {_short(value)} is not supported",
         where=where,
         rule=rule,
-        fix="import another model",
+        fix="import a different model",
     )
 
 

@@ -1,7 +1,7 @@
-"""Model weights to and from Hugging Face's Llama directories: safetensors and a `config.json`.
+"""Conversion of Llama checkpoints to and from Hugging Face directories (safetensors and `config.json`).
 
-Names are mapped, nothing else: dtypes and bits stay, so exporting what was imported gives the same tensors,
-and the other way round. One tensor is in memory at a time. Run it in one process.
+Only names are mapped; dtypes and bits are unchanged, so a round trip is exact in both directions. One tensor is in
+memory at a time. Runs in a single process.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from meshwright.models.llama.hf_weight_files import CONFIG, INDEX, SINGLE_FILE, 
 
 
 class HuggingFace:
-    """Weights in Hugging Face's format, as a family's other weights."""
+    """Import and export of weights in Hugging Face's format."""
 
     description = "Hugging Face's LlamaForCausalLM"
     model_type = "llama"
 
     def export(self, checkpoint: Path, out: Path) -> Path:
-        """Write them; `max_position_embeddings` is the longest text that the model has seen, where that is known."""
+        """Export a checkpoint; `max_position_embeddings` is the training sequence length, if known."""
         trained = manifest.read_manifest(checkpoint).run.get("config", {}).get("train", {})
         return export_safetensors(checkpoint, out, max_seq_len=trained.get("seq_len"))
 
     def load(self, source: Path, root: Path) -> Path:
-        """Make a checkpoint of them."""
+        """Import weights as a checkpoint."""
         return import_safetensors(source, root)
 
 
 PREFIX = "model."
-"""What a checkpoint puts before a parameter's name; optimizer state has another prefix."""
+"""Prefix of model parameters in a checkpoint, as opposed to optimizer state."""
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What weights that are imported may be of."""
+"""Dtypes of weights that can be imported."""
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export_safetensors(
     checkpoint: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, max_seq_len: int | None = None
 ) -> Path:
-    """Write the model weights of a checkpoint as a directory that `LlamaForCausalLM.from_pretrained` loads.
+    """Export the model weights of a checkpoint to a directory that `LlamaForCausalLM.from_pretrained` loads.
 
-    The checkpoint is verified first. The directory appears complete or not at all.
+    The checkpoint is verified first. The directory is created atomically.
 
     Args:
         checkpoint: a checkpoint of a Llama, saved from any layout.
-        out: a directory that does not exist or is empty.
-        max_shard_bytes: weights are split into files of at most this size; a larger tensor has its own file.
-        max_seq_len: the `max_position_embeddings` of `config.json`, which some servers take as the limit; when None,
-            what the rotary scaling stretches to, or 2048.
+        out: output directory, missing or empty.
+        max_shard_bytes: maximum size of a weight file; a larger tensor gets its own file.
+        max_seq_len: `max_position_embeddings` in `config.json`, which some inference servers use as the limit; if
+            None, the context length after rotary scaling, or 2048.
 
     Returns:
         `out`.
@@ -73,8 +73,8 @@ def export_safetensors(
         RunError: `out` cannot be written.
     """
     model = manifest.verify(checkpoint).model
-    found = layout_file.read(checkpoint)
-    tensors = _tensors_to_export(found, model)
+    stored = layout_file.read(checkpoint)
+    tensors = _tensors_to_export(stored, model)
     config = config_from_model(model, dtype=_common_dtype(tensors), max_seq_len=max_seq_len)
     with _new_directory(out) as temporary:
         _write_shards(temporary, _split(tensors, max_shard_bytes))
@@ -83,7 +83,7 @@ def export_safetensors(
 
 
 def import_safetensors(source: Path, root: Path) -> Path:
-    """Make a checkpoint of step 0 of a Hugging Face Llama, without optimizer state.
+    """Import a Hugging Face Llama as a checkpoint of step 0, without optimizer state.
 
     Args:
         source: a directory with `config.json` and safetensors; pickled weights are never read.
@@ -93,8 +93,9 @@ def import_safetensors(source: Path, root: Path) -> Path:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: not a Llama, a tensor missing, unexpected or of a wrong shape, or `root` has
-        checkpoints. RunError: the checkpoint cannot be written.
+        CheckpointError: the model is not a Llama, a tensor is missing, unexpected or of the wrong shape, or `root`
+            already has checkpoints.
+        RunError: the checkpoint cannot be written.
     """
     if manifest.list_checkpoints(root):
         raise CheckpointError(
@@ -104,8 +105,8 @@ def import_safetensors(source: Path, root: Path) -> Path:
             fix="import into a new directory",
         )
     model = model_from_config(read_object(source / CONFIG), where=str(source / CONFIG))
-    with open_weights(source) as theirs:
-        tensors = _tensors_to_import(theirs, model, source)
+    with open_weights(source) as weights:
+        tensors = _tensors_to_import(weights, model, source)
         run = {"imported_from": source.resolve().name}
         return save_load.save(root, 0, tensors, model=model, run=run, keep=1)
 
@@ -113,28 +114,28 @@ def import_safetensors(source: Path, root: Path) -> Path:
 # Export
 
 
-def _tensors_to_export(found: CheckpointLayout, model: Mapping[str, Any]) -> list[TensorToWrite]:
+def _tensors_to_export(stored: CheckpointLayout, model: Mapping[str, Any]) -> list[TensorToWrite]:
     if model.get("kind") != "llama":
         raise CheckpointError(
             f"the checkpoint is of a {model.get('kind')}, not a Llama",
-            where=str(found.path),
-            rule="only a Llama has Hugging Face names here",
+            where=str(stored.path),
+            rule="only Llama models can be exported to Hugging Face's format",
             fix="export a checkpoint of a Llama",
         )
     names = hf_names(model)
-    saved = {name.removeprefix(PREFIX) for name in found.tensors if name.startswith(PREFIX)}
-    _check_names(saved, set(names), str(found.path))
+    saved = {name.removeprefix(PREFIX) for name in stored.tensors if name.startswith(PREFIX)}
+    _check_names(saved, set(names), str(stored.path))
     tensors = []
-    for ours, theirs in names.items():
-        entry = found.entry(PREFIX + ours)
-        _check_shape(ours, entry.shape, parameter_shape(model, ours), str(found.path))
-        fetch = partial(read_tensor, found, PREFIX + ours)
-        tensors.append(TensorToWrite(theirs, DTYPES[entry.dtype], entry.shape, fetch))
+    for name, hf_name in names.items():
+        entry = stored.entry(PREFIX + name)
+        _check_shape(name, entry.shape, parameter_shape(model, name), str(stored.path))
+        fetch = partial(read_tensor, stored, PREFIX + name)
+        tensors.append(TensorToWrite(hf_name, DTYPES[entry.dtype], entry.shape, fetch))
     return tensors
 
 
 def _common_dtype(tensors: Sequence[TensorToWrite]) -> str:
-    """The dtype that most of the weights are in, as torch calls it."""
+    """Return torch's name of the dtype with the most bytes of weights."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes()
@@ -142,7 +143,7 @@ def _common_dtype(tensors: Sequence[TensorToWrite]) -> str:
 
 
 def _split(tensors: Sequence[TensorToWrite], max_shard_bytes: int) -> list[list[TensorToWrite]]:
-    """The tensors in order, in runs of at most `max_shard_bytes`."""
+    """Split the tensors, in order, into shards of at most `max_shard_bytes`."""
     shards: list[list[TensorToWrite]] = [[]]
     size = 0
     for tensor in tensors:
@@ -160,7 +161,7 @@ def _write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) ->
         names = [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
         with DurableFile(directory / name) as file:
-            write_tensors(file, shard, metadata={"format": "pt"})  # transformers refuses files without this
+            write_tensors(file, shard, metadata={"format": "pt"})  # required by transformers
     if len(shards) > 1:
         total = sum(tensor.num_bytes() for shard in shards for tensor in shard)
         weight_map = {tensor.key: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
@@ -169,26 +170,26 @@ def _write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) ->
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, to be filled, that takes its name if nothing is raised and else is removed."""
+    """Yield a temporary directory beside `out`, renamed to it on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
             f"{out} exists and is not an empty directory",
             where=str(out),
-            rule="an export never writes over other files",
-            fix="name a new directory",
+            rule="an export never overwrites files",
+            fix="choose a new directory",
         )
     temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed export
         temporary.mkdir(parents=True)
         yield temporary
         temporary.rename(out)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(
-            f"can't write {out}: {error.strerror or error}",
+            f"cannot write {out}: {error.strerror or error}",
             where=str(out),
-            fix="free some room there or name another directory",
+            fix="free some disk space or choose another directory",
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -202,59 +203,59 @@ def _json(data: Mapping[str, Any]) -> bytes:
 # Import
 
 
-def _tensors_to_import(theirs: dict[str, Tensor], model: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
-    if model["num_layers"] > len(theirs):
+def _tensors_to_import(weights: dict[str, Tensor], model: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
+    if model["num_layers"] > len(weights):
         raise CheckpointError(
-            f"{CONFIG} has num_hidden_layers = {model['num_layers']}, but there are {len(theirs)} tensors",
+            f"{CONFIG} has num_hidden_layers = {model['num_layers']}, but there are {len(weights)} tensors",
             where=str(source),
-            rule="every layer has tensors of its own",
-            fix="check that weights and configuration belong together",
+            rule="every layer has its own tensors",
+            fix="check that the weights match the configuration",
         )
     names = hf_names(model)
-    # Llama files of 2023 carry the rotary frequencies, which follow from the configuration.
-    found = {name for name in theirs if not name.endswith(".rotary_emb.inv_freq")}
+    # Llama files from 2023 include the rotary frequencies, which follow from the configuration.
+    present = {name for name in weights if not name.endswith(".rotary_emb.inv_freq")}
     head, embed = "lm_head.weight", names["embed.weight"]
-    # Some writers store a tied head a second time.
-    if model["tie_embeddings"] and head in found and embed in found and torch.equal(theirs[head], theirs[embed]):
-        found.remove(head)
-    _check_names(found, set(names.values()), str(source))
-    for ours, name in names.items():
-        _check_shape(name, tuple(theirs[name].shape), parameter_shape(model, ours), str(source))
-        _check_dtype(name, theirs[name].dtype, str(source))
-    return {PREFIX + ours: theirs[name] for ours, name in names.items()}
+    # Some writers store a tied head twice.
+    if model["tie_embeddings"] and head in present and embed in present and torch.equal(weights[head], weights[embed]):
+        present.remove(head)
+    _check_names(present, set(names.values()), str(source))
+    for name, hf_name in names.items():
+        _check_shape(hf_name, tuple(weights[hf_name].shape), parameter_shape(model, name), str(source))
+        _check_dtype(hf_name, weights[hf_name].dtype, str(source))
+    return {PREFIX + name: weights[hf_name] for name, hf_name in names.items()}
 
 
-def _check_dtype(name: str, found: torch.dtype, where: str) -> None:
-    if found not in TRAINABLE:
-        allowed = [str(dtype).removeprefix("torch.") for dtype in TRAINABLE]
+def _check_dtype(name: str, dtype: torch.dtype, where: str) -> None:
+    if dtype not in TRAINABLE:
+        allowed = [str(trainable).removeprefix("torch.") for trainable in TRAINABLE]
         raise CheckpointError(
-            f"{name} is of {str(found).removeprefix('torch.')}",
+            f"{name} has dtype {str(dtype).removeprefix('torch.')}",
             where=where,
-            rule=f"weights to train are of {', '.join(allowed)}; fewer bits mean nothing without their scales",
-            fix="save the weights anew as bfloat16, multiplied by their scales where they have some",
+            rule=f"weights are {', '.join(allowed)}; quantised weights are meaningless without their scales",
+            fix="save the weights as bfloat16, multiplied by their scales if quantised",
         )
 
 
 # Both
 
 
-def _check_names(found: set[str], wanted: set[str], where: str) -> None:
-    for problem, names in (("missing", wanted - found), ("unexpected", found - wanted)):
+def _check_names(present: set[str], expected: set[str], where: str) -> None:
+    for problem, names in (("missing", expected - present), ("unexpected", present - expected)):
         if names:
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"tensor {min(names)}{others} {'is' if len(names) == 1 else 'are'} {problem}",
+                f"tensor {min(names)}{more} {'is' if len(names) == 1 else 'are'} {problem}",
                 where=where,
-                rule="the tensors are exactly those of the Llama that the configuration describes",
-                fix="check that weights and configuration belong together",
+                rule="the tensors are exactly those of the Llama in the configuration",
+                fix="check that the weights match the configuration",
             )
 
 
-def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
-    if found != wanted:
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], where: str) -> None:
+    if shape != expected:
         raise CheckpointError(
-            f"{name} has shape {list(found)}, but by the configuration it is {list(wanted)}",
+            f"{name} has shape {list(shape)}, expected {list(expected)} from the configuration",
             where=where,
-            rule="the tensors have the shapes that the configuration gives them",
-            fix="check that weights and configuration belong together",
+            rule="tensor shapes match the configuration",
+            fix="check that the weights match the configuration",
         )

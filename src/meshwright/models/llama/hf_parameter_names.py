@@ -1,8 +1,7 @@
-"""Hugging Face's Llama: its names for our parameters, and their shapes.
+"""Hugging Face's names for the parameters of our Llama, and the parameters' shapes.
 
-Torch-free. Our rotary embedding pairs elements as Hugging Face's does (first half with second half), so
-weights map by name alone. A model is described by what `LlamaSpec.identity()` gives, the form in which
-checkpoints know it.
+Torch-free. Our rotary embedding pairs elements like Hugging Face's (first half with second half), so weights map by
+name alone. Models are given as `LlamaSpec.identity()`, the form stored in checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _BLOCK = {
 
 
 def hf_names(model: Mapping[str, Any]) -> dict[str, str]:
-    """Hugging Face's name for each of our parameters, in the order of the model."""
+    """Return Hugging Face's name for each of our parameters, in model order."""
     names = {"embed.weight": _TOP["embed.weight"]}
     for i in range(model["num_layers"]):
         names |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in _BLOCK.items()}
@@ -42,7 +41,7 @@ def hf_names(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parameter_shape(model: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """The shape of our parameter `name`: (out, in) for weights of matrix products."""
+    """Return the shape of our parameter `name`: (out, in) for matrix weights."""
     dim, ffn_dim = model["dim"], model["ffn_dim"]
     q_dim, kv_dim = model["num_heads"] * model["head_dim"], model["num_kv_heads"] * model["head_dim"]
     shapes = {

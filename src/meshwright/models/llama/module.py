@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023; The Llama 3 herd of models, 2024) as a plain module.
 
-It knows no mesh, no precision policy and no checkpointing: `parallel/` lays it on a mesh from outside. Parameter names
-are the checkpoint's names.
+Independent of meshes, precision policies and checkpointing, which `parallel/` applies from outside. Parameters have the
+same names as in checkpoints.
 
 Shapes: b batch, t time, d model width, v vocabulary.
 """
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.nn.attention.rope import Stretch, rope_tables
+from meshwright.nn.attention.rope import RopeScaling, rope_tables
 from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 
 
 class Llama(nn.Module):
-    """Token embedding, blocks, final norm and output head; or the part of them that a pipeline stage has.
+    """Token embedding, blocks, final norm and output head, or the part of them in one pipeline stage.
 
-    A part's parameters have the names that they have in the whole model. Where the embedding is tied and the part has
-    the head but not the embedding, it has a copy of its own.
+    Parameters of a part have their names from the full model. With tied embeddings, a part with the head but not the
+    embedding has its own replica of the weight.
     """
 
     def __init__(self, spec: LlamaSpec, part: Part | None = None) -> None:
@@ -50,20 +50,20 @@ class Llama(nn.Module):
             if spec.tie_embeddings and self.part.is_first:
                 self.head.weight = self.embed.weight
         scaling = spec.rope_scaling
-        self._stretch = None if scaling is None else Stretch(**asdict(scaling))
+        self._rope_scaling = None if scaling is None else RopeScaling(**asdict(scaling))
 
     def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
-        """Next-token logits [b, t, v] of token ids [b, t].
+        """Compute next-token logits [b, t, v] from token ids [b, t].
 
-        A part that isn't the first takes the stream [b, t, d] instead, one that isn't the last gives it. Where the
-        stream is divided along the sequence, `seq_len` is the full length t.
+        Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it. If
+        the stream is sharded along the sequence, `seq_len` is the full length t.
         """
         x_btd: Tensor = self.embed(inputs) if self.part.is_first else inputs
         cos_th, sin_th = rope_tables(
             seq_len or inputs.shape[1],
             self.spec.head_dim,
             theta=self.spec.rope_theta,
-            stretch=self._stretch,
+            scaling=self._rope_scaling,
             device=inputs.device,
             dtype=x_btd.dtype,
         )

@@ -1,4 +1,4 @@
-"""Rules of a Llama: its dimensions, and what tensor parallel divides."""
+"""Configuration rules of a Llama: dimensions and tensor-parallel divisibility."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.settings.violation import Violation
 
 
 def violations(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
-    """The rules of a Llama that a run violates."""
+    """Yield the rules of a Llama that a run violates."""
     yield from _model(model)
     yield from _tensor_parallel(model, f)
 
@@ -25,20 +25,20 @@ def _model(model: LlamaConfig) -> Iterator[Violation]:
     if head_dim % 2:
         yield Violation(
             ConfigError,
-            f"a head is {head_dim} wide",
+            f"head_dim = {head_dim} is odd",
             "model.head_dim" if model.head_dim is not None else "model.dim",
-            "rotary embedding turns pairs: head_dim is even",
+            "rotary embedding rotates pairs, so head_dim is even",
             [{"model.head_dim": head_dim + 1}],
         )
     if model.num_heads % model.num_kv_heads:
         sizes = by_distance(divisors(model.num_heads), model.num_kv_heads)
-        heads_then = round_up(model.num_heads, model.num_kv_heads)
+        divisible_heads = round_up(model.num_heads, model.num_kv_heads)
         yield Violation(
             ConfigError,
             f"model.num_kv_heads = {model.num_kv_heads} does not divide model.num_heads = {model.num_heads}",
             "model.num_kv_heads",
             "grouped-query attention gives every key/value head the same number of query heads",
-            [*({"model.num_kv_heads": size} for size in sizes), {"model.num_heads": heads_then}],
+            [*({"model.num_kv_heads": size} for size in sizes), {"model.num_heads": divisible_heads}],
         )
 
 
@@ -51,7 +51,7 @@ def _tensor_parallel(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
         "vocabulary entries (model.vocab_size)": model.vocab_size,
     }
     if f.sequence_parallel:
-        counts["tokens a sample (train.seq_len, with mesh.sequence_parallel)"] = f.seq_len
+        counts["tokens per sample (train.seq_len, with mesh.sequence_parallel)"] = f.seq_len
     name = next((name for name, count in counts.items() if count % tp), None)
     if name is None:
         return
@@ -60,7 +60,6 @@ def _tensor_parallel(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
         LayoutError,
         f"mesh.tp = {tp} does not divide {counts[name]} {name}",
         "mesh.tp",
-        "tp divides the numbers of heads, of key/value heads, ffn_dim, vocab_size, "
-        "and seq_len when sequence_parallel is on",
+        "tp divides num_heads, num_kv_heads, ffn_dim, vocab_size and, with sequence_parallel, seq_len",
         [{"mesh.tp": size} for size in sizes],
     )

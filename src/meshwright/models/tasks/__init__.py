@@ -1,1 +1,1 @@
-"""Tasks that several families train on."""
+"""Training tasks shared by several model families."""

@@ -1,4 +1,4 @@
-"""Text from a model under training, on whatever layout it is: every rank runs the same forward passes.
+"""Text generation from a model in training, on any layout: all ranks run the same forward passes.
 
 Shapes: b batch, t time, v vocabulary.
 """
@@ -18,8 +18,8 @@ def generate(
 ) -> list[int]:
     """Continue `prompt` by `num_tokens` sampled tokens.
 
-    The context is padded to the training length, so that shapes stay those the layout was checked for; causal
-    attention never looks at the padding. The first rank that has the logits draws, and its choice goes to the others.
+    The context is padded to the training length, to keep the shapes that the layout was checked for; causal attention
+    ignores the padding. The first rank with the logits samples each token and broadcasts it.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -30,12 +30,12 @@ def generate(
             context = tokens[-seq_len:]
             inputs_bt.zero_()
             inputs_bt[0, : len(context)] = torch.tensor(context, device=forward.device)
-            found = run([batch])
-            choice = None
+            logits = run([batch])
+            token = None
             if forward.rank == forward.source:
-                chances = torch.softmax(found[0][0, len(context) - 1].float().cpu() / temperature, dim=-1)
-                choice = int(torch.multinomial(chances, 1, generator=generator).item())
-            choice = broadcast_object(choice, src=forward.source)
-            assert choice is not None
-            tokens.append(choice)
+                probabilities = torch.softmax(logits[0][0, len(context) - 1].float().cpu() / temperature, dim=-1)
+                token = int(torch.multinomial(probabilities, 1, generator=generator).item())
+            token = broadcast_object(token, src=forward.source)
+            assert token is not None
+            tokens.append(token)
     return tokens[len(prompt) :]

@@ -1,4 +1,4 @@
-"""Text: the next token, by cross-entropy.
+"""Next-token prediction on text, with cross-entropy loss.
 
 Shapes: b batch, t time, v vocabulary.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus, Tokens, num_windows
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.models.contract.loss_unit import LossUnit
@@ -28,19 +28,19 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Token ids and those that follow them, [b, t] both."""
+    """Token ids and their next tokens, both [b, t]."""
 
     inputs: Tensor
     targets: Tensor
 
     @property
     def conditions(self) -> tuple[int]:
-        """The whole length, which a stream that is divided along it doesn't show."""
+        """The full sequence length, unknown to stages whose stream is sharded along the sequence."""
         return (self.inputs.shape[1],)
 
 
 class TextTask(Task):
-    """Reads windows of a corpus."""
+    """Next-token prediction on windows of a corpus."""
 
     def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
         self._run, self._device = f, device
@@ -51,16 +51,16 @@ class TextTask(Task):
         self.units_a_sample = f.seq_len
 
     def batch(self, samples: range) -> Batch:
-        """Windows of the corpus."""
+        """Return the windows of the training samples."""
         return TextBatch(*self._loader.batch(samples))
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """From logits [b, t, v]."""
+        """Return the sum of the tokens' cross-entropies for logits [b, t, v]."""
         return cross_entropy_sum(out, targets)
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """Windows spread evenly over the held-out text."""
-        found = validation_batches(
+        """Return this rank's windows of the held-out text, evenly spread."""
+        batches = validation_batches(
             self._validation,
             seq_len=self._run.seq_len,
             num_samples=self._run.validation_samples,
@@ -69,14 +69,14 @@ class TextTask(Task):
             data_index=data_index,
             device=self._device,
         )
-        return [TextBatch(inputs, targets) for inputs, targets in found]
+        return [TextBatch(inputs, targets) for inputs, targets in batches]
 
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens without a target count for nothing."""
+        """Return the loss sum and the number of tokens, ignoring those without a target."""
         return self.loss_sum(out, targets), (targets != IGNORED_TARGET).sum()
 
     def sample(self, forward: Forward) -> str | None:
-        """A continuation of a prompt, where token ids can be turned into text."""
+        """Return the continuation of a prompt, or None if sampling is off or the corpus has no known tokenizer."""
         f = self._run
         if not f.sample_tokens or not self._has_text:
             return None
@@ -89,19 +89,19 @@ class TextTask(Task):
 
 
 def text_loader(tokens: Tokens, device: torch.device, *, seq_len: int, seed: int) -> Loader:
-    """What a run reads its samples from."""
-    return Loader(tokens, Order(num_windows(tokens, seq_len), seed), seq_len, device)
+    """Return the loader of a run's training samples."""
+    return Loader(tokens, WindowOrder(num_windows(tokens, seq_len), seed), seq_len, device)
 
 
 def text_unit(bytes_per_token: float | None) -> LossUnit:
-    """Bits a byte of text where the text's bytes are known, else nats a token."""
+    """Return bits per byte if the bytes of the text are known, else nats per token."""
     if bytes_per_token is None:
         return LossUnit("nats/token")
     return LossUnit("bits/byte", 1 / (math.log(2) * bytes_per_token))
 
 
 def cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Sum of the tokens' cross-entropies, in at least float32, on the whole vocabulary."""
+    """Return the sum of the tokens' cross-entropies over the full vocabulary, in at least float32."""
     logits = logits_btv.flatten(0, 1)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()

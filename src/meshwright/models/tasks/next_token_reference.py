@@ -1,4 +1,4 @@
-"""Next-token loss written out plainly, sample by sample: what proofs compare the task with.
+"""Reference implementation of the next-token loss, sample by sample, against which proofs compare the task.
 
 Shapes: b batch, t time.
 """
@@ -10,20 +10,20 @@ import torch.nn.functional as F
 from numpy import int64
 from torch import Tensor, nn
 
-from meshwright.data.sampler import Order
+from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus
 from meshwright.models.contract.run_facts import RunFacts
 
 
 class TextReference:
-    """Windows of a corpus, and cross-entropy of the next token."""
+    """Next-token cross-entropy on windows of a corpus."""
 
     def __init__(self, f: RunFacts, corpus: Corpus) -> None:
         self._seq_len, self._global_batch, self._tokens = f.seq_len, f.global_batch, corpus.train
-        self._order = Order((len(corpus.train) - 1) // f.seq_len, f.seed)
+        self._order = WindowOrder((len(corpus.train) - 1) // f.seq_len, f.seed)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Mean over the batch's tokens."""
+        """Return the contribution of samples `indices` to the mean loss per token of the global batch."""
         size = self._seq_len
         rows = []
         for index in indices:

@@ -1,4 +1,4 @@
-"""The text of a run, checked against its model and sequence length. Torch-free: errors come before processes."""
+"""Text data of a run, checked against its model and sequence length. Torch-free: checked before processes start."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from meshwright.errors import DataError
 from meshwright.models.contract.run_facts import RunFacts
 
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
-"""The preset that trains on images, by their `data.source`."""
+"""Preset to suggest for each image `data.source`."""
 
 
 def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
-    """Open the text that a run names, for a model with embeddings of `vocab_size` tokens.
+    """Open the text of a run for a model with a vocabulary of `vocab_size` tokens.
 
     Raises:
-        DataError: missing, empty, too short, images, or with ids the model has no embedding for.
+        DataError: the text is missing, empty, too short, not text but images, or has ids outside the vocabulary.
     """
     data = f.data
     if data.source in PRESETS and not Path(data.source).exists():
         raise DataError(
-            f"{data.source} are pictures, and this model trains on text",
+            f"{data.source} is image data, but this model trains on text",
             where=f"data.source, {data.source}",
-            rule="a model of text takes text files or token files",
+            rule="a text model takes text files or token files",
             fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
         )
     corpus = open_corpus(data.source, tokenizer=data.tokenizer, token_dtype=data.token_dtype, cache_dir=data.cache_dir)

@@ -1,7 +1,7 @@
 """Bidirectional multi-head self-attention with biases, as in a vision transformer (Dosovitskiy et al. 2021).
 
-The keys alone have none: it would add the same to all of a query's scores, which the softmax takes out again. Its
-gradient would be nothing but rounding, different on every layout, which Adam would blow up to whole steps.
+The key projection has no bias: it would add a constant to all scores of a query, which the softmax cancels. Its
+gradient would be pure rounding error, different on every layout, which Adam would amplify to full-sized updates.
 
 Shapes: b batch, t time, d model width, n heads, h head_dim.
 """
@@ -15,10 +15,9 @@ from meshwright.nn.linear import Linear
 
 
 class BidirectionalAttention(nn.Module):
-    """Every position attends to all.
+    """Multi-head self-attention over all positions.
 
-    The number of heads is read from the projections' output, not kept, so that tensor parallel can hand each rank
-    its share of the heads.
+    The number of heads is inferred from the projections' output, so that tensor parallelism can shard the heads.
     """
 
     def __init__(self, dim: int, *, num_heads: int, head_dim: int) -> None:
@@ -30,7 +29,7 @@ class BidirectionalAttention(nn.Module):
         self.wo = Linear(num_heads * head_dim, dim, bias=True)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        """[b, t, d] to [b, t, d]."""
+        """Map [b, t, d] to [b, t, d]."""
         q_bnth, k_bnth, v_bnth = (
             w(x_btd).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )

@@ -8,15 +8,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.rope import rotate
+from meshwright.nn.attention.rope import apply_rotary_emb
 from meshwright.nn.linear import Linear
 
 
-class Attention(nn.Module):
-    """Grouped-query attention.
+class CausalAttention(nn.Module):
+    """Causal grouped-query attention.
 
-    The number of heads is read from the projections' output, not kept, so that tensor parallel can hand each rank
-    its share of the heads.
+    The number of heads is inferred from the projections' output, so that tensor parallelism can shard the heads.
     """
 
     def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -28,9 +27,9 @@ class Attention(nn.Module):
         self.wo = Linear(num_heads * head_dim, dim)
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-        """Attend each position to itself and those before it; [b, t, d] to [b, t, d]."""
+        """Let each position attend to itself and earlier ones; [b, t, d] to [b, t, d]."""
         q_btnh, k_btnh, v_btnh = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q_btnh, k_btnh = rotate(q_btnh, cos_th, sin_th), rotate(k_btnh, cos_th, sin_th)
+        q_btnh, k_btnh = apply_rotary_emb(q_btnh, cos_th, sin_th), apply_rotary_emb(k_btnh, cos_th, sin_th)
         out_bnth = F.scaled_dot_product_attention(
             q_btnh.transpose(1, 2),
             k_btnh.transpose(1, 2),

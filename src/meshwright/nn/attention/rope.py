@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021), in the rotate-half convention of Hugging Face's models.
 
-Frequencies are computed when they are used: a table costs less than its upkeep as a buffer through meta devices,
-casts and sharding.
+Frequencies are computed on the fly: recomputing the table is cheaper than maintaining a buffer through meta devices,
+dtype casts and sharding.
 
 Shapes: b batch, t time, n heads, h head_dim.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RopeScaling:
     """Frequency scaling for longer contexts (Grattafiori et al. 2024, section 3.4); lengths in tokens."""
 
     factor: float
@@ -26,29 +26,29 @@ class Stretch:
 
 
 def rope_tables(
-    seq_len: int, head_dim: int, *, theta: float, stretch: Stretch | None, device: torch.device, dtype: torch.dtype
+    seq_len: int, head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation angles, each [t, h/2], in `dtype`."""
-    # float32 below float64, as Hugging Face does; float64 stays exact for the proof.
+    """Compute cosines and sines of the rotation angles, each [t, h/2], in float64 if `dtype` is, else in float32."""
+    # At least float32, as in Hugging Face's models; float64 is kept for numerical proofs.
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     dims = torch.arange(0, head_dim, 2, device=device, dtype=exact) / head_dim
     freqs = 1.0 / theta**dims
-    if stretch is not None:
-        freqs = _stretched(freqs, stretch)
+    if scaling is not None:
+        freqs = _scale_frequencies(freqs, scaling)
     angles = torch.outer(torch.arange(seq_len, device=device, dtype=exact), freqs)
     return angles.cos(), angles.sin()
 
 
-def _stretched(freqs: Tensor, stretch: Stretch) -> Tensor:
-    turns = stretch.original_seq_len * freqs / (2 * math.pi)
-    low, high = stretch.low_freq_factor, stretch.high_freq_factor
+def _scale_frequencies(freqs: Tensor, scaling: RopeScaling) -> Tensor:
+    turns = scaling.original_seq_len * freqs / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return freqs * (keep + (1 - keep) / stretch.factor)
+    return freqs * (keep + (1 - keep) / scaling.factor)
 
 
-def rotate(x_btnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + h/2]) by its angle; computed in the tables' dtype, returned in x's."""
+def apply_rotary_emb(x_btnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + h/2]) by its angle; computed in the tables' dtype, returned in x's."""
     first, second = x_btnh.chunk(2, dim=-1)
     cos, sin = cos_th[:, None], sin_th[:, None]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_btnh.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_btnh.dtype)

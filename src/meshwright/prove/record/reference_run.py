@@ -21,7 +21,7 @@ from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
-from meshwright.nn.weight_init import normal_piece
+from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
 from meshwright.prove.record.reference_by_stage import stage_gradients
 from meshwright.prove.stage_placement import Stages
@@ -102,7 +102,7 @@ def _build(config: RunConfig) -> nn.Module:
             elif isinstance(fill, Computed):
                 tensor.copy_(fill.compute())
             else:
-                tensor.copy_(normal_piece(config.train.seed, name, tensor.shape, std=fill.std))
+                tensor.copy_(normal_shard(config.train.seed, name, tensor.shape, std=fill.std))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(fnmatchcase(name, glob) for glob in config.train.freeze))
     return model
