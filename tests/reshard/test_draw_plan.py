@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.draw.draw_plan import draw_plan
-from meshwright.reshard.draw.figure_layout import names_of_ranks, rank_colors, sampled, sheets, shown_dims
+from meshwright.reshard.draw.figure_layout import downsample, rank_colors, rank_labels, sheets, shown_dims
 from tests.reshard.by_hand import plan_of
 
 PLAN = plan_of((2, 4), (16, 24), "P R", ("reduce-scatter", "0", "S0 R"), ("slice", "", "S0 S1"))
@@ -66,9 +66,9 @@ def test_sheets_are_disjoint_in_their_ranks():
 
 def test_samples_have_the_owner_of_where_they_are():
     sheet = sheets(layout("S0 S1", (16, 16), (64, 64)), shown_dims([layout("S0 S1")]))[0]
-    small = sampled(sheet, 8)
+    small = downsample(sheet, 8)
     assert small.ranks.tolist() == sheet.ranks[1::2, 1::2].tolist()
-    assert sampled(sheet, 16).ranks.tolist() == sheet.ranks.tolist()
+    assert downsample(sheet, 16).ranks.tolist() == sheet.ranks.tolist()
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 8), (2, 2, 2), (1, 6), (1,), (32, 32)])
@@ -81,10 +81,10 @@ def test_ranks_have_different_colors_of_the_screen(sizes):
 
 
 def test_ranks_are_named_as_fully_as_there_is_room():
-    assert names_of_ranks([3]) == ["3"]
-    assert names_of_ranks([0, 1, 2, 3]) == ["0–3", "0…"]
-    assert names_of_ranks([0, 8]) == ["0 8", "0 … 8", "0…"]
-    assert names_of_ranks(list(range(0, 64, 8)))[0] == "0 … 56"
+    assert rank_labels([3]) == ["3"]
+    assert rank_labels([0, 1, 2, 3]) == ["0–3", "0…"]
+    assert rank_labels([0, 8]) == ["0 8", "0 … 8", "0…"]
+    assert rank_labels(list(range(0, 64, 8)))[0] == "0 … 56"
 
 
 def svg(plan, tmp_path, name="a.svg") -> str:

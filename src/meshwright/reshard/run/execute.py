@@ -17,11 +17,11 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
 from meshwright.reshard.run.compile_step import compile_step
-from meshwright.reshard.run.partial_init import share_of
-from meshwright.reshard.run.process_groups import Meeting, MeshGroups
-from meshwright.reshard.run.program import Program, Round
-from meshwright.reshard.run.reduce_partial import check_reducible, neutral_element, reduce_onto
-from meshwright.reshard.run.strided_windows import Copy, Window
+from meshwright.reshard.run.partial_init import partial_init_of
+from meshwright.reshard.run.process_groups import MeshGroups, StepGroup
+from meshwright.reshard.run.program import ExchangeRound, StepProgram
+from meshwright.reshard.run.reduce_partial import check_reducible, neutral_element, reduce_into
+from meshwright.reshard.run.strided_windows import StridedCopy, Window
 
 
 @torch.no_grad()
@@ -47,59 +47,68 @@ def execute(plan: ReshardPlan, local: Tensor, groups: MeshGroups) -> Tensor:
 
 
 def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
-    meeting = groups.of(step.axes)
-    program = compile_step(step, groups.rank, meeting.slots, x.stride())
+    step_group = groups.of(step.axes)
+    program = compile_step(step, groups.rank, step_group.slots, x.stride())
     _check_shape(x, program.before, step.src, groups.rank)
     if not program.changes:
         return x
     if program.levels:
         check_reducible(step.src, x.dtype)
     result, staging = x.new_empty(program.after), x.new_empty(program.staging_elements)
-    for one in program.rounds:
-        meet = _gather if one.gathers else _exchange
-        received = meet(one, x, meeting, result, staging)
-        _settle(one, program, received, x, result)
+    for exchange_round in program.rounds:
+        communicate = _gather if exchange_round.gathers else _exchange
+        received = communicate(exchange_round, x, step_group, result, staging)
+        _unpack(exchange_round, program, received, x, result)
     return result
 
 
-def _gather(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:
+def _gather(exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
     """Every rank's part, flat, by the group's ranks."""
-    received = (staging if one.receive_at is None else result.view(-1)).narrow(0, 0, one.num_received)
-    _copy(one.pack, x, received)
-    if one.num_received:
-        all_gather_onto(received, None if one.send_from is None else x, group=meeting.group)
+    received = (staging if exchange_round.receive_at is None else result.view(-1)).narrow(
+        0, 0, exchange_round.num_received
+    )
+    _copy(exchange_round.pack, x, received)
+    if exchange_round.num_received:
+        all_gather_onto(received, None if exchange_round.send_from is None else x, group=step_group.group)
     return received
 
 
-def _exchange(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:
+def _exchange(
+    exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor
+) -> Tensor:
     """What others have for this rank, flat, by the group's ranks."""
-    if meeting.group is None:
+    if step_group.group is None:
         return staging
-    if one.send_from is None:
-        packed, at = staging.narrow(0, 0, one.num_sent), one.num_sent
-        _copy(one.pack, x, packed)
+    if exchange_round.send_from is None:
+        packed, at = staging.narrow(0, 0, exchange_round.num_sent), exchange_round.num_sent
+        _copy(exchange_round.pack, x, packed)
     else:
-        packed, at = _flat(x).narrow(0, one.send_from, one.num_sent), 0
-    if one.receive_at is None:
-        received = staging.narrow(0, at, one.num_received)
+        packed, at = _flat(x).narrow(0, exchange_round.send_from, exchange_round.num_sent), 0
+    if exchange_round.receive_at is None:
+        received = staging.narrow(0, at, exchange_round.num_received)
     else:
-        received = result.view(-1).narrow(0, one.receive_at, one.num_received)
+        received = result.view(-1).narrow(0, exchange_round.receive_at, exchange_round.num_received)
     all_to_all_into(
-        received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group, permutes=one.permutes
+        received,
+        packed,
+        send_splits=exchange_round.send,
+        recv_splits=exchange_round.receive,
+        group=step_group.group,
+        permutes=exchange_round.permutes,
     )
     return received
 
 
-def _settle(one: Round, program: Program, received: Tensor, x: Tensor, result: Tensor) -> None:
+def _unpack(exchange_round: ExchangeRound, program: StepProgram, received: Tensor, x: Tensor, result: Tensor) -> None:
     """What was received, and the rank's own, where they belong."""
-    _copy(one.unpack, received, result)
-    _copy(one.own, x, result)
-    for fold in one.folds:
+    _copy(exchange_round.unpack, received, result)
+    _copy(exchange_round.own, x, result)
+    for fold in exchange_round.reductions:
         copies = [_window(received if is_received else x, fold.size, at) for is_received, at in fold.copies]
-        reduce_onto(_window(result, fold.size, fold.target), copies, program.levels)
+        reduce_into(_window(result, fold.size, fold.target), copies, program.levels)
 
 
-def _copy(copies: Sequence[Copy], source: Tensor, target: Tensor) -> None:
+def _copy(copies: Sequence[StridedCopy], source: Tensor, target: Tensor) -> None:
     for copy in copies:
         _window(target, copy.size, copy.target).copy_(_window(source, copy.size, copy.source))
 
@@ -122,16 +131,16 @@ def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
     program = compile_step(step, rank, (rank,), x.stride())
     _check_shape(x, program.before, step.src, rank)
     check_reducible(step.dst, x.dtype)
-    share = share_of(step, rank)
-    if share.keeps and share.factor == 1 and not program.changes:
+    partial_init = partial_init_of(step, rank)
+    if partial_init.keeps_value and partial_init.factor == 1 and not program.changes:
         return x
     result = x.new_empty(program.after)
-    result.fill_(neutral_element(share.neutral_to, x.dtype))
-    if share.keeps:
-        for one in program.rounds:
-            _copy(one.own, x, result)
-        if share.factor != 1:  # what is not its share is 0
-            result.mul_(share.factor)
+    result.fill_(neutral_element(partial_init.fill_reduction, x.dtype))
+    if partial_init.keeps_value:
+        for exchange_round in program.rounds:
+            _copy(exchange_round.own, x, result)
+        if partial_init.factor != 1:  # what is not its share is 0
+            result.mul_(partial_init.factor)
     return result
 
 

@@ -19,7 +19,7 @@ _ALL_KEEP = (Reduction.AVG, Reduction.MAX, Reduction.MIN)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PartialInit:
     """A rank's part in a partition.
 
     Attributes:
@@ -28,18 +28,18 @@ class Share:
         neutral_to: the reduction whose neutral element it fills in.
     """
 
-    keeps: bool
+    keeps_value: bool
     factor: int
-    neutral_to: Reduction
+    fill_reduction: Reduction
 
 
-def share_of(step: Step, rank: int) -> Share:
+def partial_init_of(step: Step, rank: int) -> PartialInit:
     """The share of one rank.
 
     Raises:
         LayoutError: the new partial values have several reductions, or what to fill in would differ by element.
     """
-    place, copies, held = step.src.coordinate(rank), step.src.replicated_axes(), step.src.partial
+    coordinate, copies, held = step.src.coordinate(rank), step.src.replicated_axes(), step.src.partial
     made = {axis: r for axis, r in enumerate(step.dst.partial) if r and not held[axis]}
     kinds = {Reduction.SUM if r is Reduction.AVG else r for r in made.values()}
     parts = [axis for axis in made if axis not in copies]
@@ -53,15 +53,15 @@ def share_of(step: Step, rank: int) -> Share:
             fix="a step for each axis, the first axis first; plan() makes such steps",
         )
     (filled,) = kinds
-    off = [axis for axis, r in made.items() if axis in copies and r not in _ALL_KEEP and place[axis]]
+    off = [axis for axis, r in made.items() if axis in copies and r not in _ALL_KEEP and coordinate[axis]]
     for axis, reduction in enumerate(held):
-        if axis > max(off, default=max(made)) and place[axis] and reduction in (Reduction.SUM, Reduction.PRODUCT):
+        if axis > max(off, default=max(made)) and coordinate[axis] and reduction in (Reduction.SUM, Reduction.PRODUCT):
             filled = reduction
-    return Share(not off, math.prod(_factor(step, axis, place) for axis in parts), filled)
+    return PartialInit(not off, math.prod(_factor(step, axis, coordinate) for axis in parts), filled)
 
 
-def _factor(step: Step, axis: int, place: tuple[int, ...]) -> int:
+def _factor(step: Step, axis: int, coordinate: tuple[int, ...]) -> int:
     """Of a part on an axis that becomes partial; a product further in has it once."""
-    inner = zip(step.src.partial[axis + 1 :], place[axis + 1 :], strict=True)
+    inner = zip(step.src.partial[axis + 1 :], coordinate[axis + 1 :], strict=True)
     is_once_more = any(reduction is Reduction.PRODUCT and at for reduction, at in inner)
     return step.src.axis_sizes[axis] if step.dst.partial[axis] is Reduction.AVG and not is_once_more else 1

@@ -36,7 +36,7 @@ Axes = tuple[int, ...]
 Ranks = tuple[int, ...]
 
 
-class Meeting:
+class StepGroup:
     """The group in which a step's ranks meet.
 
     Attributes:
@@ -51,7 +51,7 @@ class Meeting:
         self.slots = slots
 
 
-_Made = dict[Ranks, ProcessGroup | None]
+_GroupsByRanks = dict[Ranks, ProcessGroup | None]
 """Groups by their ranks; None for those that this process is not in."""
 
 
@@ -64,8 +64,8 @@ class MeshGroups:
         rank: this process's rank within the mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, made: _Made, *, own: bool = False) -> None:
-        self.axis_sizes, self.ranks = _value(mesh)
+    def __init__(self, mesh: DeviceMesh, prepared: _GroupsByRanks, *, own: bool = False) -> None:
+        self.axis_sizes, self.ranks = _mesh_value(mesh)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise LayoutError(
@@ -75,63 +75,63 @@ class MeshGroups:
                 fix="the call on the mesh's ranks alone",
             )
         self.rank = int(np.ravel_multi_index(tuple(coordinate), self.axis_sizes))
-        self._made = made
+        self._prepared = prepared
         self._axis_groups = [] if own else [mesh.get_group(axis) for axis in range(len(self.axis_sizes))]
-        self._meetings: dict[Axes, Meeting] = {}
+        self._step_groups: dict[Axes, StepGroup] = {}
 
-    def of(self, axes: Axes) -> Meeting:
+    def of(self, axes: Axes) -> StepGroup:
         """Where the ranks meet that differ from this one on these axes alone.
 
         Raises:
             LayoutError: there is no group for them.
         """
-        found = self._meetings.get(axes)
+        found = self._step_groups.get(axes)
         if found is None:
-            found = self._meetings[axes] = self._find(axes)
+            found = self._step_groups[axes] = self._find(axes)
         return found
 
     @cached_property
-    def merges_axes(self) -> bool:
+    def can_merge_axes(self) -> bool:
         """There is a group for every step over several axes, whichever rank of the mesh asks: all get one answer."""
         if self._has_all_ranks() or sum(size > 1 for size in self.axis_sizes) < 2:
             return True
-        if self.ranks not in self._made:  # all of them at once: the quick way to no
+        if self.ranks not in self._prepared:  # all of them at once: the quick way to no
             return False
-        return all(ranks in self._made for ranks in _wanted(self.axis_sizes, self.ranks, at_least=2))
+        return all(ranks in self._prepared for ranks in _group_ranks(self.axis_sizes, self.ranks, at_least=2))
 
     def _has_all_ranks(self) -> bool:
         return sorted(self.ranks) == list(range(dist.get_world_size()))
 
-    def _find(self, axes: Axes) -> Meeting:
-        real = tuple(axis for axis in axes if self.axis_sizes[axis] > 1)
-        if not real:
-            return Meeting(None, (self.rank,))
-        mine = _neighbours(self.axis_sizes, self.rank, real)
-        group = self._made.get(tuple(self.ranks[rank] for rank in mine))
-        if group is None and len(real) == 1 and self._axis_groups:
-            group = self._axis_groups[real[0]]
+    def _find(self, axes: Axes) -> StepGroup:
+        wide_axes = tuple(axis for axis in axes if self.axis_sizes[axis] > 1)
+        if not wide_axes:
+            return StepGroup(None, (self.rank,))
+        group_ranks = _ranks_along(self.axis_sizes, self.rank, wide_axes)
+        group = self._prepared.get(tuple(self.ranks[rank] for rank in group_ranks))
+        if group is None and len(wide_axes) == 1 and self._axis_groups:
+            group = self._axis_groups[wide_axes[0]]
         if group is None and self._has_all_ranks():
             group = dist.group.WORLD
         if group is None:
             raise LayoutError(
-                f"there is no process group for axes {list(real)} of a mesh of ranks {list(self.ranks)}",
+                f"there is no process group for axes {list(wide_axes)} of a mesh of ranks {list(self.ranks)}",
                 where="a step over several axes of a mesh that has not all ranks of the run",
                 rule="groups are made at start, on all ranks, never on the way",
                 fix="meshwright.reshard.prepare(mesh), once, on all ranks of the run, or plan(…, one_axis=True)",
             )
-        within = {self.ranks[rank]: rank for rank in mine}
-        return Meeting(group, tuple(within.get(rank, OUTSIDE) for rank in dist.get_process_group_ranks(group)))
+        within = {self.ranks[rank]: rank for rank in group_ranks}
+        return StepGroup(group, tuple(within.get(rank, OUTSIDE) for rank in dist.get_process_group_ranks(group)))
 
 
 def groups_of(mesh: DeviceMesh) -> MeshGroups:
     """Where the ranks of this mesh meet: in what `prepare` made, if it was called for a mesh like it."""
-    made, views = _records(_world())
-    entry = views.get(id(mesh))
+    prepared, mesh_groups = _records(_world())
+    entry = mesh_groups.get(id(mesh))
     if entry is not None and entry[0]() is mesh:
         return entry[1]
-    groups = MeshGroups(mesh, made)
+    groups = MeshGroups(mesh, prepared)
     key = id(mesh)
-    views[key] = (weakref.ref(mesh, lambda _: views.pop(key, None)), groups)
+    mesh_groups[key] = (weakref.ref(mesh, lambda _: mesh_groups.pop(key, None)), groups)
     return groups
 
 
@@ -148,38 +148,38 @@ def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
     Returns:
         where the ranks of the mesh meet; None on a rank outside.
     """
-    made, views = _records(_world())
-    into: _Made = {} if own else made
-    everyone = sorted({ranks for wanted in all_gather_object(_wanted(*_value(mesh), at_least=1 if own else 2))
+    prepared, mesh_groups = _records(_world())
+    into: _GroupsByRanks = {} if own else prepared
+    everyone = sorted({ranks for wanted in all_gather_object(_group_ranks(*_mesh_value(mesh), at_least=1 if own else 2))
                        for ranks in wanted})  # fmt: skip
     for ranks in everyone:
         if ranks not in into:
             into[ranks] = new_group(ranks, timeout_s=None)
-    views.clear()  # they may have found no group
+    mesh_groups.clear()  # they may have found no group
     if mesh.get_coordinate() is None:
         return None
     return MeshGroups(mesh, into, own=True) if own else groups_of(mesh)
 
 
-def _wanted(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) -> list[Ranks]:
+def _group_ranks(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) -> list[Ranks]:
     """The ranks of every group of so many axes or more, on the whole mesh."""
-    real = [axis for axis, size in enumerate(axis_sizes) if size > 1]
+    wide_axes = [axis for axis, size in enumerate(axis_sizes) if size > 1]
     return [
         group
-        for num_axes in range(at_least, len(real) + 1)
-        for axes in combinations(real, num_axes)
-        for group in {tuple(ranks[r] for r in _neighbours(axis_sizes, rank, axes)) for rank in range(len(ranks))}
+        for num_axes in range(at_least, len(wide_axes) + 1)
+        for axes in combinations(wide_axes, num_axes)
+        for group in {tuple(ranks[r] for r in _ranks_along(axis_sizes, rank, axes)) for rank in range(len(ranks))}
     ]
 
 
-def _neighbours(axis_sizes: tuple[int, ...], rank: int, axes: Iterable[int]) -> Ranks:
+def _ranks_along(axis_sizes: tuple[int, ...], rank: int, axes: Iterable[int]) -> Ranks:
     """The mesh's ranks that differ from `rank` on `axes` alone, ascending."""
     place = np.unravel_index(rank, axis_sizes)
     index = tuple(slice(None) if axis in axes else int(at) for axis, at in enumerate(place))
     return tuple(np.arange(math.prod(axis_sizes)).reshape(axis_sizes)[index].ravel().tolist())
 
 
-def _value(mesh: DeviceMesh) -> tuple[tuple[int, ...], Ranks]:
+def _mesh_value(mesh: DeviceMesh) -> tuple[tuple[int, ...], Ranks]:
     """Sizes of a mesh, and its ranks."""
     return tuple(mesh.shape), ranks_of(mesh)
 
@@ -190,16 +190,16 @@ def _world() -> ProcessGroup:
     return world
 
 
-_Views = dict[int, tuple[weakref.ref[DeviceMesh], MeshGroups]]
+_GroupsByMesh = dict[int, tuple[weakref.ref[DeviceMesh], MeshGroups]]
 
 
 @cache
-def _all_records() -> WeakKeyDictionary[ProcessGroup, tuple[_Made, _Views]]:
+def _all_records() -> WeakKeyDictionary[ProcessGroup, tuple[_GroupsByRanks, _GroupsByMesh]]:
     """By the run's group of all ranks: groups that were made, by their ranks; and what is known of each mesh object."""
     return WeakKeyDictionary()
 
 
-def _records(world: ProcessGroup) -> tuple[_Made, _Views]:
+def _records(world: ProcessGroup) -> tuple[_GroupsByRanks, _GroupsByMesh]:
     found = _all_records().get(world)
     if found is None:
         _all_records().clear()  # a process has one group of all ranks at a time

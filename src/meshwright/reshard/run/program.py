@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.run.strided_windows import Copy, Window
+from meshwright.reshard.run.strided_windows import StridedCopy, Window
 
 OUTSIDE = -1
 """In `slots`: a rank of the group that does not take part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class RegionReduction:
     """Partial values of one region, reduced in their order onto the result.
 
     Attributes:
@@ -27,7 +27,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ExchangeRound:
     """One collective and the copies around it. Buffers are flat, and all counts are of elements.
 
     Attributes:
@@ -53,10 +53,10 @@ class Round:
     permutes: bool = False
     send_from: int | None = None
     receive_at: int | None = None
-    pack: tuple[Copy, ...] = ()
-    unpack: tuple[Copy, ...] = ()
-    own: tuple[Copy, ...] = ()
-    folds: tuple[Fold, ...] = ()
+    pack: tuple[StridedCopy, ...] = ()
+    unpack: tuple[StridedCopy, ...] = ()
+    own: tuple[StridedCopy, ...] = ()
+    reductions: tuple[RegionReduction, ...] = ()
 
     def staging_elements(self) -> int:
         """What is packed, and then what is received, beside the tensors before and after."""
@@ -66,7 +66,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ReductionLevel:
     """A way to reduce: so many copies that lie next to each other, then divided."""
 
     reduction: Reduction
@@ -75,7 +75,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class StepProgram:
     """A step as one rank runs it.
 
     Attributes:
@@ -90,6 +90,6 @@ class Program:
     before: tuple[int, ...]
     after: tuple[int, ...]
     changes: bool
-    rounds: tuple[Round, ...]
+    rounds: tuple[ExchangeRound, ...]
     staging_elements: int = 0
-    levels: tuple[Level, ...] = ()
+    levels: tuple[ReductionLevel, ...] = ()

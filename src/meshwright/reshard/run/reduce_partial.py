@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.run.program import Level
+from meshwright.reshard.run.program import ReductionLevel
 
 _WITHOUT_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
 """Types that PyTorch moves, and neither adds nor compares."""
@@ -30,7 +30,7 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
-def reduce_onto(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Level]) -> None:
+def reduce_into(out: Tensor, copies: Sequence[Tensor], levels: Sequence[ReductionLevel]) -> None:
     """Overwrite `out` by the reduction of `copies`, tensors of its shape, none of which shares its memory.
 
     Args:
@@ -38,29 +38,29 @@ def reduce_onto(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Level]) 
         copies: in order.
         levels: outermost first; their numbers of copies multiply to those there are.
     """
-    wide = _wide(out.dtype)
-    if wide is not out.dtype and out.numel() > BLOCK:
+    accumulation_dtype = _accumulation_dtype(out.dtype)
+    if accumulation_dtype is not out.dtype and out.numel() > BLOCK:
         dim = out.shape.index(max(out.shape))
         rows = max(1, BLOCK * out.shape[dim] // out.numel())
         for block in zip(*(torch.split(x, rows, dim) for x in (out, *copies)), strict=True):
-            block[0].copy_(_reduced(block[1:], levels, wide))
-    elif wide is not out.dtype or len(levels) > 1:
-        out.copy_(_reduced(copies, levels, wide))
+            block[0].copy_(_reduce_levels(block[1:], levels, accumulation_dtype))
+    elif accumulation_dtype is not out.dtype or len(levels) > 1:
+        out.copy_(_reduce_levels(copies, levels, accumulation_dtype))
     else:
-        _fold(copies, levels[0], out)
+        _reduce_level(copies, levels[0], out)
 
 
-def _reduced(copies: Sequence[Tensor], levels: Sequence[Level], dtype: torch.dtype) -> Tensor:
+def _reduce_levels(copies: Sequence[Tensor], levels: Sequence[ReductionLevel], dtype: torch.dtype) -> Tensor:
     """The reduction as a new tensor, the innermost level first."""
     values = list(copies)
     for level in reversed(levels):
         groups = [values[at : at + level.num_copies] for at in range(0, len(values), level.num_copies)]
-        values = [_fold(group, level, torch.empty_like(group[0], dtype=dtype)) for group in groups]
+        values = [_reduce_level(group, level, torch.empty_like(group[0], dtype=dtype)) for group in groups]
     (value,) = values
     return value
 
 
-def _fold(copies: Sequence[Tensor], level: Level, out: Tensor) -> Tensor:
+def _reduce_level(copies: Sequence[Tensor], level: ReductionLevel, out: Tensor) -> Tensor:
     """All of them combined, onto `out`, in numbers of its type."""
     combine = _COMBINE[level.reduction]
     if len(copies) == 1:
@@ -72,7 +72,7 @@ def _fold(copies: Sequence[Tensor], level: Level, out: Tensor) -> Tensor:
     return out.div_(level.divisor) if level.divisor > 1 else out
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what numbers of this type are reduced."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
@@ -96,10 +96,10 @@ def neutral_element(reduction: Reduction, dtype: torch.dtype) -> float:
 
 def is_reducible(layout: Layout, dtype: torch.dtype) -> bool:
     """Partial values of this type can be reduced as their layout says."""
-    return _refused(dtype).isdisjoint(filter(None, layout.partial))
+    return _unsupported_reductions(dtype).isdisjoint(filter(None, layout.partial))
 
 
-def _refused(dtype: torch.dtype) -> set[Reduction]:
+def _unsupported_reductions(dtype: torch.dtype) -> set[Reduction]:
     """Reductions that values of this type do not have."""
     if dtype in _WITHOUT_ARITHMETIC:
         return set(Reduction)
@@ -125,11 +125,11 @@ def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
             where=f"layout {layout}",
             rule="bool has max, min and product; integers have no average, those of uint16, uint32 and uint64 no "
             "reduction; complex numbers have no order, and complex32 no average",
-            fix=_instead(layout, dtype),
+            fix=_suggest_fix(layout, dtype),
         )
 
 
-def _instead(layout: Layout, dtype: torch.dtype) -> str:
+def _suggest_fix(layout: Layout, dtype: torch.dtype) -> str:
     """How values that this type cannot be reduced in can be."""
     if not dtype.is_complex:
         return f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) before"

@@ -14,11 +14,11 @@ from itertools import product
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, Step, StepKind
 
-Place = tuple[int, ...]
+Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IndexRun:
     """Neighbouring indices: `length` of them, from `source` in the sender's tensor, `target` in the other's."""
 
     source: int
@@ -27,7 +27,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardMessage:
     """What one rank has for another one.
 
     Attributes:
@@ -41,7 +41,7 @@ class Piece:
     sender: int
     receiver: int
     copy: int
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[IndexRun, ...], ...]
 
     def shape(self) -> tuple[int, ...]:
         """Extents of the piece."""
@@ -52,60 +52,64 @@ class Piece:
         return math.prod(self.shape())
 
 
-def received(step: Step, rank: int) -> tuple[Piece, ...]:
+def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
     """The pieces that make up the rank's tensor after the step, its own included, ordered by sender."""
-    src, dst, place = step.src, step.dst, step.src.coordinate(rank)
+    src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
-    found: list[Piece] = []
+    found: list[ShardMessage] = []
     per_dim = []
     for dim in range(len(src.shape)):
-        here = dst.intervals(dim).row(place)
-        others = _places(place, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
-        per_dim.append([(other, runs) for other in others if (runs := joint_runs(src.intervals(dim).row(other), here))])
-    copies = list(_places(place, reduced, src.axis_sizes))
+        here = dst.intervals(dim).row(coordinate)
+        others = _coordinates_over(coordinate, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
+        per_dim.append(
+            [(other, runs) for other in others if (runs := intersect_runs(src.intervals(dim).row(other), here))]
+        )
+    copies = list(_coordinates_over(coordinate, reduced, src.axis_sizes))
     for choice in product(*per_dim):
         for copy, other in enumerate(copies):
-            sender = _merge(other, src, [c[0] for c in choice])
-            found.append(Piece(src.rank(sender), rank, copy, tuple(c[1] for c in choice)))
-    return tuple(sorted(found, key=lambda piece: (piece.sender, piece.copy)))
+            sender = _merge_coordinates(other, src, [c[0] for c in choice])
+            found.append(ShardMessage(src.rank(sender), rank, copy, tuple(c[1] for c in choice)))
+    return tuple(sorted(found, key=lambda message: (message.sender, message.copy)))
 
 
-def sent(step: Step, rank: int) -> tuple[Piece, ...]:
+def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
     """The pieces of the rank's tensor before the step that others (or the rank itself) are to have, by receiver."""
-    src, dst, place = step.src, step.dst, step.src.coordinate(rank)
+    src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
     copies = src.replicated_axes()
     free = [axis for axis in step.axes if axis not in copies]
     per_dim = []
     for dim in range(len(src.shape)):
-        here = src.intervals(dim).row(place)
-        others = _places(place, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
-        per_dim.append([(other, runs) for other in others if (runs := joint_runs(here, dst.intervals(dim).row(other)))])
+        here = src.intervals(dim).row(coordinate)
+        others = _coordinates_over(coordinate, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
+        per_dim.append(
+            [(other, runs) for other in others if (runs := intersect_runs(here, dst.intervals(dim).row(other)))]
+        )
     rest = [axis for axis in free if axis not in dst.sharded_axes()]
-    copy = list(_places(place, reduced, src.axis_sizes)).index(place)
+    copy = list(_coordinates_over(coordinate, reduced, src.axis_sizes)).index(coordinate)
     found = []
     for choice in product(*per_dim):
-        for other in _places(place, rest, src.axis_sizes):
-            receiver = _merge(other, dst, [c[0] for c in choice])
-            found.append(Piece(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
-    return tuple(sorted(found, key=lambda piece: piece.receiver))
+        for other in _coordinates_over(coordinate, rest, src.axis_sizes):
+            receiver = _merge_coordinates(other, dst, [c[0] for c in choice])
+            found.append(ShardMessage(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
+    return tuple(sorted(found, key=lambda message: message.receiver))
 
 
-def in_rounds(piece: Piece, rounds: int) -> tuple[Piece | None, ...]:
+def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage | None, ...]:
     """The piece in `rounds` parts along its longest dim (the first of these), by the chunk rule; None where empty.
 
     The parts of a region that is reduced are the same for all senders, since they depend on its extents alone.
     """
     if rounds == 1:
-        return (piece,)
-    shape = piece.shape()
+        return (message,)
+    shape = message.shape()
     if not shape:
-        return (piece, *(None,) * (rounds - 1))
+        return (message, *(None,) * (rounds - 1))
     dim = shape.index(max(shape))
     size = -(-shape[dim] // rounds)
-    parts = [window(piece.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
+    parts = [slice_runs(message.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
     return tuple(
-        replace(piece, runs=(*piece.runs[:dim], runs, *piece.runs[dim + 1 :])) if runs else None for runs in parts
+        replace(message, runs=(*message.runs[:dim], runs, *message.runs[dim + 1 :])) if runs else None for runs in parts
     )
 
 
@@ -120,9 +124,9 @@ def staging_elements(step: Step, rank: int, rounds: int = 1) -> int:
     if step.kind is StepKind.ALL_GATHER:
         largest = int(step.src.local_numels().max())
         return math.prod(step.src.axis_sizes[axis] for axis in step.axes) * -(-largest // rounds)
-    away = [piece for piece in received(step, rank) if piece.sender != rank]
-    away += [piece for piece in sent(step, rank) if piece.receiver != rank]
-    sizes = [[part.numel() if part else 0 for part in in_rounds(piece, rounds)] for piece in away]
+    away = [message for message in messages_received(step, rank) if message.sender != rank]
+    away += [message for message in messages_sent(step, rank) if message.receiver != rank]
+    sizes = [[part.numel() if part else 0 for part in split_into_rounds(message, rounds)] for message in away]
     return max((sum(each) for each in zip(*sizes, strict=True)), default=0)
 
 
@@ -132,31 +136,31 @@ def _reduced_axes(step: Step) -> list[int]:
     return [axis for axis in step.axes if step.src.partial[axis] and not step.dst.partial[axis]]
 
 
-def _places(place: Place, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Place]:
-    """`place` with all coordinates on `axes`, the last axis fastest."""
+def _coordinates_over(coordinate: Coordinate, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Coordinate]:
+    """`coordinate` with all coordinates on `axes`, the last axis fastest."""
     for chosen in product(*(range(axis_sizes[axis]) for axis in axes)):
         at = dict(zip(axes, chosen, strict=True))
-        yield tuple(at.get(axis, old) for axis, old in enumerate(place))
+        yield tuple(at.get(axis, old) for axis, old in enumerate(coordinate))
 
 
-def _merge(base: Place, layout: Layout, places: Sequence[Place]) -> Place:
-    """`base` with, for each dim, the coordinates on the axes that cut it taken from that dim's place."""
+def _merge_coordinates(base: Coordinate, layout: Layout, coordinates: Sequence[Coordinate]) -> Coordinate:
+    """`base` with, for each dim, the coordinates on the axes that cut it taken from that dim's coordinate."""
     merged = list(base)
-    for dim, place in enumerate(places):
+    for dim, coordinate in enumerate(coordinates):
         for axis in layout.axes_of(dim):
-            merged[axis] = place[axis]
+            merged[axis] = coordinate[axis]
     return tuple(merged)
 
 
-def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[Run, ...]:
+def intersect_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[IndexRun, ...]:
     """Indices in both lists of intervals (each ascending), as runs of the two local tensors, in their order."""
-    runs: list[Run] = []
+    runs: list[IndexRun] = []
     s = t = at_s = at_t = 0
     while s < len(source) and t < len(target):
         (low_s, high_s), (low_t, high_t) = source[s], target[t]
         low, high = max(low_s, low_t), min(high_s, high_t)
         if low < high:
-            _append(runs, Run(at_s + low - low_s, at_t + low - low_t, high - low))
+            _append(runs, IndexRun(at_s + low - low_s, at_t + low - low_t, high - low))
         if high_s <= high_t:
             at_s += high_s - low_s
             s += 1
@@ -166,19 +170,19 @@ def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> 
     return tuple(runs)
 
 
-def _append(runs: list[Run], run: Run) -> None:
+def _append(runs: list[IndexRun], run: IndexRun) -> None:
     if runs and runs[-1].source + runs[-1].length == run.source and runs[-1].target + runs[-1].length == run.target:
         runs[-1] = replace(runs[-1], length=runs[-1].length + run.length)
     else:
         runs.append(run)
 
 
-def window(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
+def slice_runs(runs: tuple[IndexRun, ...], start: int, stop: int) -> tuple[IndexRun, ...]:
     """The part of `runs` from its `start`-th index to before its `stop`-th."""
     found, at = [], 0
     for run in runs:
         low, high = max(start - at, 0), min(stop - at, run.length)
         if low < high:
-            found.append(Run(run.source + low, run.target + low, high - low))
+            found.append(IndexRun(run.source + low, run.target + low, high - low))
         at += run.length
     return tuple(found)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from meshwright.reshard.run.shard_exchange import Piece, Run, window
+from meshwright.reshard.run.shard_exchange import IndexRun, ShardMessage, slice_runs
 
 Strides = tuple[int, ...]
 
@@ -25,7 +25,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StridedCopy:
     """Elements of one memory onto as many of another."""
 
     size: tuple[int, ...]
@@ -34,10 +34,10 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _RunGroup:
     """Runs of one length: the first one, how many, how far apart, and which index of the piece begins them."""
 
-    first: Run
+    first: IndexRun
     at: int
     count: int = 1
     source_step: int = 0
@@ -45,7 +45,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MessageWindows:
     """A product of groups of runs, one window in each memory: the sender's tensor, the receiver's, the packed piece."""
 
     size: tuple[int, ...]
@@ -63,9 +63,9 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
     return tuple(reversed(strides))
 
 
-def places(
-    piece: Piece, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
-) -> list[Place]:
+def message_windows(
+    message: ShardMessage, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
+) -> list[MessageWindows]:
     """The piece as windows.
 
     Args:
@@ -75,12 +75,12 @@ def places(
         by_source: the windows are right for the sender's tensor; the packed piece is always.
         by_target: likewise for the receiver's.
     """
-    packed_strides = contiguous_strides(piece.shape())
-    groups = [_grouped(runs, by_source=by_source, by_target=by_target) for runs in piece.runs]
+    packed_strides = contiguous_strides(message.shape())
+    groups = [_group_runs(runs, by_source=by_source, by_target=by_target) for runs in message.runs]
     found = []
     for choice in product(*groups):
         size: list[int] = []
-        source, target, packed = _Builder(), _Builder(), _Builder()
+        source, target, packed = _WindowBuilder(), _WindowBuilder(), _WindowBuilder()
         for group, s, t, p in zip(choice, source_strides, target_strides, packed_strides, strict=True):
             run = group.first
             if group.count > 1:
@@ -92,11 +92,11 @@ def places(
             source.add(s, run.source)
             target.add(t, run.target)
             packed.add(p, group.at)
-        found.append(Place(tuple(size), source.window(), target.window(), packed.window()))
+        found.append(MessageWindows(tuple(size), source.window(), target.window(), packed.window()))
     return found
 
 
-class _Builder:
+class _WindowBuilder:
     """A window in the making."""
 
     def __init__(self) -> None:
@@ -111,21 +111,21 @@ class _Builder:
         return Window(tuple(self.strides), self.offset)
 
 
-def _grouped(runs: Sequence[Run], *, by_source: bool, by_target: bool) -> list[_Group]:
+def _group_runs(runs: Sequence[IndexRun], *, by_source: bool, by_target: bool) -> list[_RunGroup]:
     """Runs of one length and distance, together; distances matter in the memories that are asked for."""
-    groups: list[_Group] = []
+    groups: list[_RunGroup] = []
     at = 0
     for run in runs:
-        joined = _joined(groups[-1], run, by_source=by_source, by_target=by_target) if groups else None
+        joined = _extended_group(groups[-1], run, by_source=by_source, by_target=by_target) if groups else None
         if joined is None:
-            groups.append(_Group(run, at))
+            groups.append(_RunGroup(run, at))
         else:
             groups[-1] = joined
         at += run.length
     return groups
 
 
-def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Group | None:
+def _extended_group(group: _RunGroup, run: IndexRun, *, by_source: bool, by_target: bool) -> _RunGroup | None:
     first, count = group.first, group.count
     source_step, target_step = group.source_step, group.target_step
     if count == 1:
@@ -135,14 +135,14 @@ def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Gr
         and (not by_source or run.source == first.source + count * source_step)
         and (not by_target or run.target == first.target + count * target_step)
     )
-    return _Group(first, group.at, count + 1, source_step, target_step) if fits else None
+    return _RunGroup(first, group.at, count + 1, source_step, target_step) if fits else None
 
 
-def flat_parts(piece: Piece, start: int, stop: int) -> list[Piece]:
+def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessage]:
     """From the packed piece's `start`-th element to before its `stop`-th, as pieces that follow each other."""
     return [
-        replace(piece, runs=tuple(window(runs, *ends) for runs, ends in zip(piece.runs, box, strict=True)))
-        for box in _boxes(piece.shape(), start, min(stop, piece.numel()))
+        replace(message, runs=tuple(slice_runs(runs, *ends) for runs, ends in zip(message.runs, box, strict=True)))
+        for box in _boxes(message.shape(), start, min(stop, message.numel()))
     ]
 
 
@@ -167,26 +167,26 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
     ]
 
 
-def shifted(window: Window, offset: int) -> Window:
+def shift_window(window: Window, offset: int) -> Window:
     """The window, that much further on."""
     return Window(window.strides, window.offset + offset)
 
 
-def flat_range(piece: Piece, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
+def flat_range(message: ShardMessage, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
     """First element and number of elements, if the piece is one range of a tensor without gaps, in its order."""
-    found = places(piece, strides, strides, by_source=of_source, by_target=not of_source)
+    found = message_windows(message, strides, strides, by_source=of_source, by_target=not of_source)
     if len(found) != 1:
         return None
     window, expected = found[0].source if of_source else found[0].target, contiguous_strides(found[0].size)
     for size, stride, step in zip(found[0].size, window.strides, expected, strict=True):
         if size != 1 and stride != step:
             return None
-    return window.offset, piece.numel()
+    return window.offset, message.numel()
 
 
-def fused(copies: Sequence[Copy]) -> tuple[Copy, ...]:
+def fuse_copies(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
     """The same copies in fewer calls: those alike at one distance from each other become one of one more dim."""
-    result: list[Copy] = []
+    result: list[StridedCopy] = []
     at = 0
     while at < len(copies):
         first, count = copies[at], 1
@@ -198,12 +198,12 @@ def fused(copies: Sequence[Copy]) -> tuple[Copy, ...]:
         else:
             source = Window((step[0], *first.source.strides), first.source.offset)
             target = Window((step[1], *first.target.strides), first.target.offset)
-            result.append(Copy((count, *first.size), source, target))
+            result.append(StridedCopy((count, *first.size), source, target))
         at += count
     return tuple(result)
 
 
-def _step(a: Copy, b: Copy) -> tuple[int, int] | None:
+def _step(a: StridedCopy, b: StridedCopy) -> tuple[int, int] | None:
     """From one copy to the next in both memories; None if they are not alike."""
     if (a.size, a.source.strides, a.target.strides) != (b.size, b.source.strides, b.target.strides):
         return None

@@ -22,7 +22,7 @@ Counts = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCounts:
     """What the ranks of each group have of what the others are to have.
 
     Attributes:
@@ -59,7 +59,7 @@ class Exchange:
         return whole
 
 
-def exchange(step: Step) -> Exchange:
+def count_exchange(step: Step) -> ExchangeCounts:
     """Who takes how much from whom in a step, by [Note: owners] in steps.py; in a local one from itself alone.
 
     The shares of a partition are looked for among the ranks that will hold the partial values, rank 0 of copies first.
@@ -68,7 +68,7 @@ def exchange(step: Step) -> Exchange:
     axes = step.axes
     if step.kind is StepKind.PARTITION:
         axes = tuple(axis for axis in dst.partial_axes() if not src.partial[axis])
-    ranks = groups(src, axes)
+    ranks = rank_groups(src, axes)
     elements = overlaps(src, dst, ranks)
     reduced = [axis for axis in axes if step.kind in REDUCING and src.partial[axis] and not dst.partial[axis]]
     for axis in set(axes) & set(src.replicated_axes()):
@@ -79,10 +79,10 @@ def exchange(step: Step) -> Exchange:
             elements = elements * (place[:, :, None] == place[:, None, :])
     by_axis = elements.reshape(*elements.shape[:2], *(src.axis_sizes[axis] for axis in axes))
     copies = by_axis.sum(tuple(2 + at for at, axis in enumerate(axes) if axis not in reduced))
-    return Exchange(ranks, elements, copies.reshape(*elements.shape[:2], -1))
+    return ExchangeCounts(ranks, elements, copies.reshape(*elements.shape[:2], -1))
 
 
-def groups(layout: Layout, axes: tuple[int, ...]) -> Ints:
+def rank_groups(layout: Layout, axes: tuple[int, ...]) -> Ints:
     """The ranks that differ on these axes alone: shape (groups, ranks of a group)."""
     mesh = np.arange(layout.num_ranks()).reshape(layout.axis_sizes)
     last = range(mesh.ndim - len(axes), mesh.ndim)
@@ -94,21 +94,21 @@ def overlaps(src: Layout, dst: Layout, ranks: Ints) -> Counts:
     counts = np.ones((*ranks.shape, ranks.shape[1]))
     for dim in range(len(src.shape)):
         edges = edges_of((src, dst), dim)
-        needs, has = held(dst, dim, edges)[ranks], held(src, dim, edges)[ranks]
+        needs, has = held_segments(dst, dim, edges)[ranks], held_segments(src, dim, edges)[ranks]
         counts *= (needs * np.diff(edges).astype(np.float64)) @ has.swapaxes(1, 2).astype(np.float64)
     return counts
 
 
 def edges_of(layouts: Iterable[Layout], dim: int) -> Ints:
     """Where anybody's part of the dim begins or ends under any of the layouts, ascending."""
-    found = [np.zeros(1, np.int64)]
+    edges = [np.zeros(1, np.int64)]
     for layout in layouts:
         intervals = layout.intervals(dim)
-        found += [intervals.starts.ravel(), intervals.stops.ravel(), np.array([layout.shape[dim]])]
-    return np.unique(np.concatenate(found))
+        edges += [intervals.starts.ravel(), intervals.stops.ravel(), np.array([layout.shape[dim]])]
+    return np.unique(np.concatenate(edges))
 
 
-def held(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
+def held_segments(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
     """Which of the segments between `edges` each rank has: shape (ranks, segments)."""
     intervals, at = layout.intervals(dim), layout.coordinates()
     rows = tuple(at[axis] for axis in intervals.axes)
@@ -119,7 +119,7 @@ def held(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
     return np.cumsum(change, 1)[:, :-1] > 0
 
 
-def live_elements(number: int, step: Step, found: Exchange, plan: ReshardPlan) -> int:
+def live_elements(number: int, step: Step, counts: ExchangeCounts, plan: ReshardPlan) -> int:
     """The most that a rank holds in a step, in elements: what of an exchange in rounds is the least that can be said.
 
     The plan's source, the step's own where it is another tensor, what is under way, and the result.
@@ -129,9 +129,9 @@ def live_elements(number: int, step: Step, found: Exchange, plan: ReshardPlan) -
         under_way = np.zeros(plan.src.num_ranks(), np.int64)
     elif step.kind is StepKind.ALL_GATHER:
         largest = -(-int(step.src.local_numels().max()) // max(1, step.rounds))
-        under_way = np.full(plan.src.num_ranks(), largest * found.ranks.shape[1])
+        under_way = np.full(plan.src.num_ranks(), largest * counts.ranks.shape[1])
     else:
-        under_way = -(-(found.received() + found.sent()) // max(1, step.rounds))
+        under_way = -(-(counts.received() + counts.sent()) // max(1, step.rounds))
     return int((before + under_way + step.dst.local_numels()).max())
 
 

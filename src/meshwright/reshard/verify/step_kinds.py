@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, Step, StepKind
-from meshwright.reshard.verify.error import fault, names_of
-from meshwright.reshard.verify.exchange_counts import Exchange, overlaps
+from meshwright.reshard.verify.error import list_numbers, step_error
+from meshwright.reshard.verify.exchange_counts import ExchangeCounts, overlaps
 
 K = StepKind
 R = Reduction
@@ -38,18 +38,18 @@ def check_axes(number: int, step: Step) -> None:
     axes, num_axes = step.axes, len(step.src.axis_sizes)
     if step.kind in LOCAL:
         if axes:
-            what = f"has a group over axes {names_of(axes)}"
-            raise fault(number, step, what, rule=f"a {step.kind} needs nobody else", fix="no axes")
+            what = f"has a group over axes {list_numbers(axes)}"
+            raise step_error(number, step, what, rule=f"a {step.kind} needs nobody else", fix="no axes")
         return
     if not axes or list(axes) != sorted(set(axes) & set(range(num_axes))):
-        what = f"has a group over axes [{names_of(axes)}] of a mesh with axes 0 to {num_axes - 1}"
-        raise fault(number, step, what, rule="one axis of the mesh or more, each once, ascending", fix="such axes")
+        what = f"has a group over axes [{list_numbers(axes)}] of a mesh with axes 0 to {num_axes - 1}"
+        raise step_error(number, step, what, rule="one axis of the mesh or more, each once, ascending", fix="such axes")
     moving = step.src.sharded_axes() | (set(reduced_axes(step)) if step.kind in REDUCING else set())
     for axis in axes:
         if axis not in moving and step.src.axis_sizes[axis] > 1:
             holds = "partial values that stay" if step.src.partial[axis] else "copies"
-            others = names_of(other for other in axes if other != axis)
-            raise fault(
+            others = list_numbers(other for other in axes if other != axis)
+            raise step_error(
                 number, step, f"has axis {axis} in its group, which holds {holds}",
                 rule="nothing moves along an axis that neither cuts the tensor nor is reduced",
                 fix=f"axes {others}" if others else "axes that do",
@@ -79,22 +79,26 @@ def check_partial(number: int, step: Step) -> None:
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         if old and new and old is not new:
             what = f"turns {old} on axis {axis} into {new}"
-            raise fault(number, step, what, rule="partial values keep their reduction", fix=f"{old} on axis {axis}")
+            raise step_error(
+                number, step, what, rule="partial values keep their reduction", fix=f"{old} on axis {axis}"
+            )
     if added and step.kind is not K.PARTITION:
-        what = f"makes values partial on axis {names_of(added)}"
-        raise fault(number, step, what, rule="only a partition makes values partial", fix="a partition before")
+        what = f"makes values partial on axis {list_numbers(added)}"
+        raise step_error(number, step, what, rule="only a partition makes values partial", fix="a partition before")
     if reduced and step.kind not in REDUCING:
-        what = f"leaves axis {names_of(reduced)} without its partial values"
-        raise fault(number, step, what, rule="only a reduction ends partial values", fix="a reduce-scatter before")
+        what = f"leaves axis {list_numbers(reduced)} without its partial values"
+        raise step_error(number, step, what, rule="only a reduction ends partial values", fix="a reduce-scatter before")
     if not added and step.kind is K.PARTITION:
         what = "makes nothing partial"
-        raise fault(number, step, what, rule="a partition leaves partial values", fix="a slice, or no step")
+        raise step_error(number, step, what, rule="a partition leaves partial values", fix="a slice, or no step")
     if not reduced and step.kind in REDUCING:
         what = "has nothing to reduce: no axis holds partial values before it and none after it"
-        raise fault(number, step, what, rule="a reduction is of partial values", fix="an all-gather or all-to-all")
+        raise step_error(number, step, what, rule="a reduction is of partial values", fix="an all-gather or all-to-all")
     if outside := [axis for axis in reduced if axis not in step.axes]:
-        what = f"ends the partial values of axis {names_of(outside)}, whose ranks take no part"
-        raise fault(number, step, what, rule="values are reduced in the group", fix=f"axis {outside[0]} in the group")
+        what = f"ends the partial values of axis {list_numbers(outside)}, whose ranks take no part"
+        raise step_error(
+            number, step, what, rule="values are reduced in the group", fix=f"axis {outside[0]} in the group"
+        )
     _check_order(number, step, reduced, added)
 
 
@@ -104,77 +108,77 @@ def _check_order(number: int, step: Step, reduced: Sequence[int], added: Sequenc
     for axis, later in product(reduced, range(len(after))):
         now, waits = before[axis], after[later]
         if later > axis and waits and now is not waits and not {now, waits} <= COMMUTING:
-            raise fault(
+            raise step_error(
                 number, step, f"takes the {now} over axis {axis} before the {waits} over axis {later}",
                 rule="where reductions differ, the last axis is reduced first", fix=f"axis {later} reduced before",
             )  # fmt: skip
     for axis, later in product(added, range(len(after))):
         outer, inner = after[axis], after[later]
         if later > axis and outer and inner and inner not in NEUTRAL_STAYS[outer]:
-            raise fault(
+            raise step_error(
                 number, step, f"makes axis {axis} partial ({outer}) around the {inner} over axis {later}",
                 rule=f"what is neutral to {outer} is not after the {inner}", fix=f"axis {later} reduced before",
             )  # fmt: skip
 
 
-def check_complete(number: int, step: Step, found: Exchange) -> None:
+def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
     """Each rank finds each element of its new part, and each partial value of it, once among the ranks it asks.
 
     Raises:
         LayoutError: it doesn't.
     """
-    due = step.dst.local_numels()[found.ranks][:, :, None]
-    wrong = np.argwhere(found.copies != due)
+    due = step.dst.local_numels()[counts.ranks][:, :, None]
+    wrong = np.argwhere(counts.copies != due)
     if not len(wrong):
         return
     group, place, copy = wrong[0]
-    rank, has = found.ranks[group, place], found.copies[group, place, copy]
-    among = f"the ranks {names_of(found.ranks[group].tolist(), most=4)}"
+    rank, has = counts.ranks[group, place], counts.copies[group, place, copy]
+    among = f"the ranks {list_numbers(counts.ranks[group].tolist(), most=4)}"
     if step.kind is K.SLICE:
         among = "itself"
     rules = {K.SLICE: "a rank keeps a part of what it has", K.PARTITION: "each element is the share of one rank"}
-    raise fault(
+    raise step_error(
         number, step, f"is to give rank {rank} {due[group, place, 0]} elements, and {among} has {has:.0f} of them",
         rule=rules.get(step.kind, "what a rank is to have is with the ranks of its group, once"),
         fix="another group, or other layouts",
     )  # fmt: skip
 
 
-def check_kind(number: int, step: Step, found: Exchange) -> None:
+def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
     """What the ranks of a group have afterwards is of the form that the kind promises.
 
     Raises:
         LayoutError: it isn't.
     """
-    before, after = step.src.local_numels()[found.ranks], step.dst.local_numels()[found.ranks]
+    before, after = step.src.local_numels()[counts.ranks], step.dst.local_numels()[counts.ranks]
     if step.kind in (K.ALL_GATHER, K.ALL_REDUCE):
-        both = overlaps(step.dst, step.dst, found.ranks)
-        if pair := _first((both != after[:, :, None]) | (both != after[:, None, :]), found):
+        both = overlaps(step.dst, step.dst, counts.ranks)
+        if pair := _first((both != after[:, :, None]) | (both != after[:, None, :]), counts):
             what = f"leaves ranks {pair[0]} and {pair[1]} of a group with different parts"
-            raise fault(number, step, what, rule="all ranks of a group end with the same", fix="an all-to-all")
-    if step.kind is K.ALL_GATHER and (pair := _first(found.elements != before[:, None, :], found)):
+            raise step_error(number, step, what, rule="all ranks of a group end with the same", fix="an all-to-all")
+    if step.kind is K.ALL_GATHER and (pair := _first(counts.elements != before[:, None, :], counts)):
         what = f"doesn't give rank {pair[0]} all that rank {pair[1]} has"
-        raise fault(number, step, what, rule="a rank ends with all that its group has", fix="an all-to-all")
+        raise step_error(number, step, what, rule="a rank ends with all that its group has", fix="an all-to-all")
     if step.kind is K.REDUCE_SCATTER:
-        whole_size = before.sum(1) // found.copies.shape[2]  # the senders of each partial value have all of it
+        whole_size = before.sum(1) // counts.copies.shape[2]  # the senders of each partial value have all of it
         if whole_size.any() and (after == whole_size[:, None]).all() and (after == before).all():
             what = "leaves every rank of a group with all that it had"
-            raise fault(number, step, what, rule="a reduce-scatter scatters something", fix="an all-reduce")
+            raise step_error(number, step, what, rule="a reduce-scatter scatters something", fix="an all-reduce")
     if step.kind is K.PERMUTE:
-        whole = (found.elements == before[:, None, :]) & (found.elements == after[:, :, None])
-        if pair := _first((found.elements > 0) & ~whole, found):
+        whole = (counts.elements == before[:, None, :]) & (counts.elements == after[:, :, None])
+        if pair := _first((counts.elements > 0) & ~whole, counts):
             what = f"gives rank {pair[0]} a part of what rank {pair[1]} has, or rank {pair[0]} has more than that"
-            raise fault(number, step, what, rule="a rank's whole part goes to one rank", fix="an all-to-all")
-        twice = (whole & (found.elements > 0)).sum(1, keepdims=True) > 1
-        if pair := _first(twice & whole & (found.elements > 0), found):
+            raise step_error(number, step, what, rule="a rank's whole part goes to one rank", fix="an all-to-all")
+        twice = (whole & (counts.elements > 0)).sum(1, keepdims=True) > 1
+        if pair := _first(twice & whole & (counts.elements > 0), counts):
             what = f"gives what rank {pair[1]} has to several ranks, rank {pair[0]} among them"
-            raise fault(number, step, what, rule="a permute is one to one", fix="an all-to-all")
+            raise step_error(number, step, what, rule="a permute is one to one", fix="an all-to-all")
 
 
-def _first(wrong: NDArray[np.bool_], found: Exchange) -> tuple[int, int] | None:
+def _first(wrong: NDArray[np.bool_], counts: ExchangeCounts) -> tuple[int, int] | None:
     """The first receiver and sender for whom it is so."""
     places = np.argwhere(wrong)
     if not len(places):
         return None
     group, receiver, sender = places[0]
-    return int(found.ranks[group, receiver]), int(found.ranks[group, sender])
+    return int(counts.ranks[group, receiver]), int(counts.ranks[group, sender])

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Ints
 from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
-from meshwright.reshard.verify.error import fault
-from meshwright.reshard.verify.exchange_counts import Counts, edges_of, held
+from meshwright.reshard.verify.error import step_error
+from meshwright.reshard.verify.exchange_counts import Counts, edges_of, held_segments
 from meshwright.reshard.verify.step_kinds import reduced_axes
 
-MOST = 2**19
+MAX_VALUES = 2**19
 """Numbers on the paper; a plan that takes more is not carried out."""
 
 
@@ -36,19 +36,19 @@ def check_values(plan: ReshardPlan) -> None:
     terms = plan.src.partial_axes()
     term_sizes = tuple(plan.src.axis_sizes[axis] for axis in terms)
     num_boxes, num_terms = math.prod(len(cuts) - 1 for cuts in edges), math.prod(term_sizes)
-    if plan.src.num_ranks() * num_boxes * num_terms > MOST:
+    if plan.src.num_ranks() * num_boxes * num_terms > MAX_VALUES:
         return
     at = plan.src.coordinates()
     own = np.ravel_multi_index([at[axis] for axis in terms], term_sizes) if terms else np.zeros(len(at[0]), np.int64)
     values = _boxes(plan.src, edges)[:, :, None] * np.eye(num_terms)[own][:, None, :]
     for number, step in enumerate(plan.steps, start=1):
-        values = _carry_out(number, step, values, edges)
+        values = _simulate(number, step, values, edges)
         _check_once(number, step, values, edges)
 
 
 def _boxes(layout: Layout, edges: Sequence[Ints]) -> Counts:
     """1 where a rank has a box: shape (ranks, boxes)."""
-    has = [held(layout, dim, cuts).astype(np.float64) for dim, cuts in enumerate(edges)]
+    has = [held_segments(layout, dim, cuts).astype(np.float64) for dim, cuts in enumerate(edges)]
     whole = np.ones((layout.num_ranks(), 1))
     return reduce(lambda boxes, one: (boxes[:, :, None] * one[:, None, :]).reshape(len(boxes), -1), has, whole)
 
@@ -62,7 +62,7 @@ def _differ_on(layout: Layout, axes: Sequence[int]) -> NDArray[np.float64]:
     return alike.astype(np.float64)
 
 
-def _carry_out(number: int, step: Step, values: Counts, edges: Sequence[Ints]) -> Counts:
+def _simulate(number: int, step: Step, values: Counts, edges: Sequence[Ints]) -> Counts:
     """What the ranks have after a step, each element taken from whoever has it by [Note: owners] in steps.py."""
     has, due = _boxes(step.src, edges), _boxes(step.dst, edges)
     copies, at = step.src.replicated_axes(), step.src.coordinates()
@@ -76,7 +76,7 @@ def _carry_out(number: int, step: Step, values: Counts, edges: Sequence[Ints]) -
     if (wrong := np.argwhere((due > 0) & (found != num_values))).size:
         rank, box = wrong[0]
         what = f"finds box {box} of rank {rank} {found[rank, box]:.0f} times among the ranks it asks"
-        raise fault(number, step, what, rule=f"each element is taken from {num_values}", fix="other layouts")
+        raise step_error(number, step, what, rule=f"each element is taken from {num_values}", fix="other layouts")
     return (asks @ values.reshape(len(values), -1)).reshape(values.shape) * due[:, :, None]
 
 
@@ -88,4 +88,4 @@ def _check_once(number: int, step: Step, values: Counts, edges: Sequence[Ints]) 
         rank, box, term = np.argwhere(wrong)[0]
         times = reduced.reshape(values.shape)[rank, box, term]
         what = f"leaves rank {rank} with partial value {term} {times:.0f} times in box {box}"
-        raise fault(number, step, what, rule="each partial value is reduced exactly once", fix="other layouts")
+        raise step_error(number, step, what, rule="each partial value is reduced exactly once", fix="other layouts")
