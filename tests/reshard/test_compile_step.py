@@ -57,7 +57,7 @@ def run(step, slots, tensors):
                 results[rank][one.receive_at : one.receive_at + got.size] = got
             copied(one.unpack, got, results[rank])
             copied(one.own, flat[rank], results[rank])
-            for fold in one.folds:
+            for fold in one.reductions:
                 copies = [window(got if r else flat[rank], fold.size, w) for r, w in fold.copies]
                 window(results[rank], fold.size, fold.target)[...] = sum(copies)
     return [x.reshape(p.after) for x, p in zip(results, programs, strict=True)], staged

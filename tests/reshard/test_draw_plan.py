@@ -104,10 +104,11 @@ def test_states_steps_and_bytes_are_in_the_picture(tmp_path):
     assert sheets_of == [("mesh", "0"), *behind, *(("1", depth) for _, depth in behind), ("2", "0")]
     words = words_of(picture)
     for expected in ("P R", "S0 R", "S0 S1", "reduce-scatter", "slice", "nothing is sent", "Σ", "0–7", "0–3", "4–7",
-                     "before · 768 B a rank", "after step 1 · 384 B a rank", "after · 96 B a rank", "≤ 384 B a rank",
-                     "4 copies (axis 1) · 2 partial (axis 0)", "4 copies (axis 1)", "8 ranks"):  # fmt: skip
+                     "before · 768 B per rank", "after step 1 · 384 B per rank", "after · 96 B per rank",
+                     "≤ 384 B per rank", "4 replicas (axis 1) · 2 partial (axis 0)", "4 replicas (axis 1)",
+                     "8 ranks"):  # fmt: skip
         assert expected in words, expected
-    assert "a rank receives at most 384 B" in picture
+    assert "each rank receives at most 384 B" in picture
 
 
 def test_the_same_plan_gives_the_same_bytes(tmp_path):

@@ -25,7 +25,7 @@ def explain_transfer(plan: TransferPlan) -> str:
     for rank, (sent, received) in list(by_rank.items())[:MAX_RANKS]:
         line = f"{rank:>6} {format_bytes(sent):>10} {len(plan.sends(rank)):>5}"
         line += f" {format_bytes(received):>10} {len(plan.receives(rank)):>5}"
-        lines.append(line + ("  keeps its local elements" if plan.copies(rank) else ""))
+        lines.append(line + ("  keeps its local elements" if plan.has_local_copy(rank) else ""))
     if len(by_rank) > MAX_RANKS:
         lines.append(f"{'…':>6} and {len(by_rank) - MAX_RANKS} more ranks")
     lines += [

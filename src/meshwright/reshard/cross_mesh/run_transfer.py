@@ -64,7 +64,7 @@ def _exchange(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> 
     source = _indexable(local.resolve_conj().resolve_neg())
     out = local.new_empty(plan.dst.local_shape(plan.dst_ranks.index(rank)) if rank in plan.dst_ranks else 0)
     target = _indexable(out)
-    if plan.copies(rank) and all(runs := plan.block(rank, rank)):
+    if plan.has_local_copy(rank) and all(runs := plan.block(rank, rank)):
         _unpack(target, runs, _block(source, runs))
     sends = {move.receiver: _pack_message(source, plan.block(rank, move.receiver), move) for move in plan.sends(rank)}
     receives: dict[int, Tensor] = {}

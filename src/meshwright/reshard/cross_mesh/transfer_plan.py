@@ -71,7 +71,7 @@ class TransferPlan:
     even_share_bytes: int
 
     def block(self, sender: int, receiver: int) -> tuple[tuple[IndexRun, ...], ...]:
-        """Return the intersection of the sender's source shard and the receiver's destination shard, as runs per dim."""
+        """Return the overlap of the sender's source shard and the receiver's destination shard, as runs per dim."""
         at_sender = self.start.coordinate(self.src_ranks.index(sender))
         at_receiver = self.dst.coordinate(self.dst_ranks.index(receiver))
         return tuple(
@@ -87,7 +87,7 @@ class TransferPlan:
         """Return the messages that the rank receives, by sender."""
         return self._by_receiver.get(rank, [])
 
-    def copies(self, rank: int) -> bool:
+    def has_local_copy(self, rank: int) -> bool:
         """Return whether the rank is on both meshes and copies the elements that it keeps."""
         return rank in self.src_ranks and rank in self.dst_ranks
 

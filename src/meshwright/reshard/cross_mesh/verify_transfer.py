@@ -51,7 +51,8 @@ def _check_messages(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
     for move in plan.moves:
         if move.sender not in held or move.receiver not in wanted or move.sender == move.receiver:
             raise _transfer_error(
-                _describe(move), "messages go from a rank of the source mesh to a different rank of the destination mesh"
+                _describe(move),
+                "messages go from a rank of the source mesh to a different rank of the destination mesh",
             )
         if not 0 <= move.start < move.stop <= _num_common(held[move.sender], wanted[move.receiver]):
             raise _transfer_error(
@@ -61,21 +62,23 @@ def _check_messages(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
 
 def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> int:
     """Check that each rank receives each missing element once; return the most elements that any rank lacks."""
-    keys = {rank: _key(part) for rank, part in held.items()}
+    keys = {rank: _key(shard) for rank, shard in held.items()}
     arriving: dict[int, defaultdict[SlicesKey, list[Move]]] = {rank: defaultdict(list) for rank in wanted}
     for move in plan.moves:
         arriving[move.receiver][keys[move.sender]].append(move)
     most = 0
     for rank, blocks in arriving.items():
-        part, own = wanted[rank], held.get(rank)
+        shard, own = wanted[rank], held.get(rank)
         if own is not None and keys[rank] in blocks:
             raise _transfer_error(_describe(blocks[keys[rank]][0]), "a rank does not receive what it has itself")
-        lacking = _numel(part) - (0 if own is None else _num_common(own, part))
+        lacking = _numel(shard) - (0 if own is None else _num_common(own, shard))
         # The source shards are disjoint, so complete blocks of the right total size cover everything.
-        results = sum(_check_contiguous(moves, _num_common(held[moves[0].sender], part)) for moves in blocks.values())
-        if results != lacking:
+        num_received = sum(
+            _check_contiguous(moves, _num_common(held[moves[0].sender], shard)) for moves in blocks.values()
+        )
+        if num_received != lacking:
             raise _transfer_error(
-                f"rank {rank} receives {results} of the {lacking} elements it lacks", "each element arrives once"
+                f"rank {rank} receives {num_received} of the {lacking} elements it lacks", "each element arrives once"
             )
         most = max(most, lacking)
     return most
@@ -107,8 +110,8 @@ def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
     for move in plan.moves:
         sent[move.sender] += move.stop - move.start
     holders: defaultdict[SlicesKey, list[int]] = defaultdict(list)
-    for rank, part in held.items():
-        holders[_key(part)].append(rank)
+    for rank, shard in held.items():
+        holders[_key(shard)].append(rank)
     largest = 0
     for ranks in holders.values():
         share = -(-sum(sent[rank] for rank in ranks) // len(ranks))
@@ -125,13 +128,13 @@ def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
 def _check_totals(plan: TransferPlan, lacked: int, share: int) -> None:
     size = dtype_bytes(plan.dtype)
     by_rank = plan.bytes_by_rank().values()
-    results = {
+    num_received = {
         "bytes_sent": max(sent for sent, _ in by_rank),
         "bytes_received": max(received for _, received in by_rank),
         "lower_bound_bytes": size * lacked,
         "even_share_bytes": size * share,
     }
-    for name, value in results.items():
+    for name, value in num_received.items():
         if getattr(plan, name) != value:
             raise _transfer_error(f"{name} = {getattr(plan, name)}", f"its messages add up to {value}")
 
@@ -140,13 +143,13 @@ def _slices_by_rank(layout: Layout, ranks: tuple[int, ...]) -> dict[int, TensorS
     return {rank: layout.local_slices(place) for place, rank in enumerate(ranks)}
 
 
-def _key(part: TensorSlices) -> SlicesKey:
-    return tuple(tuple((s.start, s.stop) for s in slices) for slices in part)
+def _key(shard: TensorSlices) -> SlicesKey:
+    return tuple(tuple((s.start, s.stop) for s in slices) for slices in shard)
 
 
-def _numel(part: TensorSlices) -> int:
+def _numel(shard: TensorSlices) -> int:
     count = 1
-    for slices in part:
+    for slices in shard:
         count *= sum(s.stop - s.start for s in slices)
     return count
 

@@ -132,7 +132,7 @@ def _figure(spec: _FigureSpec) -> Figure:
 
 
 def _add_mesh(axes: Axes, spec: _FigureSpec) -> None:
-    """Draw each rank in its color, the first axes vertically, the others horizontally, as close to square as possible."""
+    """Draw the ranks in their colors, the first axes vertically, the others horizontally, as square as possible."""
     sizes = spec.plan.src.axis_sizes
     first = min(range(len(sizes)), key=lambda axis: abs(math.log(math.prod(sizes[:axis]) / math.prod(sizes[axis:]))))
     first = max(first, int(len(sizes) > 1))
@@ -206,8 +206,8 @@ def _add_numbers(
     for depth in range(3):
         names = {}
         for place in places:
-            ways = rank_labels(sorted(int(sheet.ranks[place]) for sheet in all_sheets))
-            names[place] = ways[min(depth, len(ways) - 1)]
+            labels = rank_labels(sorted(int(sheet.ranks[place]) for sheet in all_sheets))
+            names[place] = labels[min(depth, len(labels) - 1)]
         room = [min(wide[c] * 72 / (DIGIT * len(names[r, c]) + 0.5), high[r] * 72 / 1.25) for r, c in places]
         if (font := min(LARGEST_FONT, *room, LARGEST_FONT)) >= SMALLEST_FONT:
             break

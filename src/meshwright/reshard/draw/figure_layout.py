@@ -49,8 +49,8 @@ def shown_dims(layouts: Sequence[Layout]) -> Dims:
     num_dims = len(layouts[0].shape)
     if num_dims <= 2:
         return Dims(tuple(range(num_dims - 1)), tuple(range(num_dims))[-1:])
-    cut = [dim for dim in range(num_dims) if any(layout.splits[dim] for layout in layouts)]
-    return Dims(tuple(cut[:1]), tuple(cut[1:]))
+    sharded_dims = [dim for dim in range(num_dims) if any(layout.splits[dim] for layout in layouts)]
+    return Dims(tuple(sharded_dims[:1]), tuple(sharded_dims[1:]))
 
 
 def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
@@ -58,7 +58,7 @@ def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
     edges = [edges_of([layout], dim) for dim in range(len(layout.shape))]
     if 0 in layout.shape:
         return []
-    has = [held_segments(layout, dim, cuts) for dim, cuts in enumerate(edges)]
+    held = [held_segments(layout, dim, dim_edges) for dim, dim_edges in enumerate(edges)]
     order = (*dims.down, *dims.right)
     extents = [len(edges[dim]) - 1 for dim in order]
     num_rows = math.prod(extents[: len(dims.down)])
@@ -68,7 +68,7 @@ def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
     for ranks in rank_groups(layout, tuple(sorted(layout.sharded_axes()))):
         owner = np.zeros(extents, np.int64)
         for rank in ranks:
-            owner[np.ix_(*(np.flatnonzero(has[dim][rank]) for dim in order))] = rank
+            owner[np.ix_(*(np.flatnonzero(held[dim][rank]) for dim in order))] = rank
         all_sheets.append(Sheet(rows, columns, owner.reshape(num_rows, -1)))
     return all_sheets
 
@@ -76,8 +76,8 @@ def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
 def _nest_edges(edges: Sequence[Ints]) -> Places:
     """Scale the first dim's edges to 0 … 1 and nest the next dim's edges within each of its segments, recursively."""
     scale = np.array([0.0, 1.0])
-    for cuts in reversed(edges):
-        outer = cuts / cuts[-1]
+    for dim_edges in reversed(edges):
+        outer = dim_edges / dim_edges[-1]
         inner = outer[:-1, None] + np.diff(outer)[:, None] * scale[None, :-1]
         scale = np.append(inner.ravel(), 1.0)
     return scale

@@ -1,4 +1,4 @@
-"""Exact conversion between DTensor placements and layouts, including shard orders, strided shards and partial values."""
+"""Exact conversion between DTensor placements and layouts, with shard orders, strided shards and partial values."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def layout_of_placements(
                 f"shard_order shards dim {dim} over axes {list(axes)}, the placements over axes {sharding_axes}",
                 where="shard_order",
                 rule="the order lists each axis that shards the dim exactly once",
-                fix=f"shard_order={{{dim}: {sharding_axes}}}"
-                if sharding_axes
-                else "no order for an unsharded dim",
+                fix=f"shard_order={{{dim}: {sharding_axes}}}" if sharding_axes else "no order for an unsharded dim",
             )
         dims[dim] = list(axes)
     return Layout(shape, axis_sizes, tuple(tuple(splits[axis] for axis in axes) for axes in dims), tuple(partial))

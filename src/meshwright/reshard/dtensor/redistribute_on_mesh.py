@@ -42,7 +42,11 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: DTensor, placements: tuple[Placement, ...], order: tuple[private.ShardOrderEntry, ...] | None, memory_cap_bytes: int | None
+        ctx: Any,
+        x: DTensor,
+        placements: tuple[Placement, ...],
+        order: tuple[private.ShardOrderEntry, ...] | None,
+        memory_cap_bytes: int | None,
     ) -> DTensor:
         spec = private.spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes

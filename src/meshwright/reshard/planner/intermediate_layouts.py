@@ -89,7 +89,7 @@ def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
 
 
 def _partition_early(src: Layout, dst: Layout, goal: Layout, order: Sequence[int]) -> list[Layout]:
-    """Return forms where partial values are created before the last slice, or while axes are still sharded as in `src`."""
+    """Return forms where partial values are created before the last slice, or while axes are sharded as in `src`."""
     created = [axis for axis in dst.partial_axes() if axis not in goal.partial_axes()]
     if not created:
         return []
@@ -121,17 +121,17 @@ def _order(src: Layout, dst: Layout, topology: Topology) -> list[int]:
 
 def _shard_replicated(base: Layout, other: Layout, order: Sequence[int]) -> list[Layout]:
     """Return `base` with each replicated axis unchanged or sharding a dim innermost, in all (or the likeliest) ways."""
-    copies = [axis for axis in order if base.axis_sizes[axis] > 1 and axis in base.replicated_axes()]
-    if not copies or not base.shape:
+    replicated = [axis for axis in order if base.axis_sizes[axis] > 1 and axis in base.replicated_axes()]
+    if not replicated or not base.shape:
         return []
     num_dims = len(base.shape)
-    while num_dims > 1 and (1 + num_dims) ** len(copies) > MAX_FORMS:
+    while num_dims > 1 and (1 + num_dims) ** len(replicated) > MAX_FORMS:
         num_dims -= 1
-    choices = [(None, *_likely_dims(base, other, axis)[:num_dims]) for axis in copies]
+    choices = [(None, *_likely_dims(base, other, axis)[:num_dims]) for axis in replicated]
     forms = []
     for chosen in product(*choices):
         added: list[list[Split]] = [[] for _ in base.shape]
-        for axis, dim in zip(copies, chosen, strict=True):
+        for axis, dim in zip(replicated, chosen, strict=True):
             if dim is not None:
                 added[dim].append(Split(axis))
         splits = tuple((*old, *new) for old, new in zip(base.splits, added, strict=True))
@@ -144,10 +144,10 @@ def _likely_dims(base: Layout, other: Layout, axis: int) -> list[int]:
 
     def key(dim: int) -> tuple[bool, bool, int, int]:
         size = base.axis_sizes[axis]
-        cuts = [base.axis_sizes[cut] for cut in base.axes_of(dim)]
+        shard_counts = [base.axis_sizes[sharding] for sharding in base.axes_of(dim)]
         left = base.shape[dim]
-        for cut in cuts:
-            left = left // cut if left % cut == 0 else 0
+        for count in shard_counts:
+            left = left // count if left % count == 0 else 0
         return axis not in other.axes_of(dim), left == 0 or left % size > 0, -base.shape[dim], dim
 
     return sorted(range(len(base.shape)), key=key)
@@ -161,7 +161,7 @@ def _shard_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int])
         for axis in sorted(axes & set(base.replicated_axes()), key=lambda axis: (axis in slow, axis)):
             if base.axis_sizes[axis] > 1:
                 dim = _likely_dims(form, other, axis)[0]
-                splits = tuple((*cuts, Split(axis)) if at == dim else cuts for at, cuts in enumerate(form.splits))
+                splits = tuple((*old, Split(axis)) if at == dim else old for at, old in enumerate(form.splits))
                 form = replace(form, splits=splits)
         forms.append(form)
     return list(dict.fromkeys(forms))
@@ -182,19 +182,19 @@ def mixed_layouts(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layo
 
 
 def _without_axes(layout: Layout, axes: frozenset[int]) -> tuple[Splits, ...]:
-    return tuple(remove_axes(cuts, axes, layout.axis_sizes) for cuts in layout.splits)
+    return tuple(remove_axes(splits, axes, layout.axis_sizes) for splits in layout.splits)
 
 
 def remove_axes(splits: Splits, axes: Iterable[int], axis_sizes: tuple[int, ...]) -> Splits:
     """Remove the splits of some axes, keeping the others in place: exact if the dim divides evenly."""
     kept: list[Split] = []
-    gone: list[tuple[int, int]] = []
+    removed: list[tuple[int, int]] = []
     for split in splits:
         if split.axis in axes:
-            gone.append((split.parts, axis_sizes[split.axis]))
+            removed.append((split.parts, axis_sizes[split.axis]))
             continue
         parts = split.parts
-        for old_parts, size in gone:
+        for old_parts, size in removed:
             parts *= size if old_parts <= parts else 1
         kept.append(Split(split.axis, parts))
     return tuple(kept)

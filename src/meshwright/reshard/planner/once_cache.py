@@ -38,7 +38,7 @@ class OnceCache(Generic[V]):
         self._pending: dict[Hashable, _Pending[V]] = {}
 
     def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the value of `key`; call `compute`, outside the lock, only if no thread has computed it or is doing so.
+        """Return the value of `key`; call `compute`, outside the lock, only if no thread has computed it or is.
 
         If `compute` raises, the error propagates in its thread, and one of the waiting threads tries again.
         """

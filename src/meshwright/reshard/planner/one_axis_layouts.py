@@ -22,11 +22,13 @@ def one_axis_path(src: Layout, goal: Layout) -> list[Layout]:
     """Return layouts from `src` to one that can be sliced into `goal`, each a one-axis step from the previous one."""
     path = _reduced(src, goal)
     current = path[-1] if path else src
-    for dim, (cuts, wanted) in enumerate(zip(src.splits, goal.splits, strict=True)):
-        same = next((at for at, pair in enumerate(zip(cuts, wanted, strict=False)) if pair[0] != pair[1]), None)
-        kept = min(len(cuts), len(wanted)) if same is None else same
-        for count in range(len(cuts) - 1, kept - 1, -1):
-            current = replace(current, splits=(*current.splits[:dim], cuts[:count], *current.splits[dim + 1 :]))
+    for dim, (dim_splits, goal_splits) in enumerate(zip(src.splits, goal.splits, strict=True)):
+        first_difference = next(
+            (at for at, pair in enumerate(zip(dim_splits, goal_splits, strict=False)) if pair[0] != pair[1]), None
+        )
+        kept = min(len(dim_splits), len(goal_splits)) if first_difference is None else first_difference
+        for count in range(len(dim_splits) - 1, kept - 1, -1):
+            current = replace(current, splits=(*current.splits[:dim], dim_splits[:count], *current.splits[dim + 1 :]))
             path.append(current)
     return path
 
@@ -56,6 +58,6 @@ def _reduced(src: Layout, goal: Layout) -> list[Layout]:
 
 def _gathered(layout: Layout) -> Iterator[Layout]:
     """Yield the layout with any number of each dim's innermost axes gathered."""
-    for counts in product(*(range(len(cuts), -1, -1) for cuts in layout.splits)):
-        splits = tuple(cuts[:count] for cuts, count in zip(layout.splits, counts, strict=True))
+    for counts in product(*(range(len(dim_splits), -1, -1) for dim_splits in layout.splits)):
+        splits = tuple(dim_splits[:count] for dim_splits, count in zip(layout.splits, counts, strict=True))
         yield replace(layout, splits=splits)

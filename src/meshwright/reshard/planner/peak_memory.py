@@ -63,11 +63,11 @@ class Staging:
         src, dst, volume = self._src, self._dst, self._volume
         sharded = dst.sharded_axes()
         receivers = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.axes if axis not in sharded))
-        copies = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.reduced))
+        num_copies = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.reduced))
         counted = []
         for dims in product(*(transfer.message_counts(frozenset(volume.axes)) for transfer in dim_transfers(src, dst))):
             sent = math.prod((sent for _, sent, _ in dims), start=receivers)
-            received = math.prod((received for _, _, received in dims), start=copies)
+            received = math.prod((received for _, _, received in dims), start=num_copies)
             counted.append((tuple(extent for extent, _, _ in dims), sent + received))
         return counted
 

@@ -45,7 +45,7 @@ def sample_layout(rng: random.Random, axis_sizes: Sequence[int], shape: Sequence
             rng.choice(splits).append(Split(axis, parts))
         elif what == "partial":
             partial[axis] = reduction if rng.random() < 0.8 else rng.choice(list(Reduction))
-    return Layout(tuple(shape), tuple(axis_sizes), tuple(tuple(cuts) for cuts in splits), tuple(partial))
+    return Layout(tuple(shape), tuple(axis_sizes), tuple(tuple(dim_splits) for dim_splits in splits), tuple(partial))
 
 
 def _mesh(rng: random.Random, num_axes: int, max_ranks: int) -> tuple[int, ...]:

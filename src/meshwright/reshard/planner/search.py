@@ -116,17 +116,17 @@ class _Search:
 
     def _edge_ns(self, at: int, to: int) -> int:
         """Return a lower bound on a step's time, from shard sizes and the axes whose ranks must take part."""
-        src, dst, copies, axes = self.forms[at], self.forms[to], 1, []
+        src, dst, num_copies, axes = self.forms[at], self.forms[to], 1, []
         ends = zip(src.axis_sizes, src.partial, dst.partial, self.dims[at], self.dims[to], strict=True)
         for axis, (size, a, b, dim, new_dim) in enumerate(ends):
             if b and a != b:
                 return 0
             if a and not b:
-                copies *= size
+                num_copies *= size
                 axes.append(axis)
             elif dim is not None and dim != new_dim:
                 axes.append(axis)
-        return self._ns(copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
+        return self._ns(num_copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
 
     def _remaining_ns(self, at: int) -> int:
         """Return a lower bound on the time from a form to `dst`."""

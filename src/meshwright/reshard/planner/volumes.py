@@ -85,13 +85,18 @@ def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int
     """Compute the redistribution of a dim of `size` indices between two sequences of splits."""
     starts, src_coordinates = _owners(size, before, axis_sizes)
     if before == after:
-        stretches = np.diff(starts, append=size)[: len(starts)]
+        segment_lengths = np.diff(starts, append=size)[: len(starts)]
         return DimTransfer(
-            stretches, src_coordinates, src_coordinates, axis_sizes, frozenset(), lengths(size, before, axis_sizes)
+            segment_lengths,
+            src_coordinates,
+            src_coordinates,
+            axis_sizes,
+            frozenset(),
+            lengths(size, before, axis_sizes),
         )
     other_starts, dst_coordinates = _owners(size, after, axis_sizes)
     points = np.union1d(starts, other_starts)
-    stretches = np.diff(points, append=size)[: len(points)]
+    segment_lengths = np.diff(points, append=size)[: len(points)]
     at, other_at = np.searchsorted(starts, points, "right") - 1, np.searchsorted(other_starts, points, "right") - 1
     src_coordinates = {axis: places[at] for axis, places in src_coordinates.items()}
     dst_coordinates = {axis: places[other_at] for axis, places in dst_coordinates.items()}
@@ -104,10 +109,10 @@ def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int
             needed.append(axis)
     num_kept = _table(
         {axis: places[stays] for axis, places in (dst_coordinates | src_coordinates).items()},
-        stretches[stays],
+        segment_lengths[stays],
         axis_sizes,
     )
-    return DimTransfer(stretches, src_coordinates, dst_coordinates, axis_sizes, frozenset(needed), num_kept)
+    return DimTransfer(segment_lengths, src_coordinates, dst_coordinates, axis_sizes, frozenset(needed), num_kept)
 
 
 @lru_cache(maxsize=4096)
@@ -207,9 +212,12 @@ def numels(layout: Layout) -> Ints:
 
 @lru_cache(maxsize=1024)
 def _numels(shape: tuple[int, ...], splits: tuple[Splits, ...], axis_sizes: tuple[int, ...]) -> Ints:
-    found = _product([lengths(size, cuts, axis_sizes) for size, cuts in zip(shape, splits, strict=True)], axis_sizes)
-    found.flags.writeable = False
-    return found
+    product = _product(
+        [lengths(size, splits_of_dim, axis_sizes) for size, splits_of_dim in zip(shape, splits, strict=True)],
+        axis_sizes,
+    )
+    product.flags.writeable = False
+    return product
 
 
 def lower_bound(src: Layout, dst: Layout) -> int:
@@ -231,9 +239,9 @@ def lower_bound(src: Layout, dst: Layout) -> int:
         lacking = int((after - num_kept).max())
     if reduced == 1:
         return lacking
-    copies = math.prod(dst.axis_sizes[axis] for axis in dst.replicated_axes())
+    num_replicas = math.prod(dst.axis_sizes[axis] for axis in dst.replicated_axes())
     kept = math.prod(size for size, a, b in ends if a and a == b)
-    transfers = math.prod(src.shape) * kept * (reduced + copies - 2)
+    transfers = math.prod(src.shape) * kept * (reduced + num_replicas - 2)
     return max(lacking, -(-transfers // src.num_ranks()))
 
 

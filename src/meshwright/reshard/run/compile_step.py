@@ -1,9 +1,8 @@
-"""From a step to one rank's program.
+"""Compilation of a step to one rank's program.
 
-Worked out once for a step and a rank and kept, as values only; the executor then makes a few calls for each tensor.
-Where pieces lie one after another in the order of the group's ranks, the tensor itself is sent or received into, and
-nothing is packed. What a step stages is never more than `pieces.staging_elements` says, but for a few elements where an
-all-gather has no group of its own.
+Programs are cached per step and rank; the executor then makes a few calls per tensor. If messages are contiguous in the
+order of the group's ranks, they are sent from or received into the tensor itself without packing. Staging never exceeds
+`shard_exchange.staging_elements`, except for a few elements if an all-gather has no group of its own.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from meshwright.reshard.run.strided_windows import (
 
 @lru_cache(maxsize=4096)
 def compile_step(step: Step, rank: int, slots: tuple[int, ...], strides: Strides) -> StepProgram:
-    """The step as `rank` runs it.
+    """Compile a step to the program that `rank` runs.
 
     Args:
-        step: what to do.
-        rank: within the mesh.
-        slots: for each rank of the process group its rank within the mesh, or `OUTSIDE`.
-        strides: of the rank's tensor before the step.
+        step: the step to compile.
+        rank: rank within the mesh.
+        slots: mesh rank of each rank of the process group, or `OUTSIDE`.
+        strides: strides of the rank's tensor before the step.
     """
     return _Compiler(step, rank, slots, strides).program()
 
@@ -55,7 +54,7 @@ class _Compiler:
         self.rounds = max(1, step.rounds)
         self.gathers = self._is_gather()
         if step.kind is StepKind.ALL_GATHER and not self.gathers:
-            self.rounds *= 2  # an exchange packs a part once for each receiver: in halves it holds what was planned
+            self.rounds *= 2  # an exchange packs a shard once per receiver: half rounds keep within the planned memory
 
     def program(self) -> StepProgram:
         levels = _levels(self.step) if self.reduces else ()
@@ -71,27 +70,27 @@ class _Compiler:
         return StepProgram(self.before, self.after, True, tuple(found), staging, levels)
 
     def _in_rounds(self, messages: Sequence[ShardMessage], largest: int) -> list[list[ShardMessage]]:
-        """What moves in each round: of an all-gather a range of the packed part, else a slice of each piece."""
+        """Split messages into rounds: ranges of the packed shard for an all-gather, else slices of each message."""
         if self.step.kind is StepKind.ALL_GATHER and self.rounds > 1:
             size = -(-largest // self.rounds)
             ends = [(at * size, (at + 1) * size) for at in range(self.rounds)]
             return [[part for message in messages for part in split_flat(message, *end)] for end in ends]
-        cut = [split_into_rounds(message, self.rounds) for message in messages]
-        return [[part for parts in cut if (part := parts[at])] for at in range(self.rounds)]
+        chunks = [split_into_rounds(message, self.rounds) for message in messages]
+        return [[part for parts in chunks if (part := parts[at])] for at in range(self.rounds)]
 
     def _has_all(self, messages: Sequence[ShardMessage]) -> bool:
-        """All that the rank has is all that it is to have."""
+        """Return whether the rank's shard stays the same."""
         return self.before == self.after and all(len(r) <= 1 for p in messages for r in p.runs)
 
     def _is_gather(self) -> bool:
-        """An all-gather does it: everybody's whole part goes to everybody in the group."""
+        """Return whether the step can run as an all-gather: each rank's full shard goes to all ranks of the group."""
         step = self.step
         if OUTSIDE in self.slots or len(self.slots) == 1:
             return False
         if step.kind is StepKind.ALL_GATHER:
             return True
         if len(self.slots) == 2:
-            return False  # an exchange sends the tensor as it lies, and receives one copy instead of two
+            return False  # an exchange sends the tensor in place, and receives one copy instead of two
         reduced = [axis for axis in step.axes if step.src.partial[axis]]
         copies = math.prod(step.src.axis_sizes[axis] for axis in reduced)
         return step.kind is StepKind.ALL_REDUCE and step.src.splits == step.dst.splits and copies == len(self.slots)
@@ -123,7 +122,7 @@ class _Compiler:
         )
 
     def _is_in_place(self, incoming: Sequence[ShardMessage], at: Sequence[int], length: int) -> bool:
-        """Where each part lies in the buffer is where it belongs in the result."""
+        """Return whether the gather buffer has the result's memory layout, so it can be the result itself."""
         ranges = [flat_range(message, self.result_strides, of_source=False) for message in incoming]
         wanted = [(start, message.numel()) for start, message in zip(at, incoming, strict=True)]
         return ranges == wanted and length * len(self.slots) == math.prod(self.after)
@@ -132,14 +131,13 @@ class _Compiler:
         out = sorted((p for p in outgoing if p.receiver != self.rank), key=lambda p: self.slot_of[p.receiver])
         into = sorted((p for p in incoming if p.sender != self.rank), key=lambda p: self.slot_of[p.sender])
         own = [p for p in incoming if p.sender == self.rank]
-        cheapest = min((self._candidate(out, into, own, with_own=False), self._candidate(out, into, own, with_own=True)),
-                   key=lambda candidate: candidate.cost)  # fmt: skip
-        return cheapest.round(self)
+        candidates = [self._candidate(out, into, own, with_own=with_own) for with_own in (False, True)]
+        return min(candidates, key=lambda candidate: candidate.cost).round(self)
 
     def _candidate(
         self, out: list[ShardMessage], into: list[ShardMessage], own: list[ShardMessage], *, with_own: bool
     ) -> _ExchangeCandidate:
-        """One way to exchange: with the rank's own piece among what is sent and received, or apart."""
+        """Return an exchange that sends the rank's own message through the collective, or copies it separately."""
         apart = sum(p.numel() for p in out) + sum(p.numel() for p in into)
         own_elements = sum(p.numel() for p in own)
         if with_own:
@@ -154,7 +152,7 @@ class _Compiler:
         return _ExchangeCandidate(cost if fits else math.inf, out, into, [] if with_own else own, send_from, receive_at)
 
     def _contiguous_start(self, messages: Sequence[ShardMessage], *, of_source: bool) -> int | None:
-        """Where the pieces begin, if they lie one after another without a gap."""
+        """Return the offset of the first message if the messages are contiguous, else None."""
         if self.rounds > 1 or not messages:
             return None
         start = end = None
@@ -191,7 +189,7 @@ class _Compiler:
     def _reductions(
         self, messages: Sequence[ShardMessage], offsets: Sequence[int | None]
     ) -> tuple[RegionReduction, ...]:
-        """One for each window of each region. No offset: what the rank has itself and did not receive."""
+        """Return a reduction per window of each region. Messages without offset are read from the rank's own tensor."""
         regions: dict[tuple[object, ...], list[tuple[ShardMessage, int | None]]] = {}
         for message, offset in sorted(zip(messages, offsets, strict=True), key=lambda pair: pair[0].copy):
             regions.setdefault(_target_ranges(message), []).append((message, offset))
@@ -217,7 +215,7 @@ class _Compiler:
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeCandidate:
-    """One way to exchange, and the elements that are copied on it."""
+    """Candidate for an exchange, with the number of elements that it copies locally as its cost."""
 
     cost: float
     out: list[ShardMessage]
@@ -227,7 +225,7 @@ class _ExchangeCandidate:
     receive_at: int | None
 
     def round(self, compiler: _Compiler) -> ExchangeRound:
-        """The collective and its copies."""
+        """Return the collective and the copies around it."""
         send, receive = [0] * len(compiler.slots), [0] * len(compiler.slots)
         out_at, into_at = [], []
         for message in self.out:
@@ -254,7 +252,7 @@ class _ExchangeCandidate:
 
 
 def _target_ranges(message: ShardMessage) -> tuple[object, ...]:
-    """The indices in the receiver's tensor: copies of a region may be cut into runs at different places."""
+    """Return the merged index ranges in the receiver's tensor; runs of partial values may differ."""
     joined = []
     for runs in message.runs:
         found: list[tuple[int, int]] = []
@@ -268,7 +266,7 @@ def _target_ranges(message: ShardMessage) -> tuple[object, ...]:
 
 
 def _levels(step: Step) -> tuple[ReductionLevel, ...]:
-    """How the copies of an element are reduced: neighbouring axes that do the same become one level."""
+    """Return the reduction levels, merging neighboring axes of the same reduction."""
     levels: list[ReductionLevel] = []
     for axis in step.axes:
         reduction = step.src.partial[axis]
@@ -284,7 +282,7 @@ def _levels(step: Step) -> tuple[ReductionLevel, ...]:
     if not levels:
         raise LayoutError(
             f"the step {step.kind} over axes {step.axes} has nothing to reduce",
-            rule="a step that reduces has an axis with partial values before it and none after it",
-            fix="plan anew",
+            rule="a reducing step has an axis that is partial before it and not after",
+            fix="plan again",
         )
     return tuple(levels)

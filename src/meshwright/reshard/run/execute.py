@@ -1,7 +1,7 @@
-"""Running a plan: each step's program on this rank's tensor, and nothing that the plan does not say.
+"""Execution of a plan: runs each step's program on this rank's tensor.
 
-An exchange packs, sends and receives rows of one flat tensor, and unpacks; an all-gather receives into one buffer, in
-which its own part lies already. Copies run on as many strided windows as `program` found, which is mostly one.
+An exchange packs, sends and receives ranges of one flat tensor, and unpacks; an all-gather receives into one buffer
+that already contains the rank's own shard. Each copy is one call per strided window, usually a single one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from meshwright.reshard.run.strided_windows import StridedCopy, Window
 
 @torch.no_grad()
 def execute(plan: ReshardPlan, local: Tensor, groups: MeshGroups) -> Tensor:
-    """This rank's part after the plan. All ranks of the mesh call it, with one plan. Not differentiable.
+    """Run a plan on this rank's shard. Must be called on all ranks of the mesh with the same plan. Not differentiable.
 
     Args:
-        plan: what to do.
-        local: this rank's part before it; any strides, any type. It stays as it is.
-        groups: where the mesh's ranks meet, by `groups_of` or `prepare`.
+        plan: the plan to run.
+        local: this rank's shard before the plan, of any strides and dtype; not modified.
+        groups: process groups of the mesh, from `groups_of` or `prepare`.
 
     Returns:
-        a new tensor, or `local` if the plan changes nothing on this rank.
+        this rank's shard after the plan: a new tensor, or `local` if the plan changes nothing on this rank.
 
     Raises:
-        LayoutError: `local` is not this rank's part, or its type has no such reduction.
-        CollectiveError: another rank did not come.
+        LayoutError: if `local` does not have the shard's shape, or its dtype does not support a reduction.
+        CollectiveError: if another rank fails or does not take part.
     """
     x = local.detach().resolve_conj().resolve_neg()
     for step in plan.steps:
@@ -63,7 +63,7 @@ def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
 
 
 def _gather(exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
-    """Every rank's part, flat, by the group's ranks."""
+    """Gather the shards of all ranks into one flat tensor, in the order of the group's ranks."""
     received = (staging if exchange_round.receive_at is None else result.view(-1)).narrow(
         0, 0, exchange_round.num_received
     )
@@ -76,7 +76,7 @@ def _gather(exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, res
 def _exchange(
     exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor
 ) -> Tensor:
-    """What others have for this rank, flat, by the group's ranks."""
+    """Exchange messages; return the received ones as one flat tensor, in the order of the group's ranks."""
     if step_group.group is None:
         return staging
     if exchange_round.send_from is None:
@@ -100,7 +100,7 @@ def _exchange(
 
 
 def _unpack(exchange_round: ExchangeRound, program: StepProgram, received: Tensor, x: Tensor, result: Tensor) -> None:
-    """What was received, and the rank's own, where they belong."""
+    """Write received and local elements to the result, reducing partial values."""
     _copy(exchange_round.unpack, received, result)
     _copy(exchange_round.own, x, result)
     for fold in exchange_round.reductions:
@@ -118,15 +118,15 @@ def _window(x: Tensor, size: tuple[int, ...], window: Window) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A tensor without gaps as one dim, whatever strides its dims of one index have."""
+    """View a dense tensor as one dim, whatever the strides of its dims of size 1."""
     return x.as_strided((x.numel(),), (1,))
 
 
 def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
-    """Values as partial ones: this rank's share, and elsewhere what is neutral.
+    """Make values partial: keep this rank's share and fill the rest with the neutral element.
 
-    Of an average, a maximum or a minimum of copies each rank keeps its copy, as PyTorch does; of a sum, rank 0 of the
-    axis keeps it, where PyTorch divides, which a sum does not always undo. `shares` has the rest.
+    For avg, max and min over replicas each rank keeps its replica, as in PyTorch. For a sum rank 0 of the axis keeps
+    it; PyTorch divides instead, which is not always exact. See `partial_init` for the other cases.
     """
     program = compile_step(step, rank, (rank,), x.stride())
     _check_shape(x, program.before, step.src, rank)
@@ -139,7 +139,7 @@ def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
     if partial_init.keeps_value:
         for exchange_round in program.rounds:
             _copy(exchange_round.own, x, result)
-        if partial_init.factor != 1:  # what is not its share is 0
+        if partial_init.factor != 1:  # the rest is filled with 0
             result.mul_(partial_init.factor)
     return result
 
@@ -147,8 +147,8 @@ def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
 def _check_shape(x: Tensor, shape: tuple[int, ...], layout: Layout, rank: int) -> None:
     if x.shape != shape:
         raise LayoutError(
-            f"rank {rank} has a tensor of {list(x.shape)}",
-            where=f"layout {layout} of a tensor of {list(layout.shape)}",
-            rule=f"its part is {list(shape)}",
-            fix="the local tensor of a DTensor with this layout",
+            f"rank {rank} has a local tensor of shape {list(x.shape)}",
+            where=f"layout {layout} of a tensor of shape {list(layout.shape)}",
+            rule=f"its shard has shape {list(shape)}",
+            fix="pass the local tensor of a DTensor with this layout",
         )

@@ -1,7 +1,7 @@
-"""Which piece of a tensor goes from which rank to which in one step, by [Note: owners] in steps.py.
+"""Messages between ranks in one step, by [Note: owners] in steps.py.
 
-A piece is a rectangle in the local tensors of both ends, or, where a layout is strided, all combinations of runs of
-indices along each dim. Sender and receiver compute the same pieces, each from its own side.
+A message is a rectangle in the local tensors of both ranks or, for strided layouts, a product of index runs along each
+dim. Sender and receiver compute the same messages independently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class IndexRun:
-    """Neighbouring indices: `length` of them, from `source` in the sender's tensor, `target` in the other's."""
+    """Run of `length` consecutive indices, from `source` in the sender's tensor and `target` in the receiver's."""
 
     source: int
     target: int
@@ -28,14 +28,14 @@ class IndexRun:
 
 @dataclass(frozen=True, slots=True)
 class ShardMessage:
-    """What one rank has for another one.
+    """Message from one rank to another.
 
     Attributes:
-        sender: rank within the mesh.
-        receiver: likewise; may be the sender, then nothing is sent.
-        copy: which of the partial values that the receiver reduces this is, ascending by the senders' coordinates on
-            the reduced axes, the last axis fastest; 0 where nothing is reduced.
-        runs: for each dim, in the order of `target`. The piece is packed as if it were indexed by them.
+        sender: sending rank within the mesh.
+        receiver: receiving rank within the mesh; if equal to the sender, nothing is sent.
+        copy: index among the partial values that the receiver reduces, ascending by the senders' coordinates on the
+            reduced axes, the last axis fastest; 0 if nothing is reduced.
+        runs: index runs of each dim, ordered by `target`. The message is packed in row-major order of these.
     """
 
     sender: int
@@ -44,16 +44,16 @@ class ShardMessage:
     runs: tuple[tuple[IndexRun, ...], ...]
 
     def shape(self) -> tuple[int, ...]:
-        """Extents of the piece."""
+        """Return the message's extents."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Return the number of elements."""
         return math.prod(self.shape())
 
 
 def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
-    """The pieces that make up the rank's tensor after the step, its own included, ordered by sender."""
+    """Return the messages that make up the rank's shard after the step, including its own, by sender."""
     src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
     found: list[ShardMessage] = []
@@ -73,7 +73,7 @@ def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
 
 
 def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
-    """The pieces of the rank's tensor before the step that others (or the rank itself) are to have, by receiver."""
+    """Return the messages that the rank sends from its shard before the step, including to itself, by receiver."""
     src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
     copies = src.replicated_axes()
@@ -96,9 +96,9 @@ def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
 
 
 def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage | None, ...]:
-    """The piece in `rounds` parts along its longest dim (the first of these), by the chunk rule; None where empty.
+    """Split a message along its (first) longest dim into `rounds` chunks; None for empty ones.
 
-    The parts of a region that is reduced are the same for all senders, since they depend on its extents alone.
+    Chunks depend only on the extents, so the chunks of a reduced region are the same for all senders.
     """
     if rounds == 1:
         return (message,)
@@ -107,26 +107,29 @@ def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage 
         return (message, *(None,) * (rounds - 1))
     dim = shape.index(max(shape))
     size = -(-shape[dim] // rounds)
-    parts = [slice_runs(message.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
+    chunks = [slice_runs(message.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
     return tuple(
-        replace(message, runs=(*message.runs[:dim], runs, *message.runs[dim + 1 :])) if runs else None for runs in parts
+        replace(message, runs=(*message.runs[:dim], runs, *message.runs[dim + 1 :])) if runs else None
+        for runs in chunks
     )
 
 
 def staging_elements(step: Step, rank: int, rounds: int = 1) -> int:
-    """The most elements, beside its tensors before and after, that the rank holds at once in the step.
+    """Return the maximum number of staging elements that the rank holds at once in the step.
 
-    Packed for others and received from them, round by round; its own piece is copied directly. An all-gather has the
-    largest part of any rank, once for each rank of the group.
+    These are the elements packed for and received from other ranks in a round; local elements are copied directly. An
+    all-gather stages the largest shard of any rank once per rank of the group.
     """
     if step.kind in LOCAL:
         return 0
     if step.kind is StepKind.ALL_GATHER:
         largest = int(step.src.local_numels().max())
         return math.prod(step.src.axis_sizes[axis] for axis in step.axes) * -(-largest // rounds)
-    away = [message for message in messages_received(step, rank) if message.sender != rank]
-    away += [message for message in messages_sent(step, rank) if message.receiver != rank]
-    sizes = [[part.numel() if part else 0 for part in split_into_rounds(message, rounds)] for message in away]
+    remote_messages = [message for message in messages_received(step, rank) if message.sender != rank]
+    remote_messages += [message for message in messages_sent(step, rank) if message.receiver != rank]
+    sizes = [
+        [part.numel() if part else 0 for part in split_into_rounds(message, rounds)] for message in remote_messages
+    ]
     return max((sum(each) for each in zip(*sizes, strict=True)), default=0)
 
 
@@ -137,14 +140,14 @@ def _reduced_axes(step: Step) -> list[int]:
 
 
 def _coordinates_over(coordinate: Coordinate, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Coordinate]:
-    """`coordinate` with all coordinates on `axes`, the last axis fastest."""
+    """Yield `coordinate` with all combinations of values on `axes`, the last axis fastest."""
     for chosen in product(*(range(axis_sizes[axis]) for axis in axes)):
         at = dict(zip(axes, chosen, strict=True))
         yield tuple(at.get(axis, old) for axis, old in enumerate(coordinate))
 
 
 def _merge_coordinates(base: Coordinate, layout: Layout, coordinates: Sequence[Coordinate]) -> Coordinate:
-    """`base` with, for each dim, the coordinates on the axes that cut it taken from that dim's coordinate."""
+    """Return `base` with the values on the axes that shard each dim taken from that dim's coordinate."""
     merged = list(base)
     for dim, coordinate in enumerate(coordinates):
         for axis in layout.axes_of(dim):
@@ -153,7 +156,7 @@ def _merge_coordinates(base: Coordinate, layout: Layout, coordinates: Sequence[C
 
 
 def intersect_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[IndexRun, ...]:
-    """Indices in both lists of intervals (each ascending), as runs of the two local tensors, in their order."""
+    """Return the intersection of two ascending lists of intervals, as runs of indices of the two local tensors."""
     runs: list[IndexRun] = []
     s = t = at_s = at_t = 0
     while s < len(source) and t < len(target):
@@ -178,7 +181,7 @@ def _append(runs: list[IndexRun], run: IndexRun) -> None:
 
 
 def slice_runs(runs: tuple[IndexRun, ...], start: int, stop: int) -> tuple[IndexRun, ...]:
-    """The part of `runs` from its `start`-th index to before its `stop`-th."""
+    """Return the indices `[start, stop)` of `runs`."""
     found, at = [], 0
     for run in runs:
         low, high = max(start - at, 0), min(stop - at, run.length)

@@ -1,7 +1,7 @@
-"""Where a piece lies in a tensor's memory: as few strided windows as there can be, so that one call copies each.
+"""Strided windows of messages in a tensor's memory, as few as possible, since each takes one copy.
 
-A piece is a product of runs of indices. Runs of one length at one distance from each other, which strided layouts have,
-are one window with one more dim; so are windows of several ranks at one distance from each other.
+A message is a product of index runs. Equally long, equally spaced runs, as in strided layouts, form one window with an
+additional dim; so do equally spaced windows of several ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Strides = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Elements of a flat memory, for a size that stands beside it."""
+    """Strides and offset of a strided view; its size is stored separately."""
 
     strides: Strides
     offset: int
@@ -26,7 +26,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Elements of one memory onto as many of another."""
+    """Copy from a window of one tensor to a window of another."""
 
     size: tuple[int, ...]
     source: Window
@@ -35,7 +35,7 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class _RunGroup:
-    """Runs of one length: the first one, how many, how far apart, and which index of the piece begins them."""
+    """Equally long, equally spaced runs; `at` is the index in the message where the first run starts."""
 
     first: IndexRun
     at: int
@@ -46,7 +46,7 @@ class _RunGroup:
 
 @dataclass(frozen=True, slots=True)
 class MessageWindows:
-    """A product of groups of runs, one window in each memory: the sender's tensor, the receiver's, the packed piece."""
+    """Windows of the same elements in the sender's tensor, the receiver's tensor and the packed message."""
 
     size: tuple[int, ...]
     source: Window
@@ -55,7 +55,7 @@ class MessageWindows:
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Of a tensor without gaps, the last dim fastest."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -66,14 +66,14 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 def message_windows(
     message: ShardMessage, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
 ) -> list[MessageWindows]:
-    """The piece as windows.
+    """Return the windows of a message; those in the packed message are always valid.
 
     Args:
-        piece: what is copied.
-        source_strides: of the sender's tensor.
-        target_strides: of the receiver's.
-        by_source: the windows are right for the sender's tensor; the packed piece is always.
-        by_target: likewise for the receiver's.
+        message: the message to copy.
+        source_strides: strides of the sender's tensor.
+        target_strides: strides of the receiver's tensor.
+        by_source: make the windows in the sender's tensor valid.
+        by_target: make the windows in the receiver's tensor valid.
     """
     packed_strides = contiguous_strides(message.shape())
     groups = [_group_runs(runs, by_source=by_source, by_target=by_target) for runs in message.runs]
@@ -97,7 +97,7 @@ def message_windows(
 
 
 class _WindowBuilder:
-    """A window in the making."""
+    """Builder of a window, dim by dim."""
 
     def __init__(self) -> None:
         self.strides: list[int] = []
@@ -112,7 +112,7 @@ class _WindowBuilder:
 
 
 def _group_runs(runs: Sequence[IndexRun], *, by_source: bool, by_target: bool) -> list[_RunGroup]:
-    """Runs of one length and distance, together; distances matter in the memories that are asked for."""
+    """Group equally long, equally spaced runs; spacing matters only in the requested tensors."""
     groups: list[_RunGroup] = []
     at = 0
     for run in runs:
@@ -139,7 +139,7 @@ def _extended_group(group: _RunGroup, run: IndexRun, *, by_source: bool, by_targ
 
 
 def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessage]:
-    """From the packed piece's `start`-th element to before its `stop`-th, as pieces that follow each other."""
+    """Return the elements `[start, stop)` of the packed message, as consecutive messages."""
     return [
         replace(message, runs=tuple(slice_runs(runs, *ends) for runs, ends in zip(message.runs, box, strict=True)))
         for box in _boxes(message.shape(), start, min(stop, message.numel()))
@@ -147,7 +147,7 @@ def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessag
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
-    """Elements from one to before another of a tensor without gaps, as rectangles in their order."""
+    """Return the elements `[start, stop)` of a contiguous tensor, as rectangles in row-major order."""
     if start >= stop:
         return []
     if not shape:
@@ -168,12 +168,12 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
 
 
 def shift_window(window: Window, offset: int) -> Window:
-    """The window, that much further on."""
+    """Return the window shifted by `offset` elements."""
     return Window(window.strides, window.offset + offset)
 
 
 def flat_range(message: ShardMessage, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
-    """First element and number of elements, if the piece is one range of a tensor without gaps, in its order."""
+    """Return (offset, number of elements) if the message is one contiguous range of the tensor, else None."""
     found = message_windows(message, strides, strides, by_source=of_source, by_target=not of_source)
     if len(found) != 1:
         return None
@@ -185,7 +185,7 @@ def flat_range(message: ShardMessage, strides: Strides, *, of_source: bool) -> t
 
 
 def fuse_copies(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """The same copies in fewer calls: those alike at one distance from each other become one of one more dim."""
+    """Merge equally shaped, equally spaced copies into single copies with an additional dim."""
     result: list[StridedCopy] = []
     at = 0
     while at < len(copies):
@@ -204,7 +204,7 @@ def fuse_copies(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _step(a: StridedCopy, b: StridedCopy) -> tuple[int, int] | None:
-    """From one copy to the next in both memories; None if they are not alike."""
+    """Return the distance between two copies in both tensors, or None if their shapes or strides differ."""
     if (a.size, a.source.strides, a.target.strides) != (b.size, b.source.strides, b.target.strides):
         return None
     step = b.source.offset - a.source.offset, b.target.offset - a.target.offset
