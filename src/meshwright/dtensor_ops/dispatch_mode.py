@@ -21,7 +21,7 @@ from meshwright.dtensor_ops.run_replicated import Call, Run
 from meshwright.dtensor_ops.shard_order_ops import Orders
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.reshard.dtensor import redistribution_hook
-from meshwright.reshard.dtensor.redistribute_local import PlanRedistributor
+from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 Layer = Callable[[Call, Run], Any]
 """Returns what an operator returns, by a `Run`."""
@@ -74,7 +74,7 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
         layers: after those for views, losses, mended operators and orders of cuts, which are always there.
         gathers: see `Views`.
     """
-    outer, mover = active_context(), PlanRedistributor()
+    outer, mover = active_context(), Redistributor()
     views = Views(mover, gathers, outer.views.origins if outer else None)
     if outer:
         outer.is_suspended = True

@@ -37,7 +37,7 @@ from meshwright.dtensor_ops.private import (
 from meshwright.dtensor_ops.refused_ops import turned_refused
 from meshwright.dtensor_ops.run_replicated import Call, Run, piece_like, run_on_copies
 from meshwright.reshard.dtensor import DTensorSpec, spec_of
-from meshwright.reshard.dtensor.redistribute_local import PlanRedistributor
+from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 Gathers = Callable[[Call], None]
 """Is told of a call for which a whole tensor is gathered, before that is done."""
@@ -120,9 +120,7 @@ class Views:
         origins: what a context around this one knows.
     """
 
-    def __init__(
-        self, mover: PlanRedistributor, gathers: Gathers | None = None, origins: Origins | None = None
-    ) -> None:
+    def __init__(self, mover: Redistributor, gathers: Gathers | None = None, origins: Origins | None = None) -> None:
         self.origins: Origins = WeakIdKeyDictionary() if origins is None else origins
         """Of views, and of what they are views of."""
         self._mover = mover

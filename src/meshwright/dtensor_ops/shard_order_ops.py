@@ -30,7 +30,7 @@ from meshwright.dtensor_ops.private import (
 )
 from meshwright.dtensor_ops.run_replicated import Call, Run
 from meshwright.reshard.dtensor import new_dtensor, spec_of
-from meshwright.reshard.dtensor.redistribute_local import PlanRedistributor, redistribute_detached
+from meshwright.reshard.dtensor.redistribute_local import Redistributor, redistribute_detached
 
 BY_ELEMENT = (
     "_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "detach", "alias", "clone", "zeros_like",
@@ -59,7 +59,7 @@ class Orders:
         mover: counts what is moved for views.
     """
 
-    def __init__(self, mover: PlanRedistributor) -> None:
+    def __init__(self, mover: Redistributor) -> None:
         self._mover = mover
 
     def __call__(self, call: Call, run: Run) -> Any:

@@ -224,7 +224,7 @@ def _plan(
     devices_per_node: int | None,
 ) -> TransferPlan:
     start = [src, *reduction_layouts(src)][-1]
-    receivers = np.argsort(np.asarray(dst_ranks))  # so that neighbouring ranks exchange messages
+    receivers = np.argsort(np.asarray(dst_ranks))  # so that neighboring ranks exchange messages
     receiver_coordinates = tuple(places[receivers] for places in dst.coordinates())
     world = np.asarray(dst_ranks)[receivers]
     lacks = dst.local_numels()[receivers]

@@ -15,6 +15,8 @@ from meshwright.reshard.planner.steps import dtype_bytes
 SLACK = 1.1
 """Largest allowed ratio of a rank's sent elements to the even share."""
 
+ONCE = "each element arrives once"
+
 TensorSlices = tuple[tuple[slice, ...], ...]
 SlicesKey = tuple[tuple[tuple[int, int], ...], ...]
 """Hashable form of a shard's slices, equal for ranks that hold the same elements."""
@@ -39,10 +41,10 @@ def _check_layouts(plan: TransferPlan) -> None:
     is_whole = not plan.start.partial_axes() and not plan.dst.partial_axes()
     is_same = plan.start == plan.src or plan.src.partial_axes()
     if not is_whole or not is_same or plan.src.axis_sizes != plan.start.axis_sizes:
-        raise _transfer_error(f"messages go from {plan.start} to {plan.dst}", "neither layout may be partial")
+        raise _error(f"messages go from {plan.start} to {plan.dst}", "neither layout may be partial")
     for layout, ranks in ((plan.start, plan.src_ranks), (plan.dst, plan.dst_ranks)):
         if layout.num_ranks() != len(ranks) or len(set(ranks)) != len(ranks):
-            raise _transfer_error(
+            raise _error(
                 f"{len(ranks)} ranks for a mesh of {layout.num_ranks()}", "one distinct rank per mesh position"
             )
 
@@ -50,14 +52,11 @@ def _check_layouts(plan: TransferPlan) -> None:
 def _check_messages(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> None:
     for move in plan.moves:
         if move.sender not in held or move.receiver not in wanted or move.sender == move.receiver:
-            raise _transfer_error(
-                _describe(move),
-                "messages go from a rank of the source mesh to a different rank of the destination mesh",
+            raise _error(
+                _describe(move), "senders are on the source mesh, receivers differ and are on the destination mesh"
             )
         if not 0 <= move.start < move.stop <= _num_common(held[move.sender], wanted[move.receiver]):
-            raise _transfer_error(
-                _describe(move), "a message is a non-empty part of what its sender holds and its receiver needs"
-            )
+            raise _error(_describe(move), "a message is a non-empty part of what both ranks hold")
 
 
 def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> int:
@@ -70,16 +69,12 @@ def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
     for rank, blocks in arriving.items():
         shard, own = wanted[rank], held.get(rank)
         if own is not None and keys[rank] in blocks:
-            raise _transfer_error(_describe(blocks[keys[rank]][0]), "a rank does not receive what it has itself")
+            raise _error(_describe(blocks[keys[rank]][0]), "a rank does not receive what it has itself")
         lacking = _numel(shard) - (0 if own is None else _num_common(own, shard))
         # The source shards are disjoint, so complete blocks of the right total size cover everything.
-        num_received = sum(
-            _check_contiguous(moves, _num_common(held[moves[0].sender], shard)) for moves in blocks.values()
-        )
+        num_received = sum(_check_contiguous(m, _num_common(held[m[0].sender], shard)) for m in blocks.values())
         if num_received != lacking:
-            raise _transfer_error(
-                f"rank {rank} receives {num_received} of the {lacking} elements it lacks", "each element arrives once"
-            )
+            raise _error(f"rank {rank} receives {num_received} of the {lacking} elements it lacks", ONCE)
         most = max(most, lacking)
     return most
 
@@ -89,18 +84,12 @@ def _check_contiguous(moves: list[Move], numel: int) -> int:
     at = 0
     for move in sorted(moves, key=lambda move: move.start):
         if move.start < at:
-            raise _transfer_error(
-                f"{_describe(move)}, of which {at - move.start} or more arrive twice", "each element arrives once"
-            )
+            raise _error(f"{_describe(move)}, of which {at - move.start} or more arrive twice", ONCE)
         if move.start > at:
-            raise _transfer_error(
-                f"elements {at} … {move.start} before {_describe(move)} are missing", "each element arrives once"
-            )
+            raise _error(f"elements {at} … {move.start} before {_describe(move)} are missing", ONCE)
         at = move.stop
     if at < numel:
-        raise _transfer_error(
-            f"elements {at} … {numel} after {_describe(moves[-1])} are missing", "each element arrives once"
-        )
+        raise _error(f"elements {at} … {numel} after {_describe(moves[-1])} are missing", ONCE)
     return at
 
 
@@ -117,7 +106,7 @@ def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
         share = -(-sum(sent[rank] for rank in ranks) // len(ranks))
         for rank in ranks:
             if sent[rank] > SLACK * share:
-                raise _transfer_error(
+                raise _error(
                     f"rank {rank} sends {sent[rank]} elements, where {len(ranks)} ranks could send {share} each",
                     "ranks that hold the same shard send the same amount, to within 10 %",
                 )
@@ -136,7 +125,7 @@ def _check_totals(plan: TransferPlan, lacked: int, share: int) -> None:
     }
     for name, value in num_received.items():
         if getattr(plan, name) != value:
-            raise _transfer_error(f"{name} = {getattr(plan, name)}", f"its messages add up to {value}")
+            raise _error(f"{name} = {getattr(plan, name)}", f"its messages add up to {value}")
 
 
 def _slices_by_rank(layout: Layout, ranks: tuple[int, ...]) -> dict[int, TensorSlices]:
@@ -166,5 +155,5 @@ def _describe(move: Move) -> str:
     return f"the message of elements {move.start} … {move.stop} from rank {move.sender} to rank {move.receiver}"
 
 
-def _transfer_error(what: str, rule: str) -> LayoutError:
+def _error(what: str, rule: str) -> LayoutError:
     return LayoutError(what, where="transfer between meshes", rule=rule, fix="use the plan that plan_transfer returns")

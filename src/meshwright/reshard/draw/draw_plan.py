@@ -198,7 +198,7 @@ def _add_numbers(
     axes: Axes, front: Sheet, all_sheets: Sequence[Sheet], colors: NDArray[np.float64], corner: tuple[float, float],
     size: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Who has each box, in one size, where there is room."""
+    """Label each box with its ranks, in one font size for all; leave them out if there is no room."""
     if front.ranks.size > MAX_BOXES:
         return
     wide, high = np.diff(front.columns) * size[0], np.diff(front.rows) * size[1]

@@ -27,6 +27,9 @@ from meshwright.reshard.dtensor.private import (
 ShardOrder = Mapping[int, Sequence[int]] | Iterable[tuple[int, Sequence[int]]]
 """Mapping of tensor dims to the mesh axes that shard them, in shard order."""
 
+FullShardOrder = tuple[ShardOrderEntry, ...] | None
+"""DTensor's form of a shard order, with an entry for each sharded dim; None for the default order."""
+
 _REDUCTIONS = frozenset(Reduction)
 
 
@@ -160,9 +163,8 @@ def full_shard_order(
             axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
     if all(axes == axes_of.get(dim, ()) for dim, axes in validated.items()):
         return None
-    return tuple(
-        ShardOrderEntry(dim, tuple(validated.get(dim, axes_of.get(dim, ())))) for dim in sorted(axes_of | validated)
-    )
+    full_order = axes_of | validated
+    return tuple(ShardOrderEntry(dim, tuple(full_order[dim])) for dim in sorted(full_order))
 
 
 def normalize_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.dtensor import private
-from meshwright.reshard.dtensor.placements import has_layout, layout_of_placements, layout_of_spec
-from meshwright.reshard.dtensor.private import DTensorSpec, ShardOrderEntry
+from meshwright.reshard.dtensor.placements import FullShardOrder, has_layout, layout_of_placements, layout_of_spec
+from meshwright.reshard.dtensor.private import DTensorSpec
 from meshwright.reshard.planner.plan import plan
 from meshwright.reshard.run.execute import execute
 from meshwright.reshard.run.process_groups import groups_of
@@ -31,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def redistribute_detached(
-    x: DTensor, placements: tuple[Placement, ...], order: tuple[ShardOrderEntry, ...] | None, cap: int | None = None
+    x: DTensor, placements: tuple[Placement, ...], order: FullShardOrder, cap: int | None = None
 ) -> DTensor:
     """Redistribute `x` without autograd to placements with non-negative dims and a full shard order.
 
@@ -44,7 +44,7 @@ def redistribute_detached(
     return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
 
 
-class PlanRedistributor:
+class Redistributor:
     """Hook that redistributes by plans and counts the redistributions.
 
     Attributes:
@@ -77,8 +77,5 @@ def redistribute_local_tensor(
     """Return this rank's shard under `dst` of the tensor whose shard under `src` is `local`."""
     if src == dst:
         return local
-    groups = groups_of(mesh)
-    reshard_plan = plan(
-        src, dst, dtype=dtype_name(local.dtype), memory_cap_bytes=cap, one_axis=not groups.can_merge_axes
-    )
-    return execute(reshard_plan, local, groups)
+    groups, dtype = groups_of(mesh), dtype_name(local.dtype)
+    return execute(plan(src, dst, dtype=dtype, memory_cap_bytes=cap, one_axis=not groups.can_merge_axes), local, groups)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.errors import LayoutError
 from meshwright.reshard.dtensor import private
-from meshwright.reshard.dtensor.placements import ShardOrder, full_shard_order, normalize_placements
+from meshwright.reshard.dtensor.placements import FullShardOrder, ShardOrder, full_shard_order, normalize_placements
 from meshwright.reshard.dtensor.redistribute_local import redistribute_detached
 
 
@@ -42,11 +42,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: DTensor,
-        placements: tuple[Placement, ...],
-        order: tuple[private.ShardOrderEntry, ...] | None,
-        memory_cap_bytes: int | None,
+        ctx: Any, x: DTensor, placements: tuple[Placement, ...], order: FullShardOrder, memory_cap_bytes: int | None
     ) -> DTensor:
         spec = private.spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes

@@ -39,11 +39,7 @@ class Topology:
         return Topology((cluster_preset(DEFAULT_CLUSTER).inside_node,) * num_axes)
 
     def check(self, axis_sizes: Sequence[int]) -> None:
-        """Check that there is one link per mesh axis.
-
-        Raises:
-            LayoutError: if there is not.
-        """
+        """Raise `LayoutError` unless there is one link per mesh axis."""
         if len(self.links) != len(axis_sizes):
             raise LayoutError(
                 f"a topology of {len(self.links)} links for a mesh of {len(axis_sizes)} axes",

@@ -23,10 +23,8 @@ def one_axis_path(src: Layout, goal: Layout) -> list[Layout]:
     path = _reduced(src, goal)
     current = path[-1] if path else src
     for dim, (dim_splits, goal_splits) in enumerate(zip(src.splits, goal.splits, strict=True)):
-        first_difference = next(
-            (at for at, pair in enumerate(zip(dim_splits, goal_splits, strict=False)) if pair[0] != pair[1]), None
-        )
-        kept = min(len(dim_splits), len(goal_splits)) if first_difference is None else first_difference
+        differs = [a != b for a, b in zip(dim_splits, goal_splits, strict=False)]
+        kept = differs.index(True) if True in differs else len(differs)
         for count in range(len(dim_splits) - 1, kept - 1, -1):
             current = replace(current, splits=(*current.splits[:dim], dim_splits[:count], *current.splits[dim + 1 :]))
             path.append(current)

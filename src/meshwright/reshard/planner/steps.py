@@ -158,11 +158,7 @@ class ReshardPlan:
 
 
 def check_one_tensor(src: Layout, dst: Layout) -> None:
-    """Check that two layouts have the same tensor shape.
-
-    Raises:
-        LayoutError: if their shapes differ.
-    """
+    """Raise `LayoutError` unless two layouts have the same tensor shape."""
     if src.shape != dst.shape:
         raise LayoutError(
             f"the source layout is of shape {list(src.shape)}, the destination layout of {list(dst.shape)}",

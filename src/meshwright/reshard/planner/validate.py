@@ -17,11 +17,7 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
 def check_arguments(src: Any, dst: Any, dtype: Any, topology: Any) -> None:
-    """Check the types of `plan`'s arguments.
-
-    Raises:
-        LayoutError: if an argument has the wrong type.
-    """
+    """Raise `LayoutError` if an argument of `plan` has the wrong type."""
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):
             raise _type_error(name, layout, "src and dst are Layout objects", _layout_fix(name, layout))

@@ -86,14 +86,8 @@ def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int
     starts, src_coordinates = _owners(size, before, axis_sizes)
     if before == after:
         segment_lengths = np.diff(starts, append=size)[: len(starts)]
-        return DimTransfer(
-            segment_lengths,
-            src_coordinates,
-            src_coordinates,
-            axis_sizes,
-            frozenset(),
-            lengths(size, before, axis_sizes),
-        )
+        num_kept = lengths(size, before, axis_sizes)
+        return DimTransfer(segment_lengths, src_coordinates, src_coordinates, axis_sizes, frozenset(), num_kept)
     other_starts, dst_coordinates = _owners(size, after, axis_sizes)
     points = np.union1d(starts, other_starts)
     segment_lengths = np.diff(points, append=size)[: len(points)]
@@ -107,11 +101,8 @@ def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int
             stays &= same
         if len(points) and axis_sizes[axis] > 1 and (axis not in dst_coordinates or not same.all()):
             needed.append(axis)
-    num_kept = _table(
-        {axis: places[stays] for axis, places in (dst_coordinates | src_coordinates).items()},
-        segment_lengths[stays],
-        axis_sizes,
-    )
+    kept = {axis: places[stays] for axis, places in (dst_coordinates | src_coordinates).items()}
+    num_kept = _table(kept, segment_lengths[stays], axis_sizes)
     return DimTransfer(segment_lengths, src_coordinates, dst_coordinates, axis_sizes, frozenset(needed), num_kept)
 
 
@@ -188,16 +179,15 @@ def exchange_volume(src: Layout, dst: Layout) -> ExchangeVolume:
     axes = frozenset(reduced).union(*(transfer.needed for transfer in transfers))
     num_kept = _product([transfer.num_kept for transfer in transfers], src.axis_sizes)
     before, after = numels(src), numels(dst)
+    keeps = bool((num_kept == before).all())
     if not axes:
         nothing = np.zeros_like(num_kept)
-        return ExchangeVolume((), (), created, nothing, nothing, before, after, bool((num_kept == before).all()))
+        return ExchangeVolume((), (), created, nothing, nothing, before, after, keeps)
     kept = dst.sharded_axes()
     receivers = math.prod(dst.axis_sizes[axis] for axis in axes if axis not in kept)
     sent = _product([transfer.sent(axes) for transfer in transfers], src.axis_sizes) * receivers - num_kept
     received = math.prod(src.axis_sizes[axis] for axis in reduced) * after - num_kept
-    return ExchangeVolume(
-        tuple(sorted(axes)), reduced, created, sent, received, before, after, bool((num_kept == before).all())
-    )
+    return ExchangeVolume(tuple(sorted(axes)), reduced, created, sent, received, before, after, keeps)
 
 
 def is_permutation(src: Layout, dst: Layout, axes: tuple[int, ...]) -> bool:
@@ -212,10 +202,7 @@ def numels(layout: Layout) -> Ints:
 
 @lru_cache(maxsize=1024)
 def _numels(shape: tuple[int, ...], splits: tuple[Splits, ...], axis_sizes: tuple[int, ...]) -> Ints:
-    product = _product(
-        [lengths(size, splits_of_dim, axis_sizes) for size, splits_of_dim in zip(shape, splits, strict=True)],
-        axis_sizes,
-    )
+    product = _product([lengths(*dim, axis_sizes) for dim in zip(shape, splits, strict=True)], axis_sizes)
     product.flags.writeable = False
     return product
 
@@ -233,9 +220,8 @@ def lower_bound(src: Layout, dst: Layout) -> int:
     lacking = 0
     if not created:
         after = numels(dst)
-        num_kept = (
-            _product([transfer.num_kept for transfer in dim_transfers(src, dst)], src.axis_sizes) if reduced == 1 else 0
-        )
+        kept_by_dim = [transfer.num_kept for transfer in dim_transfers(src, dst)]
+        num_kept = _product(kept_by_dim, src.axis_sizes) if reduced == 1 else 0
         lacking = int((after - num_kept).max())
     if reduced == 1:
         return lacking

@@ -28,6 +28,8 @@ from meshwright.reshard.run.strided_windows import (
     split_flat,
 )
 
+Messages = Sequence[ShardMessage]
+
 
 @lru_cache(maxsize=4096)
 def compile_step(step: Step, rank: int, slots: tuple[int, ...], strides: Strides) -> StepProgram:
@@ -69,7 +71,7 @@ class _Compiler:
         staging = max((one.staging_elements() for one in found), default=0) if len(self.slots) > 1 else 0
         return StepProgram(self.before, self.after, True, tuple(found), staging, levels)
 
-    def _in_rounds(self, messages: Sequence[ShardMessage], largest: int) -> list[list[ShardMessage]]:
+    def _in_rounds(self, messages: Messages, largest: int) -> list[list[ShardMessage]]:
         """Split messages into rounds: ranges of the packed shard for an all-gather, else slices of each message."""
         if self.step.kind is StepKind.ALL_GATHER and self.rounds > 1:
             size = -(-largest // self.rounds)
@@ -78,7 +80,7 @@ class _Compiler:
         chunks = [split_into_rounds(message, self.rounds) for message in messages]
         return [[part for parts in chunks if (part := parts[at])] for at in range(self.rounds)]
 
-    def _has_all(self, messages: Sequence[ShardMessage]) -> bool:
+    def _has_all(self, messages: Messages) -> bool:
         """Return whether the rank's shard stays the same."""
         return self.before == self.after and all(len(r) <= 1 for p in messages for r in p.runs)
 
@@ -95,7 +97,7 @@ class _Compiler:
         copies = math.prod(step.src.axis_sizes[axis] for axis in reduced)
         return step.kind is StepKind.ALL_REDUCE and step.src.splits == step.dst.splits and copies == len(self.slots)
 
-    def _gather(self, outgoing: Sequence[ShardMessage], incoming: Sequence[ShardMessage]) -> ExchangeRound:
+    def _gather(self, outgoing: Messages, incoming: Messages) -> ExchangeRound:
         filled: dict[int, int] = {}
         within = []
         for message in incoming:
@@ -103,7 +105,7 @@ class _Compiler:
             filled[message.sender] = within[-1] + message.numel()
         length = max(filled.values(), default=0)
         at = [self.slot_of[message.sender] * length + offset for message, offset in zip(incoming, within, strict=True)]
-        own = [windows for windows, message in enumerate(incoming) if message.sender == self.rank]
+        own = [i for i, message in enumerate(incoming) if message.sender == self.rank]
         sends_full_tensor = self.is_dense and length == math.prod(self.before)
         is_in_place = self.rounds == 1 and not self.reduces and self._is_in_place(incoming, at, length)
         return ExchangeRound(
@@ -114,29 +116,25 @@ class _Compiler:
             gathers=True,
             send_from=0 if sends_full_tensor else None,
             receive_at=0 if is_in_place else None,
-            pack=()
-            if sends_full_tensor
-            else self._packs([incoming[windows] for windows in own], [at[windows] for windows in own]),
+            pack=() if sends_full_tensor else self._packs([incoming[i] for i in own], [at[i] for i in own]),
             unpack=() if is_in_place or self.reduces else self._unpacks(incoming, at),
             reductions=self._reductions(incoming, at) if self.reduces else (),
         )
 
-    def _is_in_place(self, incoming: Sequence[ShardMessage], at: Sequence[int], length: int) -> bool:
+    def _is_in_place(self, incoming: Messages, at: Sequence[int], length: int) -> bool:
         """Return whether the gather buffer has the result's memory layout, so it can be the result itself."""
         ranges = [flat_range(message, self.result_strides, of_source=False) for message in incoming]
         wanted = [(start, message.numel()) for start, message in zip(at, incoming, strict=True)]
         return ranges == wanted and length * len(self.slots) == math.prod(self.after)
 
-    def _exchange(self, outgoing: Sequence[ShardMessage], incoming: Sequence[ShardMessage]) -> ExchangeRound:
+    def _exchange(self, outgoing: Messages, incoming: Messages) -> ExchangeRound:
         out = sorted((p for p in outgoing if p.receiver != self.rank), key=lambda p: self.slot_of[p.receiver])
         into = sorted((p for p in incoming if p.sender != self.rank), key=lambda p: self.slot_of[p.sender])
         own = [p for p in incoming if p.sender == self.rank]
         candidates = [self._candidate(out, into, own, with_own=with_own) for with_own in (False, True)]
         return min(candidates, key=lambda candidate: candidate.cost).round(self)
 
-    def _candidate(
-        self, out: list[ShardMessage], into: list[ShardMessage], own: list[ShardMessage], *, with_own: bool
-    ) -> _ExchangeCandidate:
+    def _candidate(self, out: Messages, into: Messages, own: Messages, *, with_own: bool) -> _ExchangeCandidate:
         """Return an exchange that sends the rank's own message through the collective, or copies it separately."""
         apart = sum(p.numel() for p in out) + sum(p.numel() for p in into)
         own_elements = sum(p.numel() for p in own)
@@ -151,7 +149,7 @@ class _Compiler:
         cost = packed + unpacked + own_elements * (not with_own and not self.reduces)
         return _ExchangeCandidate(cost if fits else math.inf, out, into, [] if with_own else own, send_from, receive_at)
 
-    def _contiguous_start(self, messages: Sequence[ShardMessage], *, of_source: bool) -> int | None:
+    def _contiguous_start(self, messages: Messages, *, of_source: bool) -> int | None:
         """Return the offset of the first message if the messages are contiguous, else None."""
         if self.rounds > 1 or not messages:
             return None
@@ -164,14 +162,14 @@ class _Compiler:
             end = found[0] + found[1]
         return start
 
-    def _packs(self, messages: Sequence[ShardMessage], offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
+    def _packs(self, messages: Messages, offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
         return fuse_copies([
             StridedCopy(windows.size, windows.source, shift_window(windows.packed, offset))
             for message, offset in zip(messages, offsets, strict=True)
             for windows in message_windows(message, self.strides, self.strides, by_source=True, by_target=False)
         ])  # fmt: skip
 
-    def _unpacks(self, messages: Sequence[ShardMessage], offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
+    def _unpacks(self, messages: Messages, offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
         strides = self.result_strides
         return fuse_copies([
             StridedCopy(windows.size, shift_window(windows.packed, offset), windows.target)
@@ -179,16 +177,14 @@ class _Compiler:
             for windows in message_windows(message, strides, strides, by_source=False, by_target=True)
         ])  # fmt: skip
 
-    def _copies(self, messages: Sequence[ShardMessage]) -> tuple[StridedCopy, ...]:
+    def _copies(self, messages: Messages) -> tuple[StridedCopy, ...]:
         return fuse_copies([
             StridedCopy(windows.size, windows.source, windows.target)
             for message in messages
             for windows in message_windows(message, self.strides, self.result_strides, by_source=True, by_target=True)
         ])  # fmt: skip
 
-    def _reductions(
-        self, messages: Sequence[ShardMessage], offsets: Sequence[int | None]
-    ) -> tuple[RegionReduction, ...]:
+    def _reductions(self, messages: Messages, offsets: Sequence[int | None]) -> tuple[RegionReduction, ...]:
         """Return a reduction per window of each region. Messages without offset are read from the rank's own tensor."""
         regions: dict[tuple[object, ...], list[tuple[ShardMessage, int | None]]] = {}
         for message, offset in sorted(zip(messages, offsets, strict=True), key=lambda pair: pair[0].copy):
@@ -200,16 +196,11 @@ class _Compiler:
         lead, strides = (own, self.strides) if own else (copies[0][0], self.result_strides)
         return [
             RegionReduction(
-                windows.size,
-                windows.target,
-                tuple(
-                    (False, windows.source) if at is None else (True, shift_window(windows.packed, at))
-                    for _, at in copies
-                ),
+                w.size,
+                w.target,
+                tuple((False, w.source) if at is None else (True, shift_window(w.packed, at)) for _, at in copies),
             )
-            for windows in message_windows(
-                lead, strides, self.result_strides, by_source=own is not None, by_target=True
-            )
+            for w in message_windows(lead, strides, self.result_strides, by_source=own is not None, by_target=True)
         ]
 
 
@@ -218,9 +209,9 @@ class _ExchangeCandidate:
     """Candidate for an exchange, with the number of elements that it copies locally as its cost."""
 
     cost: float
-    out: list[ShardMessage]
-    into: list[ShardMessage]
-    own: list[ShardMessage]
+    out: Messages
+    into: Messages
+    own: Messages
     send_from: int | None
     receive_at: int | None
 

@@ -55,55 +55,45 @@ def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
     if program.levels:
         check_reducible(step.src, x.dtype)
     result, staging = x.new_empty(program.after), x.new_empty(program.staging_elements)
-    for exchange_round in program.rounds:
-        communicate = _gather if exchange_round.gathers else _exchange
-        received = communicate(exchange_round, x, step_group, result, staging)
-        _unpack(exchange_round, program, received, x, result)
+    for round_ in program.rounds:
+        communicate = _gather if round_.gathers else _exchange
+        received = communicate(round_, x, step_group, result, staging)
+        _unpack(round_, program, received, x, result)
     return result
 
 
-def _gather(exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
+def _gather(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
     """Gather the shards of all ranks into one flat tensor, in the order of the group's ranks."""
-    received = (staging if exchange_round.receive_at is None else result.view(-1)).narrow(
-        0, 0, exchange_round.num_received
-    )
-    _copy(exchange_round.pack, x, received)
-    if exchange_round.num_received:
-        all_gather_onto(received, None if exchange_round.send_from is None else x, group=step_group.group)
+    received = (staging if round_.receive_at is None else result.view(-1)).narrow(0, 0, round_.num_received)
+    _copy(round_.pack, x, received)
+    if round_.num_received:
+        all_gather_onto(received, None if round_.send_from is None else x, group=step_group.group)
     return received
 
 
-def _exchange(
-    exchange_round: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor
-) -> Tensor:
+def _exchange(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
     """Exchange messages; return the received ones as one flat tensor, in the order of the group's ranks."""
     if step_group.group is None:
         return staging
-    if exchange_round.send_from is None:
-        packed, at = staging.narrow(0, 0, exchange_round.num_sent), exchange_round.num_sent
-        _copy(exchange_round.pack, x, packed)
+    if round_.send_from is None:
+        packed, at = staging.narrow(0, 0, round_.num_sent), round_.num_sent
+        _copy(round_.pack, x, packed)
     else:
-        packed, at = _flat(x).narrow(0, exchange_round.send_from, exchange_round.num_sent), 0
-    if exchange_round.receive_at is None:
-        received = staging.narrow(0, at, exchange_round.num_received)
+        packed, at = _flat(x).narrow(0, round_.send_from, round_.num_sent), 0
+    if round_.receive_at is None:
+        received = staging.narrow(0, at, round_.num_received)
     else:
-        received = result.view(-1).narrow(0, exchange_round.receive_at, exchange_round.num_received)
-    all_to_all_into(
-        received,
-        packed,
-        send_splits=exchange_round.send,
-        recv_splits=exchange_round.receive,
-        group=step_group.group,
-        permutes=exchange_round.permutes,
-    )
+        received = result.view(-1).narrow(0, round_.receive_at, round_.num_received)
+    splits = {"send_splits": round_.send, "recv_splits": round_.receive}
+    all_to_all_into(received, packed, **splits, group=step_group.group, permutes=round_.permutes)
     return received
 
 
-def _unpack(exchange_round: ExchangeRound, program: StepProgram, received: Tensor, x: Tensor, result: Tensor) -> None:
+def _unpack(round_: ExchangeRound, program: StepProgram, received: Tensor, x: Tensor, result: Tensor) -> None:
     """Write received and local elements to the result, reducing partial values."""
-    _copy(exchange_round.unpack, received, result)
-    _copy(exchange_round.own, x, result)
-    for fold in exchange_round.reductions:
+    _copy(round_.unpack, received, result)
+    _copy(round_.own, x, result)
+    for fold in round_.reductions:
         copies = [_window(received if is_received else x, fold.size, at) for is_received, at in fold.copies]
         reduce_into(_window(result, fold.size, fold.target), copies, program.levels)
 
@@ -137,8 +127,8 @@ def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
     result = x.new_empty(program.after)
     result.fill_(neutral_element(partial_init.fill_reduction, x.dtype))
     if partial_init.keeps_value:
-        for exchange_round in program.rounds:
-            _copy(exchange_round.own, x, result)
+        for round_ in program.rounds:
+            _copy(round_.own, x, result)
         if partial_init.factor != 1:  # the rest is filled with 0
             result.mul_(partial_init.factor)
     return result

@@ -53,17 +53,12 @@ def partial_init_of(step: Step, rank: int) -> PartialInit:
             fix="use one step per axis, the first axis first; plan() makes such steps",
         )
     (filled,) = reductions
-    filled_axes = [
-        axis for axis, r in created.items() if axis in replicated and r not in _ALL_KEEP and coordinate[axis]
-    ]
+    filling = [a for a, r in created.items() if a in replicated and r not in _ALL_KEEP and coordinate[a]]
     for axis, reduction in enumerate(held):
-        if (
-            axis > max(filled_axes, default=max(created))
-            and coordinate[axis]
-            and reduction in (Reduction.SUM, Reduction.PRODUCT)
-        ):
+        is_inner = axis > max(filling, default=max(created))
+        if is_inner and coordinate[axis] and reduction in (Reduction.SUM, Reduction.PRODUCT):
             filled = reduction
-    return PartialInit(not filled_axes, math.prod(_factor(step, axis, coordinate) for axis in sharded), filled)
+    return PartialInit(not filling, math.prod(_factor(step, axis, coordinate) for axis in sharded), filled)
 
 
 def _factor(step: Step, axis: int, coordinate: tuple[int, ...]) -> int:

@@ -114,11 +114,7 @@ def _unsupported_reductions(dtype: torch.dtype) -> set[Reduction]:
 
 
 def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
-    """Check that `dtype` supports all reductions of the layout.
-
-    Raises:
-        LayoutError: if it does not.
-    """
+    """Raise `LayoutError` unless `dtype` supports all reductions of the layout."""
     if not is_reducible(layout, dtype):
         raise LayoutError(
             f"partial values of {dtype} cannot be reduced",

@@ -60,11 +60,10 @@ def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
     per_dim = []
     for dim in range(len(src.shape)):
         here = dst.intervals(dim).row(coordinate)
-        others = _coordinates_over(coordinate, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
-        per_dim.append(
-            [(other, runs) for other in others if (runs := intersect_runs(src.intervals(dim).row(other), here))]
-        )
-    copies = list(_coordinates_over(coordinate, reduced, src.axis_sizes))
+        others = _vary(coordinate, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
+        overlaps = [(other, intersect_runs(src.intervals(dim).row(other), here)) for other in others]
+        per_dim.append([(other, runs) for other, runs in overlaps if runs])
+    copies = list(_vary(coordinate, reduced, src.axis_sizes))
     for choice in product(*per_dim):
         for copy, other in enumerate(copies):
             sender = _merge_coordinates(other, src, [c[0] for c in choice])
@@ -81,15 +80,14 @@ def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
     per_dim = []
     for dim in range(len(src.shape)):
         here = src.intervals(dim).row(coordinate)
-        others = _coordinates_over(coordinate, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
-        per_dim.append(
-            [(other, runs) for other in others if (runs := intersect_runs(here, dst.intervals(dim).row(other)))]
-        )
+        others = _vary(coordinate, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
+        overlaps = [(other, intersect_runs(here, dst.intervals(dim).row(other))) for other in others]
+        per_dim.append([(other, runs) for other, runs in overlaps if runs])
     rest = [axis for axis in free if axis not in dst.sharded_axes()]
-    copy = list(_coordinates_over(coordinate, reduced, src.axis_sizes)).index(coordinate)
+    copy = list(_vary(coordinate, reduced, src.axis_sizes)).index(coordinate)
     found = []
     for choice in product(*per_dim):
-        for other in _coordinates_over(coordinate, rest, src.axis_sizes):
+        for other in _vary(coordinate, rest, src.axis_sizes):
             receiver = _merge_coordinates(other, dst, [c[0] for c in choice])
             found.append(ShardMessage(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
     return tuple(sorted(found, key=lambda message: message.receiver))
@@ -139,7 +137,7 @@ def _reduced_axes(step: Step) -> list[int]:
     return [axis for axis in step.axes if step.src.partial[axis] and not step.dst.partial[axis]]
 
 
-def _coordinates_over(coordinate: Coordinate, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Coordinate]:
+def _vary(coordinate: Coordinate, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Coordinate]:
     """Yield `coordinate` with all combinations of values on `axes`, the last axis fastest."""
     for chosen in product(*(range(axis_sizes[axis]) for axis in axes)):
         at = dict(zip(axes, chosen, strict=True))

@@ -30,11 +30,7 @@ NEUTRAL_STAYS = {
 
 
 def check_axes(number: int, step: Step) -> None:
-    """Check that a step's axes exist and that elements move along each of them.
-
-    Raises:
-        LayoutError: if not.
-    """
+    """Raise `LayoutError` unless a step's axes exist and elements move along each of them."""
     axes, num_axes = step.axes, len(step.src.axis_sizes)
     if step.kind in LOCAL:
         if axes:
@@ -68,41 +64,29 @@ def _partial(layout: Layout) -> tuple[Reduction | None, ...]:
 
 
 def check_partial(number: int, step: Step) -> None:
-    """Check that partial values are created and reduced only by the right kinds, in the group, in a valid order.
-
-    Raises:
-        LayoutError: if not.
-    """
+    """Raise `LayoutError` unless the right kinds create and reduce partial values, in the group, in a valid order."""
     before, after = _partial(step.src), _partial(step.dst)
     reduced = reduced_axes(step)
     added = [axis for axis, reduction in enumerate(after) if reduction and not before[axis]]
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         if old and new and old is not new:
             what = f"turns {old} on axis {axis} into {new}"
-            raise step_error(
-                number, step, what, rule="partial values keep their reduction", fix=f"{old} on axis {axis}"
-            )
+            raise step_error(number, step, what, rule="reductions do not change", fix=f"{old} on axis {axis}")
     if added and step.kind is not K.PARTITION:
         what = f"makes values partial on axis {list_numbers(added)}"
         raise step_error(number, step, what, rule="only a partition makes values partial", fix="add a partition step")
     if reduced and step.kind not in REDUCING:
         what = f"leaves axis {list_numbers(reduced)} without its partial values"
-        raise step_error(
-            number, step, what, rule="only reducing kinds reduce partial values", fix="use a reduce-scatter"
-        )
+        raise step_error(number, step, what, rule="only reducing kinds reduce values", fix="a reduce-scatter")
     if not added and step.kind is K.PARTITION:
         what = "makes nothing partial"
         raise step_error(number, step, what, rule="a partition creates partial values", fix="a slice, or no step")
     if not reduced and step.kind in REDUCING:
         what = "has nothing to reduce: no axis is partial before it and not after"
-        raise step_error(
-            number, step, what, rule="reducing kinds reduce partial values", fix="an all-gather or all-to-all"
-        )
+        raise step_error(number, step, what, rule="reducing kinds need partial values", fix="an all-to-all")
     if outside := [axis for axis in reduced if axis not in step.axes]:
         what = f"ends the partial values of axis {list_numbers(outside)}, whose ranks take no part"
-        raise step_error(
-            number, step, what, rule="values are reduced in the group", fix=f"axis {outside[0]} in the group"
-        )
+        raise step_error(number, step, what, rule="values are reduced in the group", fix=f"add axis {outside[0]}")
     _check_order(number, step, reduced, added)
 
 
@@ -126,11 +110,7 @@ def _check_order(number: int, step: Step, reduced: Sequence[int], added: Sequenc
 
 
 def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
-    """Check that each element of a rank's new shard, with each of its partial values, is held once in its group.
-
-    Raises:
-        LayoutError: if not.
-    """
+    """Raise `LayoutError` unless each partial value of a rank's new elements is held exactly once in its group."""
     due = step.dst.local_numels()[counts.ranks][:, :, None]
     wrong = np.argwhere(counts.copies != due)
     if not len(wrong):
@@ -149,19 +129,13 @@ def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
 
 
 def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
-    """Check that the shards of a group after the step have the form that the kind requires.
-
-    Raises:
-        LayoutError: if not.
-    """
+    """Raise `LayoutError` unless the shards of a group after the step have the form that the kind requires."""
     before, after = step.src.local_numels()[counts.ranks], step.dst.local_numels()[counts.ranks]
     if step.kind in (K.ALL_GATHER, K.ALL_REDUCE):
         both = overlaps(step.dst, step.dst, counts.ranks)
         if pair := _first((both != after[:, :, None]) | (both != after[:, None, :]), counts):
             what = f"leaves ranks {pair[0]} and {pair[1]} of a group with different shards"
-            raise step_error(
-                number, step, what, rule="all ranks of a group end with the same shard", fix="an all-to-all"
-            )
+            raise step_error(number, step, what, rule="all ranks of a group end up equal", fix="an all-to-all")
     if step.kind is K.ALL_GATHER and (pair := _first(counts.elements != before[:, None, :], counts)):
         what = f"does not give rank {pair[0]} the full shard of rank {pair[1]}"
         raise step_error(number, step, what, rule="each rank ends with the shards of its group", fix="an all-to-all")

@@ -26,11 +26,7 @@ MAX_VALUES = 2**19
 
 
 def check_values(plan: ReshardPlan) -> None:
-    """Check by simulation that each rank holds its elements after each step, with each partial value in them once.
-
-    Raises:
-        LayoutError: if not.
-    """
+    """Simulate a plan; raise `LayoutError` unless each step leaves each rank its elements with each partial value once."""
     layouts = [plan.src, *(layout for step in plan.steps for layout in (step.src, step.dst))]
     edges = [edges_of(layouts, dim) for dim in range(len(plan.src.shape))]
     terms = plan.src.partial_axes()
