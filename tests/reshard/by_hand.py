@@ -10,7 +10,7 @@ from math import prod
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, StepKind, dtype_bytes
-from meshwright.reshard.run.shard_exchange import received, sent, staging_elements
+from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
 
 
 def plan_of(
@@ -37,8 +37,8 @@ def _counted(step: Step, first: Layout | None, size: int, totals: list[list[int]
     out, into, live = [], [], []
     for rank in range(step.src.num_ranks()):
         away = step.kind not in LOCAL
-        out.append(size * sum(p.numel() for p in sent(step, rank) if p.receiver != rank) * away)
-        into.append(size * sum(p.numel() for p in received(step, rank) if p.sender != rank) * away)
+        out.append(size * sum(p.numel() for p in messages_sent(step, rank) if p.receiver != rank) * away)
+        into.append(size * sum(p.numel() for p in messages_received(step, rank) if p.sender != rank) * away)
         held = [step.src, step.dst, *([first] if first else [])]
         elements = sum(int(layout.local_numels()[rank]) for layout in held) + staging_elements(step, rank, step.rounds)
         live.append(size * elements)

@@ -16,7 +16,7 @@ from itertools import combinations, permutations, product
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Split
 from meshwright.reshard.planner.candidate_steps import Problem, make_step
-from meshwright.reshard.planner.intermediate_layouts import without
+from meshwright.reshard.planner.intermediate_layouts import remove_axes
 from meshwright.reshard.planner.volumes import Splits, lower_bound
 
 
@@ -89,7 +89,7 @@ def _orders(cuts: Sequence[int], axes: Sequence[int], sizes: tuple[int, ...], *,
     for count in range(len(others) + 1):
         for extra in combinations(others, count):
             for order in permutations([*cuts, *extra]):
-                orders[without(tuple(Split(axis) for axis in order), extra, sizes)] = None
+                orders[remove_axes(tuple(Split(axis) for axis in order), extra, sizes)] = None
     return list(orders)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import Step, StepKind
 from meshwright.reshard.run.compile_step import compile_step
-from meshwright.reshard.run.shard_exchange import Piece, Run, staging_elements
-from meshwright.reshard.run.strided_windows import contiguous_strides, flat_parts
+from meshwright.reshard.run.shard_exchange import IndexRun, ShardMessage, staging_elements
+from meshwright.reshard.run.strided_windows import contiguous_strides, split_flat
 from tests.reshard.test_shard_exchange import exchanges, local, whole
 
 
@@ -57,7 +57,7 @@ def run(step, slots, tensors):
                 results[rank][one.receive_at : one.receive_at + got.size] = got
             copied(one.unpack, got, results[rank])
             copied(one.own, flat[rank], results[rank])
-            for fold in one.folds:
+            for fold in one.reductions:
                 copies = [window(got if r else flat[rank], fold.size, w) for r, w in fold.copies]
                 window(results[rank], fold.size, fold.target)[...] = sum(copies)
     return [x.reshape(p.after) for x, p in zip(results, programs, strict=True)], staged
@@ -138,11 +138,11 @@ def test_an_all_reduce_gathers_copies(rounds):
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_parts_of_a_packed_piece_follow_each_other(shape, data):
-    piece = Piece(0, 0, 0, tuple((Run(0, 0, size),) for size in shape))
+    piece = ShardMessage(0, 0, 0, tuple((IndexRun(0, 0, size),) for size in shape))
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total + 2))
-    parts = flat_parts(piece, start, stop)
+    parts = split_flat(piece, start, stop)
     picked = [whole(shape)[tuple(slice(r.source, r.source + r.length) for (r,) in part.runs)].ravel() for part in parts]
     assert np.concatenate([np.zeros(0, np.int64), *picked]).tolist() == list(range(start, min(stop, total)))
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.draw.draw_plan import draw_plan
-from meshwright.reshard.draw.figure_layout import names_of_ranks, rank_colors, sampled, sheets, shown_dims
+from meshwright.reshard.draw.figure_layout import downsample, rank_colors, rank_labels, sheets, shown_dims
 from tests.reshard.by_hand import plan_of
 
 PLAN = plan_of((2, 4), (16, 24), "P R", ("reduce-scatter", "0", "S0 R"), ("slice", "", "S0 S1"))
@@ -66,9 +66,9 @@ def test_sheets_are_disjoint_in_their_ranks():
 
 def test_samples_have_the_owner_of_where_they_are():
     sheet = sheets(layout("S0 S1", (16, 16), (64, 64)), shown_dims([layout("S0 S1")]))[0]
-    small = sampled(sheet, 8)
+    small = downsample(sheet, 8)
     assert small.ranks.tolist() == sheet.ranks[1::2, 1::2].tolist()
-    assert sampled(sheet, 16).ranks.tolist() == sheet.ranks.tolist()
+    assert downsample(sheet, 16).ranks.tolist() == sheet.ranks.tolist()
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 8), (2, 2, 2), (1, 6), (1,), (32, 32)])
@@ -81,10 +81,10 @@ def test_ranks_have_different_colors_of_the_screen(sizes):
 
 
 def test_ranks_are_named_as_fully_as_there_is_room():
-    assert names_of_ranks([3]) == ["3"]
-    assert names_of_ranks([0, 1, 2, 3]) == ["0–3", "0…"]
-    assert names_of_ranks([0, 8]) == ["0 8", "0 … 8", "0…"]
-    assert names_of_ranks(list(range(0, 64, 8)))[0] == "0 … 56"
+    assert rank_labels([3]) == ["3"]
+    assert rank_labels([0, 1, 2, 3]) == ["0–3", "0…"]
+    assert rank_labels([0, 8]) == ["0 8", "0 … 8", "0…"]
+    assert rank_labels(list(range(0, 64, 8)))[0] == "0 … 56"
 
 
 def svg(plan, tmp_path, name="a.svg") -> str:
@@ -104,10 +104,11 @@ def test_states_steps_and_bytes_are_in_the_picture(tmp_path):
     assert sheets_of == [("mesh", "0"), *behind, *(("1", depth) for _, depth in behind), ("2", "0")]
     words = words_of(picture)
     for expected in ("P R", "S0 R", "S0 S1", "reduce-scatter", "slice", "nothing is sent", "Σ", "0–7", "0–3", "4–7",
-                     "before · 768 B a rank", "after step 1 · 384 B a rank", "after · 96 B a rank", "≤ 384 B a rank",
-                     "4 copies (axis 1) · 2 partial (axis 0)", "4 copies (axis 1)", "8 ranks"):  # fmt: skip
+                     "before · 768 B per rank", "after step 1 · 384 B per rank", "after · 96 B per rank",
+                     "≤ 384 B per rank", "4 replicas (axis 1) · 2 partial (axis 0)", "4 replicas (axis 1)",
+                     "8 ranks"):  # fmt: skip
         assert expected in words, expected
-    assert "a rank receives at most 384 B" in picture
+    assert "each rank receives at most 384 B" in picture
 
 
 def test_the_same_plan_gives_the_same_bytes(tmp_path):

@@ -15,8 +15,8 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
 from meshwright.reshard.draw.explain_plan import explain_plan
 from meshwright.reshard.planner.candidate_steps import Problem, make_step
-from meshwright.reshard.planner.intermediate_layouts import goal_of, stages_of
-from meshwright.reshard.planner.one_axis_layouts import one_axis_forms, one_axis_way
+from meshwright.reshard.planner.intermediate_layouts import goal_of, partition_stages
+from meshwright.reshard.planner.one_axis_layouts import one_axis_forms, one_axis_path
 from meshwright.reshard.planner.random_layouts import sample_layout, sample_pairs
 from meshwright.reshard.planner.steps import ReshardPlan
 from meshwright.reshard.verify.verify_plan import verify
@@ -67,7 +67,7 @@ def test_it_costs_no_more_than_the_way_that_is_always_open(num_axes: int) -> Non
         ends = src.canonical(), dst.canonical()
         problem = Problem(*ends, 2, Topology.uniform(num_axes), one_axis=True)
         goal, at, time_us = goal_of(*ends), ends[0], 0.0
-        for to in [*one_axis_way(ends[0], goal), *stages_of(goal, ends[1])]:
+        for to in [*one_axis_path(ends[0], goal), *partition_stages(goal, ends[1])]:
             if to != at:
                 step = make_step(problem, at, to)
                 assert step is not None, f"{at} → {to} is not a step of one axis"

@@ -21,7 +21,7 @@ from meshwright.reshard import clear_cache, plan
 from meshwright.reshard.planner import plan as plan_module
 from meshwright.reshard.planner.random_layouts import sample_layout, sample_pairs
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, StepKind, dtype_bytes
-from meshwright.reshard.run.shard_exchange import received, sent, staging_elements
+from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
 from meshwright.reshard.verify.verify_plan import verify
 
 ROWS = [
@@ -119,8 +119,8 @@ def check(found: ReshardPlan) -> None:
     for step in found.steps:
         out, come, held = np.zeros((3, src.num_ranks()), np.int64)
         for rank in ranks if step.kind not in LOCAL else ():
-            out[rank] = sum(piece.numel() for piece in sent(step, rank) if piece.receiver != rank)
-            come[rank] = sum(piece.numel() for piece in received(step, rank) if piece.sender != rank)
+            out[rank] = sum(piece.numel() for piece in messages_sent(step, rank) if piece.receiver != rank)
+            come[rank] = sum(piece.numel() for piece in messages_received(step, rank) if piece.sender != rank)
             held[rank] = staging_elements(step, rank, step.rounds)
         held += src.local_numels() + step.dst.local_numels()
         held += 0 if step is found.steps[0] else step.src.local_numels()

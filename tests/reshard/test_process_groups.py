@@ -49,12 +49,12 @@ def parts_of_the_ranks(rank, world_size, name):
     four = DeviceMesh("cpu", [[5, 3], [0, 6]])  # nobody else's groups
     found = [on_a_part(mesh, context) for mesh in (half, four)]
     inside = four.get_coordinate() is not None
-    had = [groups_of(half).merges_axes, inside and groups_of(four).merges_axes]
+    had = [groups_of(half).can_merge_axes, inside and groups_of(four).can_merge_axes]
     made = [prepare(half), prepare(four)]
     assert (made[1] is not None) == inside
     assert (prepare(four, own=True) is not None) == inside
     found += [on_a_part(mesh, context) for mesh in (half, four)]
-    has = [groups_of(half).merges_axes, inside and groups_of(four).merges_axes]
+    has = [groups_of(half).can_merge_axes, inside and groups_of(four).can_merge_axes]
     return found, had, has, inside
 
 
@@ -78,11 +78,11 @@ def merging(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeshGroups, "_has_all_ranks", lambda self: False)  # as if there were a ninth rank
-        before = groups_of(mesh).merges_axes
+        before = groups_of(mesh).can_merge_axes
         prepare(DeviceMesh("cpu", torch.arange(8).view(2, 4)))
-        middle = groups_of(mesh).merges_axes
+        middle = groups_of(mesh).can_merge_axes
         prepare(mesh)
-        return before, middle, groups_of(mesh).merges_axes
+        return before, middle, groups_of(mesh).can_merge_axes
 
 
 def test_all_ranks_agree_whether_axes_merge(gang):

@@ -239,15 +239,15 @@ def contexts(rank, world_size, name):
 
     calls = []
     plain = run()
-    original = private.redistributing_by
+    original = private.redistribution_hook
 
     with pytest.MonkeyPatch.context() as patch:
-        count = redistribute_local.moved_by_plan
-        patch.setattr(redistribute_local, "moved_by_plan", lambda *args: calls.append(args) or count(*args))
+        count = redistribute_local.redistribute_by_plan
+        patch.setattr(redistribute_local, "redistribute_by_plan", lambda *args: calls.append(args) or count(*args))
         with context():
             assert all(m.redistribute_local_tensor is not theirs for m in (_redistribute, _dispatch, _api))
             ours = run()
-    assert private.redistributing_by is original
+    assert private.redistribution_hook is original
     assert all(m.redistribute_local_tensor is theirs for m in (_redistribute, _dispatch, _api))
     for x, y in zip(plain, ours, strict=True):
         assert x.placements == y.placements
@@ -279,7 +279,7 @@ def test_a_hook_is_kept_while_it_is_needed_and_no_longer():
     hook = lambda local, current, target: None  # noqa: E731
     before = sys.getrefcount(hook)
     for _ in range(3):
-        with private.redistributing_by(hook):
+        with private.redistribution_hook(hook):
             assert private._hook() is hook and sys.getrefcount(hook) > before
         assert sys.getrefcount(hook) == before
 

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.planner.steps import Step, StepKind
-from meshwright.reshard.run.shard_exchange import Piece, Run, in_rounds, received, sent, staging_elements
+from meshwright.reshard.run.shard_exchange import (
+    IndexRun,
+    ShardMessage,
+    messages_received,
+    messages_sent,
+    split_into_rounds,
+    staging_elements,
+)
 
 
 @st.composite
@@ -45,7 +52,7 @@ def local(layout: Layout, rank: int) -> NDArray[np.int64]:
     return x
 
 
-def index(runs: Sequence[Sequence[Run]], end: str) -> tuple[NDArray[np.int64], ...]:
+def index(runs: Sequence[Sequence[IndexRun]], end: str) -> tuple[NDArray[np.int64], ...]:
     return np.ix_(*(np.concatenate([np.arange(at := getattr(r, end), at + r.length) for r in dim]) for dim in runs))
 
 
@@ -56,8 +63,8 @@ def test_every_copy_of_the_new_part_is_made_of_pieces(step: Step, rounds: int) -
     for rank in range(step.src.num_ranks()):
         want = local(step.dst, rank)
         made = np.full((copies, *want.shape), -1)
-        for piece in received(step, rank):
-            for part in in_rounds(piece, rounds):
+        for piece in messages_received(step, rank):
+            for part in split_into_rounds(piece, rounds):
                 if part is not None:
                     values = local(step.src, part.sender)[index(part.runs, "source")]
                     made[part.copy][index(part.runs, "target")] = values
@@ -68,8 +75,8 @@ def test_every_copy_of_the_new_part_is_made_of_pieces(step: Step, rounds: int) -
 @given(exchanges())
 def test_senders_and_receivers_agree(step: Step) -> None:
     ranks = range(step.src.num_ranks())
-    out = [piece for rank in ranks for piece in sent(step, rank)]
-    arrived = [piece for rank in ranks for piece in received(step, rank)]
+    out = [piece for rank in ranks for piece in messages_sent(step, rank)]
+    arrived = [piece for rank in ranks for piece in messages_received(step, rank)]
     assert len(set(out)) == len(out)
     assert sorted(out, key=str) == sorted(arrived, key=str)
 
@@ -78,8 +85,8 @@ def test_senders_and_receivers_agree(step: Step) -> None:
 @given(exchanges(), st.integers(2, 5))
 def test_rounds_hold_less_and_lose_nothing(step: Step, rounds: int) -> None:
     for rank in range(step.src.num_ranks()):
-        for piece in received(step, rank):
-            parts = in_rounds(piece, rounds)
+        for piece in messages_received(step, rank):
+            parts = split_into_rounds(piece, rounds)
             assert len(parts) == rounds
             assert sum(part.numel() for part in parts if part) == piece.numel()
         assert staging_elements(step, rank, rounds) <= staging_elements(step, rank)
@@ -89,7 +96,7 @@ def test_copies_come_from_the_same_place_on_their_axis() -> None:
     step = Step(
         StepKind.ALL_TO_ALL, (0, 1), Layout.parse("R S0", (2, 2), (4,)), Layout.parse("R R", (2, 2), (4,)), 0, 0, 0.0, 0
     )
-    assert [(piece.sender, piece.receiver) for piece in received(step, 3)] == [(2, 3), (3, 3)]
+    assert [(piece.sender, piece.receiver) for piece in messages_received(step, 3)] == [(2, 3), (3, 3)]
 
 
 def test_an_all_gather_stages_the_largest_part_of_each() -> None:
@@ -102,5 +109,5 @@ def test_an_all_gather_stages_the_largest_part_of_each() -> None:
 def test_a_scalar_is_one_piece() -> None:
     layout = Layout.parse("R", (2,), ())
     step = Step(StepKind.SLICE, (), layout, layout, 0, 0, 0.0, 0)
-    assert received(step, 1) == (Piece(1, 1, 0, ()),) == sent(step, 1)
-    assert in_rounds(Piece(1, 1, 0, ()), 2) == (Piece(1, 1, 0, ()), None)
+    assert messages_received(step, 1) == (ShardMessage(1, 1, 0, ()),) == messages_sent(step, 1)
+    assert split_into_rounds(ShardMessage(1, 1, 0, ()), 2) == (ShardMessage(1, 1, 0, ()), None)

@@ -19,7 +19,7 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.cross_mesh.explain_transfer import explain_transfer
-from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan, plan_transfer, reductions
+from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan, plan_transfer, reduction_layouts
 from meshwright.reshard.cross_mesh.verify_transfer import verify_transfer
 
 Ints = NDArray[np.int64]
@@ -132,7 +132,7 @@ def test_ranks_send_to_their_own_node_first(devices_per_node: int | None, crossi
 
 def test_partial_values_become_cuts_first() -> None:
     def reduced(text: str, axis_sizes: tuple[int, ...], shape: tuple[int, ...]) -> str:
-        return " → ".join(map(str, reductions(Layout.parse(text, axis_sizes, shape))))
+        return " → ".join(map(str, reduction_layouts(Layout.parse(text, axis_sizes, shape))))
 
     assert reduced("P S0", (2, 2), (8, 6)) == "S1 S0"
     assert reduced("S0 P", (2, 2), (20, 6)) == "S0 S0"

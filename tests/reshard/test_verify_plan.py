@@ -16,7 +16,7 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard import plan
 from meshwright.reshard.planner.steps import ReshardPlan, Step
 from meshwright.reshard.verify import step_values
-from meshwright.reshard.verify.exchange_counts import exchange
+from meshwright.reshard.verify.exchange_counts import count_exchange
 from meshwright.reshard.verify.verify_plan import verify
 from tests.reshard.by_hand import plan_of
 from tests.reshard.plan_faults import EXCHANGE, FAULTS, GATHER_SLICE_SWAP, MADE, MAKE, MIXED, REDUCE, ROUNDS
@@ -79,7 +79,7 @@ def test_faults_have_their_own_messages():
 def test_large_plans_are_judged_by_their_counts():
     """A thousand ranks, beyond what is carried out on paper."""
     right = large()
-    check(replace(right, steps=(replace(right.steps[0], axes=(1,)),)), "is to give rank 1 4096 elements")
+    check(replace(right, steps=(replace(right.steps[0], axes=(1,)),)), "must give rank 1 4096 elements")
     check(replace(right, bytes_received=right.bytes_received - 2), "the plan's bytes_received")
 
 
@@ -170,17 +170,17 @@ def test_many_plans_of_the_planner_are_accepted(seed):
 
 def test_traffic_is_what_the_pieces_say():
     """The brute count of every pair of ranks, beside the pieces that are sent."""
-    from meshwright.reshard.run.shard_exchange import received
+    from meshwright.reshard.run.shard_exchange import messages_received
 
     for one in (GATHER_SLICE_SWAP, EXCHANGE, MIXED, REDUCE):
         for step in one.steps:
-            assert matrix_of_pieces(step, received) == exchange(step).matrix().tolist()
+            assert matrix_of_pieces(step, messages_received) == count_exchange(step).matrix().tolist()
 
 
-def matrix_of_pieces(step: Step, received) -> list[list[float]]:
+def matrix_of_pieces(step: Step, messages_received) -> list[list[float]]:
     num_ranks = step.src.num_ranks()
     matrix = [[0.0] * num_ranks for _ in range(num_ranks)]
     for rank in range(num_ranks):
-        for piece in received(step, rank):
+        for piece in messages_received(step, rank):
             matrix[rank][piece.sender] += piece.numel() * (piece.sender != rank)
     return matrix

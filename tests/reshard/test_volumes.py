@@ -16,8 +16,15 @@ from meshwright.reshard.planner.candidate_steps import kind_of
 from meshwright.reshard.planner.peak_memory import Staging
 from meshwright.reshard.planner.random_layouts import sample_layout
 from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
-from meshwright.reshard.planner.volumes import Volume, commute, is_permutation, lower_bound, numels, volume
-from meshwright.reshard.run.shard_exchange import received, sent, staging_elements
+from meshwright.reshard.planner.volumes import (
+    ExchangeVolume,
+    can_commute,
+    exchange_volume,
+    is_permutation,
+    lower_bound,
+    numels,
+)
+from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
 
 MESHES = [(2,), (3,), (2, 3), (4, 2), (3, 1, 2), (2, 2, 2)]
 SIZES = [0, 1, 4, 7, 12, 13]
@@ -32,7 +39,7 @@ def ends(draw: st.DrawFn) -> tuple[Layout, Layout]:
     return src, dst.with_partial(range(len(axis_sizes)), None)
 
 
-def step_of(src: Layout, dst: Layout, found: Volume) -> Step:
+def step_of(src: Layout, dst: Layout, found: ExchangeVolume) -> Step:
     return Step(StepKind.REDUCE_SCATTER if found.reduced else StepKind.ALL_TO_ALL, found.axes, src, dst, 0, 0, 0.0, 0)
 
 
@@ -44,30 +51,30 @@ def by_rank(table: np.ndarray, layout: Layout) -> list[int]:
 @given(ends())
 def test_counts_are_those_of_the_pieces(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
-    found = volume(src, dst)
+    found = exchange_volume(src, dst)
     step = step_of(src, dst, found)
     assert by_rank(found.before, src) == src.local_numels().tolist()
     assert by_rank(found.after, src) == dst.local_numels().tolist()
     copies = math.prod(src.axis_sizes[axis] for axis in src.partial_axes())
     for rank in range(src.num_ranks()):
-        arrived = received(step, rank)
+        arrived = messages_received(step, rank)
         assert sum(piece.numel() for piece in arrived) == copies * dst.local_numels()[rank], "axes are too few"
         away = sum(piece.numel() for piece in arrived if piece.sender != rank)
         assert by_rank(found.received, src)[rank] == away
-        assert by_rank(found.sent, src)[rank] == sum(p.numel() for p in sent(step, rank) if p.receiver != rank)
+        assert by_rank(found.sent, src)[rank] == sum(p.numel() for p in messages_sent(step, rank) if p.receiver != rank)
 
 
 @settings(max_examples=40)
 @given(ends())
 def test_no_axis_takes_part_without_need(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
-    found = volume(src, dst)
+    found = exchange_volume(src, dst)
     if int(found.after.min()) == 0:
         return
     for axis in set(found.axes) - set(found.reduced):
         fewer = tuple(other for other in found.axes if other != axis)
         step = Step(StepKind.REDUCE_SCATTER if found.reduced else StepKind.ALL_TO_ALL, fewer, src, dst, 0, 0, 0.0, 0)
-        whole = [sum(p.numel() for p in received(step, rank)) for rank in range(src.num_ranks())]
+        whole = [sum(p.numel() for p in messages_received(step, rank)) for rank in range(src.num_ranks())]
         copies = math.prod(src.axis_sizes[other] for other in found.reduced)
         assert whole != [copies * numel for numel in dst.local_numels()]
 
@@ -76,7 +83,7 @@ def test_no_axis_takes_part_without_need(pair: tuple[Layout, Layout]) -> None:
 @given(ends(), st.sampled_from([1, 2, 3, 7]))
 def test_staging_is_that_of_the_pieces(pair: tuple[Layout, Layout], rounds: int) -> None:
     src, dst = pair
-    found = volume(src, dst)
+    found = exchange_volume(src, dst)
     kind = kind_of(src, dst, found)
     assert kind is not None
     if kind in LOCAL:
@@ -90,7 +97,7 @@ def test_staging_is_that_of_the_pieces(pair: tuple[Layout, Layout], rounds: int)
 @given(ends(), st.integers(0, 60))
 def test_the_fewest_rounds_that_fit(pair: tuple[Layout, Layout], limit: int) -> None:
     src, dst = pair
-    found = volume(src, dst)
+    found = exchange_volume(src, dst)
     kind = kind_of(src, dst, found)
     if kind in LOCAL or kind is None:
         return
@@ -104,16 +111,16 @@ def test_the_fewest_rounds_that_fit(pair: tuple[Layout, Layout], limit: int) -> 
 @given(ends())
 def test_a_permutation_is_one_piece_to_one_rank(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
-    found = volume(src, dst)
+    found = exchange_volume(src, dst)
     if found.reduced or not found.axes or int(found.before.min()) == 0 or int(found.after.min()) == 0:
         return
     step = step_of(src, dst, found)
     one = all(
         len(pieces) == 1 and pieces[0].numel() == src.local_numels()[rank]
         for rank in range(src.num_ranks())
-        for pieces in [sent(step, rank)]
+        for pieces in [messages_sent(step, rank)]
     )
-    arrives = all(len(received(step, rank)) == 1 for rank in range(src.num_ranks()))
+    arrives = all(len(messages_received(step, rank)) == 1 for rank in range(src.num_ranks()))
     assert is_permutation(src, dst, found.axes) == (one and arrives)
 
 
@@ -136,12 +143,12 @@ def test_the_bound(mesh: tuple[int, ...], shape: tuple[int, ...], src: str, dst:
 
 
 def test_which_reductions_commute() -> None:
-    assert commute(Reduction.SUM, Reduction.AVG) and commute(Reduction.MAX, Reduction.MAX)
-    assert not commute(Reduction.SUM, Reduction.MAX) and not commute(Reduction.AVG, Reduction.PRODUCT)
+    assert can_commute(Reduction.SUM, Reduction.AVG) and can_commute(Reduction.MAX, Reduction.MAX)
+    assert not can_commute(Reduction.SUM, Reduction.MAX) and not can_commute(Reduction.AVG, Reduction.PRODUCT)
 
 
 def test_a_thousand_ranks_take_no_lists_of_pieces() -> None:
     rng = random.Random(0)
     src, dst = (sample_layout(rng, (4, 8, 4, 8), (4096, 8192)) for _ in range(2))
     assert int(np.broadcast_to(numels(src), src.axis_sizes).sum()) == int(src.local_numels().sum())
-    assert volume(src, dst).after.size <= 1024
+    assert exchange_volume(src, dst).after.size <= 1024

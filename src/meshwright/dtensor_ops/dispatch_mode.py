@@ -20,8 +20,8 @@ from meshwright.dtensor_ops.private import OpOverload, TorchDispatchMode, active
 from meshwright.dtensor_ops.run_replicated import Call, Run
 from meshwright.dtensor_ops.shard_order_ops import Orders
 from meshwright.dtensor_ops.sharding_rules import register_rules
-from meshwright.reshard.dtensor import redistributing_by
-from meshwright.reshard.dtensor.redistribute_local import Mover
+from meshwright.reshard.dtensor import redistribution_hook
+from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 Layer = Callable[[Call, Run], Any]
 """Returns what an operator returns, by a `Run`."""
@@ -74,12 +74,12 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
         layers: after those for views, losses, mended operators and orders of cuts, which are always there.
         gathers: see `Views`.
     """
-    outer, mover = active_context(), Mover()
+    outer, mover = active_context(), Redistributor()
     views = Views(mover, gathers, outer.views.origins if outer else None)
     if outer:
         outer.is_suspended = True
     try:
-        with redistributing_by(mover), ContextMode(views, [losses, mended, Orders(mover), *layers]):
+        with redistribution_hook(mover), ContextMode(views, [losses, mended, Orders(mover), *layers]):
             yield
     finally:
         if outer:

@@ -49,7 +49,7 @@ from meshwright.dtensor_ops.run_replicated import Call, Run, gather_bytes, run_o
 from meshwright.dtensor_ops.shard_order_ops import works_by_element
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.log import get_logger
-from meshwright.reshard.dtensor.placements import cuts_of
+from meshwright.reshard.dtensor.placements import layout_ignoring_partial
 from meshwright.units import format_bytes
 
 _log = get_logger(__name__)
@@ -187,7 +187,7 @@ def _has_empty_pieces(call: Call) -> bool:
     for tensor in call.dtensors():
         cut_dims = [p.dim for p in tensor.placements if is_cut(p)]  # type: ignore[attr-defined]
         is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in cut_dims)
-        if is_small and not cuts_of(tensor).local_numels().all():
+        if is_small and not layout_ignoring_partial(tensor).local_numels().all():
             return True
     return False
 
@@ -202,7 +202,7 @@ def _shape_of_piece(x: DTensor) -> tuple[int, ...]:
     coordinate = x.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple(own_tensor(x).shape)
-    layout = cuts_of(x)
+    layout = layout_ignoring_partial(x)
     return layout.local_shape(layout.rank(coordinate))
 
 

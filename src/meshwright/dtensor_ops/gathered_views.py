@@ -37,7 +37,7 @@ from meshwright.dtensor_ops.private import (
 from meshwright.dtensor_ops.refused_ops import turned_refused
 from meshwright.dtensor_ops.run_replicated import Call, Run, piece_like, run_on_copies
 from meshwright.reshard.dtensor import DTensorSpec, spec_of
-from meshwright.reshard.dtensor.redistribute_local import Mover
+from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 Gathers = Callable[[Call], None]
 """Is told of a call for which a whole tensor is gathered, before that is done."""
@@ -120,7 +120,7 @@ class Views:
         origins: what a context around this one knows.
     """
 
-    def __init__(self, mover: Mover, gathers: Gathers | None = None, origins: Origins | None = None) -> None:
+    def __init__(self, mover: Redistributor, gathers: Gathers | None = None, origins: Origins | None = None) -> None:
         self.origins: Origins = WeakIdKeyDictionary() if origins is None else origins
         """Of views, and of what they are views of."""
         self._mover = mover
@@ -138,7 +138,7 @@ class Views:
 
     def _viewed(self, call: Call, run: Run) -> Any:
         """Run a view and note where its results come from."""
-        before = self._mover.num_moved
+        before = self._mover.num_redistributions
         result = run(call)
         base = call.args[0] if call.args else None
         if not isinstance(base, DTensor):
@@ -146,7 +146,7 @@ class Views:
         origin = self.origins.get(base)
         if origin is None:
             origin = self.origins[base] = _Origin(_Family(own_tensor(base), spec_of(base)))
-        is_apart = origin.is_apart or self._mover.num_moved > before
+        is_apart = origin.is_apart or self._mover.num_redistributions > before
         for place, view in [(None, result)] if isinstance(result, Tensor) else enumerate(result):
             if view is not base and isinstance(view, DTensor):
                 step = _Step(call.operator, call.args[1:], call.kwargs, place)

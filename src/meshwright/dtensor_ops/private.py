@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from meshwright.reshard.dtensor import new_dtensor, waited
+from meshwright.reshard.dtensor import new_dtensor, wait_tensor
 
 PLANNING = "_propagate_op_sharding_dispatch_slow_path"
 """The function in which DTensor chooses an operator's layouts: before it moves or computes anything."""
@@ -97,7 +97,7 @@ def without_masks(x: DTensor) -> DTensor:
     A mask can be used once, and belongs to the operator's plan: a second use of the result fails, and so does a second
     call before the first result was used.
     """
-    local, placements = waited(x._local_tensor), list(x.placements)
+    local, placements = wait_tensor(x._local_tensor), list(x.placements)
     for axis, placement in enumerate(placements):
         if isinstance(placement, _MaskPartial) and placement.mask_buffer.data is not None:
             placement.mask_buffer.apply_mask(local)  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ def gathered(tensor: DTensor) -> Tensor:
     """The whole tensor on this rank, without a step of autograd."""
     spec = tensor._spec
     whole = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
-    return waited(_redistribute.redistribute_local_tensor(waited(tensor._local_tensor), spec, whole))
+    return wait_tensor(_redistribute.redistribute_local_tensor(wait_tensor(tensor._local_tensor), spec, whole))
 
 
 def as_dtensor_like(whole: Tensor, local: Tensor, like: DTensor) -> DTensor:

@@ -34,7 +34,7 @@ from meshwright.dtensor_ops.private import (
 from meshwright.dtensor_ops.refused_ops import mesh_refused, partial_refused, random_refused, shape_refused
 from meshwright.reshard.dtensor import new_dtensor, spec_of
 from meshwright.reshard.dtensor.placements import has_layout
-from meshwright.reshard.dtensor.redistribute_local import redistributed
+from meshwright.reshard.dtensor.redistribute_local import redistribute_detached
 
 Pairs = list[tuple[Tensor, Tensor]]
 """Tensors an operator was called with, and the whole ones it is run on."""
@@ -219,5 +219,5 @@ def piece_like(whole: Tensor, like: Tensor) -> Tensor:
 
 def _laid_as(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: DTensor) -> DTensor:
     """With memory of its own, and the order of cuts of `like`."""
-    laid = redistributed(as_copies(whole, mesh), placements, spec_of(like).shard_order)
+    laid = redistribute_detached(as_copies(whole, mesh), placements, spec_of(like).shard_order)
     return dtensor_of(own_tensor(laid).clone(), spec_of(laid)) if is_alias(own_tensor(laid), whole) else laid

@@ -30,7 +30,7 @@ from meshwright.dtensor_ops.private import (
 )
 from meshwright.dtensor_ops.run_replicated import Call, Run
 from meshwright.reshard.dtensor import new_dtensor, spec_of
-from meshwright.reshard.dtensor.redistribute_local import Mover, redistributed
+from meshwright.reshard.dtensor.redistribute_local import Redistributor, redistribute_detached
 
 BY_ELEMENT = (
     "_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "detach", "alias", "clone", "zeros_like",
@@ -59,7 +59,7 @@ class Orders:
         mover: counts what is moved for views.
     """
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Redistributor) -> None:
         self._mover = mover
 
     def __call__(self, call: Call, run: Run) -> Any:
@@ -76,8 +76,8 @@ class Orders:
     def _in_default_order(self, call: Call, run: Run) -> Any:
         """On copies of what is ordered; what is written goes back."""
         ordered = {id(t): t for t in call.dtensors() if not cut_in_order(t)}
-        copies = {key: redistributed(t, t.placements, None) for key, t in ordered.items()}
-        self._mover.num_moved += len(copies)
+        copies = {key: redistribute_detached(t, t.placements, None) for key, t in ordered.items()}
+        self._mover.num_redistributions += len(copies)
         result = run(_with(call, copies))
         for tensor in call.written():
             if isinstance(tensor, DTensor) and id(tensor) in ordered:
@@ -151,7 +151,7 @@ def _by_element(call: Call, run: Run, columns: Sequence[Sequence[Tensor]], repla
 
 
 def _moved_like(x: DTensor, like: DTensor) -> DTensor:
-    return redistributed(x, like.placements, spec_of(like).shard_order)
+    return redistribute_detached(x, like.placements, spec_of(like).shard_order)
 
 
 def _with(call: Call, replaced: Mapping[int, Tensor]) -> Call:

@@ -1,6 +1,6 @@
-"""From one layout of a tensor to another: plans of collectives, priced, verified, drawn and run.
+"""Tensor redistribution: plans of collectives that change a tensor's layout, with their cost, verification and figures.
 
-Plans and layouts do without torch. What runs them is imported when it is asked for.
+Plans and layouts need no torch; the modules that run them are imported on first access.
 """
 
 from importlib import import_module
@@ -30,7 +30,7 @@ _WITH_TORCH = {
     "redistribute": "dtensor.redistribute",
     "redistribute_across": "cross_mesh.redistribute_across",
 }
-"""Public names of files that import torch, and the files."""
+"""Public names defined in modules that import torch, and these modules."""
 
 __all__ = [
     "Layout",

@@ -1,4 +1,4 @@
-"""A transfer between meshes in words."""
+"""Textual description of a transfer between meshes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan
 from meshwright.units import format_bytes
 
 MAX_RANKS = 32
-"""How many ranks are listed one by one."""
+"""Maximum number of ranks listed individually."""
 
 
 def explain_transfer(plan: TransferPlan) -> str:
-    """Where from and where to, each rank's bytes, and how far the plan is from the bounds."""
+    """Return a table of the bytes that each rank sends and receives, with totals and lower bounds."""
     shape = " × ".join(map(str, plan.src.shape)) or "scalar"
     lines = [
-        f"{plan.dtype} {shape}: {_side(plan.src, plan.src_ranks)} → {_side(plan.dst, plan.dst_ranks)}",
-        f"first {plan.src} becomes {plan.start} on the source mesh" if plan.src != plan.start else "",
+        f"{plan.dtype} {shape}: {_describe_end(plan.src, plan.src_ranks)} → {_describe_end(plan.dst, plan.dst_ranks)}",
+        f"{plan.src} is first reduced to {plan.start} on the source mesh" if plan.src != plan.start else "",
         "",
         f"{'rank':>6} {'sends':>10} {'to':>5} {'receives':>10} {'from':>5}",
     ]
@@ -25,19 +25,19 @@ def explain_transfer(plan: TransferPlan) -> str:
     for rank, (sent, received) in list(by_rank.items())[:MAX_RANKS]:
         line = f"{rank:>6} {format_bytes(sent):>10} {len(plan.sends(rank)):>5}"
         line += f" {format_bytes(received):>10} {len(plan.receives(rank)):>5}"
-        lines.append(line + ("  keeps what it has" if plan.copies(rank) else ""))
+        lines.append(line + ("  keeps its local elements" if plan.has_local_copy(rank) else ""))
     if len(by_rank) > MAX_RANKS:
         lines.append(f"{'…':>6} and {len(by_rank) - MAX_RANKS} more ranks")
     lines += [
         "",
         f"messages        {len(plan.moves)}",
-        f"most sent       {format_bytes(plan.bytes_sent)}, evenly shared {format_bytes(plan.even_share_bytes)}",
-        f"most received   {format_bytes(plan.bytes_received)}, by any method {format_bytes(plan.lower_bound_bytes)}",
+        f"most sent       {format_bytes(plan.bytes_sent)}, if balanced {format_bytes(plan.even_share_bytes)}",
+        f"most received   {format_bytes(plan.bytes_received)}, lower bound {format_bytes(plan.lower_bound_bytes)}",
     ]
     return "\n".join(line for at, line in enumerate(lines) if line or at != 1)
 
 
-def _side(layout: Layout, ranks: Sequence[int]) -> str:
+def _describe_end(layout: Layout, ranks: Sequence[int]) -> str:
     first, last = ranks[0], ranks[-1]
     if len(ranks) == 1:
         words = f"rank {first}"
@@ -45,4 +45,4 @@ def _side(layout: Layout, ranks: Sequence[int]) -> str:
         words = f"ranks {first}–{last}"
     else:
         words = "ranks " + ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    return f"{str(layout) or 'whole'} on {words}"
+    return f"{str(layout) or 'unsharded'} on {words}"

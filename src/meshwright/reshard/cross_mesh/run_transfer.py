@@ -1,6 +1,6 @@
-"""Running a plan between meshes: one message for each pair of ranks, all posted at once.
+"""Execution of a transfer plan: one message per pair of ranks, all posted at once.
 
-Ranks of neither mesh need not come. What is a view of the tensor is sent and received in place; the rest is packed.
+Ranks outside both meshes need not take part. Contiguous views are sent and received in place; other blocks are packed.
 """
 
 from __future__ import annotations
@@ -17,84 +17,84 @@ from meshwright.comm.collectives import rank as rank_in
 from meshwright.comm.p2p import exchange
 from meshwright.errors import LayoutError
 from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan
-from meshwright.reshard.run.shard_exchange import Run, window
+from meshwright.reshard.run.shard_exchange import IndexRun, slice_runs
 
-Runs = Sequence[Sequence[Run]]
+Runs = Sequence[Sequence[IndexRun]]
 
 
 def transfer(local: Tensor, plan: TransferPlan, *, group: ProcessGroup | None = None) -> Tensor:
-    """Move a tensor between meshes by a plan.
+    """Transfer a tensor between meshes according to a plan.
 
-    Every rank of either mesh calls it. Differentiable, any number of times; the backward is the way back, so either all
-    of these ranks run it or none, also those whose result is empty.
+    Must be called on all ranks of both meshes. Differentiable to any order; the backward pass runs the reverse plan, so
+    either all of these ranks run it or none, including those whose result is empty.
 
     Args:
-        local: this rank's part by `plan.start`; on ranks outside the source mesh an empty tensor of the same type.
-        plan: the same on all ranks.
-        group: has the ranks of both meshes; the group of all ranks if not given.
+        local: this rank's shard under `plan.start`; outside the source mesh, an empty tensor of the same dtype.
+        plan: the same plan on all ranks.
+        group: a process group with the ranks of both meshes; the default group if not given.
 
     Returns:
-        this rank's part by `plan.dst`; an empty tensor outside the destination mesh.
+        this rank's shard under `plan.dst`; an empty tensor outside the destination mesh.
 
     Raises:
-        LayoutError: `local` does not have the part's shape.
-        CollectiveError: another rank did not come.
+        LayoutError: if `local` does not have the shape of the rank's shard.
+        CollectiveError: if another rank fails or does not take part.
     """
-    moved: Tensor = _Transfer.apply(local, plan, group)  # type: ignore[no-untyped-call]
-    return moved
+    result: Tensor = _Transfer.apply(local, plan, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Transfer(torch.autograd.Function):
-    """The way back of each element is its gradient's; copies all get it."""
+    """Autograd function whose backward returns each element's gradient to all ranks that hold the element."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> Tensor:
         ctx.plan, ctx.group = plan, group
-        return _move(local, plan, group)
+        return _exchange(local, plan, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
         return transfer(gradients[0], ctx.plan.reverse(), group=ctx.group), None, None
 
 
-def _move(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> Tensor:
+def _exchange(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> Tensor:
     rank = rank_in()
-    _check(local, plan, rank)
-    # A lazy conjugate or negative would be sent as it lies in memory.
+    _check_shape(local, plan, rank)
+    # Lazy conjugation and negation must be materialized: sends read raw memory.
     source = _indexable(local.resolve_conj().resolve_neg())
     out = local.new_empty(plan.dst.local_shape(plan.dst_ranks.index(rank)) if rank in plan.dst_ranks else 0)
     target = _indexable(out)
-    if plan.copies(rank) and all(runs := plan.block(rank, rank)):
+    if plan.has_local_copy(rank) and all(runs := plan.block(rank, rank)):
         _unpack(target, runs, _block(source, runs))
-    sends = {move.receiver: _stretch(source, plan.block(rank, move.receiver), move) for move in plan.sends(rank)}
+    sends = {move.receiver: _pack_message(source, plan.block(rank, move.receiver), move) for move in plan.sends(rank)}
     receives: dict[int, Tensor] = {}
-    blocks: dict[tuple[tuple[Run, ...], ...], Tensor] = {}
+    blocks: dict[tuple[tuple[IndexRun, ...], ...], Tensor] = {}
     for move in plan.receives(rank):
         runs = plan.block(move.sender, rank)
-        if runs not in blocks:  # ranks that hold the same share one block
-            blocks[runs] = _landing(target, runs)
+        if runs not in blocks:  # senders of the same shard fill one block
+            blocks[runs] = _receive_buffer(target, runs)
         receives[move.sender] = blocks[runs][move.start : move.stop]
     exchange(sends, receives, group=group)
     for runs, block in blocks.items():
-        if _in_place(target, runs) is None:
+        if _contiguous_view(target, runs) is None:
             _unpack(target, runs, block.view(_shape(runs)))
     return out
 
 
-def _check(local: Tensor, plan: TransferPlan, rank: int) -> None:
+def _check_shape(local: Tensor, plan: TransferPlan, rank: int) -> None:
     if rank in plan.src_ranks:
         shape = plan.start.local_shape(plan.src_ranks.index(rank))
         if tuple(local.shape) != shape:
             raise LayoutError(
-                f"a tensor of shape {tuple(local.shape)} on rank {rank}",
+                f"rank {rank} has a local tensor of shape {tuple(local.shape)}",
                 where="transfer",
-                rule=f"the rank's part of {plan.start} has shape {shape}",
-                fix="the local tensor of that layout",
+                rule=f"its shard under {plan.start} has shape {shape}",
+                fix="pass the local tensor of that layout",
             )
 
 
 def _indexable(x: Tensor) -> Tensor:
-    """The tensor, or for types that can't be indexed everywhere, float8 among them, its bytes in the same memory."""
+    """Return the tensor, or a uint8 view for one-byte dtypes, since not all backends can index float8 tensors."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.dtype is not torch.bool else x
 
 
@@ -103,7 +103,7 @@ def _shape(runs: Runs) -> list[int]:
 
 
 def _block(source: Tensor, runs: Runs) -> Tensor:
-    """The elements of a block in the sender's tensor: a view where they are a rectangle of it."""
+    """Return the elements of a block of the sender's tensor, as a view if each dim has a single run."""
     for dim, of_dim in enumerate(runs):
         if len(of_dim) == 1:
             source = source.narrow(dim, of_dim[0].source, of_dim[0].length)
@@ -113,18 +113,18 @@ def _block(source: Tensor, runs: Runs) -> Tensor:
     return source
 
 
-def _stretch(source: Tensor, runs: tuple[tuple[Run, ...], ...], move: Move) -> Tensor:
-    """The elements of a message, contiguous; only the rows of the block that have them are packed."""
+def _pack_message(source: Tensor, runs: tuple[tuple[IndexRun, ...], ...], move: Move) -> Tensor:
+    """Return the elements of a message, contiguous; only the rows of the block that contain them are packed."""
     if not runs:
         return source.reshape(1)
     row = math.prod(_shape(runs[1:]))
     first, last = move.start // row, -(-move.stop // row)
-    rows = _block(source, (window(runs[0], first, last), *runs[1:]))
+    rows = _block(source, (slice_runs(runs[0], first, last), *runs[1:]))
     return rows.reshape(-1)[move.start - first * row : move.stop - first * row].contiguous()
 
 
-def _in_place(target: Tensor, runs: Runs) -> Tensor | None:
-    """A block as a contiguous view of the receiver's tensor, if it is one."""
+def _contiguous_view(target: Tensor, runs: Runs) -> Tensor | None:
+    """Return the block as a contiguous view of the receiver's tensor, or None."""
     for dim, of_dim in enumerate(runs):
         if len(of_dim) != 1:
             return None
@@ -132,9 +132,9 @@ def _in_place(target: Tensor, runs: Runs) -> Tensor | None:
     return target if target.is_contiguous() else None
 
 
-def _landing(target: Tensor, runs: Runs) -> Tensor:
-    """Where a block is received, of one dim."""
-    view = _in_place(target, runs)
+def _receive_buffer(target: Tensor, runs: Runs) -> Tensor:
+    """Return a one-dimensional buffer for a block: a view of `target` if the block is contiguous there."""
+    view = _contiguous_view(target, runs)
     return target.new_empty(math.prod(_shape(runs))) if view is None else view.view(-1)
 
 

@@ -1,10 +1,10 @@
-"""A plan that moves a tensor between meshes on different ranks: trainer → inference, stage → stage.
+"""Plan for transferring a tensor between meshes on different ranks: trainer → inference, stage → stage.
 
-The source's parts are disjoint, and each is held by equally many ranks. So each part is by itself: what its receivers
-lack of it is laid end to end, and the line is cut into as many equal stretches as ranks hold the part. Each of these
-sends one stretch. Every element comes once, and no rank can send less without another one of them sending more.
+The source shards are disjoint, and each is held by equally many ranks, so each shard is planned independently: the
+elements that its receivers lack are concatenated, and the sequence is split evenly among the ranks that hold the shard.
+Each element is sent to a receiver once, and no rank can send less unless another holder of its shard sends more.
 
-Ranks are those of the world. What a rank has itself, where the meshes overlap, is copied and not sent.
+Ranks are global. Where the meshes overlap, elements that a rank already holds are copied locally, not sent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout, held_by_both
 from meshwright.mesh.shard_intervals import Ints, Split
 from meshwright.reshard.planner.steps import check_one_tensor, dtype_bytes, layout_from, read_plan
-from meshwright.reshard.run.shard_exchange import Run, joint_runs
+from meshwright.reshard.run.shard_exchange import IndexRun, intersect_runs
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message: elements `start` … `stop` of the block that both ends hold, in row-major order."""
+    """Message with elements `[start, stop)`, in row-major order, of the block that both ranks hold."""
 
     sender: int
     receiver: int
@@ -38,23 +38,23 @@ class Move:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How to get from `src` on some ranks to `dst` on others.
+    """Plan for transferring a tensor from layout `src` on some ranks to layout `dst` on others.
 
     Attributes:
-        src: the layout before.
-        start: what the moves take from: `src`, but that partial values have been reduced, by plans on the source mesh
-            through `reductions(src)`.
-        dst: the layout after.
-        src_ranks: for each rank of the source mesh, in its order, the rank of the world.
-        dst_ranks: likewise of the destination mesh.
-        dtype: name of the number format, one of `DTYPE_BYTES`.
-        devices_per_node: how many neighbouring ranks share a node, if that was to be used.
-        moves: by sender, then receiver; at most one for each pair.
-        bytes_sent: by the rank that sends most.
-        bytes_received: by the rank that receives most.
-        lower_bound_bytes: the most that any rank lacks: what it must receive by any method.
-        even_share_bytes: what the rank that sends most must send if no rank passes on what it received: the largest
-            of all parts' traffic, each divided evenly over its holders.
+        src: the source layout.
+        start: the layout that messages are sent from: `src` after its partial values have been reduced on the source
+            mesh, through the layouts of `reduction_layouts(src)`.
+        dst: the destination layout.
+        src_ranks: global rank of each rank of the source mesh, in mesh order.
+        dst_ranks: global rank of each rank of the destination mesh, in mesh order.
+        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        devices_per_node: number of consecutive ranks per node, or None if nodes are ignored.
+        moves: messages sorted by sender, then receiver; at most one per pair.
+        bytes_sent: bytes sent by the rank that sends most.
+        bytes_received: bytes received by the rank that receives most.
+        lower_bound_bytes: the most bytes that any rank lacks, which it must receive with any method.
+        even_share_bytes: lower bound on `bytes_sent` if ranks do not forward what they receive: the maximum over source
+            shards of the bytes sent from the shard, divided evenly among its holders.
     """
 
     src: Layout
@@ -70,37 +70,37 @@ class TransferPlan:
     lower_bound_bytes: int
     even_share_bytes: int
 
-    def block(self, sender: int, receiver: int) -> tuple[tuple[Run, ...], ...]:
-        """What both hold, the sender before and the receiver after: runs of indices for each dim."""
+    def block(self, sender: int, receiver: int) -> tuple[tuple[IndexRun, ...], ...]:
+        """Return the overlap of the sender's source shard and the receiver's destination shard, as runs per dim."""
         at_sender = self.start.coordinate(self.src_ranks.index(sender))
         at_receiver = self.dst.coordinate(self.dst_ranks.index(receiver))
         return tuple(
-            joint_runs(self.start.intervals(dim).row(at_sender), self.dst.intervals(dim).row(at_receiver))
+            intersect_runs(self.start.intervals(dim).row(at_sender), self.dst.intervals(dim).row(at_receiver))
             for dim in range(len(self.dst.shape))
         )
 
     def sends(self, rank: int) -> list[Move]:
-        """The rank's messages to others, by receiver."""
+        """Return the messages that the rank sends, by receiver."""
         return self._by_sender.get(rank, [])
 
     def receives(self, rank: int) -> list[Move]:
-        """Others' messages to the rank, by sender."""
+        """Return the messages that the rank receives, by sender."""
         return self._by_receiver.get(rank, [])
 
-    def copies(self, rank: int) -> bool:
-        """Whether the rank is on both meshes, and keeps what it has."""
+    def has_local_copy(self, rank: int) -> bool:
+        """Return whether the rank is on both meshes and copies the elements that it keeps."""
         return rank in self.src_ranks and rank in self.dst_ranks
 
     def bytes_by_rank(self) -> dict[int, tuple[int, int]]:
-        """For each rank of either mesh what it sends and receives."""
+        """Return the bytes sent and received by each rank of either mesh."""
         size = dtype_bytes(self.dtype)
         return {
-            rank: (size * _elements(self.sends(rank)), size * _elements(self.receives(rank)))
+            rank: (size * _num_elements(self.sends(rank)), size * _num_elements(self.receives(rank)))
             for rank in sorted({*self.src_ranks, *self.dst_ranks})
         }
 
     def reverse(self) -> TransferPlan:
-        """The plan from `dst` back to `start`, as gradients go."""
+        """Return the plan from `dst` back to `start`, which gradients follow."""
         return plan_transfer(
             self.dst,
             self.start,
@@ -111,17 +111,17 @@ class TransferPlan:
         )
 
     def to_json(self) -> str:
-        """The plan as JSON; `from_json` is its inverse."""
+        """Return the plan as JSON; `from_json` is the inverse."""
         layouts = {name: asdict(getattr(self, name)) for name in ("src", "start", "dst")}
         moves = [(move.sender, move.receiver, move.start, move.stop) for move in self.moves]
         return json.dumps(asdict(replace(self, moves=())) | layouts | {"moves": moves})
 
     @staticmethod
     def from_json(text: str) -> TransferPlan:
-        """The plan that `to_json` wrote.
+        """Read a plan written by `to_json`.
 
         Raises:
-            LayoutError: it is not one.
+            LayoutError: if `text` is not a transfer plan.
         """
 
         def make(fields: dict[str, Any]) -> TransferPlan:
@@ -134,17 +134,17 @@ class TransferPlan:
 
     @cached_property
     def _by_sender(self) -> dict[int, list[Move]]:
-        found = defaultdict(list)
+        messages_of = defaultdict(list)
         for move in self.moves:
-            found[move.sender].append(move)
-        return dict(found)
+            messages_of[move.sender].append(move)
+        return dict(messages_of)
 
     @cached_property
     def _by_receiver(self) -> dict[int, list[Move]]:
-        found = defaultdict(list)
+        messages_of = defaultdict(list)
         for move in self.moves:
-            found[move.receiver].append(move)
-        return dict(found)
+            messages_of[move.receiver].append(move)
+        return dict(messages_of)
 
 
 def plan_transfer(
@@ -156,20 +156,22 @@ def plan_transfer(
     dtype: str = "bf16",
     devices_per_node: int | None = None,
 ) -> TransferPlan:
-    """Plan how a tensor gets from a layout on some ranks to a layout on others; the sets may overlap.
+    """Plan the transfer of a tensor from a layout on some ranks to a layout on others; the rank sets may overlap.
 
-    The same on every rank. Repeated questions are answered from a cache.
+    Deterministic, so all ranks compute the same plan. Results are cached.
 
     Args:
-        src, dst: of one tensor, each on its own mesh; `dst` without partial values.
-        src_ranks: for each rank of the source mesh, in its order, the rank of the world.
-        dst_ranks: likewise of the destination mesh.
-        dtype: name of the number format, one of `DTYPE_BYTES`.
-        devices_per_node: how many neighbouring ranks of the world share a node. If given, ranks send to their own node
-            first, as far as that keeps the balance.
+        src: the source layout, on its mesh.
+        dst: the destination layout of the same tensor, on its mesh; without partial values.
+        src_ranks: global rank of each rank of the source mesh, in mesh order.
+        dst_ranks: global rank of each rank of the destination mesh, in mesh order.
+        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        devices_per_node: number of consecutive global ranks per node. If given, ranks prefer to send within their node,
+            as far as the balance allows.
 
     Raises:
-        LayoutError: the layouts are of different tensors, a list of ranks does not fit its mesh, or `dst` is partial.
+        LayoutError: if the layouts have different tensor shapes, a list of ranks does not fit its mesh, or `dst` is
+            partial.
     """
     dtype_bytes(dtype)
     check_one_tensor(src, dst)
@@ -179,23 +181,23 @@ def plan_transfer(
         raise LayoutError(
             f"the destination {dst} holds partial values",
             where="plan_transfer",
-            rule="values arrive whole",
-            fix=f"{dst.with_partial(dst.partial_axes(), None)} as the destination; it can be made partial there",
+            rule="a transfer cannot create partial values",
+            fix=f"transfer to {dst.with_partial(dst.partial_axes(), None)}, then make it partial there",
         )
     if devices_per_node is not None and devices_per_node < 1:
         raise LayoutError(
-            f"devices_per_node = {devices_per_node}", where="plan_transfer", rule="a node has ranks", fix="None"
+            f"devices_per_node = {devices_per_node}", where="plan_transfer", rule="at least 1, or None", fix="None"
         )
     return _plan(src, dst, tuple(map(int, src_ranks)), tuple(map(int, dst_ranks)), dtype, devices_per_node)
 
 
-def reductions(layout: Layout) -> list[Layout]:
-    """The layouts through which partial values of a source become whole before they are sent, one axis at a time.
+def reduction_layouts(layout: Layout) -> list[Layout]:
+    """Return the layouts through which the source's partial values are reduced before the transfer, one axis at a time.
 
-    The last partial axis is first, as it is in what the values mean. The axis then cuts what its ranks have once more,
-    so that each reduces a part of it: along the dim with most indices, if any has two.
+    The last partial axis is reduced first, as the layout defines. After its reduction the axis shards the dim whose
+    shards are longest (if longer than 1), so that each rank reduces a part of the tensor.
     """
-    found = []
+    messages_of = []
     for axis in reversed(layout.partial_axes()):
         splits, partial = list(layout.splits), list(layout.partial)
         extents = {
@@ -208,8 +210,8 @@ def reductions(layout: Layout) -> list[Layout]:
             splits[dim] = (*splits[dim], Split(axis))
         partial[axis] = None
         layout = replace(layout, splits=tuple(splits), partial=tuple(partial))
-        found.append(layout)
-    return found
+        messages_of.append(layout)
+    return messages_of
 
 
 @lru_cache(maxsize=64)
@@ -221,21 +223,21 @@ def _plan(
     dtype: str,
     devices_per_node: int | None,
 ) -> TransferPlan:
-    start = [src, *reductions(src)][-1]
-    receivers = np.argsort(np.asarray(dst_ranks))  # so that neighbours are served by neighbours
-    at_receivers = tuple(places[receivers] for places in dst.coordinates())
+    start = [src, *reduction_layouts(src)][-1]
+    receivers = np.argsort(np.asarray(dst_ranks))  # so that neighboring ranks exchange messages
+    receiver_coordinates = tuple(places[receivers] for places in dst.coordinates())
     world = np.asarray(dst_ranks)[receivers]
     lacks = dst.local_numels()[receivers]
-    found, even_share = [np.zeros((4, 0), np.int64)], 0
+    messages_of, even_share = [np.zeros((4, 0), np.int64)], 0
     for first, holders in _holders(start, src_ranks):
-        at_holder = tuple(np.full(1, place) for place in start.coordinate(first))
-        counts = np.broadcast_to(held_by_both(start, dst, at_holder, at_receivers), world.shape)
+        holder_coordinate = tuple(np.full(1, place) for place in start.coordinate(first))
+        counts = np.broadcast_to(held_by_both(start, dst, holder_coordinate, receiver_coordinates), world.shape)
         is_holder = np.isin(world, holders)
         lacks = lacks - np.where(is_holder, counts, 0)
         demand = np.where(is_holder, 0, counts)
         even_share = max(even_share, -(-int(demand.sum()) // len(holders)))
-        found.append(_shared_out(holders, world, demand, devices_per_node))
-    moves = np.concatenate(found, 1)
+        messages_of.append(_assign_messages(holders, world, demand, devices_per_node))
+    moves = np.concatenate(messages_of, 1)
     moves = moves[:, np.lexsort((moves[1], moves[0]))]
     amounts, size = moves[3] - moves[2], dtype_bytes(dtype)
     return TransferPlan(
@@ -247,55 +249,55 @@ def _plan(
         dtype=dtype,
         devices_per_node=devices_per_node,
         moves=tuple(Move(*move) for move in moves.T.tolist()),
-        bytes_sent=size * _largest(moves[0], amounts),
-        bytes_received=size * _largest(moves[1], amounts),
+        bytes_sent=size * _max_per_rank(moves[0], amounts),
+        bytes_received=size * _max_per_rank(moves[1], amounts),
         lower_bound_bytes=size * int(lacks.max()),
         even_share_bytes=size * even_share,
     )
 
 
 def _holders(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, Ints]]:
-    """For each part of the tensor one rank of the mesh that has it, and the ranks of the world that do, ascending."""
+    """Return, for each shard, one rank of the mesh that holds it and all global ranks that do, ascending."""
     copies = layout.replicated_axes()
-    cutting = [axis for axis in range(len(layout.axis_sizes)) if axis not in copies]
-    grid = np.arange(layout.num_ranks()).reshape(layout.axis_sizes).transpose([*cutting, *copies])
+    sharding_axes = [axis for axis in range(len(layout.axis_sizes)) if axis not in copies]
+    grid = np.arange(layout.num_ranks()).reshape(layout.axis_sizes).transpose([*sharding_axes, *copies])
     grid = grid.reshape(-1, math.prod(layout.axis_sizes[axis] for axis in copies))
     return [(int(row[0]), np.sort(np.asarray(ranks)[row])) for row in grid]
 
 
-def _shared_out(holders: Ints, receivers: Ints, demand: Ints, devices_per_node: int | None) -> Ints:
-    """Moves of one part, as columns (sender, receiver, start, stop): each holder sends the same but for one element.
+def _assign_messages(holders: Ints, receivers: Ints, demand: Ints, devices_per_node: int | None) -> Ints:
+    """Return the messages of one shard as columns (sender, receiver, start, stop), balanced to within one element.
 
-    Two holders never send in two places to one receiver: one that is left with something to receive after its own
-    node's turn has left its node's holders nothing to send.
+    No sender sends two messages to the same receiver: if a receiver still lacks elements after its node's round, then
+    the holders of its node have nothing left to send.
     """
     total, num_holders = int(demand.sum()), len(holders)
     supply = total // num_holders + (np.arange(num_holders) < total % num_holders)
     done = np.zeros_like(demand)
-    found = []
-    for of_holders, of_receivers in _turns(holders, receivers, devices_per_node):
-        sends = np.where(of_holders, supply, 0)
-        wants = np.where(of_receivers, demand - done, 0)
-        giver, taker, low, high = _laid_along(sends, wants)
-        start = low - (np.cumsum(wants) - wants)[taker] + done[taker]
-        found.append(np.stack([holders[giver], receivers[taker], start, start + high - low]))
-        np.subtract.at(supply, giver, high - low)
-        np.add.at(done, taker, high - low)
-    return np.concatenate(found, 1)
+    messages_of = []
+    for holder_mask, receiver_mask in _matching_rounds(holders, receivers, devices_per_node):
+        sends = np.where(holder_mask, supply, 0)
+        wants = np.where(receiver_mask, demand - done, 0)
+        holder_index, receiver_index, low, high = _match_intervals(sends, wants)
+        start = low - (np.cumsum(wants) - wants)[receiver_index] + done[receiver_index]
+        messages_of.append(np.stack([holders[holder_index], receivers[receiver_index], start, start + high - low]))
+        np.subtract.at(supply, holder_index, high - low)
+        np.add.at(done, receiver_index, high - low)
+    return np.concatenate(messages_of, 1)
 
 
-def _turns(holders: Ints, receivers: Ints, devices_per_node: int | None) -> list[tuple[Ints, Ints]]:
-    """Whose turn it is to be matched, holders and receivers: each node by itself, and then all."""
-    everyone = (np.ones(len(holders), bool), np.ones(len(receivers), bool))
+def _matching_rounds(holders: Ints, receivers: Ints, devices_per_node: int | None) -> list[tuple[Ints, Ints]]:
+    """Return masks of the holders and receivers to match in each round: each node alone, then all ranks."""
+    all_ranks = (np.ones(len(holders), bool), np.ones(len(receivers), bool))
     if devices_per_node is None:
-        return [everyone]
-    of_holders, of_receivers = holders // devices_per_node, receivers // devices_per_node
-    nodes = np.intersect1d(of_holders, of_receivers)
-    return [*((of_holders == node, of_receivers == node) for node in nodes), everyone]
+        return [all_ranks]
+    holder_mask, receiver_mask = holders // devices_per_node, receivers // devices_per_node
+    nodes = np.intersect1d(holder_mask, receiver_mask)
+    return [*((holder_mask == node, receiver_mask == node) for node in nodes), all_ranks]
 
 
-def _laid_along(supply: Ints, demand: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Both laid end to end along one line, which they cut into stretches: whose each is, from where to where."""
+def _match_intervals(supply: Ints, demand: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Split `[0, total)` at the cumulative sums of both; return each interval's holder, receiver, start and stop."""
     ends_of_supply, ends_of_demand = np.cumsum(supply), np.cumsum(demand)
     total = min(ends_of_supply[-1], ends_of_demand[-1])
     edges = np.unique(np.concatenate([[0, total], ends_of_supply, ends_of_demand]))
@@ -309,15 +311,15 @@ def _laid_along(supply: Ints, demand: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     )
 
 
-def _largest(ranks: Ints, amounts: Ints) -> int:
-    """The most that any rank has of the amounts."""
+def _max_per_rank(ranks: Ints, amounts: Ints) -> int:
+    """Return the largest sum of amounts over any rank."""
     sums: defaultdict[int, int] = defaultdict(int)
     for rank, amount in zip(ranks.tolist(), amounts.tolist(), strict=True):
         sums[rank] += amount
     return max(sums.values(), default=0)
 
 
-def _elements(moves: list[Move]) -> int:
+def _num_elements(moves: list[Move]) -> int:
     return sum(move.stop - move.start for move in moves)
 
 
@@ -326,6 +328,6 @@ def _check_ranks(name: str, layout: Layout, ranks: Sequence[int]) -> None:
         raise LayoutError(
             f"{name}_ranks = {list(ranks)} for a mesh of {' × '.join(map(str, layout.axis_sizes)) or 'one rank'}",
             where="plan_transfer",
-            rule="for each rank of the mesh one rank of the world, each another one",
-            fix=f"{layout.num_ranks()} different ranks",
+            rule="one global rank for each rank of the mesh, without duplicates",
+            fix=f"pass {layout.num_ranks()} different ranks",
         )

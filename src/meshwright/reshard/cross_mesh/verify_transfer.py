@@ -1,6 +1,6 @@
-"""Whether a transfer between meshes gives every rank each of its elements once, from ranks that have it, evenly.
+"""Verification that a transfer delivers each element once, from ranks that hold it, with balanced traffic.
 
-Written without the planner's arithmetic: from the slices of every rank and the messages alone.
+Independent of the planner's arithmetic: uses only the slices of each rank and the messages.
 """
 
 from __future__ import annotations
@@ -13,141 +13,147 @@ from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan
 from meshwright.reshard.planner.steps import dtype_bytes
 
 SLACK = 1.1
-"""How much more than an even share a rank may send."""
+"""Largest allowed ratio of a rank's sent elements to the even share."""
 
-Part = tuple[tuple[slice, ...], ...]
-Key = tuple[tuple[tuple[int, int], ...], ...]
-"""A part as what can be compared: two ranks with the same one hold the same elements."""
+ONCE = "each element arrives once"
+
+TensorSlices = tuple[tuple[slice, ...], ...]
+SlicesKey = tuple[tuple[tuple[int, int], ...], ...]
+"""Hashable form of a shard's slices, equal for ranks that hold the same elements."""
 
 
 def verify_transfer(plan: TransferPlan) -> None:
-    """See that a plan moves the tensor right, and that no rank sends much more than it must.
+    """Verify that a plan transfers the tensor correctly and balances the traffic.
 
     Raises:
-        LayoutError: it doesn't: an element that comes twice or never, a message by a rank that does not hold it or to
-            one that is not to have it, one rank that sends much more than others that could, or false sums.
+        LayoutError: if an element arrives twice or never, a message is sent by a rank that does not hold it or to one
+            that does not need it, replicas send uneven shares, or the totals are wrong.
     """
     _check_layouts(plan)
-    held, wanted = _parts(plan.start, plan.src_ranks), _parts(plan.dst, plan.dst_ranks)
-    _check_ends(plan, held, wanted)
+    held, wanted = _slices_by_rank(plan.start, plan.src_ranks), _slices_by_rank(plan.dst, plan.dst_ranks)
+    _check_messages(plan, held, wanted)
     lacked = _check_arrivals(plan, held, wanted)
     share = _check_balance(plan, held)
-    _check_sums(plan, lacked, share)
+    _check_totals(plan, lacked, share)
 
 
 def _check_layouts(plan: TransferPlan) -> None:
     is_whole = not plan.start.partial_axes() and not plan.dst.partial_axes()
     is_same = plan.start == plan.src or plan.src.partial_axes()
     if not is_whole or not is_same or plan.src.axis_sizes != plan.start.axis_sizes:
-        raise _fault(f"it starts at {plan.start} and ends at {plan.dst}", "whole values are sent and arrive")
+        raise _error(f"messages go from {plan.start} to {plan.dst}", "neither layout may be partial")
     for layout, ranks in ((plan.start, plan.src_ranks), (plan.dst, plan.dst_ranks)):
         if layout.num_ranks() != len(ranks) or len(set(ranks)) != len(ranks):
-            raise _fault(f"{len(ranks)} ranks for {layout.num_ranks()} places", "each place of a mesh is a rank's")
+            raise _error(
+                f"{len(ranks)} ranks for a mesh of {layout.num_ranks()}", "one distinct rank per mesh position"
+            )
 
 
-def _check_ends(plan: TransferPlan, held: dict[int, Part], wanted: dict[int, Part]) -> None:
+def _check_messages(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> None:
     for move in plan.moves:
         if move.sender not in held or move.receiver not in wanted or move.sender == move.receiver:
-            raise _fault(_words(move), "messages go from another rank of the source mesh to one of the destination's")
-        if not 0 <= move.start < move.stop <= _common(held[move.sender], wanted[move.receiver]):
-            raise _fault(_words(move), "a rank sends what it holds and the receiver is to have, and not nothing")
+            raise _error(
+                _describe(move), "senders are on the source mesh, receivers differ and are on the destination mesh"
+            )
+        if not 0 <= move.start < move.stop <= _num_common(held[move.sender], wanted[move.receiver]):
+            raise _error(_describe(move), "a message is a non-empty part of what both ranks hold")
 
 
-def _check_arrivals(plan: TransferPlan, held: dict[int, Part], wanted: dict[int, Part]) -> int:
-    """The most elements that any rank lacks, once each comes once to each rank that lacks it."""
-    keys = {rank: _key(part) for rank, part in held.items()}
-    arriving: dict[int, defaultdict[Key, list[Move]]] = {rank: defaultdict(list) for rank in wanted}
+def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> int:
+    """Check that each rank receives each missing element once; return the most elements that any rank lacks."""
+    keys = {rank: _key(shard) for rank, shard in held.items()}
+    arriving: dict[int, defaultdict[SlicesKey, list[Move]]] = {rank: defaultdict(list) for rank in wanted}
     for move in plan.moves:
         arriving[move.receiver][keys[move.sender]].append(move)
     most = 0
     for rank, blocks in arriving.items():
-        part, own = wanted[rank], held.get(rank)
+        shard, own = wanted[rank], held.get(rank)
         if own is not None and keys[rank] in blocks:
-            raise _fault(_words(blocks[keys[rank]][0]), "what a rank has itself is not sent to it")
-        lacking = _numel(part) - (0 if own is None else _common(own, part))
-        # The source's parts are disjoint, so blocks without gaps that add up are all of it.
-        found = sum(_end_to_end(moves, _common(held[moves[0].sender], part)) for moves in blocks.values())
-        if found != lacking:
-            raise _fault(f"rank {rank} receives {found} of the {lacking} elements it lacks", "each element comes once")
+            raise _error(_describe(blocks[keys[rank]][0]), "a rank does not receive what it has itself")
+        lacking = _numel(shard) - (0 if own is None else _num_common(own, shard))
+        # The source shards are disjoint, so complete blocks of the right total size cover everything.
+        num_received = sum(_check_contiguous(m, _num_common(held[m[0].sender], shard)) for m in blocks.values())
+        if num_received != lacking:
+            raise _error(f"rank {rank} receives {num_received} of the {lacking} elements it lacks", ONCE)
         most = max(most, lacking)
     return most
 
 
-def _end_to_end(moves: list[Move], numel: int) -> int:
-    """Elements of the messages, which together are the block of `numel` elements, each once."""
+def _check_contiguous(moves: list[Move], numel: int) -> int:
+    """Check that the messages cover the block's `numel` elements once each; return their number."""
     at = 0
     for move in sorted(moves, key=lambda move: move.start):
         if move.start < at:
-            raise _fault(f"{_words(move)}, of which {at - move.start} or more come twice", "each element comes once")
+            raise _error(f"{_describe(move)}, of which {at - move.start} or more arrive twice", ONCE)
         if move.start > at:
-            raise _fault(f"elements {at} … {move.start} before {_words(move)} are missing", "each element comes once")
+            raise _error(f"elements {at} … {move.start} before {_describe(move)} are missing", ONCE)
         at = move.stop
     if at < numel:
-        raise _fault(f"elements {at} … {numel} after {_words(moves[-1])} are missing", "each element comes once")
+        raise _error(f"elements {at} … {numel} after {_describe(moves[-1])} are missing", ONCE)
     return at
 
 
-def _check_balance(plan: TransferPlan, held: dict[int, Part]) -> int:
-    """The largest even share, in elements, once no rank sends much more than its part's."""
+def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
+    """Check that no rank sends much more than its shard's even share; return the largest even share, in elements."""
     sent: defaultdict[int, int] = defaultdict(int)
     for move in plan.moves:
         sent[move.sender] += move.stop - move.start
-    holders: defaultdict[Key, list[int]] = defaultdict(list)
-    for rank, part in held.items():
-        holders[_key(part)].append(rank)
+    holders: defaultdict[SlicesKey, list[int]] = defaultdict(list)
+    for rank, shard in held.items():
+        holders[_key(shard)].append(rank)
     largest = 0
     for ranks in holders.values():
         share = -(-sum(sent[rank] for rank in ranks) // len(ranks))
         for rank in ranks:
             if sent[rank] > SLACK * share:
-                raise _fault(
+                raise _error(
                     f"rank {rank} sends {sent[rank]} elements, where {len(ranks)} ranks could send {share} each",
-                    "those that hold the same send the same, to within 10 %",
+                    "ranks that hold the same shard send the same amount, to within 10 %",
                 )
         largest = max(largest, share)
     return largest
 
 
-def _check_sums(plan: TransferPlan, lacked: int, share: int) -> None:
+def _check_totals(plan: TransferPlan, lacked: int, share: int) -> None:
     size = dtype_bytes(plan.dtype)
     by_rank = plan.bytes_by_rank().values()
-    found = {
+    num_received = {
         "bytes_sent": max(sent for sent, _ in by_rank),
         "bytes_received": max(received for _, received in by_rank),
         "lower_bound_bytes": size * lacked,
         "even_share_bytes": size * share,
     }
-    for name, value in found.items():
+    for name, value in num_received.items():
         if getattr(plan, name) != value:
-            raise _fault(f"{name} = {getattr(plan, name)}", f"by its messages it is {value}")
+            raise _error(f"{name} = {getattr(plan, name)}", f"its messages add up to {value}")
 
 
-def _parts(layout: Layout, ranks: tuple[int, ...]) -> dict[int, Part]:
+def _slices_by_rank(layout: Layout, ranks: tuple[int, ...]) -> dict[int, TensorSlices]:
     return {rank: layout.local_slices(place) for place, rank in enumerate(ranks)}
 
 
-def _key(part: Part) -> Key:
-    return tuple(tuple((s.start, s.stop) for s in slices) for slices in part)
+def _key(shard: TensorSlices) -> SlicesKey:
+    return tuple(tuple((s.start, s.stop) for s in slices) for slices in shard)
 
 
-def _numel(part: Part) -> int:
+def _numel(shard: TensorSlices) -> int:
     count = 1
-    for slices in part:
+    for slices in shard:
         count *= sum(s.stop - s.start for s in slices)
     return count
 
 
-def _common(a: Part, b: Part) -> int:
-    """Elements in both parts."""
+def _num_common(a: TensorSlices, b: TensorSlices) -> int:
+    """Return the number of elements in both shards."""
     count = 1
     for mine, others in zip(a, b, strict=True):
         count *= sum(max(0, min(s.stop, t.stop) - max(s.start, t.start)) for s in mine for t in others)
     return count
 
 
-def _words(move: Move) -> str:
+def _describe(move: Move) -> str:
     return f"the message of elements {move.start} … {move.stop} from rank {move.sender} to rank {move.receiver}"
 
 
-def _fault(what: str, rule: str) -> LayoutError:
-    return LayoutError(what, where="transfer between meshes", rule=rule, fix="the plan that plan_transfer makes")
+def _error(what: str, rule: str) -> LayoutError:
+    return LayoutError(what, where="transfer between meshes", rule=rule, fix="use the plan that plan_transfer returns")

@@ -1,7 +1,7 @@
-"""Plans as pictures: who holds what before, between and after, and what each rank sends each other one in between.
+"""Figures of plans: the shards of each rank before, between and after the steps, and the bytes between each two ranks.
 
-Every rank has one colour, which the small mesh on the left shows. Pictures of the same plan have the same bytes under
-the same matplotlib, so those in the docs can be checked.
+Each rank has a color, shown by the small mesh on the left. Under the same matplotlib version, figures of the same plan
+are byte-identical, so tests can check those in the docs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from meshwright.figure import GREY, IDLE, INK, save_picture
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.draw.explain_plan import format_time, short, tensor
-from meshwright.reshard.draw.figure_layout import Dims, Sheet, names_of_ranks, rank_colors, sampled, sheets, shown_dims
+from meshwright.reshard.draw.explain_plan import describe_tensor, format_time, short_name
+from meshwright.reshard.draw.figure_layout import Dims, Sheet, downsample, rank_colors, rank_labels, sheets, shown_dims
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, dtype_bytes
-from meshwright.reshard.verify.exchange_counts import Counts, exchange
+from meshwright.reshard.verify.exchange_counts import Counts, count_exchange
 from meshwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AxesAt = Callable[[float, float, float, float], "Axes"]
-"""Makes axes with this left, bottom, width and height."""
+"""Function that creates axes from left, bottom, width and height, in inches."""
 
 SIDE, GAP, MESH = 2.3, 1.75, 1.75
-"""Inches: a tensor's side, what lies between two, the small mesh's column."""
+"""Inches: side of a tensor, gap between two tensors, width of the mesh's column."""
 
 LEFT, RIGHT, TOP, BOTTOM = 0.3, 0.3, 1.3, 0.82
 SHEET = 0.075
-"""Inches that a sheet looks out behind the one before it."""
+"""Offset in inches of each sheet from the one in front of it."""
 
 MAX_SHEETS, MAX_BOXES, MAX_MATRIX = 4, 1024, 64
 LARGEST_FONT, SMALLEST_FONT = 9.0, 4.8
 DIGIT = 0.64
-"""Width of a digit over its height."""
+"""Ratio of a digit's width to its height."""
 
 SIGNS = {Reduction.SUM: "Σ", Reduction.AVG: "avg", Reduction.MAX: "max", Reduction.MIN: "min", Reduction.PRODUCT: "Π"}
 
 
 def draw_plan(plan: ReshardPlan, path: str | Path) -> None:
-    """Write a picture of a plan, as .svg or .png.
+    """Draw a plan and write the figure to `path`, as .svg or .png.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: if the figure cannot be written there.
     """
-    save_picture(lambda: _figure(_Picture(plan)), Path(path))
+    save_picture(lambda: _figure(_FigureSpec(plan)), Path(path))
 
 
 @dataclass(frozen=True)
-class _Picture:
-    """What is drawn; nothing of matplotlib's."""
+class _FigureSpec:
+    """Content of a plan's figure, independent of matplotlib."""
 
     plan: ReshardPlan
 
@@ -76,33 +76,33 @@ class _Picture:
 
     @cached_property
     def height(self) -> float:
-        """Of a tensor, in inches: a bar where nothing is shown downwards."""
+        """Height of a tensor in inches; less if the figure has no vertical dim."""
         return SIDE if self.dims.down else SIDE * 0.85
 
     def subtitle(self) -> str:
-        """What it is, and below what it costs."""
+        """Return the tensor's description and, on a second line, the plan's cost."""
         plan = self.plan
         if not plan.steps:
-            return f"{tensor(plan)}\nevery rank has its part already, nothing has to move"
+            return f"{describe_tensor(plan)}\nevery rank has its shard already, nothing has to move"
         received, bound = plan.bytes_received, plan.lower_bound_bytes
-        least = "the least that any method can do" if received == bound else f"any method must {format_bytes(bound)}"
-        costs = f"a rank receives at most {format_bytes(received)}, {least}" if received else "nothing is received"
-        return f"{tensor(plan)}\n{costs} · {format_time(plan.time_us)} by the cost model"
+        least = "the lower bound for any method" if received == bound else f"lower bound {format_bytes(bound)}"
+        costs = f"each rank receives at most {format_bytes(received)}, {least}" if received else "nothing is received"
+        return f"{describe_tensor(plan)}\n{costs} · {format_time(plan.time_us)} by the cost model"
 
-    def name_of_state(self, number: int) -> str:
+    def state_title(self, number: int) -> str:
         if not self.plan.steps:
             return "before and after"
         return "before" if number == 0 else "after" if number == len(self.plan.steps) else f"after step {number}"
 
 
-def _figure(picture: _Picture) -> Figure:
-    """All sizes in inches."""
+def _figure(spec: _FigureSpec) -> Figure:
+    """Build the matplotlib figure; all sizes are in inches."""
     from matplotlib.figure import Figure
 
-    num_steps = len(picture.plan.steps)
+    num_steps = len(spec.plan.steps)
     width = LEFT + MESH + (num_steps + 1) * SIDE + num_steps * GAP + RIGHT + SHEET * MAX_SHEETS
-    width = max(width, 7.6, LEFT + RIGHT + 0.07 * max(map(len, picture.subtitle().splitlines())))
-    height = TOP + picture.height + BOTTOM
+    width = max(width, 7.6, LEFT + RIGHT + 0.07 * max(map(len, spec.subtitle().splitlines())))
+    height = TOP + spec.height + BOTTOM
     figure = Figure(figsize=(width, height))
 
     def axes_at(left: float, bottom: float, wide: float, high: float) -> Axes:
@@ -110,58 +110,58 @@ def _figure(picture: _Picture) -> Figure:
         axes.set_axis_off()
         return axes
 
-    title = f"{short(picture.plan.src)}  →  {short(picture.plan.dst)}"
+    title = f"{short_name(spec.plan.src)}  →  {short_name(spec.plan.dst)}"
     figure.text(LEFT / width, 1 - 0.18 / height, title, fontsize=13, fontweight="bold", color=INK, va="top")
-    figure.text(LEFT / width, 1 - 0.50 / height, picture.subtitle(), fontsize=9, color=GREY, va="top",
+    figure.text(LEFT / width, 1 - 0.50 / height, spec.subtitle(), fontsize=9, color=GREY, va="top",
                 linespacing=1.35)  # fmt: skip
-    mesh = axes_at(LEFT, BOTTOM, MESH - 0.55, picture.height)
+    mesh = axes_at(LEFT, BOTTOM, MESH - 0.55, spec.height)
     mesh.set_gid("mesh")
-    _add_mesh(mesh, picture)
-    for number, layout in enumerate(picture.states):
+    _add_mesh(mesh, spec)
+    for number, layout in enumerate(spec.states):
         left = LEFT + MESH + number * (SIDE + GAP)
-        state = axes_at(left, BOTTOM, SIDE, picture.height)
+        state = axes_at(left, BOTTOM, SIDE, spec.height)
         state.set_gid(f"state-{number}")
-        _add_state(state, picture, layout)
-        _add_caption(state, picture, layout, picture.name_of_state(number))
+        _add_state(state, spec, layout)
+        _add_caption(state, spec, layout, spec.state_title(number))
         if number == 0:
-            _add_dims(state, picture, layout)
+            _add_dims(state, spec, layout)
         if number < num_steps:
             between = left + SIDE + SHEET * MAX_SHEETS
-            _add_step(axes_at, picture, number, between, GAP - SHEET * MAX_SHEETS - 0.12)
+            _add_step(axes_at, spec, number, between, GAP - SHEET * MAX_SHEETS - 0.12)
     return figure
 
 
-def _add_mesh(axes: Axes, picture: _Picture) -> None:
-    """Every rank in its colour, the first axes downwards, the others to the right, as square as it gets."""
-    sizes = picture.plan.src.axis_sizes
+def _add_mesh(axes: Axes, spec: _FigureSpec) -> None:
+    """Draw the ranks in their colors, the first axes vertically, the others horizontally, as square as possible."""
+    sizes = spec.plan.src.axis_sizes
     first = min(range(len(sizes)), key=lambda axis: abs(math.log(math.prod(sizes[:axis]) / math.prod(sizes[axis:]))))
     first = max(first, int(len(sizes) > 1))
     down = math.prod(sizes[:first])
-    ranks = np.arange(picture.plan.src.num_ranks()).reshape(down, -1)
+    ranks = np.arange(spec.plan.src.num_ranks()).reshape(down, -1)
     side = min(1.2 / ranks.shape[1], 1.2 / down, 0.3)
     wide, high = side * ranks.shape[1], side * down
-    axes.set(xlim=(0, MESH - 0.55), ylim=(picture.height, 0))
+    axes.set(xlim=(0, MESH - 0.55), ylim=(spec.height, 0))
     sheet = Sheet(np.linspace(0, 1, down + 1), np.linspace(0, 1, ranks.shape[1] + 1), ranks)
-    _add_sheet(axes, sheet, picture.colors, (0, 0), (wide, high))
-    _add_numbers(axes, sheet, [sheet], picture.colors, (0, 0), (wide, high))
-    names = [f"{_axes_in_words(range(first))} ↓"] if first else []
-    names.append(f"{_axes_in_words(range(first, len(sizes)))} →")
+    _add_sheet(axes, sheet, spec.colors, (0, 0), (wide, high))
+    _add_numbers(axes, sheet, [sheet], spec.colors, (0, 0), (wide, high))
+    names = [f"{_describe_axes(range(first))} ↓"] if first else []
+    names.append(f"{_describe_axes(range(first, len(sizes)))} →")
     axes.text(0, -0.05, "  ".join(names), fontsize=7.5, color=GREY, va="bottom")
-    axes.text(0, high + 0.08, f"{picture.plan.src.num_ranks():,} ranks", fontsize=8.5, color=INK, va="top")
+    axes.text(0, high + 0.08, f"{spec.plan.src.num_ranks():,} ranks", fontsize=8.5, color=INK, va="top")
 
 
-def _add_state(axes: Axes, picture: _Picture, layout: Layout) -> None:
-    """The tensor, with copies and partial values as sheets behind it."""
-    axes.set(xlim=(0, SIDE), ylim=(picture.height, 0))
-    found = sheets(layout, picture.dims)
-    if not found:
-        axes.text(SIDE / 2, picture.height / 2, "no elements", fontsize=9, color=GREY, ha="center", va="center")
-    shown = found[:MAX_SHEETS]
+def _add_state(axes: Axes, spec: _FigureSpec, layout: Layout) -> None:
+    """Draw the tensor, with replicas and partial values as sheets behind it."""
+    axes.set(xlim=(0, SIDE), ylim=(spec.height, 0))
+    all_sheets = sheets(layout, spec.dims)
+    if not all_sheets:
+        axes.text(SIDE / 2, spec.height / 2, "no elements", fontsize=9, color=GREY, ha="center", va="center")
+    shown = all_sheets[:MAX_SHEETS]
     for place in reversed(range(len(shown))):
         corner = (SHEET * place, -SHEET * place)
-        _add_sheet(axes, shown[place], picture.colors, corner, (SIDE, picture.height), place)
+        _add_sheet(axes, shown[place], spec.colors, corner, (SIDE, spec.height), place)
     if shown:
-        _add_numbers(axes, shown[0], found, picture.colors, (0, 0), (SIDE, picture.height))
+        _add_numbers(axes, shown[0], all_sheets, spec.colors, (0, 0), (SIDE, spec.height))
     for axis in layout.partial_axes():
         sign = SIGNS[layout.partial[axis] or Reduction.SUM]
         axes.text(SIDE - 0.1, 0.1, sign, fontsize=12, color=INK, ha="right", va="top", zorder=9,
@@ -176,7 +176,7 @@ def _add_sheet(
     from matplotlib.patches import Rectangle
 
     if sheet.ranks.size > MAX_BOXES:
-        sheet = sampled(sheet, 128)
+        sheet = downsample(sheet, 128)
         axes.imshow(colors[sheet.ranks], extent=(corner[0], corner[0] + size[0], corner[1] + size[1], corner[1]),
                     interpolation="nearest", aspect="auto", zorder=4 - depth, clip_on=False)  # fmt: skip
     else:
@@ -195,10 +195,10 @@ def _add_sheet(
 
 
 def _add_numbers(
-    axes: Axes, front: Sheet, found: Sequence[Sheet], colors: NDArray[np.float64], corner: tuple[float, float],
+    axes: Axes, front: Sheet, all_sheets: Sequence[Sheet], colors: NDArray[np.float64], corner: tuple[float, float],
     size: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Who has each box, in one size, where there is room."""
+    """Label each box with its ranks, in one font size for all; leave them out if there is no room."""
     if front.ranks.size > MAX_BOXES:
         return
     wide, high = np.diff(front.columns) * size[0], np.diff(front.rows) * size[1]
@@ -206,8 +206,8 @@ def _add_numbers(
     for depth in range(3):
         names = {}
         for place in places:
-            ways = names_of_ranks(sorted(int(sheet.ranks[place]) for sheet in found))
-            names[place] = ways[min(depth, len(ways) - 1)]
+            labels = rank_labels(sorted(int(sheet.ranks[place]) for sheet in all_sheets))
+            names[place] = labels[min(depth, len(labels) - 1)]
         room = [min(wide[c] * 72 / (DIGIT * len(names[r, c]) + 0.5), high[r] * 72 / 1.25) for r, c in places]
         if (font := min(LARGEST_FONT, *room, LARGEST_FONT)) >= SMALLEST_FONT:
             break
@@ -221,19 +221,19 @@ def _add_numbers(
         axes.text(x, y, names[row, column], fontsize=font, color=ink, ha="center", va="center_baseline", zorder=5)
 
 
-def _add_caption(axes: Axes, picture: _Picture, layout: Layout, when: str) -> None:
-    """Below a state: its name, how much a rank has, and what the sheets are."""
-    plan, high = picture.plan, picture.height
+def _add_caption(axes: Axes, spec: _FigureSpec, layout: Layout, when: str) -> None:
+    """Write the layout's name, the bytes per rank and the meaning of the sheets below a state."""
+    plan, high = spec.plan, spec.height
     size = format_bytes(int(layout.local_numels().max()) * dtype_bytes(plan.dtype))
-    axes.text(0, high + 0.10, short(layout), fontsize=10.5, fontweight="bold", color=INK, va="top")
-    axes.text(0, high + 0.33, f"{when} · {size} a rank", fontsize=8.5, color=GREY, va="top")
-    axes.text(0, high + 0.53, _sheets_in_words(layout), fontsize=8.5, color=GREY, va="top")
+    axes.text(0, high + 0.10, short_name(layout), fontsize=10.5, fontweight="bold", color=INK, va="top")
+    axes.text(0, high + 0.33, f"{when} · {size} per rank", fontsize=8.5, color=GREY, va="top")
+    axes.text(0, high + 0.53, _describe_sheets(layout), fontsize=8.5, color=GREY, va="top")
 
 
-def _add_dims(axes: Axes, picture: _Picture, layout: Layout) -> None:
-    """Beside the first state, for all of them: which dims lie where."""
+def _add_dims(axes: Axes, spec: _FigureSpec, layout: Layout) -> None:
+    """Label the vertical and horizontal dims beside the first state."""
     above = 0.05 + SHEET * (min(MAX_SHEETS, _num_sheets(layout)) - 1)
-    for dims, x, y, turn in ((picture.dims.down, -0.07, 0.0, 270), (picture.dims.right, 0.0, -above, 0)):
+    for dims, x, y, turn in ((spec.dims.down, -0.07, 0.0, 270), (spec.dims.right, 0.0, -above, 0)):
         if dims:
             name = f"dim {' · '.join(map(str, dims))} →"
             axes.text(x, y, name, fontsize=7.5, color=GREY, rotation=turn, ha="right" if turn else "left",
@@ -244,25 +244,25 @@ def _num_sheets(layout: Layout) -> int:
     return int(np.prod([size for axis, size in enumerate(layout.axis_sizes) if axis not in layout.sharded_axes()]))
 
 
-def _sheets_in_words(layout: Layout) -> str:
+def _describe_sheets(layout: Layout) -> str:
     words = []
     for axis in layout.replicated_axes():
         if layout.axis_sizes[axis] > 1:
-            words.append(f"{layout.axis_sizes[axis]} copies (axis {axis})")
+            words.append(f"{layout.axis_sizes[axis]} replicas (axis {axis})")
     for axis in layout.partial_axes():
         words.append(f"{layout.axis_sizes[axis]} partial (axis {axis})")
     return " · ".join(words)
 
 
-def _axes_in_words(axes: Sequence[int]) -> str:
+def _describe_axes(axes: Sequence[int]) -> str:
     return f"ax{'es' if len(axes) > 1 else 'is'} {', '.join(map(str, axes))}"
 
 
-def _add_step(axes_at: AxesAt, picture: _Picture, number: int, left: float, wide: float) -> None:
-    """Between two states: an arrow with what is done, and a matrix of who sends how much to whom."""
-    step = picture.plan.steps[number]
-    words = axes_at(left, BOTTOM, wide, picture.height)
-    words.set(xlim=(0, wide), ylim=(picture.height, 0))
+def _add_step(axes_at: AxesAt, spec: _FigureSpec, number: int, left: float, wide: float) -> None:
+    """Draw the step between two states: an arrow with its name, and the matrix of bytes between ranks."""
+    step = spec.plan.steps[number]
+    words = axes_at(left, BOTTOM, wide, spec.height)
+    words.set(xlim=(0, wide), ylim=(spec.height, 0))
     words.annotate("", (wide, 0.38), (0, 0.38), annotation_clip=False,
                    arrowprops={"arrowstyle": "-|>,head_width=0.28,head_length=0.5", "color": INK, "linewidth": 1.6,
                                "shrinkA": 0, "shrinkB": 0})  # fmt: skip
@@ -271,24 +271,24 @@ def _add_step(axes_at: AxesAt, picture: _Picture, number: int, left: float, wide
     if step.kind in LOCAL:
         words.text(wide / 2, 0.52, "nothing is sent", fontsize=8.5, color=GREY, ha="center", va="top")
         return
-    group = f"{_axes_in_words(step.axes)} · {format_time(step.time_us)}"
+    group = f"{_describe_axes(step.axes)} · {format_time(step.time_us)}"
     words.text(wide / 2, 0.48, group, fontsize=8, color=GREY, ha="center", va="top")
-    side = min(wide - 0.2, picture.height - 1.0)
-    _add_matrix(axes_at(left + (wide - side) / 2 + 0.06, BOTTOM + 0.2, side, side), step, picture)
-    words.text(wide / 2, picture.height - 0.12, f"≤ {format_bytes(step.bytes_received)} a rank", fontsize=8, color=GREY,
+    side = min(wide - 0.2, spec.height - 1.0)
+    _add_matrix(axes_at(left + (wide - side) / 2 + 0.06, BOTTOM + 0.2, side, side), step, spec)
+    words.text(wide / 2, spec.height - 0.12, f"≤ {format_bytes(step.bytes_received)} per rank", fontsize=8, color=GREY,
                ha="center", va="top")  # fmt: skip
 
 
-def _add_matrix(axes: Axes, step: Step, picture: _Picture) -> None:
-    """Receivers downwards, senders to the right; the darker, the more."""
+def _add_matrix(axes: Axes, step: Step, spec: _FigureSpec) -> None:
+    """Draw the traffic matrix: receivers as rows, senders as columns, darker for more bytes."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    matrix = _summed(exchange(step).matrix())
+    matrix = _block_sums(count_exchange(step).matrix())
     num = len(matrix)
     colors = LinearSegmentedColormap.from_list("bytes", [IDLE, (0.55, 0.68, 0.86), (0.10, 0.25, 0.50)])
     axes.imshow(matrix / max(1.0, matrix.max()), cmap=colors, vmin=0, vmax=1, interpolation="nearest", aspect="auto",
                 extent=(0, num, num, 0))  # fmt: skip
-    every = picture.colors[np.linspace(0, len(picture.colors) - 1, num).astype(int)]
+    every = spec.colors[np.linspace(0, len(spec.colors) - 1, num).astype(int)]
     strip = max(0.06 * num, 0.2)
     axes.imshow(every[:, None], extent=(-1.5 * strip, -0.5 * strip, num, 0), aspect="auto", interpolation="nearest")
     axes.imshow(every[None, :], extent=(0, num, -0.5 * strip, -1.5 * strip), aspect="auto", interpolation="nearest")
@@ -297,8 +297,8 @@ def _add_matrix(axes: Axes, step: Step, picture: _Picture) -> None:
     axes.text(-1.7 * strip, num / 2, "to", fontsize=7, color=GREY, ha="right", va="center", rotation=90)
 
 
-def _summed(matrix: Counts) -> Counts:
-    """At most `MAX_MATRIX` rows and columns, each for as many neighbouring ranks."""
+def _block_sums(matrix: Counts) -> Counts:
+    """Sum blocks of neighboring ranks so that at most `MAX_MATRIX` rows and columns remain."""
     num = len(matrix)
     block = -(-num // MAX_MATRIX)
     starts = np.arange(0, num, block)

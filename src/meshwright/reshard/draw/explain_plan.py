@@ -1,4 +1,4 @@
-"""A plan in words: a line for each step, and how far it all is from what any method must receive."""
+"""Textual description of a plan: a table of its steps, and its traffic relative to the lower bound."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step
 from meshwright.units import format_bytes
 
 MAX_LAYOUT = 28
-"""Columns of a layout's name, so that a line of the table has 110 at most."""
+"""Maximum width of a layout's name, which keeps table lines within 110 columns."""
 
 HEAD = ("step", "kind", "axes", "layout after", "received", "sent", "time", "live")
 LEFT = (False, True, True, True, False, False, False, False)
 
 
 def explain_plan(plan: ReshardPlan) -> str:
-    """The plan as a table, and its cost against the lower bound; one line when nothing has to move.
+    """Return the plan as a table of steps with its cost and lower bound, or one line if there are no steps.
 
-    Columns: what the rank with the most receives and sends, the time by the cost model, and the most that a rank holds.
+    Columns: most bytes received and sent by any rank, time by the cost model, and most bytes live on any rank.
     """
     if not plan.steps:
-        return f"{headline(plan)}: every rank has its part already, nothing has to move"
+        return f"{describe_plan(plan)}: every rank has its shard already, nothing has to move"
     rows = [HEAD, *(_row(number, step) for number, step in enumerate(plan.steps, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = [
@@ -29,51 +29,51 @@ def explain_plan(plan: ReshardPlan) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([headline(plan), *lines, *totals(plan)])
+    return "\n".join([describe_plan(plan), *lines, *summary_lines(plan)])
 
 
-def headline(plan: ReshardPlan) -> str:
-    """From where to where, and of what tensor on what mesh."""
-    return f"{short(plan.src)} → {short(plan.dst)} · {tensor(plan)}"
+def describe_plan(plan: ReshardPlan) -> str:
+    """Return the plan's layouts, tensor and mesh as one line."""
+    return f"{short_name(plan.src)} → {short_name(plan.dst)} · {describe_tensor(plan)}"
 
 
-def tensor(plan: ReshardPlan) -> str:
-    """The tensor and the mesh in words."""
-    shape = " × ".join(map(str, plan.src.shape)) or "one number"
+def describe_tensor(plan: ReshardPlan) -> str:
+    """Return the tensor's shape and dtype, and the sizes of the mesh."""
+    shape = " × ".join(map(str, plan.src.shape)) or "scalar"
     return f"{shape} {plan.dtype} on a mesh of {' × '.join(map(str, plan.src.axis_sizes))}"
 
 
-def short(layout: Layout) -> str:
-    """A layout's name, cut where it is long."""
+def short_name(layout: Layout) -> str:
+    """Return a layout's name, truncated to `MAX_LAYOUT` characters."""
     name = str(layout)
     return name if len(name) <= MAX_LAYOUT else name[: MAX_LAYOUT - 1] + "…"
 
 
 def format_time(time_us: float) -> str:
-    """`3.4 µs`, `12.7 ms`, `1.20 s`."""
+    """Format a time with three digits: `3.4 µs`, `12.7 ms`, `1.2 s`."""
     for size, name in ((1e6, "s"), (1e3, "ms")):
         if time_us >= size:
             return f"{time_us / size:.3g} {name}"
     return f"{time_us:.3g} µs"
 
 
-def totals(plan: ReshardPlan) -> list[str]:
-    """What the whole plan costs the busiest rank, and what any other would."""
+def summary_lines(plan: ReshardPlan) -> list[str]:
+    """Return the plan's maximum cost over ranks, compared with the lower bound, as lines of text."""
     received, bound = plan.bytes_received, plan.lower_bound_bytes
     if received == 0:
         against = "nothing is received"
     elif received == bound:
-        against = f"a rank receives {format_bytes(received)} at most, which is the least that any method can do"
+        against = f"each rank receives at most {format_bytes(received)}, the lower bound for any method"
     elif bound == 0:
-        against = f"a rank receives {format_bytes(received)} at most; no lower bound is known"
+        against = f"each rank receives at most {format_bytes(received)}; no lower bound is known"
     else:
         against = (
-            f"a rank receives {format_bytes(received)} at most, {received / bound:.2f} times the "
-            f"{format_bytes(bound)} that any method must"
+            f"each rank receives at most {format_bytes(received)}, {received / bound:.2f} times the lower bound of "
+            f"{format_bytes(bound)}"
         )
     return [
         against,
-        f"it sends {format_bytes(plan.bytes_sent)} at most, holds {format_bytes(plan.peak_bytes)} at most, and takes "
+        f"each rank sends at most {format_bytes(plan.bytes_sent)} and holds at most {format_bytes(plan.peak_bytes)}; "
         f"{format_time(plan.time_us)} by the cost model",
     ]
 
@@ -82,7 +82,7 @@ def _row(number: int, step: Step) -> tuple[str, ...]:
     kind = f"{step.kind} ×{step.rounds}" if step.rounds > 1 else str(step.kind)
     live = format_bytes(step.live_bytes)
     if step.kind in LOCAL:
-        return str(number), kind, "", short(step.dst), "–", "–", "–", live
+        return str(number), kind, "", short_name(step.dst), "–", "–", "–", live
     axes, time = " ".join(map(str, step.axes)), format_time(step.time_us)
     received, sent = format_bytes(step.bytes_received), format_bytes(step.bytes_sent)
-    return str(number), kind, axes, short(step.dst), received, sent, time, live
+    return str(number), kind, axes, short_name(step.dst), received, sent, time, live

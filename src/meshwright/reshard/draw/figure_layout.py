@@ -1,7 +1,7 @@
-"""What a picture of a layout shows: the tensor as a rectangle of boxes, each in the colour of the rank that has it.
+"""Geometry of a layout's figure: the tensor as a rectangle of boxes, each in the color of the rank that holds it.
 
-Axes that hold copies or partial values give several whole tensors, drawn as sheets one behind the other. Of tensors
-with more than two dims those that are cut are shown: the first downwards, the others to the right, one in the other.
+Replicated and partial axes give several full tensors, drawn as sheets one behind the other. For tensors with more than
+two dims, only sharded dims are shown: the first one vertically, the others horizontally, nested in each other.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Ints
-from meshwright.reshard.verify.exchange_counts import edges_of, groups, held
+from meshwright.reshard.verify.exchange_counts import edges_of, held_segments, rank_groups
 
 Places = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """One whole tensor.
+    """Boxes of one full tensor.
 
     Attributes:
-        rows: where boxes begin and end downwards, from 0 to 1.
-        columns: likewise, to the right.
-        ranks: who has each box: shape (rows, columns).
+        rows: vertical edges of the boxes, from 0 to 1.
+        columns: horizontal edges of the boxes, from 0 to 1.
+        ranks: the rank that holds each box: shape (rows, columns).
     """
 
     rows: Places
@@ -38,54 +38,53 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Dims:
-    """The tensor dims that a picture shows downwards and to the right."""
+    """Tensor dims that a figure shows vertically and horizontally."""
 
     down: tuple[int, ...]
     right: tuple[int, ...]
 
 
 def shown_dims(layouts: Sequence[Layout]) -> Dims:
-    """The same ones in all states of a plan."""
+    """Choose the dims to show, the same for all states of a plan."""
     num_dims = len(layouts[0].shape)
     if num_dims <= 2:
         return Dims(tuple(range(num_dims - 1)), tuple(range(num_dims))[-1:])
-    cut = [dim for dim in range(num_dims) if any(layout.splits[dim] for layout in layouts)]
-    return Dims(tuple(cut[:1]), tuple(cut[1:]))
+    sharded_dims = [dim for dim in range(num_dims) if any(layout.splits[dim] for layout in layouts)]
+    return Dims(tuple(sharded_dims[:1]), tuple(sharded_dims[1:]))
 
 
 def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
-    """The whole tensors that the mesh holds, by ascending coordinates on the axes that cut nothing; none of an empty
-    tensor."""
+    """Return a sheet per replica or partial value, by ascending coordinates; none for an empty tensor."""
     edges = [edges_of([layout], dim) for dim in range(len(layout.shape))]
     if 0 in layout.shape:
         return []
-    has = [held(layout, dim, cuts) for dim, cuts in enumerate(edges)]
+    held = [held_segments(layout, dim, dim_edges) for dim, dim_edges in enumerate(edges)]
     order = (*dims.down, *dims.right)
     extents = [len(edges[dim]) - 1 for dim in order]
     num_rows = math.prod(extents[: len(dims.down)])
-    rows = _nested([edges[dim] for dim in dims.down])
-    columns = _nested([edges[dim] for dim in dims.right])
-    found = []
-    for ranks in groups(layout, tuple(sorted(layout.sharded_axes()))):
+    rows = _nest_edges([edges[dim] for dim in dims.down])
+    columns = _nest_edges([edges[dim] for dim in dims.right])
+    all_sheets = []
+    for ranks in rank_groups(layout, tuple(sorted(layout.sharded_axes()))):
         owner = np.zeros(extents, np.int64)
         for rank in ranks:
-            owner[np.ix_(*(np.flatnonzero(has[dim][rank]) for dim in order))] = rank
-        found.append(Sheet(rows, columns, owner.reshape(num_rows, -1)))
-    return found
+            owner[np.ix_(*(np.flatnonzero(held[dim][rank]) for dim in order))] = rank
+        all_sheets.append(Sheet(rows, columns, owner.reshape(num_rows, -1)))
+    return all_sheets
 
 
-def _nested(edges: Sequence[Ints]) -> Places:
-    """Edges of the first dim on a scale from 0 to 1, between neighbours those of the next dim, and so on."""
+def _nest_edges(edges: Sequence[Ints]) -> Places:
+    """Scale the first dim's edges to 0 … 1 and nest the next dim's edges within each of its segments, recursively."""
     scale = np.array([0.0, 1.0])
-    for cuts in reversed(edges):
-        outer = cuts / cuts[-1]
+    for dim_edges in reversed(edges):
+        outer = dim_edges / dim_edges[-1]
         inner = outer[:-1, None] + np.diff(outer)[:, None] * scale[None, :-1]
         scale = np.append(inner.ravel(), 1.0)
     return scale
 
 
-def sampled(sheet: Sheet, most: int) -> Sheet:
-    """The sheet with at most so many boxes downwards and to the right, those that lie at equal distances."""
+def downsample(sheet: Sheet, most: int) -> Sheet:
+    """Reduce a sheet to at most `most` rows and columns by sampling boxes at equal distances."""
 
     def pick(edges: Places) -> Ints:
         return np.searchsorted(edges, (np.arange(most) + 0.5) / most, "right") - 1
@@ -97,8 +96,8 @@ def sampled(sheet: Sheet, most: int) -> Sheet:
     return Sheet(even if rows else sheet.rows, even if columns else sheet.columns, ranks)
 
 
-def names_of_ranks(ranks: Sequence[int]) -> list[str]:
-    """Ways to write who has a box, from the fullest to the shortest."""
+def rank_labels(ranks: Sequence[int]) -> list[str]:
+    """Return labels for the ranks that hold a box, from the longest to the shortest."""
     first, last = str(ranks[0]), str(ranks[-1])
     if len(ranks) == 1:
         return [first]
@@ -109,7 +108,7 @@ def names_of_ranks(ranks: Sequence[int]) -> list[str]:
 
 
 def rank_colors(axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """A colour for each rank: shades by the last axis, hues by the others; by the one axis of a mesh that has one."""
+    """Return a color per rank: shades along the last axis, hues along the others; hues only on a one-axis mesh."""
     sizes = [size for size in axis_sizes if size > 1] or [1]
     num_shades = sizes[-1] if len(sizes) > 1 else 1
     num_hues = math.prod(sizes) // num_shades
@@ -121,7 +120,7 @@ def rank_colors(axis_sizes: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _from_oklch(light: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """sRGB of a colour in Ottosson's OKLCH (2020), where equal steps look equal; clipped to what a screen has."""
+    """Convert a color from Ottosson's perceptually uniform OKLCH (2020) to sRGB, clipped to the displayable range."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3
     middle = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3

@@ -1,15 +1,15 @@
-"""Redistribute DTensors by plans of this room.
+"""Redistribution of DTensors by plans.
 
-What rooms above build on below autograd is exported here; `private` is imported by this room alone.
+Exports the low-level functions that other packages use; only this package imports `private`.
 """
 
 from meshwright.reshard.dtensor.private import (
     DTensorSpec,
     local_of,
     new_dtensor,
-    redistributing_by,
+    redistribution_hook,
     spec_of,
-    waited,
+    wait_tensor,
 )
 
-__all__ = ["DTensorSpec", "local_of", "new_dtensor", "redistributing_by", "spec_of", "waited"]
+__all__ = ["DTensorSpec", "local_of", "new_dtensor", "redistribution_hook", "spec_of", "wait_tensor"]

@@ -1,4 +1,4 @@
-"""DTensor's placements as layouts, and back, exactly: every order of cuts, strided ones, partial values."""
+"""Exact conversion between DTensor placements and layouts, with shard orders, strided shards and partial values."""
 
 from __future__ import annotations
 
@@ -25,36 +25,39 @@ from meshwright.reshard.dtensor.private import (
 )
 
 ShardOrder = Mapping[int, Sequence[int]] | Iterable[tuple[int, Sequence[int]]]
-"""For tensor dims, the mesh axes that cut them in the order of the cuts."""
+"""Mapping of tensor dims to the mesh axes that shard them, in shard order."""
+
+FullShardOrder = tuple[ShardOrderEntry, ...] | None
+"""DTensor's form of a shard order, with an entry for each sharded dim; None for the default order."""
 
 _REDUCTIONS = frozenset(Reduction)
 
 
 def layout_of(x: DTensor) -> Layout:
-    """How a DTensor lies, exactly.
+    """Return the exact layout of a DTensor.
 
     Raises:
-        LayoutError: it has a placement that no layout says, as what a sharded embedding leaves.
+        LayoutError: if a placement has no layout, such as the masked partial placement of a sharded embedding.
     """
     return layout_of_spec(spec_of(x))
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:
-    """How a DTensor with this spec lies.
+    """Return the layout that a DTensor spec describes.
 
     Raises:
-        LayoutError: it has a placement that no layout says.
+        LayoutError: if a placement has no layout.
     """
     order = None if spec.shard_order is None else tuple((dim, tuple(axes)) for dim, axes in spec.shard_order)
     return layout_of_placements(spec.placements, order, tuple(spec.shape), tuple(spec.mesh.shape))
 
 
-def cuts_of(tensor: DTensor) -> Layout:
-    """Which part of the tensor each rank has; partial values count as copies."""
+def layout_ignoring_partial(tensor: DTensor) -> Layout:
+    """Return the layout of a DTensor with partial placements treated as replicated."""
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     order = spec_of(tensor).shard_order
-    pairs = None if order is None else tuple((dim, tuple(axes)) for dim, axes in order)
-    return layout_of_placements(placements, pairs, tuple(tensor.shape), tuple(tensor.device_mesh.shape))
+    shard_order = None if order is None else tuple((dim, tuple(axes)) for dim, axes in order)
+    return layout_of_placements(placements, shard_order, tuple(tensor.shape), tuple(tensor.device_mesh.shape))
 
 
 @lru_cache(maxsize=4096)
@@ -64,40 +67,40 @@ def layout_of_placements(
     shape: tuple[int, ...],
     axis_sizes: tuple[int, ...],
 ) -> Layout:
-    """The layout of these placements, cut by cut from the first axis to the last, or in the order given.
+    """Return the layout of placements, sharded in axis order or in the given order.
 
     Raises:
-        LayoutError: a placement that no layout says, or that does not fit the tensor.
+        LayoutError: if a placement has no layout or does not fit the tensor.
     """
     splits: dict[int, Split] = {}
     partial: list[Reduction | None] = [None] * len(placements)
     dims: list[list[int]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if type(placement) in (Shard, StridedShard):
-            dim = _normal_dim(placement.dim, len(shape), repr(placement), axis)  # type: ignore[attr-defined]
+            dim = _normalize_dim(placement.dim, len(shape), repr(placement), axis)  # type: ignore[attr-defined]
             parts = placement.split_factor if isinstance(placement, StridedShard) else 1
             splits[axis] = Split(axis, int(parts))
             dims[dim].append(axis)
         elif type(placement) is Partial and placement.reduce_op in _REDUCTIONS:
             partial[axis] = Reduction(placement.reduce_op)
         elif type(placement) is not Replicate:
-            rule = "Replicate, Shard and _StridedShard, and Partial of sum, avg, max, min and product have a layout"
-            raise _refused(placement, axis, rule, "PyTorch's DTensor.redistribute to one of these first")
+            rule = "supported: Replicate, Shard, _StridedShard, and Partial with sum, avg, max, min or product"
+            raise _layout_error(placement, axis, rule, "call DTensor.redistribute to one of these first")
     for dim, axes in order or ():
-        cutting = dims[dim] if 0 <= dim < len(dims) else []
-        if sorted(axes) != cutting:
+        sharding_axes = dims[dim] if 0 <= dim < len(dims) else []
+        if sorted(axes) != sharding_axes:
             raise LayoutError(
-                f"shard_order cuts dim {dim} over axes {list(axes)}, the placements over axes {cutting}",
+                f"shard_order shards dim {dim} over axes {list(axes)}, the placements over axes {sharding_axes}",
                 where="shard_order",
-                rule="the order names each axis that cuts the dim once",
-                fix=f"shard_order={{{dim}: {cutting}}}" if cutting else "no order for a dim that is not cut",
+                rule="the order lists each axis that shards the dim exactly once",
+                fix=f"shard_order={{{dim}: {sharding_axes}}}" if sharding_axes else "no order for an unsharded dim",
             )
         dims[dim] = list(axes)
     return Layout(shape, axis_sizes, tuple(tuple(splits[axis] for axis in axes) for axes in dims), tuple(partial))
 
 
 def has_layout(placements: Sequence[Placement]) -> bool:
-    """Each of these placements is one that a layout says."""
+    """Return whether every placement can be expressed in a layout."""
     return all(
         type(placement) in (Shard, StridedShard, Replicate)
         or (type(placement) is Partial and placement.reduce_op in _REDUCTIONS)
@@ -105,24 +108,24 @@ def has_layout(placements: Sequence[Placement]) -> bool:
     )
 
 
-def _normal_dim(dim: int, num_dims: int, name: str, axis: int) -> int:
-    """A dim of the tensor, counted from 0."""
+def _normalize_dim(dim: int, num_dims: int, name: str, axis: int) -> int:
+    """Return a dim as a non-negative index."""
     if not -num_dims <= dim < num_dims:
         raise LayoutError(
-            f"{name} on mesh axis {axis} cuts dim {dim} of a tensor of {num_dims} dims",
+            f"{name} on mesh axis {axis} shards dim {dim} of a tensor with {num_dims} dims",
             where="placements",
-            rule="dims count from 0, or from -1 backwards",
-            fix=f"a dim from 0 to {num_dims - 1}" if num_dims else "Replicate(), for a tensor without dims",
+            rule="dims range from -num_dims to num_dims - 1",
+            fix=f"a dim from 0 to {num_dims - 1}" if num_dims else "Replicate(), for a scalar",
         )
     return dim % num_dims
 
 
-def _refused(placement: Placement, axis: int, rule: str, fix: str) -> LayoutError:
+def _layout_error(placement: Placement, axis: int, rule: str, fix: str) -> LayoutError:
     return LayoutError(f"{placement!r} on mesh axis {axis} has no layout", where="placements", rule=rule, fix=fix)
 
 
 def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], tuple[ShardOrderEntry, ...] | None]:
-    """A layout as DTensor's placements and, where cuts are not in the order of the axes, its shard order."""
+    """Return a layout's DTensor placements and its shard order, which is None if it is the default order."""
     placements: list[Placement] = [Partial(str(r)) if r else Replicate() for r in layout.partial]
     order, is_default = [], True
     for dim, splits in enumerate(layout.splits):
@@ -137,47 +140,48 @@ def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], tuple[ShardOrd
 
 
 def dtensor_of(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """A DTensor whose parts are `local`, of a contiguous tensor that lies as `layout` says."""
+    """Return the DTensor of a contiguous tensor with this layout, whose shard on this rank is `local`."""
     stride = torch.empty(layout.shape, device="meta").stride()
     meta = TensorMeta(torch.Size(layout.shape), stride, local.dtype)
     return make_dtensor(local, mesh, *placements_of(layout), meta, requires_grad=local.requires_grad)
 
 
-def whole_order(
+def full_shard_order(
     order: ShardOrder | None, placements: Sequence[Placement], num_dims: int
 ) -> tuple[ShardOrderEntry, ...] | None:
-    """A shard order as DTensor wants it: an entry for every dim that is cut, ascending. None if it is the default.
+    """Return a shard order in DTensor's form: an entry per sharded dim, ascending; None if it is the default order.
 
     Raises:
-        LayoutError: it is none, or names a dim twice.
+        LayoutError: if it is not a shard order or names a dim twice.
     """
     if order is None:
         return None
-    given = normal_order(order, num_dims)
+    validated = normal_order(order, num_dims)
     axes_of: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
             axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
-    if all(axes == axes_of.get(dim, ()) for dim, axes in given.items()):
+    if all(axes == axes_of.get(dim, ()) for dim, axes in validated.items()):
         return None
-    return tuple(ShardOrderEntry(dim, tuple(given.get(dim, axes_of.get(dim, ())))) for dim in sorted(axes_of | given))
+    full_order = axes_of | validated
+    return tuple(ShardOrderEntry(dim, tuple(full_order[dim])) for dim in sorted(full_order))
 
 
-def normal_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
-    """Placements with dims counted from 0.
+def normalize_placements(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
+    """Return placements with non-negative dims.
 
     Raises:
-        LayoutError: one cuts a dim that the tensor does not have.
+        LayoutError: if a placement shards a dim that the tensor does not have.
     """
 
-    def normal(axis: int, placement: Placement) -> Placement:
+    def normalize(axis: int, placement: Placement) -> Placement:
         if not isinstance(placement, Shard | StridedShard):
             return placement
-        dim = _normal_dim(placement.dim, num_dims, repr(placement), axis)
+        dim = _normalize_dim(placement.dim, num_dims, repr(placement), axis)
         if dim == placement.dim:
             return placement
         if isinstance(placement, StridedShard):
             return StridedShard(dim, split_factor=placement.split_factor)
         return Shard(dim)
 
-    return tuple(normal(axis, placement) for axis, placement in enumerate(placements))
+    return tuple(normalize(axis, placement) for axis, placement in enumerate(placements))

@@ -1,4 +1,4 @@
-"""The one adapter of this room to what PyTorch has no public call for: layouts of DTensors, a hook in redistributions.
+"""Adapter for private PyTorch APIs: DTensor specs, and a hook into DTensor's redistributions.
 
 Private PyTorch names: `DTensorSpec`, `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `DTensor._spec` and
 `_local_tensor`, the constructor of `DTensor`, `redistribute_local_tensor` where `_redistribute`, `_dispatch` and `_api`
@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 StridedShard = _StridedShard
-"""A strided cut; for those that build layouts."""
+"""Placement of a strided shard, re-exported for the conversion from and to layouts."""
 
 
 def new_dtensor(
@@ -38,7 +38,7 @@ def new_dtensor(
     *,
     like: DTensor,
 ) -> DTensor:
-    """A DTensor of `local` with this layout, else like another one of the same values; a leaf without a gradient."""
+    """Return a DTensor with the global shape, strides and dtype of `like`; a leaf that does not require grad."""
     return make_dtensor(local, mesh, placements, order, spec_of(like).tensor_meta, requires_grad=False)
 
 
@@ -51,7 +51,7 @@ def make_dtensor(
     *,
     requires_grad: bool,
 ) -> DTensor:
-    """A DTensor from all that PyTorch wants to know of it."""
+    """Construct a DTensor from its local tensor, placements, shard order and tensor metadata."""
     strided = any(isinstance(placement, _StridedShard) for placement in placements)
     spec = DTensorSpec(
         mesh,
@@ -64,55 +64,55 @@ def make_dtensor(
 
 
 def spec_of(x: DTensor) -> DTensorSpec:
-    """How PyTorch says that it lies."""
+    """Return the DTensor's spec."""
     return x._spec
 
 
 def local_of(x: DTensor) -> Tensor:
-    """This rank's part, without a step of autograd; waited for, if it is still on its way."""
-    return waited(x._local_tensor)
+    """Return the local tensor without recording autograd, after waiting for any pending collective."""
+    return wait_tensor(x._local_tensor)
 
 
-def waited(local: Tensor) -> Tensor:
-    """A tensor that a collective under way fills, once it is there."""
+def wait_tensor(local: Tensor) -> Tensor:
+    """Wait for the tensor if an asynchronous collective is filling it, and return it."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 Hook = Callable[[Tensor, DTensorSpec, DTensorSpec], Tensor | None]
-"""Redistributes a local tensor from one spec to another; None if it leaves that to PyTorch."""
+"""Function that redistributes a local tensor from one spec to another, or returns None to leave it to PyTorch."""
 
 _MODULES = (_redistribute, _dispatch, _api)
-"""Where PyTorch looks up `redistribute_local_tensor`: in `DTensor.redistribute`, in operators, and in conversions."""
+"""Modules whose `redistribute_local_tensor` is called by `DTensor.redistribute`, operators and conversions."""
 
 _KEY = "meshwright.reshard.hook"
 
 
 class _Patch:
-    """PyTorch's function in place of which ours stands while any thread needs it."""
+    """Reference-counted patch of PyTorch's `redistribute_local_tensor`, shared by all threads that use a hook."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._theirs = _redistribute.redistribute_local_tensor
+        self._num_users = 0
+        self._original = _redistribute.redistribute_local_tensor
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._theirs = _redistribute.redistribute_local_tensor
-                self._set(self._ours)
+            self._num_users += 1
+            if self._num_users == 1:
+                self._original = _redistribute.redistribute_local_tensor
+                self._set(self._hooked)
 
     def release(self) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._set(self._theirs)
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._set(self._original)
 
     def _set(self, function: Callable[..., Tensor]) -> None:
         for module in _MODULES:
             module.redistribute_local_tensor = function  # type: ignore[attr-defined]
 
-    def _ours(
+    def _hooked(
         self, local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
     ) -> Tensor:
         hook = _hook()
@@ -120,34 +120,34 @@ class _Patch:
             moved = hook(local_tensor, current_spec, target_spec)
             if moved is not None:
                 return moved
-        return self._theirs(local_tensor, current_spec, target_spec, **options)
+        return self._original(local_tensor, current_spec, target_spec, **options)
 
 
 @cache
 def _patch() -> _Patch:
-    """The process's one: modules belong to the process."""
+    """Return the patch of this process, since modules are process-wide."""
     return _Patch()
 
 
 def _hook() -> Hook | None:
-    """This thread's, or in a backward that of the thread that called it: autograd hands it to its own threads."""
+    """Return the hook of this thread; autograd passes it on to the threads of backward passes."""
     c = cast(Any, torch._C)
     return c._get_obj_in_tls(_KEY) if c._is_key_in_tls(_KEY) else None
 
 
 def _stash(hook: Hook | None) -> None:
-    """Hand `hook` to this thread and to the backwards that it calls.
+    """Set the hook for this thread and for the backward passes that it starts.
 
-    PyTorch drops a reference when another one takes its place, on another thread too, but 2.11 takes none: without one
-    of ours the memory would be freed while it is in use.
+    PyTorch releases a reference when the value is replaced, on other threads too, but 2.11 does not acquire one;
+    without the extra reference the hook would be freed while in use.
     """
-    if not _takes_reference():
+    if not _stash_takes_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(hook))
     cast(Any, torch._C)._stash_obj_in_tls(_KEY, hook)
 
 
 @cache
-def _takes_reference() -> bool:
+def _stash_takes_reference() -> bool:
     probe = object()
     before = sys.getrefcount(probe)
     cast(Any, torch._C)._stash_obj_in_tls(f"{_KEY}.probe", probe)
@@ -158,10 +158,10 @@ def _takes_reference() -> bool:
 
 
 @contextmanager
-def redistributing_by(hook: Hook) -> Iterator[None]:
-    """Within the block, DTensor's redistributions in this thread ask `hook` first."""
+def redistribution_hook(hook: Hook) -> Iterator[None]:
+    """Let `hook` handle DTensor's redistributions in this thread within the `with` block."""
     before = _hook()
-    _patch().hold()
+    _patch().acquire()
     try:
         _stash(hook)
         yield
@@ -171,7 +171,7 @@ def redistributing_by(hook: Hook) -> Iterator[None]:
 
 
 def _is_plain(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> bool:
-    """An ordinary tensor of known size on one mesh, outside of tracing."""
+    """Return whether this is a plain tensor of static size on one mesh, outside of tracing."""
     return (
         type(local) in (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
         and not _are_we_tracing()

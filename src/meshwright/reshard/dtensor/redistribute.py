@@ -1,4 +1,4 @@
-"""DTensors from one layout to another, by a plan: what `DTensor.redistribute` is for PyTorch's planners."""
+"""Redistribution of DTensors by plans, as a replacement for `DTensor.redistribute`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ def redistribute(
     shard_order: ShardOrder | None = None,
     memory_cap_bytes: int | None = None,
 ) -> DTensor:
-    """`x` with other placements, by the cheapest plan that fits. All ranks of the mesh call it.
+    """Redistribute `x` to other placements by the cheapest plan that fits. Must be called on all ranks of the mesh.
 
-    On a mesh of a part of the ranks, plans have steps over several axes once `prepare(mesh)` has made their groups.
+    On a mesh of a subset of the ranks, steps over several axes need the process groups that `prepare(mesh)` creates.
 
-    Differentiable, any number of times: the gradient comes back to the placements of `x`, as copies where `x` is
-    partial, as with `DTensor.redistribute`.
+    Differentiable to any order: as with `DTensor.redistribute`, the gradient has the placements of `x`, replicated
+    where `x` is partial.
 
     Args:
-        x: what to move; it stays as it is.
-        placements: for each mesh axis; partial ones too.
-        mesh: the mesh of the result, if it is another one; see `across.redistribute_across`.
-        shard_order: for tensor dims, the mesh axes that cut them in the order of the cuts; by default the axes' own.
-        memory_cap_bytes: what a rank may hold at once: its part of `x`, what is under way, and its part of the result.
+        x: the DTensor to redistribute; not modified.
+        placements: one for each mesh axis; may be partial.
+        mesh: the mesh of the result, if it differs from that of `x`; see `redistribute_across`.
+        shard_order: for each tensor dim, the mesh axes that shard it, in shard order; ascending by default.
+        memory_cap_bytes: limit on the bytes live on a rank: its shard of `x`, staging buffers, and its shard of the
+            result.
 
     Raises:
-        LayoutError: the placements do not fit `x` or the mesh, or no plan fits the cap.
-        CollectiveError: another rank did not come.
+        LayoutError: if the placements do not fit `x` or the mesh, or no plan fits the cap.
+        CollectiveError: if another rank fails or does not take part.
     """
     if mesh is not None and mesh != x.device_mesh:
         if memory_cap_bytes is not None:
             raise LayoutError(
                 f"memory_cap_bytes = {memory_cap_bytes} for a transfer to another mesh",
                 where="redistribute, memory_cap_bytes",
-                rule="plans on one mesh keep to a cap",
+                rule="transfers between meshes do not support a memory cap",
                 fix="memory_cap_bytes=None",
             )
         return redistribute_across(x, placements, mesh, shard_order=shard_order)

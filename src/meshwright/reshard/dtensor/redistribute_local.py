@@ -1,8 +1,6 @@
-"""Moving DTensors and their local tensors by a plan, below autograd: what is asked of PyTorch is asked elsewhere."""
+"""Redistribution of DTensors and their local tensors by a plan, below autograd."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +9,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.dtensor import private
-from meshwright.reshard.dtensor.placements import has_layout, layout_of_placements, layout_of_spec
+from meshwright.reshard.dtensor.placements import FullShardOrder, has_layout, layout_of_placements, layout_of_spec
+from meshwright.reshard.dtensor.private import DTensorSpec
 from meshwright.reshard.planner.plan import plan
 from meshwright.reshard.run.execute import execute
 from meshwright.reshard.run.process_groups import groups_of
@@ -23,59 +22,60 @@ _NAMES = {
     torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
 }  # fmt: skip
 _OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""Names for all other types: a plan depends on an element's bytes alone."""
+"""Dtype names by element size for all other dtypes, since a plan depends only on the element size."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What plans call a type, or another one of its size."""
+    """Return the dtype's name in plans, or the name of a dtype of the same size."""
     return _NAMES.get(dtype) or _OF_SIZE[dtype.itemsize]
 
 
-def redistributed(
-    x: DTensor, placements: tuple[Placement, ...], order: tuple[Any, ...] | None, cap: int | None = None
+def redistribute_detached(
+    x: DTensor, placements: tuple[Placement, ...], order: FullShardOrder, cap: int | None = None
 ) -> DTensor:
-    """`x` with these placements, dims counted from 0, and this order of all dims that are cut; a leaf of autograd.
+    """Redistribute `x` without autograd to placements with non-negative dims and a full shard order.
 
-    It shares memory with `x` where nothing changes on this rank.
+    The result shares memory with `x` if nothing changes on this rank.
     """
-    source, mesh, local = layout_of_spec(private.spec_of(x)), x.device_mesh, private.local_of(x)
-    target = layout_of_placements(placements, order, source.shape, source.axis_sizes)
+    src, mesh, local = layout_of_spec(private.spec_of(x)), x.device_mesh, private.local_of(x)
+    dst = layout_of_placements(placements, order, src.shape, src.axis_sizes)
     if mesh.get_coordinate() is not None:
-        local = moved(local, source, target, mesh, cap)
+        local = redistribute_local_tensor(local, src, dst, mesh, cap)
     return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
 
 
-class Mover:
-    """`moved_by_plan`, counted.
+class Redistributor:
+    """Hook that redistributes by plans and counts the redistributions.
 
     Attributes:
-        num_moved: redistributions to other placements so far; all ranks of the mesh count the same.
+        num_redistributions: number of redistributions to different placements so far, equal on all ranks of the mesh.
     """
 
     def __init__(self) -> None:
-        self.num_moved = 0
+        self.num_redistributions = 0
 
-    def __call__(self, local: Tensor, current: Any, target: Any) -> Tensor | None:
-        """As `moved_by_plan`."""
+    def __call__(self, local: Tensor, current: DTensorSpec, target: DTensorSpec) -> Tensor | None:
+        """Redistribute as `redistribute_by_plan` does, and count it if the placements differ."""
         if (current.placements, current.shard_order) != (target.placements, target.shard_order):
-            self.num_moved += 1
-        return moved_by_plan(local, current, target)
+            self.num_redistributions += 1
+        return redistribute_by_plan(local, current, target)
 
 
-def moved_by_plan(local: Tensor, current: Any, target: Any) -> Tensor | None:
-    """What DTensor's own redistribution between two specs gives, by a plan; None if that is left to PyTorch."""
+def redistribute_by_plan(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> Tensor | None:
+    """Redistribute a local tensor between two specs by a plan, or return None to leave it to PyTorch."""
     if not (has_layout(current.placements) and has_layout(target.placements)):
         return None
-    source, wanted = layout_of_spec(current), layout_of_spec(target)
-    if not is_reducible(source, local.dtype) or not is_reducible(wanted, local.dtype):
+    src, dst = layout_of_spec(current), layout_of_spec(target)
+    if not is_reducible(src, local.dtype) or not is_reducible(dst, local.dtype):
         return None
-    return moved(private.waited(local), source, wanted, current.mesh)
+    return redistribute_local_tensor(private.wait_tensor(local), src, dst, current.mesh)
 
 
-def moved(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, cap: int | None = None) -> Tensor:
-    """This rank's part after a plan between two layouts of one tensor."""
-    if source == target:
+def redistribute_local_tensor(
+    local: Tensor, src: Layout, dst: Layout, mesh: DeviceMesh, cap: int | None = None
+) -> Tensor:
+    """Return this rank's shard under `dst` of the tensor whose shard under `src` is `local`."""
+    if src == dst:
         return local
-    groups = groups_of(mesh)
-    how = plan(source, target, dtype=dtype_name(local.dtype), memory_cap_bytes=cap, one_axis=not groups.merges_axes)
-    return execute(how, local, groups)
+    groups, dtype = groups_of(mesh), dtype_name(local.dtype)
+    return execute(plan(src, dst, dtype=dtype, memory_cap_bytes=cap, one_axis=not groups.can_merge_axes), local, groups)

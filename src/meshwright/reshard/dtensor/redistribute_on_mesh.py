@@ -1,4 +1,4 @@
-"""Redistribution of a DTensor on its own mesh, through autograd."""
+"""Differentiable redistribution of a DTensor on its own mesh."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.errors import LayoutError
 from meshwright.reshard.dtensor import private
-from meshwright.reshard.dtensor.placements import ShardOrder, normal_placements, whole_order
-from meshwright.reshard.dtensor.redistribute_local import redistributed
+from meshwright.reshard.dtensor.placements import FullShardOrder, ShardOrder, full_shard_order, normalize_placements
+from meshwright.reshard.dtensor.redistribute_local import redistribute_detached
 
 
 def redistribute_on_mesh(
@@ -21,7 +21,7 @@ def redistribute_on_mesh(
     shard_order: ShardOrder | None = None,
     memory_cap_bytes: int | None = None,
 ) -> DTensor:
-    """`redistribute` for a result on the mesh of `x`."""
+    """Redistribute `x` on its own mesh; see `redistribute`."""
     if len(placements) != x.device_mesh.ndim:
         raise LayoutError(
             f"{len(placements)} placements for a mesh of {x.device_mesh.ndim} axes",
@@ -29,24 +29,24 @@ def redistribute_on_mesh(
             rule="one placement for each mesh axis",
             fix=f"{[*placements, *[Replicate()] * x.device_mesh.ndim][: x.device_mesh.ndim]}",
         )
-    target = normal_placements(placements, x.dim())
-    order = whole_order(shard_order, target, x.dim())
+    target = normalize_placements(placements, x.dim())
+    order = full_shard_order(shard_order, target, x.dim())
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return redistributed(x, target, order, memory_cap_bytes)
+        return redistribute_detached(x, target, order, memory_cap_bytes)
     result: DTensor = _Redistribute.apply(x, target, order, memory_cap_bytes)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Redistribute(torch.autograd.Function):
-    """The gradient of each element goes back to where the element came from."""
+    """Autograd function that redistributes gradients to the original placements."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: DTensor, placements: tuple[Placement, ...], order: Any, memory_cap_bytes: int | None
+        ctx: Any, x: DTensor, placements: tuple[Placement, ...], order: FullShardOrder, memory_cap_bytes: int | None
     ) -> DTensor:
         spec = private.spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes
-        return redistributed(x, placements, order, memory_cap_bytes)
+        return redistribute_detached(x, placements, order, memory_cap_bytes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None, None, None]:

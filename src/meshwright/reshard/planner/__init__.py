@@ -1,1 +1,1 @@
-"""Plan a redistribution: the plan as a value, its steps, their cost, and the search for the cheapest."""
+"""Planning of redistributions: plans and steps as values, their cost, and the search for the cheapest."""

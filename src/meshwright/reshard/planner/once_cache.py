@@ -1,6 +1,6 @@
-"""A bounded cache of values that are costly to compute: each is computed once, however many threads ask.
+"""Bounded LRU cache that computes each value once, even if several threads request it.
 
-What is kept are values alone (plans, errors never), the least recently used dropped first.
+Only values are cached, never errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class _Pending(Generic[V]):
-    """A computation that others may wait for."""
+    """Computation in progress, which other threads may wait for."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -24,12 +24,12 @@ class _Pending(Generic[V]):
 
 
 class OnceCache(Generic[V]):
-    """Values by key, at most `capacity` of them."""
+    """LRU cache of at most `capacity` values."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._reset()
-        # A child has the threads' unfinished computations, and perhaps the lock, but not the threads.
+        # A forked child inherits pending computations, and perhaps a held lock, but not the threads.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -38,9 +38,9 @@ class OnceCache(Generic[V]):
         self._pending: dict[Hashable, _Pending[V]] = {}
 
     def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """The value of `key`; `compute` runs, outside the lock, only if no thread has computed it or is about to.
+        """Return the value of `key`; call `compute`, outside the lock, only if no thread has computed it or is.
 
-        If it raises, its thread gets the error, and of those that waited one tries next.
+        If `compute` raises, the error propagates in its thread, and one of the waiting threads tries again.
         """
         while True:
             with self._lock:
@@ -49,28 +49,28 @@ class OnceCache(Generic[V]):
                     return self._values[key]
                 pending = self._pending.get(key)
                 if pending is None:
-                    mine = self._pending[key] = _Pending[V]()
+                    own_pending = self._pending[key] = _Pending[V]()
                     break
             if pending.thread == threading.get_ident():
-                return compute()  # asked for by its own computation: waiting would never end
+                return compute()  # reentrant call from its own computation: waiting would deadlock
             pending.done.wait()
             if pending.values:
                 return pending.values[0]
         try:
             value = compute()
-            mine.values.append(value)
+            own_pending.values.append(value)
         finally:
             with self._lock:
                 self._pending.pop(key, None)
-                if mine.values:
+                if own_pending.values:
                     self._values[key] = value
                     if len(self._values) > self._capacity:
                         self._values.popitem(last=False)
-            mine.done.set()
+            own_pending.done.set()
         return value
 
     def clear(self) -> None:
-        """Forget all values. Computations under way go on, and their values are kept."""
+        """Drop all values. Computations in progress continue, and their values are cached."""
         with self._lock:
             self._values.clear()
 

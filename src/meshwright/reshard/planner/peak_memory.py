@@ -1,8 +1,8 @@
-"""What ranks hold, beside their tensors before and after, while the rounds of an exchange go by.
+"""Peak staging memory of an exchange in rounds, in addition to the tensors before and after.
 
-A piece is cut along its longest dim, so its share of a round depends on its extents. Along each dim pieces have few
-different extents; counting, for each of them, how many pieces of a rank have it gives exact sums without a list of
-pieces. `pieces.staging_elements` is the same number from that list.
+A message is split along its longest dim, so its size per round depends on its extents. Messages have few distinct
+extents along each dim; counting a rank's messages per extent gives exact sums without listing the messages.
+`shard_exchange.staging_elements` computes the same number from the list.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import numpy as np
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Ints
 from meshwright.reshard.planner.steps import StepKind
-from meshwright.reshard.planner.volumes import Volume, shifts_of
+from meshwright.reshard.planner.volumes import ExchangeVolume, dim_transfers
 
 MAX_ROUNDS = 256
-"""Over how many collectives an exchange is spread at most; each costs its latency."""
+"""Maximum number of collectives that an exchange is split into; each costs its latency."""
 
 
 class Staging:
-    """Elements packed for others and received from them in the largest round of an exchange."""
+    """Elements packed for and received from other ranks in the largest round of an exchange."""
 
-    def __init__(self, src: Layout, dst: Layout, found: Volume, kind: StepKind) -> None:
-        self._src, self._dst, self._found, self._kind = src, dst, found, kind
-        self._pieces: list[tuple[tuple[int, ...], Ints]] | None = None
+    def __init__(self, src: Layout, dst: Layout, volume: ExchangeVolume, kind: StepKind) -> None:
+        self._src, self._dst, self._volume, self._kind = src, dst, volume, kind
+        self._message_counts: list[tuple[tuple[int, ...], Ints]] | None = None
 
     def in_rounds(self, rounds: int) -> Ints:
-        """For each rank over the mesh, if the exchange takes so many rounds."""
-        sizes, found = self._src.axis_sizes, self._found
+        """Return the staging elements of each rank, over the mesh, for this number of rounds."""
+        sizes, volume = self._src.axis_sizes, self._volume
         if self._kind is StepKind.ALL_GATHER:
-            group = math.prod(sizes[axis] for axis in found.axes)
-            return np.asarray(group * -(-found.before.max() // rounds)).reshape([1] * len(sizes))
+            group = math.prod(sizes[axis] for axis in volume.axes)
+            return np.asarray(group * -(-volume.before.max() // rounds)).reshape([1] * len(sizes))
         if rounds == 1:
-            return found.sent + found.received
-        if self._pieces is None:
-            self._pieces = self._count_pieces()
-        total = -2 * _share([one.own for one in shifts_of(self._src, self._dst)], rounds)
-        for extents, counts in self._pieces:
-            total = total + int(_share([np.asarray(extent) for extent in extents], rounds)) * counts
+            return volume.sent + volume.received
+        if self._message_counts is None:
+            self._message_counts = self._count_messages()
+        total = -2 * _round_numel([transfer.num_kept for transfer in dim_transfers(self._src, self._dst)], rounds)
+        for extents, counts in self._message_counts:
+            total = total + int(_round_numel([np.asarray(extent) for extent in extents], rounds)) * counts
         return total
 
     def fewest_rounds(self, held: Ints, limit: int) -> int | None:
-        """The fewest rounds in which `held` and what is staged stay within `limit` elements; None where none do."""
+        """Return the fewest rounds in which `held` plus staging fit in `limit` elements, or None."""
 
         def fits(rounds: int) -> bool:
             return int((held + self.in_rounds(rounds)).max()) <= limit
@@ -58,22 +58,22 @@ class Staging:
             low, high = (low, middle) if fits(middle) else (middle + 1, high)
         return low
 
-    def _count_pieces(self) -> list[tuple[tuple[int, ...], Ints]]:
-        """How many pieces of the same extents a rank sends and receives, its own counted twice."""
-        src, dst, found = self._src, self._dst, self._found
+    def _count_messages(self) -> list[tuple[tuple[int, ...], Ints]]:
+        """Return the number of messages that each rank sends or receives, by extents; local copies count twice."""
+        src, dst, volume = self._src, self._dst, self._volume
         sharded = dst.sharded_axes()
-        receivers = np.asarray(math.prod(src.axis_sizes[axis] for axis in found.axes if axis not in sharded))
-        copies = np.asarray(math.prod(src.axis_sizes[axis] for axis in found.reduced))
+        receivers = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.axes if axis not in sharded))
+        num_copies = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.reduced))
         counted = []
-        for dims in product(*(one.piece_counts(frozenset(found.axes)) for one in shifts_of(src, dst))):
+        for dims in product(*(transfer.message_counts(frozenset(volume.axes)) for transfer in dim_transfers(src, dst))):
             sent = math.prod((sent for _, sent, _ in dims), start=receivers)
-            received = math.prod((received for _, _, received in dims), start=copies)
+            received = math.prod((received for _, _, received in dims), start=num_copies)
             counted.append((tuple(extent for extent, _, _ in dims), sent + received))
         return counted
 
 
-def _share(extents: list[Ints], rounds: int) -> Ints:
-    """Elements of the first, largest part of pieces with these extents."""
+def _round_numel(extents: list[Ints], rounds: int) -> Ints:
+    """Return the elements of the first, largest round of messages with these extents."""
     if not extents:
         return np.asarray(1)
     numel, longest = reduce(np.multiply, extents), reduce(np.maximum, extents)

@@ -1,4 +1,4 @@
-"""`plan`: the cheapest way from one layout to another that fits in memory, as a value."""
+"""Entry point of the planner: `plan` finds the cheapest redistribution that fits in memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.candidate_steps import Problem
 from meshwright.reshard.planner.link_cost import Topology
 from meshwright.reshard.planner.once_cache import OnceCache
-from meshwright.reshard.planner.search import least_live_bytes, search
+from meshwright.reshard.planner.search import min_live_bytes, search
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, check_one_tensor, dtype_bytes
-from meshwright.reshard.planner.validate import check_arguments, whole_bytes
-from meshwright.reshard.planner.volumes import clear_tables, lower_bound, numels, volume
+from meshwright.reshard.planner.validate import check_arguments, validate_memory_cap
+from meshwright.reshard.planner.volumes import clear_tables, exchange_volume, lower_bound, numels
 
 _PLANS: OnceCache[ReshardPlan] = OnceCache(capacity=4096)
 
@@ -28,30 +28,30 @@ def plan(
     memory_cap_bytes: int | None = None,
     one_axis: bool = False,
 ) -> ReshardPlan:
-    """How to get a tensor from one layout to another, by the steps and costs of [Note: normal forms] and `cost.py`.
+    """Plan the redistribution of a tensor; see [Note: normal forms] for the steps and `link_cost.py` for their cost.
 
-    A plan depends on these arguments alone; equal ones get the same object while it is cached. Its steps go between
-    normal forms of layouts (`Layout.canonical`).
+    A plan depends only on these arguments; equal arguments return the same object while it is cached. Layouts of steps
+    are in canonical form (`Layout.canonical`).
 
     Args:
-        src: the layout before.
-        dst: the layout after, on the same mesh.
-        dtype: name of the number format, one of `DTYPE_BYTES`.
-        topology: the link along each mesh axis; by default the same fast one along all.
-        memory_cap_bytes: what a rank may hold at once: source, what is under way, and result.
-        one_axis: of steps that go along one mesh axis each, for meshes without groups of several (`groups.prepare`).
+        src: the source layout.
+        dst: the destination layout, on the same mesh.
+        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        topology: the link along each mesh axis; by default the same fast link along all axes.
+        memory_cap_bytes: limit on the bytes live on a rank: source, staging buffers and result.
+        one_axis: use steps over one mesh axis each, for meshes without groups of several axes (see `prepare`).
 
     Raises:
-        LayoutError: the layouts are of different tensors or meshes, or nothing fits the cap; the message has the
-            smallest that would do. Or an argument is of another type.
+        LayoutError: if the layouts differ in tensor shape or mesh, an argument has the wrong type, or no plan fits the
+            cap; then the message gives the smallest cap that suffices.
     """
     check_arguments(src, dst, dtype, topology)
-    key = (src, dst, dtype, topology, whole_bytes(memory_cap_bytes), one_axis)
+    key = (src, dst, dtype, topology, validate_memory_cap(memory_cap_bytes), one_axis)
     return _PLANS.get(key, lambda: _plan(*key))
 
 
 def clear_cache() -> None:
-    """Forget all plans, and all that planning keeps to be fast."""
+    """Clear all cached plans and planning tables."""
     _PLANS.clear()
     clear_tables()
 
@@ -67,8 +67,8 @@ def _plan(
     sent, received = np.zeros(1, np.int64), np.zeros(1, np.int64)
     for step in steps:
         if step.kind not in LOCAL:
-            found = volume(step.src, step.dst)
-            sent, received = sent + found.sent, received + found.received
+            volume = exchange_volume(step.src, step.dst)
+            sent, received = sent + volume.sent, received + volume.received
     alone = int(numels(problem.src).max()) * problem.element_bytes
     return ReshardPlan(
         src,
@@ -84,22 +84,22 @@ def _plan(
 
 
 def _steps(problem: Problem) -> list[Step]:
-    """The cheapest steps that fit; with exchanges in rounds only where nothing fits otherwise."""
+    """Return the cheapest steps that fit, splitting exchanges into rounds only if nothing fits otherwise."""
     if problem.src.same_as(problem.dst):
         return []
     steps = search(problem)
     if steps is not None:
         return steps
-    cap, least = problem.memory_cap_bytes, least_live_bytes(problem)
+    cap, least = problem.memory_cap_bytes, min_live_bytes(problem)
     if cap is not None and cap < least:
         raise LayoutError(
             f"no plan from {problem.src} to {problem.dst} fits in {cap} bytes",
             where="memory_cap_bytes",
-            rule="source, result and what is under way are held at once",
+            rule="source, staging buffers and result are live at the same time",
             fix=f"memory_cap_bytes={least} or more",
         )
     steps = search(replace(problem, in_rounds=True))
-    assert steps is not None, "the smallest cap is that of a plan"
+    assert steps is not None, "some plan fits the smallest cap"
     return steps
 
 

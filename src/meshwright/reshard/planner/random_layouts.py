@@ -1,4 +1,4 @@
-"""Random pairs of layouts to plan between: what tests compare with oracles and benchmarks time."""
+"""Random pairs of layouts for tests and benchmarks of the planner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _UNEVEN = (1, 7, 1000, 4097, 5003)
 
 
 def sample_pairs(num_axes: int, seed: int, *, max_ranks: int = 1024) -> Iterator[tuple[Layout, Layout]]:
-    """Pairs on one mesh each, without end: cuts in any order, strided and uneven ones, copies, partial values.
+    """Yield endless pairs of layouts: any shard order, strided and uneven shards, replicas, partial values.
 
     Args:
-        num_axes: of each mesh.
-        seed: the same pairs for the same seed.
-        max_ranks: of a mesh.
+        num_axes: number of mesh axes.
+        seed: random seed; equal seeds give equal pairs.
+        max_ranks: maximum number of ranks of a mesh.
     """
     rng = random.Random(f"{num_axes}/{seed}")
     while True:
@@ -31,7 +31,7 @@ def sample_pairs(num_axes: int, seed: int, *, max_ranks: int = 1024) -> Iterator
 
 
 def sample_layout(rng: random.Random, axis_sizes: Sequence[int], shape: Sequence[int]) -> Layout:
-    """One layout: half of the axes cut something, the others hold copies or partial values."""
+    """Return a random layout: about half of the axes shard a dim, the others are replicated or partial."""
     splits: list[list[Split]] = [[] for _ in shape]
     partial: list[Reduction | None] = [None] * len(axis_sizes)
     axes = list(range(len(axis_sizes)))
@@ -45,7 +45,7 @@ def sample_layout(rng: random.Random, axis_sizes: Sequence[int], shape: Sequence
             rng.choice(splits).append(Split(axis, parts))
         elif what == "partial":
             partial[axis] = reduction if rng.random() < 0.8 else rng.choice(list(Reduction))
-    return Layout(tuple(shape), tuple(axis_sizes), tuple(tuple(cuts) for cuts in splits), tuple(partial))
+    return Layout(tuple(shape), tuple(axis_sizes), tuple(tuple(dim_splits) for dim_splits in splits), tuple(partial))
 
 
 def _mesh(rng: random.Random, num_axes: int, max_ranks: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The cheapest chain of steps through the normal forms: A*, with what any method must still receive as the estimate.
+"""A* search for the cheapest chain of steps through the normal forms, with the lower bound on bytes as the heuristic.
 
-Times are whole nanoseconds, rounded up, so that sums are exact and ties are ties; they are settled by bytes received,
-bytes sent, the number of steps, and the forms' order. Nothing here depends on what was planned before.
+Times are integer nanoseconds, rounded up, so sums and ties are exact; ties are broken by bytes received, bytes sent,
+number of steps, and the order of the forms. Results do not depend on earlier searches.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.planner.candidate_steps import Problem, least_live, make_step
-from meshwright.reshard.planner.intermediate_layouts import goal_of, normal_forms, stages_of
-from meshwright.reshard.planner.one_axis_layouts import one_axis_forms, one_axis_way
+from meshwright.reshard.planner.candidate_steps import Problem, make_step, min_live_elements
+from meshwright.reshard.planner.intermediate_layouts import goal_of, normal_forms, partition_stages
+from meshwright.reshard.planner.one_axis_layouts import one_axis_forms, one_axis_path
 from meshwright.reshard.planner.steps import Step
 from meshwright.reshard.planner.volumes import lower_bound, numels
 
 MAX_PRICED = 1400
-"""How many steps are priced before the best plan found so far is taken."""
+"""Number of steps to price before the search returns the best plan so far."""
 
 Cost = tuple[int, int, int, int]
-"""Nanoseconds, bytes received, bytes sent, steps."""
+"""Cost as (nanoseconds, bytes received, bytes sent, steps)."""
 
 
 @dataclass
 class _Search:
-    """A* over the forms; edges are priced only when they come first in the queue."""
+    """A* search over the forms; edges are priced only when they reach the front of the queue."""
 
     problem: Problem
     forms: list[Layout]
     best: dict[int, Cost] = field(default_factory=dict)
     reached_by: dict[int, tuple[int, Step]] = field(default_factory=dict)
-    rest: dict[int, int] = field(default_factory=dict)
+    remaining_ns: dict[int, int] = field(default_factory=dict)
     queue: list[tuple[Cost, int, int, int]] = field(default_factory=list)
     num_priced: int = 0
 
@@ -43,16 +43,16 @@ class _Search:
         self.latencies = [topology.latency_us((axis,)) for axis in axes]
         self.bandwidths = [topology.bandwidth((axis,)) for axis in axes]
         self.sizes = [int(numels(form).max()) for form in self.forms]
-        self.dims = [_cut_dims(form) for form in self.forms]
+        self.dims = [_sharded_dims(form) for form in self.forms]
 
     def run(self) -> list[Step] | None:
-        """The steps, or None where no chain fits."""
+        """Return the steps, or None if no chain fits."""
         self.best[0] = (0, 0, 0, 0)
-        self._try_directly()
-        if 1 in self.best and self.best[1][0] <= self._rest_ns(0):
+        self._price_fallback()
+        if 1 in self.best and self.best[1][0] <= self._remaining_ns(0):
             return self._chain()
         done = set()
-        heapq.heappush(self.queue, ((self._rest_ns(0), 0, 0, 0), 2, 0, 0))
+        heapq.heappush(self.queue, ((self._remaining_ns(0), 0, 0, 0), 2, 0, 0))
         while self.queue and (self.num_priced < MAX_PRICED or self.problem.in_rounds and 1 not in self.best):
             cost, stage, at, to = heapq.heappop(self.queue)
             if 1 in self.best and cost[0] > self.best[1][0]:
@@ -63,26 +63,26 @@ class _Search:
                 if to == 1:
                     break
                 done.add(to)
-                self._open(to, done)
+                self._expand(to, done)
             elif stage == 1:
                 self._price(at, to)
             else:
-                bound = self.best[at][0] + self._edge_ns(at, to) + self._rest_ns(to)
+                bound = self.best[at][0] + self._edge_ns(at, to) + self._remaining_ns(to)
                 heapq.heappush(self.queue, ((max(cost[0], bound), *cost[1:]), 1, at, to))
         return self._chain() if 1 in self.best else None
 
-    def _try_directly(self) -> None:
-        """The plan in one step, or by the goal alone, so that there is one at hand."""
+    def _price_fallback(self) -> None:
+        """Price the direct step and the fallback path, so that a first plan is known."""
         self._price(0, 1)
         at = 0
-        for stage in _sure_way(self.problem):
+        for stage in _fallback_path(self.problem):
             to = self.forms.index(stage)
             if at in self.best and to not in (at, 0):
                 self._price(at, to)
             at = to
 
-    def _open(self, at: int, done: set[int]) -> None:
-        """Queue what can follow, by the least that it can cost."""
+    def _expand(self, at: int, done: set[int]) -> None:
+        """Queue the successors of a form by lower bounds on their cost."""
         time_ns, received, sent, steps = self.best[at]
         for to in range(1, len(self.forms)):
             if to == at or to in done or not self._fits(at, to):
@@ -112,30 +112,30 @@ class _Search:
             return
         self.best[to] = cost
         self.reached_by[to] = (at, step)
-        heapq.heappush(self.queue, ((cost[0] + self._rest_ns(to), *cost[1:]), 2, at, to))
+        heapq.heappush(self.queue, ((cost[0] + self._remaining_ns(to), *cost[1:]), 2, at, to))
 
     def _edge_ns(self, at: int, to: int) -> int:
-        """The least time of a step, by the sizes of what ranks hold, and axes whose ranks must take part."""
-        src, dst, copies, axes = self.forms[at], self.forms[to], 1, []
+        """Return a lower bound on a step's time, from shard sizes and the axes whose ranks must take part."""
+        src, dst, num_copies, axes = self.forms[at], self.forms[to], 1, []
         ends = zip(src.axis_sizes, src.partial, dst.partial, self.dims[at], self.dims[to], strict=True)
         for axis, (size, a, b, dim, new_dim) in enumerate(ends):
             if b and a != b:
                 return 0
             if a and not b:
-                copies *= size
+                num_copies *= size
                 axes.append(axis)
             elif dim is not None and dim != new_dim:
                 axes.append(axis)
-        return self._ns(copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
+        return self._ns(num_copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
 
-    def _rest_ns(self, at: int) -> int:
-        """The least time from a form to `dst`."""
-        if at not in self.rest:
-            self.rest[at] = self._ns(lower_bound(self.forms[at], self.problem.dst))
-        return self.rest[at]
+    def _remaining_ns(self, at: int) -> int:
+        """Return a lower bound on the time from a form to `dst`."""
+        if at not in self.remaining_ns:
+            self.remaining_ns[at] = self._ns(lower_bound(self.forms[at], self.problem.dst))
+        return self.remaining_ns[at]
 
     def _ns(self, elements: int, axes: Sequence[int] = ()) -> int:
-        """The least time in which a rank receives so many, over these axes or, where there are none, over any."""
+        """Return the least time in which a rank can receive `elements` over these axes, or over any axis if none."""
         if elements <= 0:
             return 0
         latency = max([self.latencies[axis] for axis in axes], default=min(self.latencies))
@@ -150,8 +150,8 @@ class _Search:
         return steps[::-1]
 
 
-def _cut_dims(form: Layout) -> list[int | None]:
-    """For each axis of several ranks the tensor dim that it cuts, if it does: ranks there lack something without it."""
+def _sharded_dims(form: Layout) -> list[int | None]:
+    """Return the tensor dim that each axis shards; None for axes of one rank and unsharded axes."""
     dims: list[int | None] = [None] * len(form.axis_sizes)
     for dim, splits in enumerate(form.splits):
         for split in splits:
@@ -160,7 +160,7 @@ def _cut_dims(form: Layout) -> list[int | None]:
 
 
 def _forms(problem: Problem) -> list[Layout]:
-    """Layouts to pass through, `src` and `dst` first."""
+    """Return the forms to search, `src` and `dst` first."""
     forms = normal_forms(problem.src, problem.dst, problem.topology)
     if problem.one_axis:
         goal = goal_of(problem.src, problem.dst)
@@ -168,20 +168,20 @@ def _forms(problem: Problem) -> list[Layout]:
     return forms
 
 
-def _sure_way(problem: Problem) -> list[Layout]:
-    """Forms one after another by which `dst` is reached if memory allows."""
+def _fallback_path(problem: Problem) -> list[Layout]:
+    """Return a sequence of forms that always reaches `dst` if memory allows."""
     goal = goal_of(problem.src, problem.dst)
-    before = one_axis_way(problem.src, goal) if problem.one_axis else []
-    return [*before, *stages_of(goal, problem.dst)]
+    before = one_axis_path(problem.src, goal) if problem.one_axis else []
+    return [*before, *partition_stages(goal, problem.dst)]
 
 
 def search(problem: Problem) -> list[Step] | None:
-    """The cheapest chain of steps through the normal forms that fits the memory cap, or None where none does."""
+    """Return the cheapest chain of steps through the normal forms that fits the memory cap, or None."""
     return _Search(problem, _forms(problem)).run()
 
 
-def least_live_bytes(problem: Problem) -> int:
-    """The smallest memory cap for which there is a plan: the least that any chain's largest step can hold."""
+def min_live_bytes(problem: Problem) -> int:
+    """Return the smallest memory cap for which a plan exists: the minimum over chains of their largest step."""
     forms = _forms(problem)
     best, queue, done = {0: 0}, [(0, 0)], set()
     goal = forms.index(goal_of(problem.src, problem.dst))
@@ -196,8 +196,8 @@ def least_live_bytes(problem: Problem) -> int:
             known = min(best.get(to, sys.maxsize), best.get(1, sys.maxsize))
             if to in done or max(live, int(problem.held(forms[at], forms[to]).max())) >= known:
                 continue
-            least = least_live(problem, forms[at], forms[to])
+            least = min_live_elements(problem, forms[at], forms[to])
             if least is not None and max(live, least) < known:
                 best[to] = max(live, least)
                 heapq.heappush(queue, (best[to], to))
-    raise AssertionError("the goal can always be reached")
+    raise AssertionError("the goal is always reachable")

@@ -1,16 +1,16 @@
-"""A plan that moves a tensor from one layout to another: a chain of steps, as an immutable value.
+"""Redistribution plans: immutable chains of steps that change a tensor's layout.
 
-A step is given by its kind, the mesh axes whose ranks take part together (merged into one group), and the layouts
-before and after. That is all that the executor needs, because one rule says who sends what:
+A step consists of its kind, the mesh axes whose ranks take part (merged into one group), and the layouts before and
+after. This suffices for the executor, because one rule determines all messages:
 
-  [Note: owners] A rank receives each element of its new part from the ranks whose coordinates are, axis by axis:
-  - on an axis outside `axes`: its own;
-  - on an axis that holds copies before the step: its own;
-  - on an axis that cuts a tensor dim before the step: that of the part with the element;
-  - on an axis with partial values before the step and none after it: all of them, in ascending order, and the values
-    are reduced in that order (the last axis first), so all copies come out bitwise equal.
+  [Note: owners] A rank receives each element of its new shard from the ranks with these coordinates, axis by axis:
+  - on an axis outside `axes`: its own coordinate;
+  - on an axis that is replicated before the step: its own coordinate;
+  - on an axis that shards a tensor dim before the step: the coordinate of the shard that contains the element;
+  - on an axis that is partial before the step and not after: all coordinates, in ascending order; the values are
+    reduced in that order (the last axis first), so that all replicas are bitwise equal.
 
-What a rank has itself is not sent.
+Elements that a rank already holds are not sent.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ T = TypeVar("T")
 
 
 class StepKind(StrEnum):
-    """What a step does. Kinds without communication have no axes."""
+    """Kind of a step. Kinds without communication have no axes."""
 
     SLICE = "slice"
-    """Each rank keeps a part of what it has."""
+    """Each rank keeps a part of its shard."""
     PARTITION = "partition"
-    """Values become partial ones whose reduction they are: each rank sets what is not its share to the reduction's
-    neutral element (copies: rank 0 of the axis keeps them; a part: the rest of its tensor is filled)."""
+    """Values become partial values that reduce to them: each rank fills what is not its share with the reduction's
+    neutral element (replicated axis: rank 0 keeps the values; sharded axis: the rest of the tensor is filled)."""
     ALL_GATHER = "all-gather"
-    """Every rank of a group ends with all that the group's ranks have."""
+    """Each rank of a group ends with the shards of all ranks of the group."""
     ALL_TO_ALL = "all-to-all"
-    """Every rank of a group sends each other one what that one is to have."""
+    """Each rank of a group sends each other rank the elements of its new shard."""
     PERMUTE = "permute"
-    """Every rank's whole part goes to one rank."""
+    """Each rank's full shard goes to one rank."""
     REDUCE_SCATTER = "reduce-scatter"
-    """Partial values are reduced, each element on the one rank of the group that is to have it."""
+    """Partial values are reduced, each element on the one rank of the group whose new shard contains it."""
     ALL_REDUCE = "all-reduce"
-    """Partial values are reduced, and all ranks of the group have the result."""
+    """Partial values are reduced, and all ranks of the group hold the result."""
 
 
 LOCAL = frozenset({StepKind.SLICE, StepKind.PARTITION})
@@ -60,20 +60,20 @@ DTYPE_BYTES = {
     "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2, "int16": 2,
     "fp8": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of an element by the names that plans use."""
+"""Element size in bytes by dtype name."""
 
 _OTHER_NAMES = {
     "float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16",
     "float16": "fp16", "half": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
 }  # fmt: skip
-"""What PyTorch calls them; for an error's fix."""
+"""PyTorch's dtype names, for suggestions in errors."""
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element.
+    """Return the element size of a dtype in bytes.
 
     Raises:
-        LayoutError: there is no such number format.
+        LayoutError: if `dtype` is not a key of `DTYPE_BYTES`.
     """
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         name = str(dtype).removeprefix("torch.").lower()
@@ -85,19 +85,19 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan. Counts are those of the rank with the most.
+    """Step of a plan. Byte counts are maxima over ranks.
 
     Attributes:
-        kind: what it does.
-        axes: the mesh axes, ascending, whose ranks exchange; () for a local kind.
-        src: the layout before.
-        dst: the layout after.
-        bytes_sent: to other ranks.
-        bytes_received: from other ranks.
-        time_us: by the cost model.
-        live_bytes: what is held at once while the step runs: the plan's source, which the caller still has, the step's
-            own source where that is another tensor, what is packed and received and not yet unpacked, and its result.
-        rounds: over how many collectives, one after the other, the exchange is spread to hold less at once.
+        kind: the kind of step.
+        axes: the mesh axes whose ranks exchange, ascending; () for a local kind.
+        src: the layout before the step.
+        dst: the layout after the step.
+        bytes_sent: bytes sent to other ranks.
+        bytes_received: bytes received from other ranks.
+        time_us: time by the cost model.
+        live_bytes: bytes live during the step: the plan's source, which the caller still holds, the step's source if it
+            is a different tensor, the staging buffers, and the step's result.
+        rounds: number of consecutive collectives that the exchange is split into to save memory.
     """
 
     kind: StepKind
@@ -113,19 +113,19 @@ class Step:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """How to get from `src` to `dst`.
+    """Plan for redistributing a tensor from layout `src` to `dst`.
 
     Attributes:
-        src: the layout before.
-        dst: the layout after.
-        dtype: name of the number format, one of `DTYPE_BYTES`.
-        steps: in order; none when nothing has to change.
-        bytes_sent: by the rank that sends most, over all steps.
-        bytes_received: by the rank that receives most, over all steps.
-        lower_bound_bytes: what a rank must receive by any method: the most that any rank lacks, and where values are
-            partial also the average over ranks of all the transfers that reducing and copying need.
-        peak_bytes: the most that any rank holds at once, source and result included.
-        time_us: by the cost model.
+        src: the source layout.
+        dst: the destination layout.
+        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        steps: the steps in order; empty if nothing has to change.
+        bytes_sent: bytes sent over all steps, by the rank that sends most.
+        bytes_received: bytes received over all steps, by the rank that receives most.
+        lower_bound_bytes: bytes that some rank must receive with any method: the most that any rank lacks and, if
+            values are reduced, at least the average over ranks of the transfers that reduction and replication need.
+        peak_bytes: the most bytes live at once on any rank, source and result included.
+        time_us: time by the cost model.
     """
 
     src: Layout
@@ -139,15 +139,15 @@ class ReshardPlan:
     time_us: float
 
     def to_json(self) -> str:
-        """The plan as JSON; `from_json` is its inverse."""
+        """Return the plan as JSON; `from_json` is the inverse."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> ReshardPlan:
-        """The plan that `to_json` wrote.
+        """Read a plan written by `to_json`.
 
         Raises:
-            LayoutError: it is not one.
+            LayoutError: if `text` is not a plan.
         """
 
         def make(fields: dict[str, Any]) -> ReshardPlan:
@@ -158,34 +158,30 @@ class ReshardPlan:
 
 
 def check_one_tensor(src: Layout, dst: Layout) -> None:
-    """Both are layouts of one tensor.
-
-    Raises:
-        LayoutError: their shapes differ.
-    """
+    """Raise `LayoutError` unless two layouts have the same tensor shape."""
     if src.shape != dst.shape:
         raise LayoutError(
-            f"the source is of shape {list(src.shape)}, the destination of {list(dst.shape)}",
+            f"the source layout is of shape {list(src.shape)}, the destination layout of {list(dst.shape)}",
             where="dst",
-            rule="a plan moves one tensor",
+            rule="both layouts must have the same tensor shape",
             fix=f"shape={src.shape} for both",
         )
 
 
 def read_plan(text: str, make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` makes of the fields that a plan's `to_json` wrote.
+    """Parse JSON written by a plan's `to_json`, and build the plan from its fields with `make`.
 
     Raises:
-        LayoutError: they are not those of a plan.
+        LayoutError: if the text is not a plan.
     """
     try:
         return make(json.loads(text))
     except (KeyError, TypeError, ValueError) as e:
-        raise LayoutError(f"not a plan: {e!r}", rule="from_json reads what to_json wrote", fix="plan anew") from e
+        raise LayoutError(f"not a plan: {e!r}", rule="from_json reads what to_json wrote", fix="plan again") from e
 
 
 def layout_from(fields: dict[str, Any]) -> Layout:
-    """The layout of which `asdict` made these fields, through JSON."""
+    """Build a layout from the JSON fields of `asdict`."""
     return Layout(
         tuple(fields["shape"]),
         tuple(fields["axis_sizes"]),

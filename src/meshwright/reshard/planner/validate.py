@@ -1,4 +1,4 @@
-"""Arguments of `plan`, checked before they are a cache's key: one of another type gets an error that says so."""
+"""Type checks of `plan`'s arguments before they become a cache key."""
 
 from __future__ import annotations
 
@@ -17,25 +17,21 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
 def check_arguments(src: Any, dst: Any, dtype: Any, topology: Any) -> None:
-    """See that each is of its type.
-
-    Raises:
-        LayoutError: one is not.
-    """
+    """Raise `LayoutError` if an argument of `plan` has the wrong type."""
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):
-            raise _refused(name, layout, "a plan goes from one Layout to another", _layout_fix(name, layout))
+            raise _type_error(name, layout, "src and dst are Layout objects", _layout_fix(name, layout))
     dtype_bytes(dtype)
     if not (topology is None or isinstance(topology, Topology)):
         rule = "a Topology, with the link along each mesh axis, or None"
-        raise _refused("topology", topology, rule, _topology_fix(topology, src.axis_sizes))
+        raise _type_error("topology", topology, rule, _topology_fix(topology, src.axis_sizes))
 
 
-def whole_bytes(memory_cap_bytes: Any) -> int | None:
-    """A memory cap as a whole number, or none.
+def validate_memory_cap(memory_cap_bytes: Any) -> int | None:
+    """Return a memory cap as an int, or None.
 
     Raises:
-        LayoutError: it is neither.
+        LayoutError: if it is neither an integer nor None.
     """
     if memory_cap_bytes is None or type(memory_cap_bytes) is int:
         return memory_cap_bytes
@@ -44,12 +40,12 @@ def whole_bytes(memory_cap_bytes: Any) -> int | None:
             return operator.index(memory_cap_bytes)
     except TypeError:
         pass
-    fix = f"memory_cap_bytes={_bytes_meant(memory_cap_bytes)}"
-    raise _refused("memory_cap_bytes", memory_cap_bytes, "a whole number of bytes, or None", fix)
+    fix = f"memory_cap_bytes={_suggest_bytes(memory_cap_bytes)}"
+    raise _type_error("memory_cap_bytes", memory_cap_bytes, "an int number of bytes, or None", fix)
 
 
-def _refused(name: str, value: Any, rule: str, fix: str) -> LayoutError:
-    return LayoutError(f"{name} = {value!r}, which is a {type(value).__name__}", where=name, rule=rule, fix=fix)
+def _type_error(name: str, value: Any, rule: str, fix: str) -> LayoutError:
+    return LayoutError(f"{name} = {value!r} has type {type(value).__name__}", where=name, rule=rule, fix=fix)
 
 
 def _layout_fix(name: str, value: Any) -> str:
@@ -73,8 +69,8 @@ def _is_preset(name: str) -> bool:
     return True
 
 
-def _bytes_meant(value: Any) -> int | None:
-    """The number of bytes in `2GB`, `1.5 GiB` or `2e9`; None where there is none."""
+def _suggest_bytes(value: Any) -> int | None:
+    """Parse a number of bytes such as `2GB`, `1.5 GiB` or `2e9`; return None if it cannot be parsed."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([kKMGT]?)(i?)[bB]?\s*", str(value))
     if found is None:
         return None

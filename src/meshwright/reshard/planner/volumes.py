@@ -1,8 +1,8 @@
-"""How many elements each rank sends and receives when a tensor goes from one layout to the next, exactly.
+"""Exact number of elements that each rank sends and receives in a step.
 
-Because a mesh axis cuts one tensor dim at most, everything is a product over dims of small tables over coordinates;
-no rank's list of pieces is ever made. Tables are broadcast over the mesh: one array dim for each mesh axis, of extent
-1 where the axis does not matter. Who sends what is [Note: owners] in `steps.py`.
+A mesh axis shards at most one tensor dim, so all counts are products over dims of small tables over coordinates, and
+messages are never listed. Tables broadcast over the mesh: one array dim per mesh axis, of extent 1 where the axis does
+not matter. [Note: owners] in `steps.py` defines the messages.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Splits = tuple[Split, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Shift:
-    """How the indices of one tensor dim change hands.
+class DimTransfer:
+    """Redistribution of the indices of one tensor dim, as segments with one owner coordinate before and one after.
 
     Attributes:
-        lengths: of stretches of indices that one row of ranks has before and one row has after.
-        before: for each axis that cuts the dim before, the owners' coordinates, one for each stretch.
-        after: likewise, after.
-        axis_sizes: of the mesh's axes.
-        needed: the axes along which some rank lacks indices that it is to have.
-        own: indices that a rank has before and after.
+        lengths: lengths of the segments.
+        before: for each axis that shards the dim before, the owner's coordinate of each segment.
+        after: for each axis that shards the dim after, the owner's coordinate of each segment.
+        axis_sizes: sizes of the mesh axes.
+        needed: axes along which some rank lacks indices of its new shard.
+        num_kept: indices that each rank holds both before and after.
     """
 
     lengths: Ints
@@ -39,26 +39,26 @@ class Shift:
     after: Mapping[int, Ints]
     axis_sizes: tuple[int, ...]
     needed: frozenset[int]
-    own: Ints
+    num_kept: Ints
 
     def sent(self, axes: frozenset[int]) -> Ints:
-        """Indices that a rank has for all ranks of its group over `axes`, itself included, counted for each."""
+        """Return the indices that each rank sends to the ranks of its group over `axes`, itself included."""
         if self.before is self.after:
-            return self.own
+            return self.num_kept
         receivers = {axis: places for axis, places in self.after.items() if axis not in axes}
         return _table({**receivers, **self.before}, self.lengths, self.axis_sizes)
 
-    def one_to_one(self) -> bool:
-        """Every row of ranks has before what exactly one row has after."""
+    def is_one_to_one(self) -> bool:
+        """Return whether each shard before is exactly one shard after."""
         if self.before is self.after:
             return True
         pairs = {*zip(self._rows(self.before), self._rows(self.after), strict=True)}
         return len(pairs) == len({row for row, _ in pairs}) == len({row for _, row in pairs})
 
-    def piece_counts(self, axes: frozenset[int]) -> list[tuple[int, Ints, Ints]]:
-        """For each extent that pieces have along this dim: it, and how many of them a rank sends, and receives.
+    def message_counts(self, axes: frozenset[int]) -> list[tuple[int, Ints, Ints]]:
+        """Return (extent, messages sent, messages received) per rank for each extent of messages along this dim.
 
-        Over groups of `axes`; the piece that a rank keeps is counted in both.
+        Groups are over `axes`; the message from a rank to itself is counted in both.
         """
         numbers = [np.asarray(self._rows(coordinates), np.int64) for coordinates in (self.before, self.after)]
         _, first, inverse = np.unique(np.stack(numbers), axis=1, return_index=True, return_inverse=True)
@@ -81,32 +81,34 @@ class Shift:
 
 
 @lru_cache(maxsize=8192)
-def shift(size: int, before: Splits, after: Splits, axis_sizes: tuple[int, ...]) -> Shift:
-    """How a dim of `size` indices goes from one order of cuts to another."""
-    starts, had = _owners(size, before, axis_sizes)
+def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int, ...]) -> DimTransfer:
+    """Compute the redistribution of a dim of `size` indices between two sequences of splits."""
+    starts, src_coordinates = _owners(size, before, axis_sizes)
     if before == after:
-        stretches = np.diff(starts, append=size)[: len(starts)]
-        return Shift(stretches, had, had, axis_sizes, frozenset(), lengths(size, before, axis_sizes))
-    other_starts, gets = _owners(size, after, axis_sizes)
+        segment_lengths = np.diff(starts, append=size)[: len(starts)]
+        num_kept = lengths(size, before, axis_sizes)
+        return DimTransfer(segment_lengths, src_coordinates, src_coordinates, axis_sizes, frozenset(), num_kept)
+    other_starts, dst_coordinates = _owners(size, after, axis_sizes)
     points = np.union1d(starts, other_starts)
-    stretches = np.diff(points, append=size)[: len(points)]
+    segment_lengths = np.diff(points, append=size)[: len(points)]
     at, other_at = np.searchsorted(starts, points, "right") - 1, np.searchsorted(other_starts, points, "right") - 1
-    had = {axis: places[at] for axis, places in had.items()}
-    gets = {axis: places[other_at] for axis, places in gets.items()}
+    src_coordinates = {axis: places[at] for axis, places in src_coordinates.items()}
+    dst_coordinates = {axis: places[other_at] for axis, places in dst_coordinates.items()}
     stays, needed = np.ones(len(points), bool), []
-    for axis, places in had.items():
-        if axis in gets:
-            same = places == gets[axis]
+    for axis, places in src_coordinates.items():
+        if axis in dst_coordinates:
+            same = places == dst_coordinates[axis]
             stays &= same
-        if len(points) and axis_sizes[axis] > 1 and (axis not in gets or not same.all()):
+        if len(points) and axis_sizes[axis] > 1 and (axis not in dst_coordinates or not same.all()):
             needed.append(axis)
-    own = _table({axis: places[stays] for axis, places in (gets | had).items()}, stretches[stays], axis_sizes)
-    return Shift(stretches, had, gets, axis_sizes, frozenset(needed), own)
+    kept = {axis: places[stays] for axis, places in (dst_coordinates | src_coordinates).items()}
+    num_kept = _table(kept, segment_lengths[stays], axis_sizes)
+    return DimTransfer(segment_lengths, src_coordinates, dst_coordinates, axis_sizes, frozenset(needed), num_kept)
 
 
 @lru_cache(maxsize=4096)
 def lengths(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> Ints:
-    """How many indices of a dim each rank holds."""
+    """Return the number of indices of a dim that each rank holds."""
     counts = cut(size, splits, axis_sizes).lengths()
     axes = [split.axis for split in splits]
     extents = [size if axis in axes else 1 for axis, size in enumerate(axis_sizes)]
@@ -115,7 +117,7 @@ def lengths(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _owners(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> tuple[Ints, dict[int, Ints]]:
-    """Where the stretches of a dim start, ascending, and for each axis the coordinates of the ranks that hold them."""
+    """Return the start of each segment of a dim, ascending, and its owner's coordinate on each axis."""
     intervals = cut(size, splits, axis_sizes)
     starts, stops = intervals.starts.reshape(-1), intervals.stops.reshape(-1)
     filled = np.flatnonzero(starts < stops)
@@ -129,7 +131,7 @@ def _owners(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> tuple[Int
 
 
 def _key(coordinates: Mapping[int, Ints], axis_sizes: tuple[int, ...], count: int) -> tuple[Ints, tuple[int, ...]]:
-    """One number for each set of coordinates, and the extents of a table indexed by it."""
+    """Flatten coordinates to one index each, and return the extents of the table that it indexes."""
     key = np.zeros(count, np.int64)
     extents = [1] * len(axis_sizes)
     for axis in sorted(coordinates):
@@ -139,24 +141,24 @@ def _key(coordinates: Mapping[int, Ints], axis_sizes: tuple[int, ...], count: in
 
 
 def _table(coordinates: Mapping[int, Ints], counts: Ints, axis_sizes: tuple[int, ...]) -> Ints:
-    """The sum of `counts` at each place."""
+    """Return the table of the sums of `counts` per coordinate."""
     key, extents = _key(coordinates, axis_sizes, len(counts))
     return np.bincount(key, counts, math.prod(extents)).astype(np.int64).reshape(extents)
 
 
 @dataclass(frozen=True, eq=False)
-class Volume:
-    """What a move from `src` to `dst` in one exchange takes, in elements of each rank.
+class ExchangeVolume:
+    """Traffic of one exchange from `src` to `dst`, in elements per rank.
 
     Attributes:
-        axes: the axes whose ranks must take part, ascending; none when every rank has what it is to have.
-        reduced: the axes whose partial values are reduced.
-        created: the axes that hold partial values only after.
-        sent: to other ranks, over the mesh.
-        received: from other ranks, over the mesh.
-        before: elements of each rank's tensor.
-        after: likewise.
-        keeps: no rank gives up anything.
+        axes: axes whose ranks must take part, ascending; empty if each rank already holds its new shard.
+        reduced: axes whose partial values are reduced.
+        created: axes that become partial.
+        sent: elements sent to other ranks, over the mesh.
+        received: elements received from other ranks, over the mesh.
+        before: elements of each rank's shard before.
+        after: elements of each rank's shard after.
+        keeps: whether each rank's new shard contains its old one.
     """
 
     axes: tuple[int, ...]
@@ -169,47 +171,48 @@ class Volume:
     keeps: bool
 
 
-def volume(src: Layout, dst: Layout) -> Volume:
-    """What one exchange from `src` to `dst` takes."""
-    shifts = shifts_of(src, dst)
+def exchange_volume(src: Layout, dst: Layout) -> ExchangeVolume:
+    """Compute the traffic of one exchange from `src` to `dst`."""
+    transfers = dim_transfers(src, dst)
     reduced = tuple(axis for axis in src.partial_axes() if src.partial[axis] != dst.partial[axis])
     created = tuple(axis for axis in dst.partial_axes() if src.partial[axis] != dst.partial[axis])
-    axes = frozenset(reduced).union(*(one.needed for one in shifts))
-    own = _product([one.own for one in shifts], src.axis_sizes)
+    axes = frozenset(reduced).union(*(transfer.needed for transfer in transfers))
+    num_kept = _product([transfer.num_kept for transfer in transfers], src.axis_sizes)
     before, after = numels(src), numels(dst)
+    keeps = bool((num_kept == before).all())
     if not axes:
-        nothing = np.zeros_like(own)
-        return Volume((), (), created, nothing, nothing, before, after, bool((own == before).all()))
+        nothing = np.zeros_like(num_kept)
+        return ExchangeVolume((), (), created, nothing, nothing, before, after, keeps)
     kept = dst.sharded_axes()
     receivers = math.prod(dst.axis_sizes[axis] for axis in axes if axis not in kept)
-    sent = _product([one.sent(axes) for one in shifts], src.axis_sizes) * receivers - own
-    received = math.prod(src.axis_sizes[axis] for axis in reduced) * after - own
-    return Volume(tuple(sorted(axes)), reduced, created, sent, received, before, after, bool((own == before).all()))
+    sent = _product([transfer.sent(axes) for transfer in transfers], src.axis_sizes) * receivers - num_kept
+    received = math.prod(src.axis_sizes[axis] for axis in reduced) * after - num_kept
+    return ExchangeVolume(tuple(sorted(axes)), reduced, created, sent, received, before, after, keeps)
 
 
 def is_permutation(src: Layout, dst: Layout, axes: tuple[int, ...]) -> bool:
-    """Whether every rank's whole part goes to one rank."""
-    return set(axes) <= dst.sharded_axes() and all(one.one_to_one() for one in shifts_of(src, dst))
+    """Return whether each rank's full shard goes to exactly one rank."""
+    return set(axes) <= dst.sharded_axes() and all(transfer.is_one_to_one() for transfer in dim_transfers(src, dst))
 
 
 def numels(layout: Layout) -> Ints:
-    """Elements of each rank's tensor, over the mesh; not to be written to."""
+    """Return the elements of each rank's shard, over the mesh, as a read-only array."""
     return _numels(layout.shape, layout.splits, layout.axis_sizes)
 
 
 @lru_cache(maxsize=1024)
 def _numels(shape: tuple[int, ...], splits: tuple[Splits, ...], axis_sizes: tuple[int, ...]) -> Ints:
-    found = _product([lengths(size, cuts, axis_sizes) for size, cuts in zip(shape, splits, strict=True)], axis_sizes)
-    found.flags.writeable = False
-    return found
+    product = _product([lengths(*dim, axis_sizes) for dim in zip(shape, splits, strict=True)], axis_sizes)
+    product.flags.writeable = False
+    return product
 
 
 def lower_bound(src: Layout, dst: Layout) -> int:
-    """Elements that some rank must receive, by any method.
+    """Return the number of elements that some rank must receive with any method.
 
-    Without reductions, the most that any rank lacks. With them, a rank lacks all that it is to have; and to bring
-    `c` contributions together and to give the value to `r` ranks takes c - 1 + r - 1 transfers of each element,
-    which is an average over ranks. Where partial values are created a rank need not have anything in particular.
+    Without reductions, this is the most that any rank lacks. With reductions, a rank lacks its full new shard, and
+    reducing `c` contributions and replicating the result to `r` ranks takes c - 1 + r - 1 transfers of each element,
+    which are averaged over ranks. Where partial values are created, no rank needs any particular elements.
     """
     ends = list(zip(src.axis_sizes, src.partial, dst.partial, strict=True))
     reduced = math.prod(size for size, a, b in ends if a and a != b)
@@ -217,31 +220,32 @@ def lower_bound(src: Layout, dst: Layout) -> int:
     lacking = 0
     if not created:
         after = numels(dst)
-        own = _product([one.own for one in shifts_of(src, dst)], src.axis_sizes) if reduced == 1 else 0
-        lacking = int((after - own).max())
+        kept_by_dim = [transfer.num_kept for transfer in dim_transfers(src, dst)]
+        num_kept = _product(kept_by_dim, src.axis_sizes) if reduced == 1 else 0
+        lacking = int((after - num_kept).max())
     if reduced == 1:
         return lacking
-    copies = math.prod(dst.axis_sizes[axis] for axis in dst.replicated_axes())
+    num_replicas = math.prod(dst.axis_sizes[axis] for axis in dst.replicated_axes())
     kept = math.prod(size for size, a, b in ends if a and a == b)
-    transfers = math.prod(src.shape) * kept * (reduced + copies - 2)
+    transfers = math.prod(src.shape) * kept * (reduced + num_replicas - 2)
     return max(lacking, -(-transfers // src.num_ranks()))
 
 
 def clear_tables() -> None:
-    """Forget all tables."""
-    for table in (shift, lengths, _numels, _owners, cut):
+    """Clear the cached tables."""
+    for table in (dim_transfer, lengths, _numels, _owners, cut):
         table.cache_clear()
 
 
-def commute(a: Reduction, b: Reduction) -> bool:
-    """Whether partial values may be reduced over one axis by `a` and another by `b` in either order."""
+def can_commute(a: Reduction, b: Reduction) -> bool:
+    """Return whether reductions by `a` over one axis and by `b` over another can be done in either order."""
     return a == b or {a, b} == {Reduction.SUM, Reduction.AVG}
 
 
-def shifts_of(src: Layout, dst: Layout) -> list[Shift]:
-    """How the indices of each dim change hands."""
+def dim_transfers(src: Layout, dst: Layout) -> list[DimTransfer]:
+    """Return the redistribution of each dim."""
     dims = zip(src.shape, src.splits, dst.splits, strict=True)
-    return [shift(size, before, after, src.axis_sizes) for size, before, after in dims]
+    return [dim_transfer(size, before, after, src.axis_sizes) for size, before, after in dims]
 
 
 def _product(tables: list[Ints], axis_sizes: tuple[int, ...]) -> Ints:

@@ -1,1 +1,1 @@
-"""Run plans: each step compiled to one rank's program, and executed on its tensor."""
+"""Execution of plans: each step is compiled to a program per rank and run on the local tensor."""

@@ -1,9 +1,8 @@
-"""From a step to one rank's program.
+"""Compilation of a step to one rank's program.
 
-Worked out once for a step and a rank and kept, as values only; the executor then makes a few calls for each tensor.
-Where pieces lie one after another in the order of the group's ranks, the tensor itself is sent or received into, and
-nothing is packed. What a step stages is never more than `pieces.staging_elements` says, but for a few elements where an
-all-gather has no group of its own.
+Programs are cached per step and rank; the executor then makes a few calls per tensor. If messages are contiguous in the
+order of the group's ranks, they are sent from or received into the tensor itself without packing. Staging never exceeds
+`shard_exchange.staging_elements`, except for a few elements if an all-gather has no group of its own.
 """
 
 from __future__ import annotations
@@ -16,29 +15,31 @@ from functools import lru_cache
 from meshwright.errors import LayoutError
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.planner.steps import REDUCING, Step, StepKind
-from meshwright.reshard.run.program import OUTSIDE, Fold, Level, Program, Round
-from meshwright.reshard.run.shard_exchange import Piece, in_rounds, received, sent
+from meshwright.reshard.run.program import OUTSIDE, ExchangeRound, ReductionLevel, RegionReduction, StepProgram
+from meshwright.reshard.run.shard_exchange import ShardMessage, messages_received, messages_sent, split_into_rounds
 from meshwright.reshard.run.strided_windows import (
-    Copy,
+    StridedCopy,
     Strides,
     contiguous_strides,
-    flat_parts,
     flat_range,
-    fused,
-    places,
-    shifted,
+    fuse_copies,
+    message_windows,
+    shift_window,
+    split_flat,
 )
+
+Messages = Sequence[ShardMessage]
 
 
 @lru_cache(maxsize=4096)
-def compile_step(step: Step, rank: int, slots: tuple[int, ...], strides: Strides) -> Program:
-    """The step as `rank` runs it.
+def compile_step(step: Step, rank: int, slots: tuple[int, ...], strides: Strides) -> StepProgram:
+    """Compile a step to the program that `rank` runs.
 
     Args:
-        step: what to do.
-        rank: within the mesh.
-        slots: for each rank of the process group its rank within the mesh, or `OUTSIDE`.
-        strides: of the rank's tensor before the step.
+        step: the step to compile.
+        rank: rank within the mesh.
+        slots: mesh rank of each rank of the process group, or `OUTSIDE`.
+        strides: strides of the rank's tensor before the step.
     """
     return _Compiler(step, rank, slots, strides).program()
 
@@ -55,179 +56,178 @@ class _Compiler:
         self.rounds = max(1, step.rounds)
         self.gathers = self._is_gather()
         if step.kind is StepKind.ALL_GATHER and not self.gathers:
-            self.rounds *= 2  # an exchange packs a part once for each receiver: in halves it holds what was planned
+            self.rounds *= 2  # an exchange packs a shard once per receiver: half rounds keep within the planned memory
 
-    def program(self) -> Program:
+    def program(self) -> StepProgram:
         levels = _levels(self.step) if self.reduces else ()
-        incoming = [piece for piece in received(self.step, self.rank) if piece.numel()]
+        incoming = [message for message in messages_received(self.step, self.rank) if message.numel()]
         if len(self.slots) == 1 and not levels and self._has_all(incoming):
-            return Program(self.before, self.after, False, ())
-        outgoing = [piece for piece in sent(self.step, self.rank) if piece.numel()]
-        largest = max((piece.numel() for piece in incoming), default=0)
+            return StepProgram(self.before, self.after, False, ())
+        outgoing = [message for message in messages_sent(self.step, self.rank) if message.numel()]
+        largest = max((message.numel() for message in incoming), default=0)
         make = self._gather if self.gathers else self._exchange
         found = [make(out, into) for out, into in
                  zip(self._in_rounds(outgoing, largest), self._in_rounds(incoming, largest), strict=True)]  # fmt: skip
         staging = max((one.staging_elements() for one in found), default=0) if len(self.slots) > 1 else 0
-        return Program(self.before, self.after, True, tuple(found), staging, levels)
+        return StepProgram(self.before, self.after, True, tuple(found), staging, levels)
 
-    def _in_rounds(self, pieces: Sequence[Piece], largest: int) -> list[list[Piece]]:
-        """What moves in each round: of an all-gather a range of the packed part, else a slice of each piece."""
+    def _in_rounds(self, messages: Messages, largest: int) -> list[list[ShardMessage]]:
+        """Split messages into rounds: ranges of the packed shard for an all-gather, else slices of each message."""
         if self.step.kind is StepKind.ALL_GATHER and self.rounds > 1:
             size = -(-largest // self.rounds)
             ends = [(at * size, (at + 1) * size) for at in range(self.rounds)]
-            return [[part for piece in pieces for part in flat_parts(piece, *end)] for end in ends]
-        cut = [in_rounds(piece, self.rounds) for piece in pieces]
-        return [[part for parts in cut if (part := parts[at])] for at in range(self.rounds)]
+            return [[part for message in messages for part in split_flat(message, *end)] for end in ends]
+        chunks = [split_into_rounds(message, self.rounds) for message in messages]
+        return [[part for parts in chunks if (part := parts[at])] for at in range(self.rounds)]
 
-    def _has_all(self, pieces: Sequence[Piece]) -> bool:
-        """All that the rank has is all that it is to have."""
-        return self.before == self.after and all(len(r) <= 1 for p in pieces for r in p.runs)
+    def _has_all(self, messages: Messages) -> bool:
+        """Return whether the rank's shard stays the same."""
+        return self.before == self.after and all(len(r) <= 1 for p in messages for r in p.runs)
 
     def _is_gather(self) -> bool:
-        """An all-gather does it: everybody's whole part goes to everybody in the group."""
+        """Return whether the step can run as an all-gather: each rank's full shard goes to all ranks of the group."""
         step = self.step
         if OUTSIDE in self.slots or len(self.slots) == 1:
             return False
         if step.kind is StepKind.ALL_GATHER:
             return True
         if len(self.slots) == 2:
-            return False  # an exchange sends the tensor as it lies, and receives one copy instead of two
+            return False  # an exchange sends the tensor in place, and receives one copy instead of two
         reduced = [axis for axis in step.axes if step.src.partial[axis]]
         copies = math.prod(step.src.axis_sizes[axis] for axis in reduced)
         return step.kind is StepKind.ALL_REDUCE and step.src.splits == step.dst.splits and copies == len(self.slots)
 
-    def _gather(self, outgoing: Sequence[Piece], incoming: Sequence[Piece]) -> Round:
+    def _gather(self, outgoing: Messages, incoming: Messages) -> ExchangeRound:
         filled: dict[int, int] = {}
         within = []
-        for piece in incoming:
-            within.append(filled.get(piece.sender, 0))
-            filled[piece.sender] = within[-1] + piece.numel()
+        for message in incoming:
+            within.append(filled.get(message.sender, 0))
+            filled[message.sender] = within[-1] + message.numel()
         length = max(filled.values(), default=0)
-        at = [self.slot_of[piece.sender] * length + offset for piece, offset in zip(incoming, within, strict=True)]
-        own = [place for place, piece in enumerate(incoming) if piece.sender == self.rank]
-        is_whole = self.is_dense and length == math.prod(self.before)
-        lies = self.rounds == 1 and not self.reduces and self._lies(incoming, at, length)
-        return Round(
+        at = [self.slot_of[message.sender] * length + offset for message, offset in zip(incoming, within, strict=True)]
+        own = [i for i, message in enumerate(incoming) if message.sender == self.rank]
+        sends_full_tensor = self.is_dense and length == math.prod(self.before)
+        is_in_place = self.rounds == 1 and not self.reduces and self._is_in_place(incoming, at, length)
+        return ExchangeRound(
             (length,),
             (length,) * len(self.slots),
             length,
             length * len(self.slots),
             gathers=True,
-            send_from=0 if is_whole else None,
-            receive_at=0 if lies else None,
-            pack=() if is_whole else self._packs([incoming[place] for place in own], [at[place] for place in own]),
-            unpack=() if lies or self.reduces else self._unpacks(incoming, at),
-            folds=self._folds(incoming, at) if self.reduces else (),
+            send_from=0 if sends_full_tensor else None,
+            receive_at=0 if is_in_place else None,
+            pack=() if sends_full_tensor else self._packs([incoming[i] for i in own], [at[i] for i in own]),
+            unpack=() if is_in_place or self.reduces else self._unpacks(incoming, at),
+            reductions=self._reductions(incoming, at) if self.reduces else (),
         )
 
-    def _lies(self, incoming: Sequence[Piece], at: Sequence[int], length: int) -> bool:
-        """Where each part lies in the buffer is where it belongs in the result."""
-        ranges = [flat_range(piece, self.result_strides, of_source=False) for piece in incoming]
-        wanted = [(start, piece.numel()) for start, piece in zip(at, incoming, strict=True)]
+    def _is_in_place(self, incoming: Messages, at: Sequence[int], length: int) -> bool:
+        """Return whether the gather buffer has the result's memory layout, so it can be the result itself."""
+        ranges = [flat_range(message, self.result_strides, of_source=False) for message in incoming]
+        wanted = [(start, message.numel()) for start, message in zip(at, incoming, strict=True)]
         return ranges == wanted and length * len(self.slots) == math.prod(self.after)
 
-    def _exchange(self, outgoing: Sequence[Piece], incoming: Sequence[Piece]) -> Round:
+    def _exchange(self, outgoing: Messages, incoming: Messages) -> ExchangeRound:
         out = sorted((p for p in outgoing if p.receiver != self.rank), key=lambda p: self.slot_of[p.receiver])
         into = sorted((p for p in incoming if p.sender != self.rank), key=lambda p: self.slot_of[p.sender])
         own = [p for p in incoming if p.sender == self.rank]
-        best = min((self._way(out, into, own, with_own=False), self._way(out, into, own, with_own=True)),
-                   key=lambda way: way.cost)  # fmt: skip
-        return best.round(self)
+        candidates = [self._candidate(out, into, own, with_own=with_own) for with_own in (False, True)]
+        return min(candidates, key=lambda candidate: candidate.cost).round(self)
 
-    def _way(self, out: list[Piece], into: list[Piece], own: list[Piece], *, with_own: bool) -> _Way:
-        """One way to exchange: with the rank's own piece among what is sent and received, or apart."""
+    def _candidate(self, out: Messages, into: Messages, own: Messages, *, with_own: bool) -> _ExchangeCandidate:
+        """Return an exchange that sends the rank's own message through the collective, or copies it separately."""
         apart = sum(p.numel() for p in out) + sum(p.numel() for p in into)
         own_elements = sum(p.numel() for p in own)
         if with_own:
             out = sorted([*out, *own], key=lambda p: self.slot_of[p.receiver])
             into = sorted([*into, *own], key=lambda p: self.slot_of[p.sender])
-        send_from = self._range(out, of_source=True) if self.is_dense else None
-        receive_at = None if self.reduces else self._range(into, of_source=False)
+        send_from = self._contiguous_start(out, of_source=True) if self.is_dense else None
+        receive_at = None if self.reduces else self._contiguous_start(into, of_source=False)
         packed = 0 if send_from is not None else sum(p.numel() for p in out)
         unpacked = 0 if receive_at is not None else sum(p.numel() for p in into)
         fits = not with_own or (len(self.slots) > 1 and packed + unpacked <= apart)
         cost = packed + unpacked + own_elements * (not with_own and not self.reduces)
-        return _Way(cost if fits else math.inf, out, into, [] if with_own else own, send_from, receive_at)
+        return _ExchangeCandidate(cost if fits else math.inf, out, into, [] if with_own else own, send_from, receive_at)
 
-    def _range(self, pieces: Sequence[Piece], *, of_source: bool) -> int | None:
-        """Where the pieces begin, if they lie one after another without a gap."""
-        if self.rounds > 1 or not pieces:
+    def _contiguous_start(self, messages: Messages, *, of_source: bool) -> int | None:
+        """Return the offset of the first message if the messages are contiguous, else None."""
+        if self.rounds > 1 or not messages:
             return None
         start = end = None
-        for piece in pieces:
-            found = flat_range(piece, self.strides if of_source else self.result_strides, of_source=of_source)
+        for message in messages:
+            found = flat_range(message, self.strides if of_source else self.result_strides, of_source=of_source)
             if found is None or (end is not None and found[0] != end):
                 return None
             start = found[0] if start is None else start
             end = found[0] + found[1]
         return start
 
-    def _packs(self, pieces: Sequence[Piece], offsets: Sequence[int]) -> tuple[Copy, ...]:
-        return fused([
-            Copy(place.size, place.source, shifted(place.packed, offset))
-            for piece, offset in zip(pieces, offsets, strict=True)
-            for place in places(piece, self.strides, self.strides, by_source=True, by_target=False)
+    def _packs(self, messages: Messages, offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
+        return fuse_copies([
+            StridedCopy(windows.size, windows.source, shift_window(windows.packed, offset))
+            for message, offset in zip(messages, offsets, strict=True)
+            for windows in message_windows(message, self.strides, self.strides, by_source=True, by_target=False)
         ])  # fmt: skip
 
-    def _unpacks(self, pieces: Sequence[Piece], offsets: Sequence[int]) -> tuple[Copy, ...]:
+    def _unpacks(self, messages: Messages, offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
         strides = self.result_strides
-        return fused([
-            Copy(place.size, shifted(place.packed, offset), place.target)
-            for piece, offset in zip(pieces, offsets, strict=True)
-            for place in places(piece, strides, strides, by_source=False, by_target=True)
+        return fuse_copies([
+            StridedCopy(windows.size, shift_window(windows.packed, offset), windows.target)
+            for message, offset in zip(messages, offsets, strict=True)
+            for windows in message_windows(message, strides, strides, by_source=False, by_target=True)
         ])  # fmt: skip
 
-    def _copies(self, pieces: Sequence[Piece]) -> tuple[Copy, ...]:
-        return fused([
-            Copy(place.size, place.source, place.target)
-            for piece in pieces
-            for place in places(piece, self.strides, self.result_strides, by_source=True, by_target=True)
+    def _copies(self, messages: Messages) -> tuple[StridedCopy, ...]:
+        return fuse_copies([
+            StridedCopy(windows.size, windows.source, windows.target)
+            for message in messages
+            for windows in message_windows(message, self.strides, self.result_strides, by_source=True, by_target=True)
         ])  # fmt: skip
 
-    def _folds(self, pieces: Sequence[Piece], offsets: Sequence[int | None]) -> tuple[Fold, ...]:
-        """One for each window of each region. No offset: what the rank has itself and did not receive."""
-        regions: dict[tuple[object, ...], list[tuple[Piece, int | None]]] = {}
-        for piece, offset in sorted(zip(pieces, offsets, strict=True), key=lambda pair: pair[0].copy):
-            regions.setdefault(_targets(piece), []).append((piece, offset))
-        return tuple(fold for copies in regions.values() for fold in self._region(copies))
+    def _reductions(self, messages: Messages, offsets: Sequence[int | None]) -> tuple[RegionReduction, ...]:
+        """Return a reduction per window of each region. Messages without offset are read from the rank's own tensor."""
+        regions: dict[tuple[object, ...], list[tuple[ShardMessage, int | None]]] = {}
+        for message, offset in sorted(zip(messages, offsets, strict=True), key=lambda pair: pair[0].copy):
+            regions.setdefault(_target_ranges(message), []).append((message, offset))
+        return tuple(fold for copies in regions.values() for fold in self._region_reductions(copies))
 
-    def _region(self, copies: Sequence[tuple[Piece, int | None]]) -> list[Fold]:
-        own = next((piece for piece, offset in copies if offset is None), None)
+    def _region_reductions(self, copies: Sequence[tuple[ShardMessage, int | None]]) -> list[RegionReduction]:
+        own = next((message for message, offset in copies if offset is None), None)
         lead, strides = (own, self.strides) if own else (copies[0][0], self.result_strides)
         return [
-            Fold(
-                place.size,
-                place.target,
-                tuple((False, place.source) if at is None else (True, shifted(place.packed, at)) for _, at in copies),
+            RegionReduction(
+                w.size,
+                w.target,
+                tuple((False, w.source) if at is None else (True, shift_window(w.packed, at)) for _, at in copies),
             )
-            for place in places(lead, strides, self.result_strides, by_source=own is not None, by_target=True)
+            for w in message_windows(lead, strides, self.result_strides, by_source=own is not None, by_target=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to exchange, and the elements that are copied on it."""
+class _ExchangeCandidate:
+    """Candidate for an exchange, with the number of elements that it copies locally as its cost."""
 
     cost: float
-    out: list[Piece]
-    into: list[Piece]
-    own: list[Piece]
+    out: Messages
+    into: Messages
+    own: Messages
     send_from: int | None
     receive_at: int | None
 
-    def round(self, compiler: _Compiler) -> Round:
-        """The collective and its copies."""
+    def round(self, compiler: _Compiler) -> ExchangeRound:
+        """Return the collective and the copies around it."""
         send, receive = [0] * len(compiler.slots), [0] * len(compiler.slots)
         out_at, into_at = [], []
-        for piece in self.out:
+        for message in self.out:
             out_at.append(sum(send))
-            send[compiler.slot_of[piece.receiver]] += piece.numel()
-        for piece in self.into:
+            send[compiler.slot_of[message.receiver]] += message.numel()
+        for message in self.into:
             into_at.append(sum(receive))
-            receive[compiler.slot_of[piece.sender]] += piece.numel()
+            receive[compiler.slot_of[message.sender]] += message.numel()
         packs, none = self.send_from is None, [None] * len(self.own)
         unpacks = self.receive_at is None and not compiler.reduces
-        return Round(
+        return ExchangeRound(
             tuple(send),
             tuple(receive),
             sum(send),
@@ -238,14 +238,14 @@ class _Way:
             pack=compiler._packs(self.out, out_at) if packs else (),
             unpack=compiler._unpacks(self.into, into_at) if unpacks else (),
             own=() if compiler.reduces else compiler._copies(self.own),
-            folds=compiler._folds([*self.into, *self.own], [*into_at, *none]) if compiler.reduces else (),
+            reductions=compiler._reductions([*self.into, *self.own], [*into_at, *none]) if compiler.reduces else (),
         )
 
 
-def _targets(piece: Piece) -> tuple[object, ...]:
-    """The indices in the receiver's tensor: copies of a region may be cut into runs at different places."""
+def _target_ranges(message: ShardMessage) -> tuple[object, ...]:
+    """Return the merged index ranges in the receiver's tensor; runs of partial values may differ."""
     joined = []
-    for runs in piece.runs:
+    for runs in message.runs:
         found: list[tuple[int, int]] = []
         for run in runs:
             if found and sum(found[-1]) == run.target:
@@ -256,9 +256,9 @@ def _targets(piece: Piece) -> tuple[object, ...]:
     return tuple(joined)
 
 
-def _levels(step: Step) -> tuple[Level, ...]:
-    """How the copies of an element are reduced: neighbouring axes that do the same become one level."""
-    levels: list[Level] = []
+def _levels(step: Step) -> tuple[ReductionLevel, ...]:
+    """Return the reduction levels, merging neighboring axes of the same reduction."""
+    levels: list[ReductionLevel] = []
     for axis in step.axes:
         reduction = step.src.partial[axis]
         if reduction is None or step.dst.partial[axis]:
@@ -267,13 +267,13 @@ def _levels(step: Step) -> tuple[Level, ...]:
         divisor = size if reduction is Reduction.AVG else 1
         kind = Reduction.SUM if reduction is Reduction.AVG else reduction
         if levels and levels[-1].reduction is kind:
-            levels[-1] = Level(kind, levels[-1].num_copies * size, levels[-1].divisor * divisor)
+            levels[-1] = ReductionLevel(kind, levels[-1].num_copies * size, levels[-1].divisor * divisor)
         else:
-            levels.append(Level(kind, size, divisor))
+            levels.append(ReductionLevel(kind, size, divisor))
     if not levels:
         raise LayoutError(
             f"the step {step.kind} over axes {step.axes} has nothing to reduce",
-            rule="a step that reduces has an axis with partial values before it and none after it",
-            fix="plan anew",
+            rule="a reducing step has an axis that is partial before it and not after",
+            fix="plan again",
         )
     return tuple(levels)

@@ -1,7 +1,7 @@
-"""Running a plan: each step's program on this rank's tensor, and nothing that the plan does not say.
+"""Execution of a plan: runs each step's program on this rank's tensor.
 
-An exchange packs, sends and receives rows of one flat tensor, and unpacks; an all-gather receives into one buffer, in
-which its own part lies already. Copies run on as many strided windows as `program` found, which is mostly one.
+An exchange packs, sends and receives ranges of one flat tensor, and unpacks; an all-gather receives into one buffer
+that already contains the rank's own shard. Each copy is one call per strided window, usually a single one.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
 from meshwright.reshard.run.compile_step import compile_step
-from meshwright.reshard.run.partial_init import share_of
-from meshwright.reshard.run.process_groups import Meeting, MeshGroups
-from meshwright.reshard.run.program import Program, Round
-from meshwright.reshard.run.reduce_partial import check_reducible, neutral_element, reduce_onto
-from meshwright.reshard.run.strided_windows import Copy, Window
+from meshwright.reshard.run.partial_init import partial_init_of
+from meshwright.reshard.run.process_groups import MeshGroups, StepGroup
+from meshwright.reshard.run.program import ExchangeRound, StepProgram
+from meshwright.reshard.run.reduce_partial import check_reducible, neutral_element, reduce_into
+from meshwright.reshard.run.strided_windows import StridedCopy, Window
 
 
 @torch.no_grad()
 def execute(plan: ReshardPlan, local: Tensor, groups: MeshGroups) -> Tensor:
-    """This rank's part after the plan. All ranks of the mesh call it, with one plan. Not differentiable.
+    """Run a plan on this rank's shard. Must be called on all ranks of the mesh with the same plan. Not differentiable.
 
     Args:
-        plan: what to do.
-        local: this rank's part before it; any strides, any type. It stays as it is.
-        groups: where the mesh's ranks meet, by `groups_of` or `prepare`.
+        plan: the plan to run.
+        local: this rank's shard before the plan, of any strides and dtype; not modified.
+        groups: process groups of the mesh, from `groups_of` or `prepare`.
 
     Returns:
-        a new tensor, or `local` if the plan changes nothing on this rank.
+        this rank's shard after the plan: a new tensor, or `local` if the plan changes nothing on this rank.
 
     Raises:
-        LayoutError: `local` is not this rank's part, or its type has no such reduction.
-        CollectiveError: another rank did not come.
+        LayoutError: if `local` does not have the shard's shape, or its dtype does not support a reduction.
+        CollectiveError: if another rank fails or does not take part.
     """
     x = local.detach().resolve_conj().resolve_neg()
     for step in plan.steps:
@@ -47,59 +47,58 @@ def execute(plan: ReshardPlan, local: Tensor, groups: MeshGroups) -> Tensor:
 
 
 def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
-    meeting = groups.of(step.axes)
-    program = compile_step(step, groups.rank, meeting.slots, x.stride())
+    step_group = groups.of(step.axes)
+    program = compile_step(step, groups.rank, step_group.slots, x.stride())
     _check_shape(x, program.before, step.src, groups.rank)
     if not program.changes:
         return x
     if program.levels:
         check_reducible(step.src, x.dtype)
     result, staging = x.new_empty(program.after), x.new_empty(program.staging_elements)
-    for one in program.rounds:
-        meet = _gather if one.gathers else _exchange
-        received = meet(one, x, meeting, result, staging)
-        _settle(one, program, received, x, result)
+    for round_ in program.rounds:
+        communicate = _gather if round_.gathers else _exchange
+        received = communicate(round_, x, step_group, result, staging)
+        _unpack(round_, program, received, x, result)
     return result
 
 
-def _gather(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:
-    """Every rank's part, flat, by the group's ranks."""
-    received = (staging if one.receive_at is None else result.view(-1)).narrow(0, 0, one.num_received)
-    _copy(one.pack, x, received)
-    if one.num_received:
-        all_gather_rows_into(received, None if one.send_from is None else x, group=meeting.group)
+def _gather(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
+    """Gather the shards of all ranks into one flat tensor, in the order of the group's ranks."""
+    received = (staging if round_.receive_at is None else result.view(-1)).narrow(0, 0, round_.num_received)
+    _copy(round_.pack, x, received)
+    if round_.num_received:
+        all_gather_rows_into(received, None if round_.send_from is None else x, group=step_group.group)
     return received
 
 
-def _exchange(one: Round, x: Tensor, meeting: Meeting, result: Tensor, staging: Tensor) -> Tensor:
-    """What others have for this rank, flat, by the group's ranks."""
-    if meeting.group is None:
+def _exchange(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
+    """Exchange messages; return the received ones as one flat tensor, in the order of the group's ranks."""
+    if step_group.group is None:
         return staging
-    if one.send_from is None:
-        packed, at = staging.narrow(0, 0, one.num_sent), one.num_sent
-        _copy(one.pack, x, packed)
+    if round_.send_from is None:
+        packed, at = staging.narrow(0, 0, round_.num_sent), round_.num_sent
+        _copy(round_.pack, x, packed)
     else:
-        packed, at = _flat(x).narrow(0, one.send_from, one.num_sent), 0
-    if one.receive_at is None:
-        received = staging.narrow(0, at, one.num_received)
+        packed, at = _flat(x).narrow(0, round_.send_from, round_.num_sent), 0
+    if round_.receive_at is None:
+        received = staging.narrow(0, at, round_.num_received)
     else:
-        received = result.view(-1).narrow(0, one.receive_at, one.num_received)
-    all_to_all_into(
-        received, packed, send_splits=one.send, recv_splits=one.receive, group=meeting.group, permutes=one.permutes
-    )
+        received = result.view(-1).narrow(0, round_.receive_at, round_.num_received)
+    splits = {"send_splits": round_.send, "recv_splits": round_.receive}
+    all_to_all_into(received, packed, **splits, group=step_group.group, permutes=round_.permutes)
     return received
 
 
-def _settle(one: Round, program: Program, received: Tensor, x: Tensor, result: Tensor) -> None:
-    """What was received, and the rank's own, where they belong."""
-    _copy(one.unpack, received, result)
-    _copy(one.own, x, result)
-    for fold in one.folds:
+def _unpack(round_: ExchangeRound, program: StepProgram, received: Tensor, x: Tensor, result: Tensor) -> None:
+    """Write received and local elements to the result, reducing partial values."""
+    _copy(round_.unpack, received, result)
+    _copy(round_.own, x, result)
+    for fold in round_.reductions:
         copies = [_window(received if is_received else x, fold.size, at) for is_received, at in fold.copies]
-        reduce_onto(_window(result, fold.size, fold.target), copies, program.levels)
+        reduce_into(_window(result, fold.size, fold.target), copies, program.levels)
 
 
-def _copy(copies: Sequence[Copy], source: Tensor, target: Tensor) -> None:
+def _copy(copies: Sequence[StridedCopy], source: Tensor, target: Tensor) -> None:
     for copy in copies:
         _window(target, copy.size, copy.target).copy_(_window(source, copy.size, copy.source))
 
@@ -109,37 +108,37 @@ def _window(x: Tensor, size: tuple[int, ...], window: Window) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A tensor without gaps as one dim, whatever strides its dims of one index have."""
+    """View a dense tensor as one dim, whatever the strides of its dims of size 1."""
     return x.as_strided((x.numel(),), (1,))
 
 
 def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
-    """Values as partial ones: this rank's share, and elsewhere what is neutral.
+    """Make values partial: keep this rank's share and fill the rest with the neutral element.
 
-    Of an average, a maximum or a minimum of copies each rank keeps its copy, as PyTorch does; of a sum, rank 0 of the
-    axis keeps it, where PyTorch divides, which a sum does not always undo. `shares` has the rest.
+    For avg, max and min over replicas each rank keeps its replica, as in PyTorch. For a sum rank 0 of the axis keeps
+    it; PyTorch divides instead, which is not always exact. See `partial_init` for the other cases.
     """
     program = compile_step(step, rank, (rank,), x.stride())
     _check_shape(x, program.before, step.src, rank)
     check_reducible(step.dst, x.dtype)
-    share = share_of(step, rank)
-    if share.keeps and share.factor == 1 and not program.changes:
+    partial_init = partial_init_of(step, rank)
+    if partial_init.keeps_value and partial_init.factor == 1 and not program.changes:
         return x
     result = x.new_empty(program.after)
-    result.fill_(neutral_element(share.neutral_to, x.dtype))
-    if share.keeps:
-        for one in program.rounds:
-            _copy(one.own, x, result)
-        if share.factor != 1:  # what is not its share is 0
-            result.mul_(share.factor)
+    result.fill_(neutral_element(partial_init.fill_reduction, x.dtype))
+    if partial_init.keeps_value:
+        for round_ in program.rounds:
+            _copy(round_.own, x, result)
+        if partial_init.factor != 1:  # the rest is filled with 0
+            result.mul_(partial_init.factor)
     return result
 
 
 def _check_shape(x: Tensor, shape: tuple[int, ...], layout: Layout, rank: int) -> None:
     if x.shape != shape:
         raise LayoutError(
-            f"rank {rank} has a tensor of {list(x.shape)}",
-            where=f"layout {layout} of a tensor of {list(layout.shape)}",
-            rule=f"its part is {list(shape)}",
-            fix="the local tensor of a DTensor with this layout",
+            f"rank {rank} has a local tensor of shape {list(x.shape)}",
+            where=f"layout {layout} of a tensor of shape {list(layout.shape)}",
+            rule=f"its shard has shape {list(shape)}",
+            fix="pass the local tensor of a DTensor with this layout",
         )

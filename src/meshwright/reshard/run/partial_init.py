@@ -1,8 +1,8 @@
-"""What a rank keeps where values become partial, and what it fills in elsewhere.
+"""Initialization of partial values: the share that a rank keeps, and the neutral element that fills the rest.
 
-A partial value is reduced over the innermost axis first. On an axis that becomes partial, what is not a rank's share
-must be neutral to that axis's reduction once it was reduced over the axes further in. So of a product whose factors are
-sums, the first of a sum's ranks fills in 1 and the others 0: their sum is 1.
+A partial value is reduced over the innermost axis first. On an axis that becomes partial, the filled elements must be
+neutral to that axis's reduction after they have been reduced over the axes further in. For example, in a product of
+sums, the first rank of each sum fills with 1 and the others with 0, so that their sum is 1.
 """
 
 from __future__ import annotations
@@ -15,53 +15,54 @@ from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.planner.steps import Step
 
 _ALL_KEEP = (Reduction.AVG, Reduction.MAX, Reduction.MIN)
-"""Of these, copies reduce to themselves."""
+"""Reductions that map equal values to the same value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A rank's part in a partition.
+class PartialInit:
+    """Initialization of one rank's partial values.
 
     Attributes:
-        keeps: it keeps what it has; else it fills in everything.
-        factor: what it multiplies that by: the average of one part and zeros is to be the part.
-        neutral_to: the reduction whose neutral element it fills in.
+        keeps_value: whether the rank keeps its values; otherwise it fills its full shard.
+        factor: multiplier of the kept values, which makes the average of a shard and zeros equal the shard.
+        fill_reduction: reduction whose neutral element fills the rest.
     """
 
-    keeps: bool
+    keeps_value: bool
     factor: int
-    neutral_to: Reduction
+    fill_reduction: Reduction
 
 
-def share_of(step: Step, rank: int) -> Share:
-    """The share of one rank.
+def partial_init_of(step: Step, rank: int) -> PartialInit:
+    """Return how one rank initializes its partial values in a partition step.
 
     Raises:
-        LayoutError: the new partial values have several reductions, or what to fill in would differ by element.
+        LayoutError: if the new partial values have several reductions, or the fill value would differ by element.
     """
-    place, copies, held = step.src.coordinate(rank), step.src.replicated_axes(), step.src.partial
-    made = {axis: r for axis, r in enumerate(step.dst.partial) if r and not held[axis]}
-    kinds = {Reduction.SUM if r is Reduction.AVG else r for r in made.values()}
-    parts = [axis for axis in made if axis not in copies]
-    between = {r for r in held[min(made) : max(made)] if r} - {*_ALL_KEEP} - kinds
-    if len(kinds) != 1 or (parts and between):
+    coordinate, replicated, held = step.src.coordinate(rank), step.src.replicated_axes(), step.src.partial
+    created = {axis: r for axis, r in enumerate(step.dst.partial) if r and not held[axis]}
+    reductions = {Reduction.SUM if r is Reduction.AVG else r for r in created.values()}
+    sharded = [axis for axis in created if axis not in replicated]
+    between = {r for r in held[min(created) : max(created)] if r} - {*_ALL_KEEP} - reductions
+    if len(reductions) != 1 or (sharded and between):
         raise LayoutError(
-            f"values cannot become partial for {' and '.join(sorted({*made.values(), *between}))} at once",
+            f"values cannot become partial for {' and '.join(sorted({*created.values(), *between}))} at once",
             where=f"step to {step.dst}",
-            rule="a step's new partial values have one reduction, or sums and averages, with none of another kind "
-            "between their axes",
-            fix="a step for each axis, the first axis first; plan() makes such steps",
+            rule="a step creates partial values of one reduction, or of sum and avg, with no other reduction between "
+            "their axes",
+            fix="use one step per axis, the first axis first; plan() makes such steps",
         )
-    (filled,) = kinds
-    off = [axis for axis, r in made.items() if axis in copies and r not in _ALL_KEEP and place[axis]]
+    (filled,) = reductions
+    filling = [a for a, r in created.items() if a in replicated and r not in _ALL_KEEP and coordinate[a]]
     for axis, reduction in enumerate(held):
-        if axis > max(off, default=max(made)) and place[axis] and reduction in (Reduction.SUM, Reduction.PRODUCT):
+        is_inner = axis > max(filling, default=max(created))
+        if is_inner and coordinate[axis] and reduction in (Reduction.SUM, Reduction.PRODUCT):
             filled = reduction
-    return Share(not off, math.prod(_factor(step, axis, place) for axis in parts), filled)
+    return PartialInit(not filling, math.prod(_factor(step, axis, coordinate) for axis in sharded), filled)
 
 
-def _factor(step: Step, axis: int, place: tuple[int, ...]) -> int:
-    """Of a part on an axis that becomes partial; a product further in has it once."""
-    inner = zip(step.src.partial[axis + 1 :], place[axis + 1 :], strict=True)
+def _factor(step: Step, axis: int, coordinate: tuple[int, ...]) -> int:
+    """Return the factor for a sharded axis that becomes partial; with a product further in, one rank applies it."""
+    inner = zip(step.src.partial[axis + 1 :], coordinate[axis + 1 :], strict=True)
     is_once_more = any(reduction is Reduction.PRODUCT and at for reduction, at in inner)
     return step.src.axis_sizes[axis] if step.dst.partial[axis] is Reduction.AVG and not is_once_more else 1

@@ -1,16 +1,16 @@
-"""Process groups of a mesh, and which of their ranks are which ranks of the mesh.
+"""Process groups of a mesh, and the mapping from their ranks to mesh ranks.
 
-A step over one axis meets in that axis's own group. One over several axes meets in a group that `prepare` made, or,
-where the mesh has all ranks of the run, in the group of all ranks, which send nothing to those outside. Nothing is
-created on the way: communicators made lazily, in the order in which ranks reach them, deadlock. Where there is no
-group, that is an error; messages between pairs of ranks would do with gloo, but with NCCL they make communicators too.
-So that DTensors need no `prepare`, theirs are plans of one axis a step where `merges_axes` says that groups lack.
+A step over one axis uses that axis's group. A step over several axes uses a group created by `prepare` or, if the mesh
+contains all ranks, the default group, where ranks send nothing to those outside the step. Groups are never created on
+demand: communicators created lazily, in the order in which ranks reach them, deadlock. A missing group is an error;
+point-to-point messages would work with gloo, but with NCCL they create communicators too. So that DTensors work without
+`prepare`, their plans use one axis per step if `can_merge_axes` is false.
 
-[Note: one order] Collectives of a group must be entered in one order by all its ranks. Threads that redistribute at
-the same time therefore need groups of their own: `prepare(mesh, own=True)` for each, in one order on all ranks.
+[Note: one order] All ranks of a group must enter its collectives in the same order. Threads that redistribute
+concurrently therefore need separate groups: `prepare(mesh, own=True)` for each, in the same order on all ranks.
 
-[Note: no hold on a mesh] Nothing here keeps a mesh alive. What `prepare` made is kept for the run by the mesh's value,
-so that which group is used follows from calls that all ranks made, and not from when a rank collects its garbage.
+[Note: no hold on a mesh] Nothing here keeps a mesh alive. Groups created by `prepare` are kept for the run, keyed by
+the mesh's value, so the choice of group depends on calls that all ranks made, not on when a rank garbage-collects.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Axes = tuple[int, ...]
 Ranks = tuple[int, ...]
 
 
-class Meeting:
-    """The group in which a step's ranks meet.
+class StepGroup:
+    """Process group of a step.
 
     Attributes:
-        group: None for a rank by itself.
-        slots: for each rank of the group its rank within the mesh, or `OUTSIDE` if it takes no part.
+        group: the process group, or None for a single rank.
+        slots: mesh rank of each rank of the group, or `OUTSIDE` if it does not take part.
     """
 
     __slots__ = ("group", "slots")
@@ -51,136 +51,137 @@ class Meeting:
         self.slots = slots
 
 
-_Made = dict[Ranks, ProcessGroup | None]
-"""Groups by their ranks; None for those that this process is not in."""
+_GroupsByRanks = dict[Ranks, ProcessGroup | None]
+"""Process groups by their ranks; None for groups that this process is not in."""
 
 
 class MeshGroups:
-    """Where the ranks of a mesh meet. Holds groups, and no mesh.
+    """Process groups of a mesh, without a reference to the mesh.
 
     Attributes:
-        axis_sizes: of the mesh.
-        ranks: for each rank of the mesh its rank in the run.
+        axis_sizes: sizes of the mesh axes.
+        ranks: global rank of each rank of the mesh.
         rank: this process's rank within the mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, made: _Made, *, own: bool = False) -> None:
-        self.axis_sizes, self.ranks = _value(mesh)
+    def __init__(self, mesh: DeviceMesh, prepared: _GroupsByRanks, *, own: bool = False) -> None:
+        self.axis_sizes, self.ranks = _mesh_value(mesh)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise LayoutError(
                 "this process is not on the mesh",
                 where=f"a mesh of ranks {list(self.ranks)}",
-                rule="only ranks of a mesh redistribute on it",
-                fix="the call on the mesh's ranks alone",
+                rule="only ranks of a mesh can redistribute on it",
+                fix="call it only on ranks of the mesh",
             )
         self.rank = int(np.ravel_multi_index(tuple(coordinate), self.axis_sizes))
-        self._made = made
+        self._prepared = prepared
         self._axis_groups = [] if own else [mesh.get_group(axis) for axis in range(len(self.axis_sizes))]
-        self._meetings: dict[Axes, Meeting] = {}
+        self._step_groups: dict[Axes, StepGroup] = {}
 
-    def of(self, axes: Axes) -> Meeting:
-        """Where the ranks meet that differ from this one on these axes alone.
+    def of(self, axes: Axes) -> StepGroup:
+        """Return the group of the ranks that differ from this rank only on `axes`.
 
         Raises:
-            LayoutError: there is no group for them.
+            LayoutError: if no such group exists.
         """
-        found = self._meetings.get(axes)
+        found = self._step_groups.get(axes)
         if found is None:
-            found = self._meetings[axes] = self._find(axes)
+            found = self._step_groups[axes] = self._find(axes)
         return found
 
     @cached_property
-    def merges_axes(self) -> bool:
-        """There is a group for every step over several axes, whichever rank of the mesh asks: all get one answer."""
+    def can_merge_axes(self) -> bool:
+        """Whether every step over several axes has a group; the same on all ranks of the mesh."""
         if self._has_all_ranks() or sum(size > 1 for size in self.axis_sizes) < 2:
             return True
-        if self.ranks not in self._made:  # all of them at once: the quick way to no
+        if self.ranks not in self._prepared:  # fast path: the group of all axes is missing
             return False
-        return all(ranks in self._made for ranks in _wanted(self.axis_sizes, self.ranks, at_least=2))
+        return all(ranks in self._prepared for ranks in _group_ranks(self.axis_sizes, self.ranks, at_least=2))
 
     def _has_all_ranks(self) -> bool:
         return sorted(self.ranks) == list(range(dist.get_world_size()))
 
-    def _find(self, axes: Axes) -> Meeting:
-        real = tuple(axis for axis in axes if self.axis_sizes[axis] > 1)
-        if not real:
-            return Meeting(None, (self.rank,))
-        mine = _neighbours(self.axis_sizes, self.rank, real)
-        group = self._made.get(tuple(self.ranks[rank] for rank in mine))
-        if group is None and len(real) == 1 and self._axis_groups:
-            group = self._axis_groups[real[0]]
+    def _find(self, axes: Axes) -> StepGroup:
+        wide_axes = tuple(axis for axis in axes if self.axis_sizes[axis] > 1)
+        if not wide_axes:
+            return StepGroup(None, (self.rank,))
+        group_ranks = _ranks_along(self.axis_sizes, self.rank, wide_axes)
+        group = self._prepared.get(tuple(self.ranks[rank] for rank in group_ranks))
+        if group is None and len(wide_axes) == 1 and self._axis_groups:
+            group = self._axis_groups[wide_axes[0]]
         if group is None and self._has_all_ranks():
             group = dist.group.WORLD
         if group is None:
             raise LayoutError(
-                f"there is no process group for axes {list(real)} of a mesh of ranks {list(self.ranks)}",
-                where="a step over several axes of a mesh that has not all ranks of the run",
-                rule="groups are made at start, on all ranks, never on the way",
-                fix="meshwright.reshard.prepare(mesh), once, on all ranks of the run, or plan(…, one_axis=True)",
+                f"no process group for axes {list(wide_axes)} of a mesh of ranks {list(self.ranks)}",
+                where="a step over several axes of a mesh that lacks some ranks of the run",
+                rule="groups are created at startup on all ranks, never on demand",
+                fix="call meshwright.reshard.prepare(mesh) once on all ranks of the run, or plan(…, one_axis=True)",
             )
-        within = {self.ranks[rank]: rank for rank in mine}
-        return Meeting(group, tuple(within.get(rank, OUTSIDE) for rank in dist.get_process_group_ranks(group)))
+        within = {self.ranks[rank]: rank for rank in group_ranks}
+        return StepGroup(group, tuple(within.get(rank, OUTSIDE) for rank in dist.get_process_group_ranks(group)))
 
 
 def groups_of(mesh: DeviceMesh) -> MeshGroups:
-    """Where the ranks of this mesh meet: in what `prepare` made, if it was called for a mesh like it."""
-    made, views = _records(_world())
-    entry = views.get(id(mesh))
+    """Return the process groups of a mesh, including those that `prepare` created for an equal mesh."""
+    prepared, mesh_groups = _records(_world())
+    entry = mesh_groups.get(id(mesh))
     if entry is not None and entry[0]() is mesh:
         return entry[1]
-    groups = MeshGroups(mesh, made)
+    groups = MeshGroups(mesh, prepared)
     key = id(mesh)
-    views[key] = (weakref.ref(mesh, lambda _: views.pop(key, None)), groups)
+    mesh_groups[key] = (weakref.ref(mesh, lambda _: mesh_groups.pop(key, None)), groups)
     return groups
 
 
 def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
-    """Make the groups of several axes of `mesh`, so that steps over them meet in these. All ranks of the run call it.
+    """Create process groups for steps over several axes of `mesh`. Must be called on all ranks of the run.
 
-    Each rank gives the mesh it is on, or where it is on none another one's; they may be parts of one larger mesh. A
-    second call for the same ranks makes nothing new.
+    Each rank passes the mesh that it is on, or any other rank's mesh if it is on none; the meshes may be submeshes of
+    one mesh. Calling it again for the same ranks creates no new groups.
 
     Args:
         mesh: the mesh.
-        own: make groups that nobody else uses, single axes too, for `execute` in a thread of its own. [Note: one order]
+        own: create groups that no other caller uses, including single axes, to call `execute` in a separate thread; see
+            [Note: one order].
 
     Returns:
-        where the ranks of the mesh meet; None on a rank outside.
+        the process groups of the mesh, or None on a rank outside it.
     """
-    made, views = _records(_world())
-    into: _Made = {} if own else made
-    everyone = sorted({ranks for wanted in all_gather_object(_wanted(*_value(mesh), at_least=1 if own else 2))
+    prepared, mesh_groups = _records(_world())
+    into: _GroupsByRanks = {} if own else prepared
+    everyone = sorted({ranks for wanted in all_gather_object(_group_ranks(*_mesh_value(mesh), at_least=1 if own else 2))
                        for ranks in wanted})  # fmt: skip
     for ranks in everyone:
         if ranks not in into:
             into[ranks] = new_group(ranks, timeout_s=None)
-    views.clear()  # they may have found no group
+    mesh_groups.clear()  # they may have cached that a group is missing
     if mesh.get_coordinate() is None:
         return None
     return MeshGroups(mesh, into, own=True) if own else groups_of(mesh)
 
 
-def _wanted(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) -> list[Ranks]:
-    """The ranks of every group of so many axes or more, on the whole mesh."""
-    real = [axis for axis, size in enumerate(axis_sizes) if size > 1]
+def _group_ranks(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) -> list[Ranks]:
+    """Return the ranks of all groups of at least `at_least` axes of the mesh."""
+    wide_axes = [axis for axis, size in enumerate(axis_sizes) if size > 1]
     return [
         group
-        for num_axes in range(at_least, len(real) + 1)
-        for axes in combinations(real, num_axes)
-        for group in {tuple(ranks[r] for r in _neighbours(axis_sizes, rank, axes)) for rank in range(len(ranks))}
+        for num_axes in range(at_least, len(wide_axes) + 1)
+        for axes in combinations(wide_axes, num_axes)
+        for group in {tuple(ranks[r] for r in _ranks_along(axis_sizes, rank, axes)) for rank in range(len(ranks))}
     ]
 
 
-def _neighbours(axis_sizes: tuple[int, ...], rank: int, axes: Iterable[int]) -> Ranks:
-    """The mesh's ranks that differ from `rank` on `axes` alone, ascending."""
+def _ranks_along(axis_sizes: tuple[int, ...], rank: int, axes: Iterable[int]) -> Ranks:
+    """Return the mesh ranks that differ from `rank` only on `axes`, ascending."""
     place = np.unravel_index(rank, axis_sizes)
     index = tuple(slice(None) if axis in axes else int(at) for axis, at in enumerate(place))
     return tuple(np.arange(math.prod(axis_sizes)).reshape(axis_sizes)[index].ravel().tolist())
 
 
-def _value(mesh: DeviceMesh) -> tuple[tuple[int, ...], Ranks]:
-    """Sizes of a mesh, and its ranks."""
+def _mesh_value(mesh: DeviceMesh) -> tuple[tuple[int, ...], Ranks]:
+    """Return the axis sizes and the global ranks of a mesh."""
     return tuple(mesh.shape), ranks_of(mesh)
 
 
@@ -190,18 +191,18 @@ def _world() -> ProcessGroup:
     return world
 
 
-_Views = dict[int, tuple[weakref.ref[DeviceMesh], MeshGroups]]
+_GroupsByMesh = dict[int, tuple[weakref.ref[DeviceMesh], MeshGroups]]
 
 
 @cache
-def _all_records() -> WeakKeyDictionary[ProcessGroup, tuple[_Made, _Views]]:
-    """By the run's group of all ranks: groups that were made, by their ranks; and what is known of each mesh object."""
+def _all_records() -> WeakKeyDictionary[ProcessGroup, tuple[_GroupsByRanks, _GroupsByMesh]]:
+    """Return, per default group, the groups created by `prepare` and the cached `MeshGroups` of each mesh object."""
     return WeakKeyDictionary()
 
 
-def _records(world: ProcessGroup) -> tuple[_Made, _Views]:
+def _records(world: ProcessGroup) -> tuple[_GroupsByRanks, _GroupsByMesh]:
     found = _all_records().get(world)
     if found is None:
-        _all_records().clear()  # a process has one group of all ranks at a time
+        _all_records().clear()  # a process has one default group at a time
         found = _all_records()[world] = ({}, {})
     return found

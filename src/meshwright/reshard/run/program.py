@@ -1,24 +1,24 @@
-"""What one rank does in one step: which windows it packs, sends, receives, reduces and unpacks, as a value."""
+"""Program of one rank for one step: the windows that it packs, sends, receives, reduces and unpacks, as a value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.run.strided_windows import Copy, Window
+from meshwright.reshard.run.strided_windows import StridedCopy, Window
 
 OUTSIDE = -1
-"""In `slots`: a rank of the group that does not take part."""
+"""Entry of `slots` for a rank of the group that does not take part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
-    """Partial values of one region, reduced in their order onto the result.
+class RegionReduction:
+    """Reduction of the partial values of one region into the result, in order.
 
     Attributes:
-        size: of the region.
-        target: where it lies in the result.
-        copies: where each copy lies; the flag says whether among what was received, or else in the rank's own tensor.
+        size: shape of the region.
+        target: window of the region in the result.
+        copies: window of each partial value, in the receive buffer if the flag is set, else in the rank's own tensor.
     """
 
     size: tuple[int, ...]
@@ -27,22 +27,22 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One collective and the copies around it. Buffers are flat, and all counts are of elements.
+class ExchangeRound:
+    """Collective and the copies around it. Buffers are flat, and all counts are in elements.
 
     Attributes:
-        send: splits by the group's ranks; of an all-gather, the padded length of a part, once.
-        receive: likewise; of an all-gather, for each rank of the group.
-        num_sent: in all.
-        num_received: likewise.
-        gathers: it is an all-gather, whose parts lie in the buffer by the group's ranks; its own is packed there.
-        permutes: no rank of the group has anything for, or from, more than one.
-        send_from: where in the rank's own tensor what is sent begins, if nothing is packed.
-        receive_at: where in the result what is received begins, if nothing is unpacked.
-        pack: own tensor → send buffer (of an all-gather: the only buffer).
-        unpack: receive buffer → result.
-        own: own tensor → result.
-        folds: receive buffer and own tensor → result.
+        send: send split sizes by group rank; for an all-gather, only the padded length of a shard.
+        receive: receive split sizes by group rank.
+        num_sent: total number of elements sent.
+        num_received: total number of elements received.
+        gathers: whether it is an all-gather; the rank's own shard is then packed in place in the receive buffer.
+        permutes: whether each rank of the group sends to, and receives from, at most one rank.
+        send_from: offset of the sent range in the rank's own tensor if nothing is packed, else None.
+        receive_at: offset of the received range in the result if nothing is unpacked, else None.
+        pack: copies from the rank's own tensor to the send buffer (for an all-gather, the only buffer).
+        unpack: copies from the receive buffer to the result.
+        own: copies from the rank's own tensor to the result.
+        reductions: reductions from the receive buffer and the rank's own tensor to the result.
     """
 
     send: tuple[int, ...]
@@ -53,21 +53,21 @@ class Round:
     permutes: bool = False
     send_from: int | None = None
     receive_at: int | None = None
-    pack: tuple[Copy, ...] = ()
-    unpack: tuple[Copy, ...] = ()
-    own: tuple[Copy, ...] = ()
-    folds: tuple[Fold, ...] = ()
+    pack: tuple[StridedCopy, ...] = ()
+    unpack: tuple[StridedCopy, ...] = ()
+    own: tuple[StridedCopy, ...] = ()
+    reductions: tuple[RegionReduction, ...] = ()
 
     def staging_elements(self) -> int:
-        """What is packed, and then what is received, beside the tensors before and after."""
+        """Return the elements of the pack and receive buffers."""
         if self.gathers:
             return self.num_received if self.receive_at is None else 0
         return self.num_sent * (self.send_from is None) + self.num_received * (self.receive_at is None)
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """A way to reduce: so many copies that lie next to each other, then divided."""
+class ReductionLevel:
+    """Reduction of each group of `num_copies` consecutive partial values, followed by a division."""
 
     reduction: Reduction
     num_copies: int
@@ -75,21 +75,21 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """A step as one rank runs it.
+class StepProgram:
+    """Program of one rank for a step.
 
     Attributes:
-        before: shape of the rank's tensor.
-        after: likewise.
-        changes: False if the tensor stays as it is.
-        rounds: in order.
-        staging_elements: packed and received ones of the largest round, in one buffer for all rounds.
-        levels: of a step that reduces, outermost first.
+        before: shape of the rank's shard before the step.
+        after: shape of the rank's shard after the step.
+        changes: whether the shard changes.
+        rounds: the rounds in order.
+        staging_elements: size of the staging buffer, which all rounds share.
+        levels: reduction levels of a reducing step, outermost first.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     changes: bool
-    rounds: tuple[Round, ...]
+    rounds: tuple[ExchangeRound, ...]
     staging_elements: int = 0
-    levels: tuple[Level, ...] = ()
+    levels: tuple[ReductionLevel, ...] = ()

@@ -1,7 +1,7 @@
-"""Reducing partial values on a rank, in their ranks' order: every rank that reduces them gets the same bits.
+"""Local reduction of partial values in rank order, so that all ranks that reduce them get bitwise equal results.
 
-Copies are combined one after another: copy 0 with copy 1, the result with copy 2, and so on. Floats of fewer than 32
-bits are reduced in float32 and rounded once at the end; integers wrap around, as torch's do.
+Values are combined sequentially: value 0 with value 1, the result with value 2, and so on. Floats of fewer than 32 bits
+are accumulated in float32 and rounded once at the end; integers wrap around, as in torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.run.program import Level
+from meshwright.reshard.run.program import ReductionLevel
 
 _WITHOUT_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
-"""Types that PyTorch moves, and neither adds nor compares."""
+"""Dtypes that PyTorch can copy but not add or compare."""
 
 BLOCK = 2**16
-"""Elements that are in float32 at a time, where the tensor is not."""
+"""Number of elements converted to float32 at a time for tensors of narrower dtypes."""
 
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     Reduction.SUM: torch.add,
@@ -30,38 +30,38 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
-def reduce_onto(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Level]) -> None:
-    """Overwrite `out` by the reduction of `copies`, tensors of its shape, none of which shares its memory.
+def reduce_into(out: Tensor, copies: Sequence[Tensor], levels: Sequence[ReductionLevel]) -> None:
+    """Write the reduction of `copies` to `out`.
 
     Args:
-        out: where the result goes.
-        copies: in order.
-        levels: outermost first; their numbers of copies multiply to those there are.
+        out: the output tensor, which shares memory with none of the copies.
+        copies: the partial values in order, each of the shape of `out`.
+        levels: reduction levels, outermost first; the product of their `num_copies` is `len(copies)`.
     """
-    wide = _wide(out.dtype)
-    if wide is not out.dtype and out.numel() > BLOCK:
+    accumulation_dtype = _accumulation_dtype(out.dtype)
+    if accumulation_dtype is not out.dtype and out.numel() > BLOCK:
         dim = out.shape.index(max(out.shape))
         rows = max(1, BLOCK * out.shape[dim] // out.numel())
         for block in zip(*(torch.split(x, rows, dim) for x in (out, *copies)), strict=True):
-            block[0].copy_(_reduced(block[1:], levels, wide))
-    elif wide is not out.dtype or len(levels) > 1:
-        out.copy_(_reduced(copies, levels, wide))
+            block[0].copy_(_reduce_levels(block[1:], levels, accumulation_dtype))
+    elif accumulation_dtype is not out.dtype or len(levels) > 1:
+        out.copy_(_reduce_levels(copies, levels, accumulation_dtype))
     else:
-        _fold(copies, levels[0], out)
+        _reduce_level(copies, levels[0], out)
 
 
-def _reduced(copies: Sequence[Tensor], levels: Sequence[Level], dtype: torch.dtype) -> Tensor:
-    """The reduction as a new tensor, the innermost level first."""
+def _reduce_levels(copies: Sequence[Tensor], levels: Sequence[ReductionLevel], dtype: torch.dtype) -> Tensor:
+    """Return the reduction as a new tensor, reducing the innermost level first."""
     values = list(copies)
     for level in reversed(levels):
         groups = [values[at : at + level.num_copies] for at in range(0, len(values), level.num_copies)]
-        values = [_fold(group, level, torch.empty_like(group[0], dtype=dtype)) for group in groups]
+        values = [_reduce_level(group, level, torch.empty_like(group[0], dtype=dtype)) for group in groups]
     (value,) = values
     return value
 
 
-def _fold(copies: Sequence[Tensor], level: Level, out: Tensor) -> Tensor:
-    """All of them combined, onto `out`, in numbers of its type."""
+def _reduce_level(copies: Sequence[Tensor], level: ReductionLevel, out: Tensor) -> Tensor:
+    """Combine the copies into `out`, computing in its dtype."""
     combine = _COMBINE[level.reduction]
     if len(copies) == 1:
         out.copy_(copies[0])
@@ -72,13 +72,13 @@ def _fold(copies: Sequence[Tensor], level: Level, out: Tensor) -> Tensor:
     return out.div_(level.divisor) if level.divisor > 1 else out
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In what numbers of this type are reduced."""
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are accumulated."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def neutral_element(reduction: Reduction, dtype: torch.dtype) -> float:
-    """What changes no value that it is reduced with."""
+    """Return the neutral element of a reduction."""
     if reduction in (Reduction.SUM, Reduction.AVG):
         return 0
     if reduction is Reduction.PRODUCT:
@@ -95,12 +95,12 @@ def neutral_element(reduction: Reduction, dtype: torch.dtype) -> float:
 
 
 def is_reducible(layout: Layout, dtype: torch.dtype) -> bool:
-    """Partial values of this type can be reduced as their layout says."""
-    return _refused(dtype).isdisjoint(filter(None, layout.partial))
+    """Return whether `dtype` supports all reductions of the layout."""
+    return _unsupported_reductions(dtype).isdisjoint(filter(None, layout.partial))
 
 
-def _refused(dtype: torch.dtype) -> set[Reduction]:
-    """Reductions that values of this type do not have."""
+def _unsupported_reductions(dtype: torch.dtype) -> set[Reduction]:
+    """Return the reductions that `dtype` does not support."""
     if dtype in _WITHOUT_ARITHMETIC:
         return set(Reduction)
     refused = set()
@@ -114,25 +114,21 @@ def _refused(dtype: torch.dtype) -> set[Reduction]:
 
 
 def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
-    """See that `is_reducible`.
-
-    Raises:
-        LayoutError: it is not.
-    """
+    """Raise `LayoutError` unless `dtype` supports all reductions of the layout."""
     if not is_reducible(layout, dtype):
         raise LayoutError(
             f"partial values of {dtype} cannot be reduced",
             where=f"layout {layout}",
-            rule="bool has max, min and product; integers have no average, those of uint16, uint32 and uint64 no "
-            "reduction; complex numbers have no order, and complex32 no average",
-            fix=_instead(layout, dtype),
+            rule="bool supports max, min and product; integers do not support avg; uint16, uint32 and uint64 support "
+            "no reduction; complex dtypes do not support max and min, complex32 nor avg",
+            fix=_suggest_fix(layout, dtype),
         )
 
 
-def _instead(layout: Layout, dtype: torch.dtype) -> str:
-    """How values that this type cannot be reduced in can be."""
+def _suggest_fix(layout: Layout, dtype: torch.dtype) -> str:
+    """Suggest a conversion that makes the values reducible."""
     if not dtype.is_complex:
-        return f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) before"
+        return f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) first"
     if {Reduction.MAX, Reduction.MIN}.isdisjoint(filter(None, layout.partial)):
-        return "x.to(torch.complex64) before"
-    return "a maximum or minimum of real numbers, such as x.abs()"
+        return "x.to(torch.complex64) first"
+    return "take the max or min of real values, such as x.abs()"

@@ -1,7 +1,7 @@
-"""Which piece of a tensor goes from which rank to which in one step, by [Note: owners] in steps.py.
+"""Messages between ranks in one step, by [Note: owners] in steps.py.
 
-A piece is a rectangle in the local tensors of both ends, or, where a layout is strided, all combinations of runs of
-indices along each dim. Sender and receiver compute the same pieces, each from its own side.
+A message is a rectangle in the local tensors of both ranks or, for strided layouts, a product of index runs along each
+dim. Sender and receiver compute the same messages independently.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import product
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, Step, StepKind
 
-Place = tuple[int, ...]
+Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring indices: `length` of them, from `source` in the sender's tensor, `target` in the other's."""
+class IndexRun:
+    """Run of `length` consecutive indices, from `source` in the sender's tensor and `target` in the receiver's."""
 
     source: int
     target: int
@@ -27,102 +27,107 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one rank has for another one.
+class ShardMessage:
+    """Message from one rank to another.
 
     Attributes:
-        sender: rank within the mesh.
-        receiver: likewise; may be the sender, then nothing is sent.
-        copy: which of the partial values that the receiver reduces this is, ascending by the senders' coordinates on
-            the reduced axes, the last axis fastest; 0 where nothing is reduced.
-        runs: for each dim, in the order of `target`. The piece is packed as if it were indexed by them.
+        sender: sending rank within the mesh.
+        receiver: receiving rank within the mesh; if equal to the sender, nothing is sent.
+        copy: index among the partial values that the receiver reduces, ascending by the senders' coordinates on the
+            reduced axes, the last axis fastest; 0 if nothing is reduced.
+        runs: index runs of each dim, ordered by `target`. The message is packed in row-major order of these.
     """
 
     sender: int
     receiver: int
     copy: int
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[IndexRun, ...], ...]
 
     def shape(self) -> tuple[int, ...]:
-        """Extents of the piece."""
+        """Return the message's extents."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Return the number of elements."""
         return math.prod(self.shape())
 
 
-def received(step: Step, rank: int) -> tuple[Piece, ...]:
-    """The pieces that make up the rank's tensor after the step, its own included, ordered by sender."""
-    src, dst, place = step.src, step.dst, step.src.coordinate(rank)
+def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
+    """Return the messages that make up the rank's shard after the step, including its own, by sender."""
+    src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
-    found: list[Piece] = []
+    found: list[ShardMessage] = []
     per_dim = []
     for dim in range(len(src.shape)):
-        here = dst.intervals(dim).row(place)
-        others = _places(place, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
-        per_dim.append([(other, runs) for other in others if (runs := joint_runs(src.intervals(dim).row(other), here))])
-    copies = list(_places(place, reduced, src.axis_sizes))
+        here = dst.intervals(dim).row(coordinate)
+        others = _vary(coordinate, [axis for axis in src.axes_of(dim) if axis in step.axes], src.axis_sizes)
+        overlaps = [(other, intersect_runs(src.intervals(dim).row(other), here)) for other in others]
+        per_dim.append([(other, runs) for other, runs in overlaps if runs])
+    copies = list(_vary(coordinate, reduced, src.axis_sizes))
     for choice in product(*per_dim):
         for copy, other in enumerate(copies):
-            sender = _merge(other, src, [c[0] for c in choice])
-            found.append(Piece(src.rank(sender), rank, copy, tuple(c[1] for c in choice)))
-    return tuple(sorted(found, key=lambda piece: (piece.sender, piece.copy)))
+            sender = _merge_coordinates(other, src, [c[0] for c in choice])
+            found.append(ShardMessage(src.rank(sender), rank, copy, tuple(c[1] for c in choice)))
+    return tuple(sorted(found, key=lambda message: (message.sender, message.copy)))
 
 
-def sent(step: Step, rank: int) -> tuple[Piece, ...]:
-    """The pieces of the rank's tensor before the step that others (or the rank itself) are to have, by receiver."""
-    src, dst, place = step.src, step.dst, step.src.coordinate(rank)
+def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
+    """Return the messages that the rank sends from its shard before the step, including to itself, by receiver."""
+    src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
     copies = src.replicated_axes()
     free = [axis for axis in step.axes if axis not in copies]
     per_dim = []
     for dim in range(len(src.shape)):
-        here = src.intervals(dim).row(place)
-        others = _places(place, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
-        per_dim.append([(other, runs) for other in others if (runs := joint_runs(here, dst.intervals(dim).row(other)))])
+        here = src.intervals(dim).row(coordinate)
+        others = _vary(coordinate, [axis for axis in dst.axes_of(dim) if axis in free], src.axis_sizes)
+        overlaps = [(other, intersect_runs(here, dst.intervals(dim).row(other))) for other in others]
+        per_dim.append([(other, runs) for other, runs in overlaps if runs])
     rest = [axis for axis in free if axis not in dst.sharded_axes()]
-    copy = list(_places(place, reduced, src.axis_sizes)).index(place)
+    copy = list(_vary(coordinate, reduced, src.axis_sizes)).index(coordinate)
     found = []
     for choice in product(*per_dim):
-        for other in _places(place, rest, src.axis_sizes):
-            receiver = _merge(other, dst, [c[0] for c in choice])
-            found.append(Piece(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
-    return tuple(sorted(found, key=lambda piece: piece.receiver))
+        for other in _vary(coordinate, rest, src.axis_sizes):
+            receiver = _merge_coordinates(other, dst, [c[0] for c in choice])
+            found.append(ShardMessage(rank, src.rank(receiver), copy, tuple(c[1] for c in choice)))
+    return tuple(sorted(found, key=lambda message: message.receiver))
 
 
-def in_rounds(piece: Piece, rounds: int) -> tuple[Piece | None, ...]:
-    """The piece in `rounds` parts along its longest dim (the first of these), by the chunk rule; None where empty.
+def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage | None, ...]:
+    """Split a message along its (first) longest dim into `rounds` chunks; None for empty ones.
 
-    The parts of a region that is reduced are the same for all senders, since they depend on its extents alone.
+    Chunks depend only on the extents, so the chunks of a reduced region are the same for all senders.
     """
     if rounds == 1:
-        return (piece,)
-    shape = piece.shape()
+        return (message,)
+    shape = message.shape()
     if not shape:
-        return (piece, *(None,) * (rounds - 1))
+        return (message, *(None,) * (rounds - 1))
     dim = shape.index(max(shape))
     size = -(-shape[dim] // rounds)
-    parts = [window(piece.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
+    chunks = [slice_runs(message.runs[dim], at * size, (at + 1) * size) for at in range(rounds)]
     return tuple(
-        replace(piece, runs=(*piece.runs[:dim], runs, *piece.runs[dim + 1 :])) if runs else None for runs in parts
+        replace(message, runs=(*message.runs[:dim], runs, *message.runs[dim + 1 :])) if runs else None
+        for runs in chunks
     )
 
 
 def staging_elements(step: Step, rank: int, rounds: int = 1) -> int:
-    """The most elements, beside its tensors before and after, that the rank holds at once in the step.
+    """Return the maximum number of staging elements that the rank holds at once in the step.
 
-    Packed for others and received from them, round by round; its own piece is copied directly. An all-gather has the
-    largest part of any rank, once for each rank of the group.
+    These are the elements packed for and received from other ranks in a round; local elements are copied directly. An
+    all-gather stages the largest shard of any rank once per rank of the group.
     """
     if step.kind in LOCAL:
         return 0
     if step.kind is StepKind.ALL_GATHER:
         largest = int(step.src.local_numels().max())
         return math.prod(step.src.axis_sizes[axis] for axis in step.axes) * -(-largest // rounds)
-    away = [piece for piece in received(step, rank) if piece.sender != rank]
-    away += [piece for piece in sent(step, rank) if piece.receiver != rank]
-    sizes = [[part.numel() if part else 0 for part in in_rounds(piece, rounds)] for piece in away]
+    remote_messages = [message for message in messages_received(step, rank) if message.sender != rank]
+    remote_messages += [message for message in messages_sent(step, rank) if message.receiver != rank]
+    sizes = [
+        [part.numel() if part else 0 for part in split_into_rounds(message, rounds)] for message in remote_messages
+    ]
     return max((sum(each) for each in zip(*sizes, strict=True)), default=0)
 
 
@@ -132,31 +137,31 @@ def _reduced_axes(step: Step) -> list[int]:
     return [axis for axis in step.axes if step.src.partial[axis] and not step.dst.partial[axis]]
 
 
-def _places(place: Place, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Place]:
-    """`place` with all coordinates on `axes`, the last axis fastest."""
+def _vary(coordinate: Coordinate, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Coordinate]:
+    """Yield `coordinate` with all combinations of values on `axes`, the last axis fastest."""
     for chosen in product(*(range(axis_sizes[axis]) for axis in axes)):
         at = dict(zip(axes, chosen, strict=True))
-        yield tuple(at.get(axis, old) for axis, old in enumerate(place))
+        yield tuple(at.get(axis, old) for axis, old in enumerate(coordinate))
 
 
-def _merge(base: Place, layout: Layout, places: Sequence[Place]) -> Place:
-    """`base` with, for each dim, the coordinates on the axes that cut it taken from that dim's place."""
+def _merge_coordinates(base: Coordinate, layout: Layout, coordinates: Sequence[Coordinate]) -> Coordinate:
+    """Return `base` with the values on the axes that shard each dim taken from that dim's coordinate."""
     merged = list(base)
-    for dim, place in enumerate(places):
+    for dim, coordinate in enumerate(coordinates):
         for axis in layout.axes_of(dim):
-            merged[axis] = place[axis]
+            merged[axis] = coordinate[axis]
     return tuple(merged)
 
 
-def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[Run, ...]:
-    """Indices in both lists of intervals (each ascending), as runs of the two local tensors, in their order."""
-    runs: list[Run] = []
+def intersect_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[IndexRun, ...]:
+    """Return the intersection of two ascending lists of intervals, as runs of indices of the two local tensors."""
+    runs: list[IndexRun] = []
     s = t = at_s = at_t = 0
     while s < len(source) and t < len(target):
         (low_s, high_s), (low_t, high_t) = source[s], target[t]
         low, high = max(low_s, low_t), min(high_s, high_t)
         if low < high:
-            _append(runs, Run(at_s + low - low_s, at_t + low - low_t, high - low))
+            _append(runs, IndexRun(at_s + low - low_s, at_t + low - low_t, high - low))
         if high_s <= high_t:
             at_s += high_s - low_s
             s += 1
@@ -166,19 +171,19 @@ def joint_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> 
     return tuple(runs)
 
 
-def _append(runs: list[Run], run: Run) -> None:
+def _append(runs: list[IndexRun], run: IndexRun) -> None:
     if runs and runs[-1].source + runs[-1].length == run.source and runs[-1].target + runs[-1].length == run.target:
         runs[-1] = replace(runs[-1], length=runs[-1].length + run.length)
     else:
         runs.append(run)
 
 
-def window(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
-    """The part of `runs` from its `start`-th index to before its `stop`-th."""
+def slice_runs(runs: tuple[IndexRun, ...], start: int, stop: int) -> tuple[IndexRun, ...]:
+    """Return the indices `[start, stop)` of `runs`."""
     found, at = [], 0
     for run in runs:
         low, high = max(start - at, 0), min(stop - at, run.length)
         if low < high:
-            found.append(Run(run.source + low, run.target + low, high - low))
+            found.append(IndexRun(run.source + low, run.target + low, high - low))
         at += run.length
     return tuple(found)

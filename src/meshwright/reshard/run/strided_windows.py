@@ -1,7 +1,7 @@
-"""Where a piece lies in a tensor's memory: as few strided windows as there can be, so that one call copies each.
+"""Strided windows of messages in a tensor's memory, as few as possible, since each takes one copy.
 
-A piece is a product of runs of indices. Runs of one length at one distance from each other, which strided layouts have,
-are one window with one more dim; so are windows of several ranks at one distance from each other.
+A message is a product of index runs. Equally long, equally spaced runs, as in strided layouts, form one window with an
+additional dim; so do equally spaced windows of several ranks.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from meshwright.reshard.run.shard_exchange import Piece, Run, window
+from meshwright.reshard.run.shard_exchange import IndexRun, ShardMessage, slice_runs
 
 Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Elements of a flat memory, for a size that stands beside it."""
+    """Strides and offset of a strided view; its size is stored separately."""
 
     strides: Strides
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Elements of one memory onto as many of another."""
+class StridedCopy:
+    """Copy from a window of one tensor to a window of another."""
 
     size: tuple[int, ...]
     source: Window
@@ -34,10 +34,10 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Runs of one length: the first one, how many, how far apart, and which index of the piece begins them."""
+class _RunGroup:
+    """Equally long, equally spaced runs; `at` is the index in the message where the first run starts."""
 
-    first: Run
+    first: IndexRun
     at: int
     count: int = 1
     source_step: int = 0
@@ -45,8 +45,8 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A product of groups of runs, one window in each memory: the sender's tensor, the receiver's, the packed piece."""
+class MessageWindows:
+    """Windows of the same elements in the sender's tensor, the receiver's tensor and the packed message."""
 
     size: tuple[int, ...]
     source: Window
@@ -55,7 +55,7 @@ class Place:
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Of a tensor without gaps, the last dim fastest."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -63,24 +63,24 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
     return tuple(reversed(strides))
 
 
-def places(
-    piece: Piece, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
-) -> list[Place]:
-    """The piece as windows.
+def message_windows(
+    message: ShardMessage, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
+) -> list[MessageWindows]:
+    """Return the windows of a message; those in the packed message are always valid.
 
     Args:
-        piece: what is copied.
-        source_strides: of the sender's tensor.
-        target_strides: of the receiver's.
-        by_source: the windows are right for the sender's tensor; the packed piece is always.
-        by_target: likewise for the receiver's.
+        message: the message to copy.
+        source_strides: strides of the sender's tensor.
+        target_strides: strides of the receiver's tensor.
+        by_source: make the windows in the sender's tensor valid.
+        by_target: make the windows in the receiver's tensor valid.
     """
-    packed_strides = contiguous_strides(piece.shape())
-    groups = [_grouped(runs, by_source=by_source, by_target=by_target) for runs in piece.runs]
+    packed_strides = contiguous_strides(message.shape())
+    groups = [_group_runs(runs, by_source=by_source, by_target=by_target) for runs in message.runs]
     found = []
     for choice in product(*groups):
         size: list[int] = []
-        source, target, packed = _Builder(), _Builder(), _Builder()
+        source, target, packed = _WindowBuilder(), _WindowBuilder(), _WindowBuilder()
         for group, s, t, p in zip(choice, source_strides, target_strides, packed_strides, strict=True):
             run = group.first
             if group.count > 1:
@@ -92,12 +92,12 @@ def places(
             source.add(s, run.source)
             target.add(t, run.target)
             packed.add(p, group.at)
-        found.append(Place(tuple(size), source.window(), target.window(), packed.window()))
+        found.append(MessageWindows(tuple(size), source.window(), target.window(), packed.window()))
     return found
 
 
-class _Builder:
-    """A window in the making."""
+class _WindowBuilder:
+    """Builder of a window, dim by dim."""
 
     def __init__(self) -> None:
         self.strides: list[int] = []
@@ -111,21 +111,21 @@ class _Builder:
         return Window(tuple(self.strides), self.offset)
 
 
-def _grouped(runs: Sequence[Run], *, by_source: bool, by_target: bool) -> list[_Group]:
-    """Runs of one length and distance, together; distances matter in the memories that are asked for."""
-    groups: list[_Group] = []
+def _group_runs(runs: Sequence[IndexRun], *, by_source: bool, by_target: bool) -> list[_RunGroup]:
+    """Group equally long, equally spaced runs; spacing matters only in the requested tensors."""
+    groups: list[_RunGroup] = []
     at = 0
     for run in runs:
-        joined = _joined(groups[-1], run, by_source=by_source, by_target=by_target) if groups else None
+        joined = _extended_group(groups[-1], run, by_source=by_source, by_target=by_target) if groups else None
         if joined is None:
-            groups.append(_Group(run, at))
+            groups.append(_RunGroup(run, at))
         else:
             groups[-1] = joined
         at += run.length
     return groups
 
 
-def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Group | None:
+def _extended_group(group: _RunGroup, run: IndexRun, *, by_source: bool, by_target: bool) -> _RunGroup | None:
     first, count = group.first, group.count
     source_step, target_step = group.source_step, group.target_step
     if count == 1:
@@ -135,19 +135,19 @@ def _joined(group: _Group, run: Run, *, by_source: bool, by_target: bool) -> _Gr
         and (not by_source or run.source == first.source + count * source_step)
         and (not by_target or run.target == first.target + count * target_step)
     )
-    return _Group(first, group.at, count + 1, source_step, target_step) if fits else None
+    return _RunGroup(first, group.at, count + 1, source_step, target_step) if fits else None
 
 
-def flat_parts(piece: Piece, start: int, stop: int) -> list[Piece]:
-    """From the packed piece's `start`-th element to before its `stop`-th, as pieces that follow each other."""
+def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessage]:
+    """Return the elements `[start, stop)` of the packed message, as consecutive messages."""
     return [
-        replace(piece, runs=tuple(window(runs, *ends) for runs, ends in zip(piece.runs, box, strict=True)))
-        for box in _boxes(piece.shape(), start, min(stop, piece.numel()))
+        replace(message, runs=tuple(slice_runs(runs, *ends) for runs, ends in zip(message.runs, box, strict=True)))
+        for box in _boxes(message.shape(), start, min(stop, message.numel()))
     ]
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
-    """Elements from one to before another of a tensor without gaps, as rectangles in their order."""
+    """Return the elements `[start, stop)` of a contiguous tensor, as rectangles in row-major order."""
     if start >= stop:
         return []
     if not shape:
@@ -167,26 +167,26 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
     ]
 
 
-def shifted(window: Window, offset: int) -> Window:
-    """The window, that much further on."""
+def shift_window(window: Window, offset: int) -> Window:
+    """Return the window shifted by `offset` elements."""
     return Window(window.strides, window.offset + offset)
 
 
-def flat_range(piece: Piece, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
-    """First element and number of elements, if the piece is one range of a tensor without gaps, in its order."""
-    found = places(piece, strides, strides, by_source=of_source, by_target=not of_source)
+def flat_range(message: ShardMessage, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
+    """Return (offset, number of elements) if the message is one contiguous range of the tensor, else None."""
+    found = message_windows(message, strides, strides, by_source=of_source, by_target=not of_source)
     if len(found) != 1:
         return None
     window, expected = found[0].source if of_source else found[0].target, contiguous_strides(found[0].size)
     for size, stride, step in zip(found[0].size, window.strides, expected, strict=True):
         if size != 1 and stride != step:
             return None
-    return window.offset, piece.numel()
+    return window.offset, message.numel()
 
 
-def fused(copies: Sequence[Copy]) -> tuple[Copy, ...]:
-    """The same copies in fewer calls: those alike at one distance from each other become one of one more dim."""
-    result: list[Copy] = []
+def fuse_copies(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
+    """Merge equally shaped, equally spaced copies into single copies with an additional dim."""
+    result: list[StridedCopy] = []
     at = 0
     while at < len(copies):
         first, count = copies[at], 1
@@ -198,13 +198,13 @@ def fused(copies: Sequence[Copy]) -> tuple[Copy, ...]:
         else:
             source = Window((step[0], *first.source.strides), first.source.offset)
             target = Window((step[1], *first.target.strides), first.target.offset)
-            result.append(Copy((count, *first.size), source, target))
+            result.append(StridedCopy((count, *first.size), source, target))
         at += count
     return tuple(result)
 
 
-def _step(a: Copy, b: Copy) -> tuple[int, int] | None:
-    """From one copy to the next in both memories; None if they are not alike."""
+def _step(a: StridedCopy, b: StridedCopy) -> tuple[int, int] | None:
+    """Return the distance between two copies in both tensors, or None if their shapes or strides differ."""
     if (a.size, a.source.strides, a.target.strides) != (b.size, b.source.strides, b.target.strides):
         return None
     step = b.source.offset - a.source.offset, b.target.offset - a.target.offset

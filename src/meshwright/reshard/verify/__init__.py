@@ -1,1 +1,1 @@
-"""Verify plans: what they move, what they hold, and the cost that they state."""
+"""Verification of plans: correctness of the data movement, memory and stated cost."""

@@ -1,7 +1,7 @@
-"""Who has what another rank needs, counted by brute force: every pair of ranks of a group, dim by dim.
+"""Brute-force count of the elements that each rank needs from each other rank of its group, dim by dim.
 
-Each dim is cut at every place where any rank's part begins or ends; a rank has or has not each of the segments between.
-Nothing is shared with the planner's own counting or with the pieces that are sent, so that `verify` can judge both.
+Each dim is split at every index where any rank's shard begins or ends; a rank holds each resulting segment or not.
+Independent of the planner's counting and of the executor's messages, so that `verify` can check both.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from meshwright.mesh.shard_intervals import Ints
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, ReshardPlan, Step, StepKind, dtype_bytes
 
 Counts = NDArray[np.float64]
-"""Numbers of elements, whole and below 2⁵³; floating point because such matrices multiply faster."""
+"""Integer counts below 2⁵³, stored as floats because float matrices multiply faster."""
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What the ranks of each group have of what the others are to have.
+class ExchangeCounts:
+    """Elements exchanged between the ranks of each group.
 
     Attributes:
         ranks: shape (groups, ranks of a group), ascending.
-        elements: shape (groups, receivers, senders): elements of the receiver's new part that it takes from the sender,
+        elements: shape (groups, receivers, senders): elements of the receiver's new shard that come from the sender,
             itself included.
-        copies: shape (groups, receivers, partial values): the same, added up over the senders of each partial value.
+        copies: shape (groups, receivers, partial values): `elements` summed over the senders of each partial value.
     """
 
     ranks: Ints
@@ -37,38 +37,38 @@ class Exchange:
     copies: Counts
 
     def received(self) -> Ints:
-        """Elements that each rank receives from others, in the ranks' order."""
+        """Return the elements that each rank receives from others, in rank order."""
         return self._in_order(self._moved().sum(2))
 
     def sent(self) -> Ints:
-        """Elements that each rank sends to others, in the ranks' order."""
+        """Return the elements that each rank sends to others, in rank order."""
         return self._in_order(self._moved().sum(1))
 
     def matrix(self) -> Counts:
-        """Elements from each rank (column) to each other rank (row)."""
-        whole = np.zeros((self.ranks.size, self.ranks.size))
-        whole[self.ranks[:, :, None], self.ranks[:, None, :]] = self._moved()
-        return whole
+        """Return the elements sent from each rank (column) to each other rank (row)."""
+        matrix = np.zeros((self.ranks.size, self.ranks.size))
+        matrix[self.ranks[:, :, None], self.ranks[:, None, :]] = self._moved()
+        return matrix
 
     def _moved(self) -> Counts:
         return self.elements * ~np.eye(self.ranks.shape[1], dtype=bool)
 
     def _in_order(self, counts: Counts) -> Ints:
-        whole = np.zeros(self.ranks.size, np.int64)
-        whole[self.ranks] = counts
-        return whole
+        matrix = np.zeros(self.ranks.size, np.int64)
+        matrix[self.ranks] = counts
+        return matrix
 
 
-def exchange(step: Step) -> Exchange:
-    """Who takes how much from whom in a step, by [Note: owners] in steps.py; in a local one from itself alone.
+def count_exchange(step: Step) -> ExchangeCounts:
+    """Count the elements between all ranks in a step, by [Note: owners] in steps.py; local steps use only own elements.
 
-    The shares of a partition are looked for among the ranks that will hold the partial values, rank 0 of copies first.
+    For a partition, the counts are over the ranks of the new partial axes, of which rank 0 keeps replicated values.
     """
     src, dst = step.src, step.dst
     axes = step.axes
     if step.kind is StepKind.PARTITION:
         axes = tuple(axis for axis in dst.partial_axes() if not src.partial[axis])
-    ranks = groups(src, axes)
+    ranks = rank_groups(src, axes)
     elements = overlaps(src, dst, ranks)
     reduced = [axis for axis in axes if step.kind in REDUCING and src.partial[axis] and not dst.partial[axis]]
     for axis in set(axes) & set(src.replicated_axes()):
@@ -79,37 +79,37 @@ def exchange(step: Step) -> Exchange:
             elements = elements * (place[:, :, None] == place[:, None, :])
     by_axis = elements.reshape(*elements.shape[:2], *(src.axis_sizes[axis] for axis in axes))
     copies = by_axis.sum(tuple(2 + at for at, axis in enumerate(axes) if axis not in reduced))
-    return Exchange(ranks, elements, copies.reshape(*elements.shape[:2], -1))
+    return ExchangeCounts(ranks, elements, copies.reshape(*elements.shape[:2], -1))
 
 
-def groups(layout: Layout, axes: tuple[int, ...]) -> Ints:
-    """The ranks that differ on these axes alone: shape (groups, ranks of a group)."""
+def rank_groups(layout: Layout, axes: tuple[int, ...]) -> Ints:
+    """Return the groups of ranks that differ only on these axes: shape (groups, ranks of a group)."""
     mesh = np.arange(layout.num_ranks()).reshape(layout.axis_sizes)
     last = range(mesh.ndim - len(axes), mesh.ndim)
     return np.moveaxis(mesh, axes, tuple(last)).reshape(-1, math.prod(layout.axis_sizes[axis] for axis in axes))
 
 
 def overlaps(src: Layout, dst: Layout, ranks: Ints) -> Counts:
-    """Elements of each rank's part under `dst` that each rank of its group has under `src`: (groups, ranks, ranks)."""
+    """Return the overlap of each rank's `dst` shard with each `src` shard of its group: (groups, ranks, ranks)."""
     counts = np.ones((*ranks.shape, ranks.shape[1]))
     for dim in range(len(src.shape)):
         edges = edges_of((src, dst), dim)
-        needs, has = held(dst, dim, edges)[ranks], held(src, dim, edges)[ranks]
+        needs, has = held_segments(dst, dim, edges)[ranks], held_segments(src, dim, edges)[ranks]
         counts *= (needs * np.diff(edges).astype(np.float64)) @ has.swapaxes(1, 2).astype(np.float64)
     return counts
 
 
 def edges_of(layouts: Iterable[Layout], dim: int) -> Ints:
-    """Where anybody's part of the dim begins or ends under any of the layouts, ascending."""
-    found = [np.zeros(1, np.int64)]
+    """Return the indices of a dim where any rank's shard begins or ends under any of the layouts, ascending."""
+    edges = [np.zeros(1, np.int64)]
     for layout in layouts:
         intervals = layout.intervals(dim)
-        found += [intervals.starts.ravel(), intervals.stops.ravel(), np.array([layout.shape[dim]])]
-    return np.unique(np.concatenate(found))
+        edges += [intervals.starts.ravel(), intervals.stops.ravel(), np.array([layout.shape[dim]])]
+    return np.unique(np.concatenate(edges))
 
 
-def held(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
-    """Which of the segments between `edges` each rank has: shape (ranks, segments)."""
+def held_segments(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
+    """Return whether each rank holds each segment between `edges`: shape (ranks, segments)."""
     intervals, at = layout.intervals(dim), layout.coordinates()
     rows = tuple(at[axis] for axis in intervals.axes)
     change = np.zeros((layout.num_ranks(), len(edges)), np.int64)
@@ -119,27 +119,27 @@ def held(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
     return np.cumsum(change, 1)[:, :-1] > 0
 
 
-def live_elements(number: int, step: Step, found: Exchange, plan: ReshardPlan) -> int:
-    """The most that a rank holds in a step, in elements: what of an exchange in rounds is the least that can be said.
+def live_elements(number: int, step: Step, counts: ExchangeCounts, plan: ReshardPlan) -> int:
+    """Return the maximum live elements of a rank in a step; a lower bound for an exchange in rounds.
 
-    The plan's source, the step's own where it is another tensor, what is under way, and the result.
+    Includes the plan's source, the step's source if it is a different tensor, the staging buffers, and the result.
     """
     before = plan.src.local_numels() + (step.src.local_numels() if number > 1 else 0)
     if step.kind in LOCAL:
         under_way = np.zeros(plan.src.num_ranks(), np.int64)
     elif step.kind is StepKind.ALL_GATHER:
         largest = -(-int(step.src.local_numels().max()) // max(1, step.rounds))
-        under_way = np.full(plan.src.num_ranks(), largest * found.ranks.shape[1])
+        under_way = np.full(plan.src.num_ranks(), largest * counts.ranks.shape[1])
     else:
-        under_way = -(-(found.received() + found.sent()) // max(1, step.rounds))
+        under_way = -(-(counts.received() + counts.sent()) // max(1, step.rounds))
     return int((before + under_way + step.dst.local_numels()).max())
 
 
 def lower_bound_bytes(src: Layout, dst: Layout, dtype: str) -> int:
-    """What some rank must receive by any method, in bytes; see `ReshardPlan.lower_bound_bytes`.
+    """Return the bytes that some rank must receive with any method; see `ReshardPlan.lower_bound_bytes`.
 
-    A rank lacks all of what is reduced, and nothing in particular of what becomes partial. To bring c values together
-    and give the result to r ranks takes c − 1 + r − 1 transfers.
+    A rank lacks all elements that are reduced, and no particular elements of values that become partial. Reducing c
+    values and replicating the result to r ranks takes c − 1 + r − 1 transfers.
     """
     changed = [axis for axis in range(len(src.axis_sizes)) if src.partial[axis] is not dst.partial[axis]]
     num_values = math.prod(src.axis_sizes[axis] for axis in changed if src.partial[axis])

@@ -1,4 +1,4 @@
-"""Whether a step is what its kind says: who takes part, what becomes of partial values, who has what afterwards."""
+"""Checks that a step matches its kind: its axes, its reductions, and the shards that ranks hold after it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, Step, StepKind
-from meshwright.reshard.verify.error import fault, names_of
-from meshwright.reshard.verify.exchange_counts import Exchange, overlaps
+from meshwright.reshard.verify.error import list_numbers, step_error
+from meshwright.reshard.verify.exchange_counts import ExchangeCounts, overlaps
 
 K = StepKind
 R = Reduction
 COMMUTING = frozenset({R.SUM, R.AVG})
-"""Reductions of which either may come first."""
+"""Reductions that commute with each other."""
 
 NEUTRAL_STAYS = {
     R.SUM: frozenset({R.SUM, R.AVG, R.MAX, R.MIN, R.PRODUCT}),
@@ -26,155 +26,139 @@ NEUTRAL_STAYS = {
     R.MIN: frozenset({R.AVG, R.MAX, R.MIN}),
     R.PRODUCT: frozenset({R.AVG, R.MAX, R.MIN, R.PRODUCT}),
 }
-"""By reduction: those that leave its neutral element as it is, as all that comes before it on other ranks must."""
+"""Reductions that preserve each reduction's neutral element, as all reductions applied before it must."""
 
 
 def check_axes(number: int, step: Step) -> None:
-    """A group is of axes that are there, and along which something moves.
-
-    Raises:
-        LayoutError: it isn't.
-    """
+    """Raise `LayoutError` unless a step's axes exist and elements move along each of them."""
     axes, num_axes = step.axes, len(step.src.axis_sizes)
     if step.kind in LOCAL:
         if axes:
-            what = f"has a group over axes {names_of(axes)}"
-            raise fault(number, step, what, rule=f"a {step.kind} needs nobody else", fix="no axes")
+            what = f"has a group over axes {list_numbers(axes)}"
+            raise step_error(number, step, what, rule=f"a {step.kind} needs no communication", fix="axes=()")
         return
     if not axes or list(axes) != sorted(set(axes) & set(range(num_axes))):
-        what = f"has a group over axes [{names_of(axes)}] of a mesh with axes 0 to {num_axes - 1}"
-        raise fault(number, step, what, rule="one axis of the mesh or more, each once, ascending", fix="such axes")
+        what = f"has a group over axes [{list_numbers(axes)}] of a mesh with axes 0 to {num_axes - 1}"
+        raise step_error(number, step, what, rule="axes are mesh axes, ascending, at least one", fix="list valid axes")
     moving = step.src.sharded_axes() | (set(reduced_axes(step)) if step.kind in REDUCING else set())
     for axis in axes:
         if axis not in moving and step.src.axis_sizes[axis] > 1:
-            holds = "partial values that stay" if step.src.partial[axis] else "copies"
-            others = names_of(other for other in axes if other != axis)
-            raise fault(
+            holds = "partial values that stay" if step.src.partial[axis] else "replicas"
+            others = list_numbers(other for other in axes if other != axis)
+            raise step_error(
                 number, step, f"has axis {axis} in its group, which holds {holds}",
-                rule="nothing moves along an axis that neither cuts the tensor nor is reduced",
+                rule="nothing moves along an axis that neither shards the tensor nor is reduced",
                 fix=f"axes {others}" if others else "axes that do",
             )  # fmt: skip
 
 
 def reduced_axes(step: Step) -> list[int]:
-    """The axes with partial values before the step and none after it."""
+    """Return the axes that are partial before the step and not after."""
     before, after = _partial(step.src), _partial(step.dst)
     return [axis for axis, reduction in enumerate(before) if reduction and not after[axis]]
 
 
 def _partial(layout: Layout) -> tuple[Reduction | None, ...]:
-    """The reductions that are left to do; on an axis of one rank there is nothing to."""
+    """Return the pending reduction of each axis; None for axes of one rank."""
     return tuple(r if size > 1 else None for r, size in zip(layout.partial, layout.axis_sizes, strict=True))
 
 
 def check_partial(number: int, step: Step) -> None:
-    """Partial values are reduced by the kinds that reduce, in their groups, in the order of their reductions.
-
-    Raises:
-        LayoutError: they aren't.
-    """
+    """Raise `LayoutError` unless the right kinds create and reduce partial values, in the group, in a valid order."""
     before, after = _partial(step.src), _partial(step.dst)
     reduced = reduced_axes(step)
     added = [axis for axis, reduction in enumerate(after) if reduction and not before[axis]]
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         if old and new and old is not new:
             what = f"turns {old} on axis {axis} into {new}"
-            raise fault(number, step, what, rule="partial values keep their reduction", fix=f"{old} on axis {axis}")
+            raise step_error(number, step, what, rule="reductions do not change", fix=f"{old} on axis {axis}")
     if added and step.kind is not K.PARTITION:
-        what = f"makes values partial on axis {names_of(added)}"
-        raise fault(number, step, what, rule="only a partition makes values partial", fix="a partition before")
+        what = f"makes values partial on axis {list_numbers(added)}"
+        raise step_error(number, step, what, rule="only a partition makes values partial", fix="add a partition step")
     if reduced and step.kind not in REDUCING:
-        what = f"leaves axis {names_of(reduced)} without its partial values"
-        raise fault(number, step, what, rule="only a reduction ends partial values", fix="a reduce-scatter before")
+        what = f"leaves axis {list_numbers(reduced)} without its partial values"
+        raise step_error(number, step, what, rule="only reducing kinds reduce values", fix="a reduce-scatter")
     if not added and step.kind is K.PARTITION:
         what = "makes nothing partial"
-        raise fault(number, step, what, rule="a partition leaves partial values", fix="a slice, or no step")
+        raise step_error(number, step, what, rule="a partition creates partial values", fix="a slice, or no step")
     if not reduced and step.kind in REDUCING:
-        what = "has nothing to reduce: no axis holds partial values before it and none after it"
-        raise fault(number, step, what, rule="a reduction is of partial values", fix="an all-gather or all-to-all")
+        what = "has nothing to reduce: no axis is partial before it and not after"
+        raise step_error(number, step, what, rule="reducing kinds need partial values", fix="an all-to-all")
     if outside := [axis for axis in reduced if axis not in step.axes]:
-        what = f"ends the partial values of axis {names_of(outside)}, whose ranks take no part"
-        raise fault(number, step, what, rule="values are reduced in the group", fix=f"axis {outside[0]} in the group")
+        what = f"ends the partial values of axis {list_numbers(outside)}, whose ranks take no part"
+        raise step_error(number, step, what, rule="values are reduced in the group", fix=f"add axis {outside[0]}")
     _check_order(number, step, reduced, added)
 
 
 def _check_order(number: int, step: Step, reduced: Sequence[int], added: Sequence[int]) -> None:
-    """Where reductions don't commute the last axis is reduced first, so a later axis can't wait for an earlier one."""
+    """Check that the last axis is reduced first where reductions do not commute."""
     before, after = _partial(step.src), _partial(step.dst)
     for axis, later in product(reduced, range(len(after))):
         now, waits = before[axis], after[later]
         if later > axis and waits and now is not waits and not {now, waits} <= COMMUTING:
-            raise fault(
+            raise step_error(
                 number, step, f"takes the {now} over axis {axis} before the {waits} over axis {later}",
                 rule="where reductions differ, the last axis is reduced first", fix=f"axis {later} reduced before",
             )  # fmt: skip
     for axis, later in product(added, range(len(after))):
         outer, inner = after[axis], after[later]
         if later > axis and outer and inner and inner not in NEUTRAL_STAYS[outer]:
-            raise fault(
+            raise step_error(
                 number, step, f"makes axis {axis} partial ({outer}) around the {inner} over axis {later}",
                 rule=f"what is neutral to {outer} is not after the {inner}", fix=f"axis {later} reduced before",
             )  # fmt: skip
 
 
-def check_complete(number: int, step: Step, found: Exchange) -> None:
-    """Each rank finds each element of its new part, and each partial value of it, once among the ranks it asks.
-
-    Raises:
-        LayoutError: it doesn't.
-    """
-    due = step.dst.local_numels()[found.ranks][:, :, None]
-    wrong = np.argwhere(found.copies != due)
+def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
+    """Raise `LayoutError` unless each partial value of a rank's new elements is held exactly once in its group."""
+    due = step.dst.local_numels()[counts.ranks][:, :, None]
+    wrong = np.argwhere(counts.copies != due)
     if not len(wrong):
         return
     group, place, copy = wrong[0]
-    rank, has = found.ranks[group, place], found.copies[group, place, copy]
-    among = f"the ranks {names_of(found.ranks[group].tolist(), most=4)}"
+    rank, has = counts.ranks[group, place], counts.copies[group, place, copy]
+    among = f"the group of ranks {list_numbers(counts.ranks[group].tolist(), most=4)}"
     if step.kind is K.SLICE:
         among = "itself"
-    rules = {K.SLICE: "a rank keeps a part of what it has", K.PARTITION: "each element is the share of one rank"}
-    raise fault(
-        number, step, f"is to give rank {rank} {due[group, place, 0]} elements, and {among} has {has:.0f} of them",
-        rule=rules.get(step.kind, "what a rank is to have is with the ranks of its group, once"),
-        fix="another group, or other layouts",
+    rules = {K.SLICE: "a rank keeps a part of its shard", K.PARTITION: "each element is kept by one rank"}
+    raise step_error(
+        number, step, f"must give rank {rank} {due[group, place, 0]} elements, but {among} has {has:.0f} of them",
+        rule=rules.get(step.kind, "each element of a rank's new shard is held once in its group"),
+        fix="use another group or other layouts",
     )  # fmt: skip
 
 
-def check_kind(number: int, step: Step, found: Exchange) -> None:
-    """What the ranks of a group have afterwards is of the form that the kind promises.
-
-    Raises:
-        LayoutError: it isn't.
-    """
-    before, after = step.src.local_numels()[found.ranks], step.dst.local_numels()[found.ranks]
+def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
+    """Raise `LayoutError` unless the shards of a group after the step have the form that the kind requires."""
+    before, after = step.src.local_numels()[counts.ranks], step.dst.local_numels()[counts.ranks]
     if step.kind in (K.ALL_GATHER, K.ALL_REDUCE):
-        both = overlaps(step.dst, step.dst, found.ranks)
-        if pair := _first((both != after[:, :, None]) | (both != after[:, None, :]), found):
-            what = f"leaves ranks {pair[0]} and {pair[1]} of a group with different parts"
-            raise fault(number, step, what, rule="all ranks of a group end with the same", fix="an all-to-all")
-    if step.kind is K.ALL_GATHER and (pair := _first(found.elements != before[:, None, :], found)):
-        what = f"doesn't give rank {pair[0]} all that rank {pair[1]} has"
-        raise fault(number, step, what, rule="a rank ends with all that its group has", fix="an all-to-all")
+        both = overlaps(step.dst, step.dst, counts.ranks)
+        if pair := _first((both != after[:, :, None]) | (both != after[:, None, :]), counts):
+            what = f"leaves ranks {pair[0]} and {pair[1]} of a group with different shards"
+            raise step_error(number, step, what, rule="all ranks of a group end up equal", fix="an all-to-all")
+    if step.kind is K.ALL_GATHER and (pair := _first(counts.elements != before[:, None, :], counts)):
+        what = f"does not give rank {pair[0]} the full shard of rank {pair[1]}"
+        raise step_error(number, step, what, rule="each rank ends with the shards of its group", fix="an all-to-all")
     if step.kind is K.REDUCE_SCATTER:
-        whole_size = before.sum(1) // found.copies.shape[2]  # the senders of each partial value have all of it
-        if whole_size.any() and (after == whole_size[:, None]).all() and (after == before).all():
-            what = "leaves every rank of a group with all that it had"
-            raise fault(number, step, what, rule="a reduce-scatter scatters something", fix="an all-reduce")
+        full_size = before.sum(1) // counts.copies.shape[2]  # the senders of each partial value hold all of it
+        if full_size.any() and (after == full_size[:, None]).all() and (after == before).all():
+            what = "leaves every rank of a group with its full shard"
+            raise step_error(number, step, what, rule="a reduce-scatter leaves each rank a part", fix="an all-reduce")
     if step.kind is K.PERMUTE:
-        whole = (found.elements == before[:, None, :]) & (found.elements == after[:, :, None])
-        if pair := _first((found.elements > 0) & ~whole, found):
-            what = f"gives rank {pair[0]} a part of what rank {pair[1]} has, or rank {pair[0]} has more than that"
-            raise fault(number, step, what, rule="a rank's whole part goes to one rank", fix="an all-to-all")
-        twice = (whole & (found.elements > 0)).sum(1, keepdims=True) > 1
-        if pair := _first(twice & whole & (found.elements > 0), found):
-            what = f"gives what rank {pair[1]} has to several ranks, rank {pair[0]} among them"
-            raise fault(number, step, what, rule="a permute is one to one", fix="an all-to-all")
+        is_full = (counts.elements == before[:, None, :]) & (counts.elements == after[:, :, None])
+        if pair := _first((counts.elements > 0) & ~is_full, counts):
+            what = f"gives rank {pair[0]} a part of the shard of rank {pair[1]}, or more than that shard"
+            raise step_error(number, step, what, rule="each rank's full shard goes to one rank", fix="an all-to-all")
+        twice = (is_full & (counts.elements > 0)).sum(1, keepdims=True) > 1
+        if pair := _first(twice & is_full & (counts.elements > 0), counts):
+            what = f"gives the shard of rank {pair[1]} to several ranks, including rank {pair[0]}"
+            raise step_error(number, step, what, rule="a permute is one to one", fix="an all-to-all")
 
 
-def _first(wrong: NDArray[np.bool_], found: Exchange) -> tuple[int, int] | None:
-    """The first receiver and sender for whom it is so."""
+def _first(wrong: NDArray[np.bool_], counts: ExchangeCounts) -> tuple[int, int] | None:
+    """Return the first receiver and sender marked in `wrong`, or None."""
     places = np.argwhere(wrong)
     if not len(places):
         return None
     group, receiver, sender = places[0]
-    return int(found.ranks[group, receiver]), int(found.ranks[group, sender])
+    return int(counts.ranks[group, receiver]), int(counts.ranks[group, sender])

@@ -1,9 +1,9 @@
-"""Whether a plan moves a tensor as it says, at the cost that it says.
+"""Verification that a plan redistributes a tensor correctly at the stated cost.
 
-Each step must begin where the one before ended, be what its kind says (`verify_kinds`), find every element that a rank
-is to have with the ranks that take part, and cost what it claims, counted anew (`verify_counts`). Small plans are also
-carried out on paper, with every partial value labelled (`verify_values`). The checks go from the simple to the subtle,
-so that the first one to fail is the one to mend.
+Each step must start from the previous step's result, match its kind (`step_kinds`), find every element of a rank's new
+shard among the ranks that take part, and have the stated cost, which is counted again (`exchange_counts`). Small plans
+are also simulated with every partial value tracked (`step_values`). Checks run from basic to subtle, so that the first
+failure points to the root cause.
 """
 
 from __future__ import annotations
@@ -15,68 +15,68 @@ import numpy as np
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, dtype_bytes
-from meshwright.reshard.verify.error import fault
-from meshwright.reshard.verify.exchange_counts import Exchange, exchange, live_elements, lower_bound_bytes
+from meshwright.reshard.verify.error import step_error
+from meshwright.reshard.verify.exchange_counts import ExchangeCounts, count_exchange, live_elements, lower_bound_bytes
 from meshwright.reshard.verify.step_kinds import check_axes, check_complete, check_kind, check_partial
 from meshwright.reshard.verify.step_values import check_values
 
-COUNTED = "what a plan says of itself is what can be counted"
+COUNTED = "stated numbers equal counted numbers"
 
 
 def verify(plan: ReshardPlan) -> None:
-    """See that a plan gets every rank from its part of the source to its part of the destination, as it says.
+    """Verify that a plan gives each rank its shard of the destination at the stated cost.
 
     Args:
-        plan: by whomever it was made.
+        plan: the plan, from any planner.
 
     Raises:
-        LayoutError: it doesn't, or costs something else: which step, which ranks, the rule, and a fix.
+        LayoutError: if the plan is incorrect or its cost differs; gives the step, the ranks, the rule and a fix.
     """
     itemsize = dtype_bytes(plan.dtype)
     _check_chain(plan)
     num_ranks = plan.src.num_ranks()
     sent, received = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    exchanges = []
+    all_counts = []
     for number, step in enumerate(plan.steps, start=1):
         check_axes(number, step)
         check_partial(number, step)
-        found = exchange(step)
-        check_complete(number, step, found)
-        check_kind(number, step, found)
-        exchanges.append(found)
+        counts = count_exchange(step)
+        check_complete(number, step, counts)
+        check_kind(number, step, counts)
+        all_counts.append(counts)
         if step.kind not in LOCAL:
-            sent += found.sent() * itemsize
-            received += found.received() * itemsize
+            sent += counts.sent() * itemsize
+            received += counts.received() * itemsize
     check_values(plan)
-    for number, (step, found) in enumerate(zip(plan.steps, exchanges, strict=True), start=1):
-        _check_costs(number, step, found, plan)
+    for number, (step, counts) in enumerate(zip(plan.steps, all_counts, strict=True), start=1):
+        _check_costs(number, step, counts, plan)
     _check_totals(plan, sent=int(sent.max()), received=int(received.max()))
 
 
 def _check_chain(plan: ReshardPlan) -> None:
-    """All layouts are of one tensor on one mesh, and each step begins where the one before ended."""
+    """Check that all layouts share one tensor shape and mesh, and that each step starts from the previous result."""
     ends = [layout for step in plan.steps for layout in (step.src, step.dst)]
     for layout in (plan.dst, *ends):
         if (layout.shape, layout.axis_sizes) != (plan.src.shape, plan.src.axis_sizes):
             raise LayoutError(
-                f"layouts of two tensors or meshes: {_tensor(plan.src)}, and {_tensor(layout)}",
+                f"layouts of two tensors or meshes: {_tensor(plan.src)} and {_tensor(layout)}",
                 where=f"{plan.src} → {plan.dst}",
-                rule="a plan moves one tensor on one mesh",
-                fix=f"layouts of {_tensor(plan.src)}",
+                rule="a plan redistributes one tensor on one mesh",
+                fix=f"use layouts of {_tensor(plan.src)}",
             )
-    at, said = plan.src, "the plan's source"
+    at, stated = plan.src, "the plan's source"
     for number, step in enumerate(plan.steps, start=1):
         if not step.src.same_as(at):
-            what = f"begins with {step.src}, and {said} is {at}"
-            rule = "a step begins with what the one before it left"
-            raise fault(number, step, what, rule=rule, fix=f"a step that begins with {at}")
-        at, said = step.dst, f"what step {number} leaves"
+            what = f"begins with {step.src}, and {stated} is {at}"
+            rule = "a step begins with the result of the previous step"
+            raise step_error(number, step, what, rule=rule, fix=f"a step that begins with {at}")
+        at, stated = step.dst, f"the result of step {number}"
     if not plan.dst.same_as(at):
         raise LayoutError(
             f"the plan ends with {at}, which is not its destination {plan.dst}",
             where=f"{len(plan.steps)} steps of {plan.src} → {plan.dst}",
-            rule="the last step leaves the plan's destination",
-            fix=f"one more step, from {at} to {plan.dst}",
+            rule="the last step ends with the plan's destination",
+            fix=f"add a step from {at} to {plan.dst}",
         )
 
 
@@ -84,50 +84,50 @@ def _tensor(layout: Layout) -> str:
     return f"shape {list(layout.shape)} on a mesh of {' × '.join(map(str, layout.axis_sizes))}"
 
 
-def _check_costs(number: int, step: Step, found: Exchange, plan: ReshardPlan) -> None:
+def _check_costs(number: int, step: Step, counts: ExchangeCounts, plan: ReshardPlan) -> None:
     itemsize = dtype_bytes(plan.dtype)
-    sent, received = (0, 0) if step.kind in LOCAL else (int(found.sent().max()), int(found.received().max()))
-    for name, said, counted in (
+    sent, received = (0, 0) if step.kind in LOCAL else (int(counts.sent().max()), int(counts.received().max()))
+    for name, stated, actual in (
         ("sends", step.bytes_sent, sent * itemsize),
         ("receives", step.bytes_received, received * itemsize),
     ):
-        if said != counted:
-            what = f"says that a rank {name} {said} bytes, and the one with the most {name} {counted}"
-            raise fault(number, step, what, rule=COUNTED, fix=f"{counted} bytes")
+        if stated != actual:
+            what = f"says that a rank {name} {stated} bytes, but the maximum over ranks is {actual}"
+            raise step_error(number, step, what, rule=COUNTED, fix=f"{actual} bytes")
     if step.rounds < 1:
-        what = f"is spread over {step.rounds} collectives"
-        raise fault(number, step, what, rule="an exchange takes one collective or more", fix="rounds=1")
+        what = f"is split over {step.rounds} collectives"
+        raise step_error(number, step, what, rule="an exchange takes at least one collective", fix="rounds=1")
     if not math.isfinite(step.time_us) or step.time_us < 0:
         what = f"takes {step.time_us} µs"
-        raise fault(number, step, what, rule="a time is a number that is not negative", fix="the cost model's")
-    least = live_elements(number, step, found, plan) * itemsize
+        raise step_error(number, step, what, rule="times are finite and non-negative", fix="use the cost model's time")
+    least = live_elements(number, step, counts, plan) * itemsize
     if step.live_bytes < least or (step.rounds == 1 and step.live_bytes != least):
-        what = f"says that a rank holds {step.live_bytes} bytes, and one holds {least}"
-        raise fault(number, step, what, rule=COUNTED, fix=f"{least} bytes")
+        what = f"says that a rank holds {step.live_bytes} bytes, but the maximum over ranks is {least}"
+        raise step_error(number, step, what, rule=COUNTED, fix=f"{least} bytes")
 
 
 def _check_totals(plan: ReshardPlan, *, sent: int, received: int) -> None:
     held = int(plan.src.local_numels().max()) * dtype_bytes(plan.dtype)
     bound = lower_bound_bytes(plan.src, plan.dst, plan.dtype)
-    for name, said, counted in (
+    for name, stated, actual in (
         ("bytes_sent", plan.bytes_sent, sent),
         ("bytes_received", plan.bytes_received, received),
         ("peak_bytes", plan.peak_bytes, max((step.live_bytes for step in plan.steps), default=held)),
         ("lower_bound_bytes", plan.lower_bound_bytes, bound),
     ):
-        if said != counted:
-            raise _total_fault(plan, name, str(said), str(counted))
+        if stated != actual:
+            raise _total_error(plan, name, str(stated), str(actual))
     time_us = sum(step.time_us for step in plan.steps)
     if not math.isclose(plan.time_us, time_us, rel_tol=1e-6, abs_tol=1e-3):
-        raise _total_fault(plan, "time_us", f"{plan.time_us:g}", f"{time_us:g}")
+        raise _total_error(plan, "time_us", f"{plan.time_us:g}", f"{time_us:g}")
     if bound > received:
-        raise _total_fault(plan, "bytes_received", f"{received} (less than the bound)", f"at least {bound}")
+        raise _total_error(plan, "bytes_received", f"{received} (less than the bound)", f"at least {bound}")
 
 
-def _total_fault(plan: ReshardPlan, name: str, said: str, counted: str) -> LayoutError:
+def _total_error(plan: ReshardPlan, name: str, stated: str, actual: str) -> LayoutError:
     return LayoutError(
-        f"the plan's {name} is {said}, and its steps make it {counted}",
+        f"the plan's {name} is {stated}, but its steps give {actual}",
         where=f"{name}, {len(plan.steps)} steps of {plan.src} → {plan.dst}",
         rule=COUNTED,
-        fix=f"{name}={counted}",
+        fix=f"{name}={actual}",
     )
