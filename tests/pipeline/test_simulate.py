@@ -301,7 +301,7 @@ def test_a_makespan_by_hand():
 def test_a_table_that_never_ends_is_an_error():
     table = generate("1f1b", num_stages=2, num_microbatches=1)
     rows = (table.actions[0][::-1], table.actions[1])
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever before action 1, 0B0") as caught:
+    with pytest.raises(ScheduleError, match="rank 0 blocks forever before action 1, 0B0") as caught:
         simulate(Schedule("x", 1, (0, 1), rows), Costs.uniform())
     assert caught.value.where == "rank 0, position 1"
 
