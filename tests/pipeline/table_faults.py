@@ -141,7 +141,7 @@ def compute_faults() -> Iterator[Fault]:
     yield Fault("a micro-batch too many", lambda: compute().put("0F7", "0F8").done(), "0F8", ("micro-batch 8 of 8",))
     yield Fault("another rank's stage", lambda: compute().put("1F2", "2F2").done(), "2F2", ("is on rank 2",), 0)
     yield Fault(
-        "no such stage", lambda: compute().put("3F2", "9F2").done(), "9F2", ("which does not exist", "its stages: 3")
+        "no such stage", lambda: compute().put("3F2", "9F2").done(), "9F2", ("which does not exist", "use stage 3")
     )
     yield Fault(
         "ranks that wait for each other's data", lambda: compute().move("0B0", before="0F1").done(), "0B0",
@@ -191,7 +191,7 @@ def transfer_faults() -> Iterator[Fault]:
     yield Fault(
         "micro-batches swapped at the receiving end",
         lambda: lowered("f-then-b", LowerOptions(release=False)).move("1RECV_F2", before="1RECV_F1").done(), "0SEND_F1",
-        ("would be received as 0SEND_F2", "SEND_Fs from rank 0 to rank 1 are received in the order they are sent"),
+        ("would be received as 0SEND_F2", "SEND_Fs from rank 0 to rank 1 are received in send order"),
     )  # fmt: skip
     yield Fault(
         "micro-batches swapped at the sending end",

@@ -11,7 +11,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.pipeline import Action, ActionKind, Costs, EdgeCosts, StageCosts, generate, simulate
 from meshwright.pipeline.draw import draw, draw_comparison, text_timeline
-from meshwright.pipeline.figure_layout import ROW_HEIGHT, timeline_boxes
+from meshwright.pipeline.figure_layout import ROW_HEIGHT, place_boxes
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.timeline import Span, Timeline
 
@@ -95,7 +95,7 @@ def test_a_timeline_of_long_ago_starts_at_zero():
     later = Timeline(
         4, tuple(replace(span, start=span.start + 77, end=span.end + 77) for span in simulation.timeline.spans)
     )
-    for moved, plain in zip(timeline_boxes(later), timeline_boxes(simulation.timeline), strict=True):
+    for moved, plain in zip(place_boxes(later), place_boxes(simulation.timeline), strict=True):
         assert (moved.start, moved.end) == pytest.approx((plain.start, plain.end))
         assert (moved.rank, moved.action, moved.chunk) == (plain.rank, plain.action, plain.chunk)
 
@@ -105,7 +105,7 @@ def test_what_runs_at_the_same_time_shares_the_row():
     alone = Action(ActionKind.FORWARD, 0, 2)
     send = Action(ActionKind.SEND_FORWARD, 0, 1)
     spans = (Span(0, forward, 0, 2), Span(0, backward, 1, 4), Span(0, send, 2, 9), Span(0, alone, 4, 5))
-    found = timeline_boxes(Timeline(1, spans), top=-0.5, height=1.0)
+    found = place_boxes(Timeline(1, spans), top=-0.5, height=1.0)
     places = {box.action: (box.top, box.height, box.chunk) for box in found}
     assert places == {forward: (-0.5, 0.5, 0), backward: (0.0, 0.5, 1), alone: (-0.5, 1.0, 0)}
 

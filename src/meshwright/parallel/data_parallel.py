@@ -52,10 +52,7 @@ def _depth(unit: Unit) -> int:
 
 
 def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
-    """Shard one unit over one axis (FSDP2), or over replica and shard axes (HSDP).
-
-    Compressed gradients are reduced over replicas by a hook of their own.
-    """
+    """Shard one unit, by FSDP2 or HSDP; a separate hook reduces compressed gradients over replicas."""
     is_native = bool(unit.replicas) and unit.gradients == EXACT
     is_mixed = unit.compute != plan.masters
     policy = MixedPrecisionPolicy(

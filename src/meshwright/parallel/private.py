@@ -59,10 +59,8 @@ def unit_info(module: FSDPModule) -> tuple[set[nn.Parameter], bool | int] | None
 
 
 def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield the sharded and unsharded parameters of a module's unit, once its first forward has run.
-
-    Autograd accumulates gradients into the unsharded ones.
-    """
+    """Yield sharded and unsharded parameters of a module's unit, after its first forward; gradients accumulate in the
+    unsharded ones."""
     group = module._get_fsdp_state()._fsdp_param_group
     for param in group.fsdp_params if group is not None else ():
         if hasattr(param, "_unsharded_param"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.figure import GREY, IDLE, INK, save_picture
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
-from meshwright.pipeline.figure_layout import ROW_HEIGHT, TimelineBox, text_timeline, timeline_boxes
+from meshwright.pipeline.figure_layout import ROW_HEIGHT, TimelineBox, place_boxes, text_timeline
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import Simulation
 from meshwright.pipeline.timeline import Timeline
@@ -59,7 +59,7 @@ def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Sch
         InputError: the figure can't be written to `path`.
     """
     timeline = result.timeline if isinstance(result, Simulation) else result
-    strip = _Strip("", -ROW_HEIGHT / 2, ROW_HEIGHT, timeline_boxes(timeline))
+    strip = _Strip("", -ROW_HEIGHT / 2, ROW_HEIGHT, place_boxes(timeline))
     _TimelineFigure(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule)).write(path)
 
 
@@ -85,17 +85,10 @@ def draw_comparison(
     Raises:
         InputError: the figure can't be written to `path`.
     """
-    above = _Strip(
-        "predicted", -ROW_HEIGHT / 2, HALF_HEIGHT, timeline_boxes(predicted, top=-ROW_HEIGHT / 2, height=HALF_HEIGHT)
-    )
-    below = _Strip(
-        "measured",
-        ROW_HEIGHT / 2 - HALF_HEIGHT,
-        HALF_HEIGHT,
-        timeline_boxes(measured, top=ROW_HEIGHT / 2 - HALF_HEIGHT, height=HALF_HEIGHT),
-    )
+    placed = ("predicted", predicted, -ROW_HEIGHT / 2), ("measured", measured, ROW_HEIGHT / 2 - HALF_HEIGHT)
+    strips = [_Strip(n, top, HALF_HEIGHT, place_boxes(t, top=top, height=HALF_HEIGHT)) for n, t, top in placed]
     num_ranks = max(predicted.num_ranks, measured.num_ranks)
-    _TimelineFigure(num_ranks, (above, below), title, unit, _overlaps(schedule)).write(path)
+    _TimelineFigure(num_ranks, tuple(strips), title, unit, _overlaps(schedule)).write(path)
 
 
 def _overlaps(schedule: Schedule | None) -> dict[Action, Action]:

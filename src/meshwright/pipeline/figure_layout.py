@@ -30,13 +30,14 @@ class TimelineBox:
     height: float
 
 
-def timeline_boxes(
-    timeline: Timeline, *, top: float = -ROW_HEIGHT / 2, height: float = ROW_HEIGHT
-) -> tuple[TimelineBox, ...]:
+Boxes = tuple[TimelineBox, ...]
+
+
+def place_boxes(timeline: Timeline, *, top: float = -ROW_HEIGHT / 2, height: float = ROW_HEIGHT) -> Boxes:
     """Return a box for each computation; the first starts at 0.
 
     Args:
-        timeline: a simulated or measured timeline.
+        timeline: simulated or measured.
         top: top of a rank's boxes, relative to the middle of its row.
         height: height of a box; concurrent computations share it.
     """
@@ -48,17 +49,9 @@ def timeline_boxes(
         chunks = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in rank_spans}))}
         for span, lane, num_lanes in _lanes(rank_spans):
             lane_height = height / num_lanes
-            placed.append(
-                TimelineBox(
-                    rank,
-                    span.action,
-                    chunks[span.action.stage],
-                    span.start - zero,
-                    span.end - zero,
-                    rank + top + lane * lane_height,
-                    lane_height,
-                )
-            )
+            start, end, box_top = span.start - zero, span.end - zero, rank + top + lane * lane_height
+            chunk = chunks[span.action.stage]
+            placed.append(TimelineBox(rank, span.action, chunk, start, end, box_top, lane_height))
     return tuple(placed)
 
 
@@ -83,7 +76,7 @@ def text_timeline(timeline: Timeline, *, columns: int) -> str:
     Widths are proportional to times. Micro-batch numbers are truncated to the last digits that fit. If the shortest
     computation is narrower than one character, only letters are shown, each in proportion to its time.
     """
-    all_boxes = timeline_boxes(timeline)
+    all_boxes = place_boxes(timeline)
     prefix = len(str(timeline.num_ranks - 1)) + 1
     cells = max(1, columns - prefix)
     scale, each_fits = _characters_per_time(all_boxes, cells)
@@ -131,7 +124,7 @@ def _letter(box: TimelineBox) -> str:
     return box.action.kind.value if box.chunk % 2 == 0 else box.action.kind.value.lower()
 
 
-def _characters_per_time(all_boxes: tuple[TimelineBox, ...], cells: int) -> tuple[float, bool]:
+def _characters_per_time(all_boxes: Boxes, cells: int) -> tuple[float, bool]:
     """Return the characters per unit of time, and whether the shortest computation gets at least one.
 
     The scale is as large as fits, but no larger than the shortest computation needs.

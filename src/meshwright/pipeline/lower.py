@@ -210,10 +210,7 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
 
 
 def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, ...], ...]) -> list[Row]:
-    """Append the syncs in the same order on all ranks, after all other actions, since none depends on them.
-
-    Each rank has one action per group, named after the first of the group's stages on that rank.
-    """
+    """Append one sync per group, in the same order on all ranks, named after the group's first stage on the rank."""
     for group in shared:
         on_ranks = {schedule.stage_ranks[stage]: stage for stage in reversed(group)}
         for rank, stage in on_ranks.items():

@@ -15,7 +15,7 @@ from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, STAGE_
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.verify_buffers import check_buffers
 from meshwright.pipeline.verify_deadlock import check_no_deadlock
-from meshwright.pipeline.verify_error import ActionLocation, action_error, before
+from meshwright.pipeline.verify_error import ActionLocation, before, violation
 
 K = ActionKind
 ActionLocations = Mapping[tuple[ActionKind, int, int], ActionLocation]
@@ -55,11 +55,8 @@ def verify(schedule: Schedule, *, trains: bool = True, shared: Sequence[Sequence
 
 def _check_numbers(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1:
-        raise ScheduleError(
-            f"the table has {schedule.num_microbatches} micro-batches",
-            rule="num_microbatches must be at least 1",
-            fix="num_microbatches=1",
-        )
+        what = f"the table has {schedule.num_microbatches} micro-batches"
+        raise ScheduleError(what, rule="num_microbatches must be at least 1", fix="num_microbatches=1")
     for stage, rank in enumerate(schedule.stage_ranks):
         if not 0 <= rank < schedule.num_ranks:
             raise ScheduleError(
@@ -82,32 +79,20 @@ def _check_on_rank(schedule: Schedule) -> None:
     """Check that each action belongs to a stage of its rank and to an existing micro-batch."""
     last = schedule.num_microbatches - 1
     for rank, position, part in schedule.positions():
-        location = ActionLocation(rank, position)
+        loc = ActionLocation(rank, position)
         if not 0 <= part.stage < schedule.num_stages or schedule.stage_ranks[part.stage] != rank:
             local_stages = ", ".join(map(str, schedule.stages_of(rank)))
             exists = 0 <= part.stage < schedule.num_stages
             what = f"which is on rank {schedule.stage_ranks[part.stage]}" if exists else "which does not exist"
-            rule = "a rank runs actions of its own stages only"
-            raise action_error(
-                location,
-                part,
-                f"belongs to stage {part.stage}, {what}",
-                rule=rule,
-                fix=f"use one of its stages: {local_stages}",
-            )
+            rule, fix = "a rank runs actions of its own stages only", f"use stage {local_stages}"
+            raise violation(loc, part, f"belongs to stage {part.stage}, {what}", rule=rule, fix=fix)
         if part.kind in STAGE_LEVEL:
             if part.microbatch >= 0:
                 rule = f"{part.kind.value} applies to a stage, not to a micro-batch"
-                raise action_error(location, part, "has a micro-batch", rule=rule, fix=f"{part.stage}{part.kind.value}")
+                raise violation(loc, part, "has a micro-batch", rule=rule, fix=f"{part.stage}{part.kind.value}")
         elif not 0 <= part.microbatch <= last:
             what = f"has micro-batch {part.microbatch} of {schedule.num_microbatches}"
-            raise action_error(
-                location,
-                part,
-                what,
-                rule="micro-batches are numbered from 0",
-                fix=f"use a micro-batch from 0 to {last}",
-            )
+            raise violation(loc, part, what, rule="micro-batches are numbered from 0", fix=f"use 0 to {last}")
 
 
 def _action_locations(schedule: Schedule) -> dict[tuple[ActionKind, int, int], ActionLocation]:
@@ -116,12 +101,12 @@ def _action_locations(schedule: Schedule) -> dict[tuple[ActionKind, int, int], A
     for rank, position, part in schedule.positions():
         if part.kind in STAGE_LEVEL:
             continue
-        location = ActionLocation(rank, position)
-        first = locations.setdefault((part.kind, part.stage, part.microbatch), location)
-        if first is not location:
+        loc = ActionLocation(rank, position)
+        first = locations.setdefault((part.kind, part.stage, part.microbatch), loc)
+        if first is not loc:
             rule = ONCE if part.kind in COMPUTE else "each transfer and each free appears once"
             what = f"appears a second time, after position {first.position + 1}"
-            raise action_error(location, part, what, rule=rule, fix="remove one of them")
+            raise violation(loc, part, what, rule=rule, fix="remove one of them")
     return locations
 
 
@@ -131,17 +116,15 @@ def _check_overlaps(schedule: Schedule) -> None:
         for position, action in enumerate(row):
             if not isinstance(action, Overlap):
                 continue
-            location = ActionLocation(rank, position)
+            loc = ActionLocation(rank, position)
             for part in action.parts():
                 if part.kind not in COMPUTE:
                     rule = "only computations can overlap"
-                    raise action_error(
-                        location, action, f"overlaps {part}", rule=rule, fix=f"move {part} out of the overlap"
-                    )
+                    raise violation(loc, action, f"overlaps {part}", rule=rule, fix=f"move {part} out of the overlap")
             for part, other in (action.parts(), action.parts()[::-1]):
                 if (other.kind, other.stage, other.microbatch) in set(_local_needs(part, schedule, rank)):
-                    raise action_error(
-                        location, action, f"overlaps {part} with {other}, on which it depends",
+                    raise violation(
+                        loc, action, f"overlaps {part} with {other}, on which it depends",
                         rule="overlapped actions are independent", fix=f"run {other} before {part}",
                     )  # fmt: skip
 
@@ -164,7 +147,7 @@ def _check_compute_order(schedule: Schedule, locations: ActionLocations) -> None
     for rank, position, part in schedule.positions():
         if part.kind not in COMPUTE:
             continue
-        location = ActionLocation(rank, position)
+        loc = ActionLocation(rank, position)
         for kind, stage, m in _local_needs(part, schedule, rank):
             needed = locations.get((kind, stage, m))
             name = f"{stage}{kind.value}{m}"
@@ -175,7 +158,7 @@ def _check_compute_order(schedule: Schedule, locations: ActionLocations) -> None
             else:
                 continue
             rule = "F comes before its B or I, I before its W, and a stage's result before its use"
-            raise action_error(location, part, what, rule=rule, fix=f"put {name}{before(position)}")
+            raise violation(loc, part, what, rule=rule, fix=f"put {name}{before(position)}")
 
 
 def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
@@ -196,14 +179,14 @@ def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
                     f"has no {missing}",
                     f"add {missing} after position {locations[wrong, stage, m].position + 1}",
                 )
-            raise action_error(locations[wrong, stage, m], Action(wrong, stage, m), what, rule=ONCE, fix=fix)
+            raise violation(locations[wrong, stage, m], Action(wrong, stage, m), what, rule=ONCE, fix=fix)
 
 
 def _check_forwards(schedule: Schedule, locations: ActionLocations) -> None:
-    for (kind, stage, m), location in locations.items():
+    for (kind, stage, m), loc in locations.items():
         if kind in COMPUTE and kind is not K.FORWARD:
             fix = f"remove {stage}{kind.value}{m}, or verify with trains=True"
-            raise action_error(location, Action(kind, stage, m), "is part of a backward", rule=ONCE_FORWARD, fix=fix)
+            raise violation(loc, Action(kind, stage, m), "is part of a backward", rule=ONCE_FORWARD, fix=fix)
     for stage in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
             if (K.FORWARD, stage, m) not in locations:
@@ -222,28 +205,19 @@ def _check_both_ends(schedule: Schedule, locations: ActionLocations) -> None:
     for rank, position, action in schedule.positions():
         if action.kind not in SENDS and action.kind not in RECVS:
             continue
-        location = ActionLocation(rank, position)
+        loc = ActionLocation(rank, position)
         peer = action.peer()
         if not 0 <= peer.stage < schedule.num_stages:
             what = f"has no peer: stage {peer.stage} does not exist"
-            raise action_error(
-                location, action, what, rule="transfers connect neighbouring stages", fix=f"remove {action}"
-            )
+            raise violation(loc, action, what, rule="transfers connect neighbouring stages", fix=f"remove {action}")
         if schedule.stage_ranks[peer.stage] == rank:
             what = f"is a transfer with stage {peer.stage}, which is also on rank {rank}"
-            raise action_error(
-                location, action, what, rule="stages on the same rank need no transfer", fix=f"remove {action}"
-            )
+            raise violation(loc, action, what, rule="stages on the same rank need no transfer", fix=f"remove {action}")
         if (peer.kind, peer.stage, peer.microbatch) not in locations:
             peer_rank = schedule.stage_ranks[peer.stage]
             what = f"has no matching {peer} on rank {peer_rank}, and would block forever"
-            raise action_error(
-                location,
-                action,
-                what,
-                rule="each send has a receive and vice versa",
-                fix=f"add {peer} on rank {peer_rank}",
-            )
+            fix = f"add {peer} on rank {peer_rank}"
+            raise violation(loc, action, what, rule="sends and receives come in pairs", fix=fix)
 
 
 def _check_channels(schedule: Schedule, locations: ActionLocations) -> None:
@@ -260,10 +234,8 @@ def _check_channels(schedule: Schedule, locations: ActionLocations) -> None:
         for send, expected in zip(sends, received[channel], strict=True):
             if send == expected:
                 continue
-            receive, location = expected.peer(), locations[send.kind, send.stage, send.microbatch]
+            receive, loc = expected.peer(), locations[send.kind, send.stage, send.microbatch]
             receive_location = locations[receive.kind, receive.stage, receive.microbatch]
             what = f"would be received as {expected}, by {receive} ({receive_location})"
-            rule = f"{send.kind.value}s from rank {channel[0]} to rank {channel[1]} are received in the order they are sent"
-            raise action_error(
-                location, send, what, rule=rule, fix=f"send {expected} first, or put {send.peer()} before {receive}"
-            )
+            rule = f"{send.kind.value}s from rank {channel[0]} to rank {channel[1]} are received in send order"
+            raise violation(loc, send, what, rule=rule, fix=f"send {expected} before {send}")

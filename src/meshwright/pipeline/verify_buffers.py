@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, RECVS, SENDS, STAGE_LEVEL, Action, ActionKind
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.verify_error import ActionLocation, action_error, before
+from meshwright.pipeline.verify_error import ActionLocation, before, violation
 
 K = ActionKind
 Key = tuple[ActionKind, int, int]
@@ -61,34 +61,34 @@ class _RankLiveness:
 
     def check(self) -> None:
         for position, part in self._row:
-            location = ActionLocation(self._rank, position)
+            loc = ActionLocation(self._rank, position)
             if part.kind in COMPUTE:
-                self._compute(location, part)
+                self._compute(loc, part)
             elif part.kind in SENDS:
-                self._send(location, part)
+                self._send(loc, part)
             elif part.kind in RECVS:
-                self._receive(location, part)
+                self._receive(loc, part)
             elif part.kind in FREES:
-                self._free(location, part)
+                self._free(loc, part)
             elif part.kind in STAGE_LEVEL:
-                self._stage_level(location, part)
+                self._stage_level(loc, part)
         self._end()
 
-    def _compute(self, location: ActionLocation, part: Action) -> None:
+    def _compute(self, loc: ActionLocation, part: Action) -> None:
         stage, m = part.stage, part.microbatch
         if stage in self._gathers and stage not in self._unsharded:
             rule = "a stage runs between its UNSHARD and its RESHARD"
             what = f"uses the parameters of stage {stage} while they are sharded"
-            raise action_error(location, part, what, rule=rule, fix=f"put {stage}UNSHARD{before(location.position)}")
+            raise violation(loc, part, what, rule=rule, fix=f"put {stage}UNSHARD{before(loc.position)}")
         if self._schedule.is_transfer(stage - 1):
-            self._use(location, part, (K.FREE_INPUT, stage, m))
+            self._use(loc, part, (K.FREE_INPUT, stage, m))
         if part.kind is not K.FORWARD and self._schedule.is_transfer(stage):
-            self._use(location, part, (K.FREE_GRADIENT, stage, m))
+            self._use(loc, part, (K.FREE_GRADIENT, stage, m))
         if part.kind is K.FORWARD and self._schedule.is_transfer(stage):
-            self._held[K.FREE_OUTPUT, stage, m] = location.position
+            self._held[K.FREE_OUTPUT, stage, m] = loc.position
         self._computed.add((part.kind, stage, m))
 
-    def _use(self, location: ActionLocation, part: Action, key: Key) -> None:
+    def _use(self, loc: ActionLocation, part: Action, key: Key) -> None:
         if key in self._held:
             return
         free, stage, m = key
@@ -98,10 +98,10 @@ class _RankLiveness:
             rule, fix = "no use after free", f"put {stage}{free.value}{m} after the last use"
         else:
             what = f"uses {NAMES[free]} that is not available yet: {name} does not precede it"
-            rule, fix = "a receive comes before its use", f"put {name}{before(location.position)}"
-        raise action_error(location, part, what, rule=rule, fix=fix)
+            rule, fix = "a receive comes before its use", f"put {name}{before(loc.position)}"
+        raise violation(loc, part, what, rule=rule, fix=fix)
 
-    def _send(self, location: ActionLocation, part: Action) -> None:
+    def _send(self, loc: ActionLocation, part: Action) -> None:
         producers = (
             (K.FORWARD,) if part.kind is K.SEND_FORWARD else tuple(sorted(BACKWARDS, key=lambda kind: kind.value))
         )
@@ -109,16 +109,16 @@ class _RankLiveness:
             names = " or ".join(f"{part.stage}{kind.value}{part.microbatch}" for kind in producers)
             rule = "a send comes after the computation of its tensor"
             what = f"comes before {names}, which computes the tensor to send"
-            raise action_error(location, part, what, rule=rule, fix=f"put {names}{before(location.position)}")
+            raise violation(loc, part, what, rule=rule, fix=f"put {names}{before(loc.position)}")
         if part.kind is K.SEND_FORWARD:
-            self._use(location, part, (K.FREE_OUTPUT, part.stage, part.microbatch))
-        self._check_before_sync(location, part)
+            self._use(loc, part, (K.FREE_OUTPUT, part.stage, part.microbatch))
+        self._check_before_sync(loc, part)
 
-    def _receive(self, location: ActionLocation, part: Action) -> None:
-        self._check_before_sync(location, part)
+    def _receive(self, loc: ActionLocation, part: Action) -> None:
+        self._check_before_sync(loc, part)
         if part.slot is None or part.slot < 0:
             rule = "a lowered receive names its buffer slot"
-            raise action_error(location, part, "has no buffer slot", rule=rule, fix=f"use {part}@0, or lower the table")
+            raise violation(loc, part, "has no buffer slot", rule=rule, fix=f"use {part}@0, or lower the table")
         key = (FREED_BY[part.kind], part.stage, part.microbatch)
         occupant = self._slots.setdefault((part.kind, part.slot), part)
         if occupant is not part:
@@ -126,78 +126,70 @@ class _RankLiveness:
             what = f"fills slot {part.slot}, which {occupant} has occupied since position {self._held[held] + 1}"
             rule = "a buffer slot holds one tensor at a time, from its receive to its free"
             free = f"{occupant.stage}{held[0].value}{occupant.microbatch}"
-            raise action_error(
-                location, part, what, rule=rule, fix=f"use another slot, or put {free}{before(location.position)}"
-            )
-        self._held[key] = location.position
+            raise violation(loc, part, what, rule=rule, fix=f"use another slot, or put {free}{before(loc.position)}")
+        self._held[key] = loc.position
         self._slot_of[key] = part.slot
 
-    def _free(self, location: ActionLocation, part: Action) -> None:
+    def _free(self, loc: ActionLocation, part: Action) -> None:
         key = (part.kind, part.stage, part.microbatch)
         if key not in self._held:  # duplicate frees are duplicate actions, which have been rejected already
             producer = f"{part.stage}{BROUGHT_BY[part.kind].value}{part.microbatch}"
             crosses = self._schedule.is_transfer(part.stage - 1 if part.kind is K.FREE_INPUT else part.stage)
             why = f"{producer} does not precede it" if crosses else "it does not cross ranks"
             what = f"frees {NAMES[part.kind]} that is not held: {why}"
-            fix = f"put {producer}{before(location.position)}" if crosses else f"remove {part}"
-            raise action_error(location, part, what, rule="only held tensors are freed", fix=fix)
+            fix = f"put {producer}{before(loc.position)}" if crosses else f"remove {part}"
+            raise violation(loc, part, what, rule="only held tensors are freed", fix=fix)
         del self._held[key]
-        self._freed[key] = location.position
+        self._freed[key] = loc.position
         if key in self._slot_of:
             del self._slots[BROUGHT_BY[part.kind], self._slot_of.pop(key)]
 
-    def _stage_level(self, location: ActionLocation, part: Action) -> None:
+    def _stage_level(self, loc: ActionLocation, part: Action) -> None:
         stage = part.stage
         if part.kind is K.UNSHARD:
             if stage in self._unsharded:
                 what = f"unshards parameters that have been unsharded since position {self._unsharded[stage] + 1}"
                 rule = "each UNSHARD of a stage is followed by its RESHARD"
-                raise action_error(
-                    location, part, what, rule=rule, fix=f"put {stage}RESHARD{before(location.position)}"
-                )
-            self._unsharded[stage] = location.position
+                raise violation(loc, part, what, rule=rule, fix=f"put {stage}RESHARD{before(loc.position)}")
+            self._unsharded[stage] = loc.position
         elif part.kind is K.RESHARD:
             if self._unsharded.pop(stage, None) is None:
                 rule = "each RESHARD of a stage is preceded by its UNSHARD"
-                raise action_error(
-                    location, part, "frees parameters that are not unsharded", rule=rule, fix=f"remove {part}"
-                )
+                raise violation(loc, part, "frees parameters that are not unsharded", rule=rule, fix=f"remove {part}")
         elif part.kind is K.REDUCE:
-            self._reduce(location, part)
+            self._reduce(loc, part)
         else:
-            self._sync(location, part)
+            self._sync(loc, part)
 
-    def _reduce(self, location: ActionLocation, part: Action) -> None:
+    def _reduce(self, loc: ActionLocation, part: Action) -> None:
         last = self._last_compute[part.stage]
-        if location.position < last:
-            raise self._too_early(location, part, part.stage, last)
+        if loc.position < last:
+            raise self._too_early(loc, part, part.stage, last)
         if part.stage in self._reduced:
             what = f"reduces a second time, after position {self._reduced[part.stage] + 1}"
-            raise action_error(
-                location, part, what, rule="a stage's gradients are reduced once", fix="remove one of them"
-            )
-        self._reduced[part.stage] = location.position
+            raise violation(loc, part, what, rule="a stage's gradients are reduced once", fix="remove one of them")
+        self._reduced[part.stage] = loc.position
 
-    def _sync(self, location: ActionLocation, part: Action) -> None:
+    def _sync(self, loc: ActionLocation, part: Action) -> None:
         """Check that all of the rank's stages are done: the action may be named after any of the group's stages."""
         for stage, last in self._last_compute.items():
-            if location.position < last:
-                raise self._too_early(location, part, stage, last)
+            if loc.position < last:
+                raise self._too_early(loc, part, stage, last)
             if self._reduces and stage not in self._reduced:
                 rule = "shared gradients are summed over stages after each stage has reduced its own"
-                fix = f"put {stage}REDUCE{before(location.position)}"
-                raise action_error(location, part, f"is not preceded by {stage}REDUCE", rule=rule, fix=fix)
+                fix = f"put {stage}REDUCE{before(loc.position)}"
+                raise violation(loc, part, f"is not preceded by {stage}REDUCE", rule=rule, fix=fix)
         self._shared = part
 
-    def _too_early(self, location: ActionLocation, part: Action, stage: int, last: int) -> ScheduleError:
+    def _too_early(self, loc: ActionLocation, part: Action, stage: int, last: int) -> ScheduleError:
         what = f"comes before the last backward of stage {stage} (position {last + 1})"
         rule = "a stage's gradients are reduced once they are complete"
-        return action_error(location, part, what, rule=rule, fix=f"put {part} after position {last + 1}")
+        return violation(loc, part, what, rule=rule, fix=f"put {part} after position {last + 1}")
 
-    def _check_before_sync(self, location: ActionLocation, part: Action) -> None:
+    def _check_before_sync(self, loc: ActionLocation, part: Action) -> None:
         if self._shared is not None:
-            fix = f"put {self._shared} after position {location.position + 1}"
-            raise action_error(location, part, f"comes after {self._shared}", rule=SYNC_BLOCKS, fix=fix)
+            fix = f"put {self._shared} after position {loc.position + 1}"
+            raise violation(loc, part, f"comes after {self._shared}", rule=SYNC_BLOCKS, fix=fix)
 
     def _end(self) -> None:
         for (free, stage, m), position in self._held.items():
@@ -205,14 +197,12 @@ class _RankLiveness:
             what = f"produces {NAMES[free]} that is never freed: no {stage}{free.value}{m} follows"
             rule = "tensors that cross ranks are freed by the end of the step"
             fix = f"put {stage}{free.value}{m} after the last use"
-            raise action_error(ActionLocation(self._rank, position), producer, what, rule=rule, fix=fix)
+            raise violation(ActionLocation(self._rank, position), producer, what, rule=rule, fix=fix)
         for stage, position in self._unsharded.items():
             rule = "each UNSHARD of a stage is followed by its RESHARD"
             action = Action(K.UNSHARD, stage)
             what = "unshards parameters that are never resharded"
-            raise action_error(
-                ActionLocation(self._rank, position), action, what, rule=rule, fix=f"put {stage}RESHARD at the end"
-            )
+            raise violation(ActionLocation(self._rank, position), action, what, rule=rule, fix=f"append {stage}RESHARD")
         for stage in self._schedule.stages_of(self._rank):
             if self._reduces and stage not in self._reduced:
                 position = self._last_compute[stage]
@@ -220,7 +210,7 @@ class _RankLiveness:
                 rule = "either all stages reduce their gradients, or none"
                 what = f"is the last backward of stage {stage}, and no {stage}REDUCE follows"
                 fix = f"put {stage}REDUCE after position {position + 1}"
-                raise action_error(ActionLocation(self._rank, position), action, what, rule=rule, fix=fix)
+                raise violation(ActionLocation(self._rank, position), action, what, rule=rule, fix=fix)
 
 
 def _check_groups(schedule: Schedule, shared: Sequence[Sequence[int]]) -> None:
@@ -235,14 +225,9 @@ def _check_groups(schedule: Schedule, shared: Sequence[Sequence[int]]) -> None:
         expected_syncs = [Action(K.SYNC_SHARED, stages[0]) for stages in local_groups if stages]
         for (position, part), expected in zip(syncs[rank], [*expected_syncs, *[None] * len(syncs[rank])], strict=False):
             if part != expected:
+                fix = f"use {expected}" if expected else f"remove {part}"
                 what = "is not expected here" if expected is None else f"comes where {expected} is expected"
-                raise action_error(
-                    ActionLocation(rank, position),
-                    part,
-                    what,
-                    rule=rule,
-                    fix=f"use {expected}" if expected else f"remove {part}",
-                )
+                raise violation(ActionLocation(rank, position), part, what, rule=rule, fix=fix)
         for expected in expected_syncs[len(syncs[rank]) :]:
             where, fix = (
                 f"rank {rank}, after position {len(row)}, {expected}",
@@ -265,7 +250,7 @@ def _check_partners(schedule: Schedule) -> None:
         partners = elsewhere + (len(schedule.stages_of(rank)) > 1)
         times = synced[rank, part.stage]
         if times > partners:
-            raise action_error(
+            raise violation(
                 ActionLocation(rank, position), part, f"appears {times} times, but other ranks sync {elsewhere} times",
                 rule="a group syncs once on each rank with one of its stages",
                 fix="put one SYNC_SHARED on each of the group's ranks",

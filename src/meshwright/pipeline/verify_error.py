@@ -19,11 +19,9 @@ class ActionLocation(NamedTuple):
         return f"rank {self.rank}, position {self.position + 1}"
 
 
-def action_error(
-    location: ActionLocation, action: Action | Overlap, what: str, *, rule: str, fix: str
-) -> ScheduleError:
+def violation(loc: ActionLocation, action: Action | Overlap, what: str, *, rule: str, fix: str) -> ScheduleError:
     """Return an error about one action; `what` continues the sentence that starts with the action."""
-    return ScheduleError(f"{action} {what}", where=f"{location}, {action}", rule=rule, fix=fix)
+    return ScheduleError(f"{action} {what}", where=f"{loc}, {action}", rule=rule, fix=fix)
 
 
 def before(position: int | None) -> str:
