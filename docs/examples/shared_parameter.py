@@ -17,7 +17,7 @@ DIM, CLASSES, STEPS, MAX_NORM = 16, 10, 20, 1.0
 
 
 class Stage(nn.Module):
-    """Half of the model. Both halves are told the label, so each has a copy of the labels' embedding."""
+    """Half of the model. Both halves are conditioned on the label, so each has a copy of the label embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,20 +25,20 @@ class Stage(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM))
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
-        """[batch, DIM] to the same."""
+        """Map [batch, DIM] to [batch, DIM]."""
         return x + self.mlp(x + self.label(label))
 
 
-# One parameter: a name of its own, and of each copy the stage and the name that it has in that stage's module.
+# A single parameter: its key, and the stage and name of each copy.
 SHARED = [SharedParameter("label.weight", sites=((0, "label.weight"), (1, "label.weight")))]
 
 
 def train(rank: int, rendezvous: str) -> None:
-    """Be one stage: rank 0 the first, rank 1 the second."""
+    """Train one stage: rank 0 the first, rank 1 the second."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.manual_seed(rank)  # the stages start differently, and so do the copies
     stage = Stage()
-    shared = SharedGradients(SHARED, {rank: stage})  # compares what ranks declare; all copies get stage 0's weights
+    shared = SharedGradients(SHARED, {rank: stage})  # checks all ranks; all copies get stage 0's weights
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(0)  # the same on both ranks
     for step in range(1, STEPS + 1):
@@ -58,7 +58,7 @@ def train(rank: int, rendezvous: str) -> None:
 
 
 def forward_backward(rank: int, stage: Stage, x: Tensor, label: Tensor) -> float:
-    """One micro-batch through the pipeline and back; the loss, on the last stage."""
+    """Run forward and backward of one micro-batch; return the loss on the last stage."""
     target = torch.nn.functional.one_hot(label, DIM).float()
     if rank == 0:
         y = stage(x, label)

@@ -24,7 +24,7 @@ def corpus(tmp_path_factory):
 
 
 def edited(plan, name, **fields):
-    """The plan with another parameter of the block, or of an end."""
+    """Return the plan with fields of one parameter replaced."""
     block = next(kind for kind in plan.kinds if any(p.name == name for p in kind.parameters))
     parameters = tuple(replace(p, **fields) if p.name == name else p for p in block.parameters)
     return with_block(plan, replace(block, parameters=parameters))
@@ -40,7 +40,7 @@ def freed(plan, value):
 
 
 def moved(plan):
-    """A norm of the block in the root's unit."""
+    """Return the plan with one of the block's norms moved to the root unit."""
     block, (stage,) = next(kind for kind in plan.kinds if kind.is_block), plan.stages
     unit = block.units[0]
     plan = with_block(plan, replace(block, units=(replace(unit, parameters=unit.parameters[1:]),)))
@@ -79,7 +79,7 @@ def test_other_placements_and_units_are_named(gang, corpus, case):
 
 
 def first_gradients(rank, world_size, words, name, work):
-    """A step whose plan says otherwise what the gradient of a parameter is along tp."""
+    """Run a step with a plan that has another placement for a parameter's gradient over tp."""
     job, step = make_job(rank, world_size, words)
     (stage,) = step.pipeline._stages.values()
     if name:

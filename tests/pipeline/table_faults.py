@@ -1,4 +1,4 @@
-"""Good tables broken on purpose, each in one way with a name, and what `verify` must say about it. Torch-free."""
+"""Valid tables with one seeded fault each, and the error that `verify` must raise. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERYTHING = LowerOptions(reduces=True, keeps_unsharded=True, shared=((0, 3),))
 
 
 class Edit:
-    """A table being changed. Actions are named without a slot, and each name stands once."""
+    """A table under edit. Actions are addressed by their unique name without a slot."""
 
     def __init__(self, table: Schedule) -> None:
         self.table = table
@@ -79,7 +79,7 @@ def sharded() -> Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken, at which action (the n-th of that name) it shows, and words that the error has."""
+    """A seeded fault: the broken table, the action named by the error (n-th occurrence), and parts of the message."""
 
     name: str
     make: Callable[[], Schedule]
@@ -88,7 +88,7 @@ class Fault:
     nth: int = 0
 
     def place(self, table: Schedule) -> str:
-        """Where the error must point, by the broken table itself."""
+        """Return the expected location of the error in the broken table."""
         found = [(rank, position, str(action)) for rank, row in enumerate(table.actions)
                  for position, action in enumerate(row) if _plain(str(action)) == self.at]  # fmt: skip
         rank, position, name = found[self.nth]
@@ -96,7 +96,7 @@ class Fault:
 
 
 def both_send_first(*, apart_on: tuple[int, ...]) -> Schedule:
-    """Two ranks that each send before they receive; on the ranks of `apart_on` with something between the two."""
+    """Two ranks that send before they receive; on the ranks in `apart_on` the two are not adjacent."""
     edit = lowered(p=2, m=4).move("1RECV_F1", after="1SEND_B0")
     if 0 in apart_on:
         edit.move("0FREE_OUT0", before="0RECV_B0")
@@ -106,7 +106,7 @@ def both_send_first(*, apart_on: tuple[int, ...]) -> Schedule:
 
 
 def circle_of_three() -> Schedule:
-    """Rank 1 receives from rank 2 before it sends what rank 2 needs first; all wait on."""
+    """Rank 1 receives from rank 2 before it sends rank 2's first dependency; all ranks deadlock."""
     return lowered("f-then-b", p=3, m=2).move("1SEND_F1", after="1RECV_B1").done()
 
 

@@ -1,4 +1,4 @@
-"""Pictures and text show every computation once, in its rank's row, at its time; the same timeline, the same bytes."""
+"""Figures and text show each computation once, in its rank's row, at its time; figures are byte-reproducible."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def uneven(num_stages):
 
 
 def rectangles(path):
-    """Left, top, right and bottom of the boxes in a picture, and the number of boxes' texts."""
+    """Return left, top, right and bottom of the boxes in a figure, and its texts."""
     root = xml.parse(path).getroot()
     found = {}
     for group in root.iter(f"{SVG}g"):
@@ -45,14 +45,14 @@ def rectangles(path):
 
 
 def scale(found, spans, name):
-    """Points of a unit of time, and where 0 is, from the first and the last box."""
+    """Return points per unit of time and the position of time 0, from the first and the last box."""
     first, last = min(spans, key=lambda span: span.start), max(spans, key=lambda span: span.end)
     left, right = found[name(first)][0], found[name(last)][2]
     return (right - left) / (last.end - first.start), left
 
 
 def assert_in_place(found, timeline, name, height):
-    """Every box of a timeline is in its rank's row, at its time."""
+    """Assert that each box of a timeline is in its rank's row, at its time."""
     points, zero = scale(found, timeline.spans, name)
     rows = {}
     for span in timeline.spans:
@@ -183,7 +183,7 @@ def test_text_is_exact_where_it_fits():
 
 
 def read(line):
-    """The boxes of a line of text: letter, number, first cell, width."""
+    """Return the boxes in a line of text: letter, number, first character, width."""
     return [(box[1], box[2], box.start(), box.end() - box.start()) for box in re.finditer(r"([FBIWfbiw])(\d*) *", line)]
 
 

@@ -1,4 +1,4 @@
-"""The executor on one rank that has all stages: what it computes, what it holds, and what it lets go of."""
+"""The executor on one rank that has all stages: its results, and the lifetimes of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.pipeline.simulate import simulate
 
 
 class Toy:
-    """A stage of one weight, which says what it was asked to do."""
+    """A stage with one weight that logs the calls of the executor."""
 
     weight_gradients = None
 
@@ -177,7 +177,7 @@ def test_every_schedule_gives_bitwise_the_gradients_of_a_plain_loop(kind, releas
 
 
 class Counting(nn.Module):
-    """Something that saves activations, and counts its forwards."""
+    """A module that saves activations, and counts its forwards."""
 
     def __init__(self, weight):
         super().__init__()
@@ -189,7 +189,7 @@ class Counting(nn.Module):
 
 
 class Watched(Toy):
-    """A stage that remembers the storage of what it gave."""
+    """A stage that records the storage of its outputs."""
 
     def __init__(self, number, num_stages, batches, given, *, recomputes):
         super().__init__(number, num_stages, batches, [])
@@ -207,8 +207,8 @@ class Watched(Toy):
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", ["f-then-b", "1f1b", "zb-v", "interleaved"])
 def test_a_stage_s_input_stays_as_long_as_autograd_needs_it(kind, recomputes):
-    """Of a sum nothing is needed: the input goes with the forward that takes it. Recomputed, the input is all that
-    stays, until the backward."""
+    """A sum saves nothing, so its input is freed after the forward; with recomputation only the input is kept, until
+    the backward."""
     table = lower(on_one_rank(generate(kind, num_stages=4, num_microbatches=6)))
     given, batches, done = {}, torch.randn(6, 3, dtype=torch.float64), set()
     num = table.num_stages

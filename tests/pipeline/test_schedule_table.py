@@ -1,4 +1,4 @@
-"""The table's questions, and that the one-stage table is gradient accumulation."""
+"""Queries of tables, and the single-stage table, which is gradient accumulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables survive being written and read; what a person mistypes is shown where it stands."""
+"""Tables round-trip through JSON and CSV; errors in hand-written tables are located."""
 
 from __future__ import annotations
 

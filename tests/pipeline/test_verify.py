@@ -1,4 +1,4 @@
-"""`verify` accepts every table that is generated and lowered, and names what is wrong with every broken one."""
+"""`verify` accepts every table that is generated and lowered, and reports the fault in every broken one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_accepted(table: Schedule, options: list[LowerOptions]) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_generated_tables_are_accepted(kind, p):
-    """All four ways to lower in turn, so that each meets each kind."""
+    """Cycles through the four lowering options, so that each is combined with each kind."""
     for number, table in enumerate(tables(kind, p, sorted({1, p, 2 * p + 1}))):
         assert_accepted(table, [OPTIONS[(number + p) % 4]])
 
@@ -77,9 +77,9 @@ def test_all_generated_tables_are_accepted(kind):
 @pytest.mark.parametrize("p", range(1, 9))
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_all_ways_to_lower_are_accepted(kind, p):
-    """With every number of micro-batches until what comes between the first and the last repeats, and two large ones.
+    """Covers all numbers of micro-batches until the steady state repeats, and two large ones.
 
-    The four ways in turn, such that each meets each number of chunks, and even numbers of micro-batches and odd ones.
+    Cycles through the options, so that each meets each number of chunks, and even and odd numbers of micro-batches.
     """
     for number, table in enumerate(tables(kind, p, [*range(1, 2 * p + 2), 31, 32])):
         assert_accepted(table, [OPTIONS[(number + number // 4) % 4]])
@@ -111,7 +111,7 @@ def test_there_are_many_kinds_of_faults_of_good_tables():
 
 
 def test_only_rendezvous_shows_the_deadlock_of_two_senders():
-    """Where sends don't wait the table runs to its end; and if the two stand together on a rank, they are one batch."""
+    """It completes if sends don't block, or if the send and receive on either rank are adjacent, i.e. batched."""
     table = both_send_first(apart_on=(0, 1))
     assert simulate(table, Costs.uniform()).makespan > 0
     with pytest.raises(ScheduleError, match="2 of 2 ranks deadlock"):
@@ -208,7 +208,7 @@ def test_groups_sync_in_one_order_on_all_ranks():
 
 
 def test_a_large_table_takes_as_many_calls_an_action_as_a_small_one():
-    """Nothing in it grows faster than the table."""
+    """`verify` takes linear time."""
 
     def calls_an_action(num_microbatches):
         table = lower(generate("interleaved", num_stages=8, num_microbatches=num_microbatches, num_chunks=4))
@@ -271,7 +271,7 @@ def test_what_is_accepted_after_a_swap_runs_right(key, data):
 
 @pytest.mark.parametrize("fault", [*transfer_faults(), *memory_faults(), *stage_faults()], ids=lambda f: f.name)
 def test_the_paper_executor_finds_the_faults_too(fault):
-    """Otherwise it would say nothing about what `verify` accepts."""
+    """Validates the paper executor, which is the reference for what `verify` accepts."""
     table = fault.make()
     options = EVERYTHING if "REDUCE" in table.to_json() else LowerOptions()
     with pytest.raises(Wrong):

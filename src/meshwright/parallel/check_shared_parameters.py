@@ -40,9 +40,8 @@ def check_consistency(
         _check_declarations(all_ranks[0][0], theirs, rank)
         if aliases is not None:
             raise _alias_error(*aliases, rank)
-    _check_stage_ranks(
-        shared, [set(stages) for _, stages, _ in all_ranks], pipelines=pipelines, stage_ranks=stage_ranks
-    )
+    held = [set(stages) for _, stages, _ in all_ranks]
+    _check_stage_ranks(shared, held, pipelines=pipelines, stage_ranks=stage_ranks)
     for pipeline in pipelines:
         for parameter in sorted(shared, key=lambda p: p.key):
             copies = []

@@ -67,8 +67,8 @@ DESCRIPTIONS = {
     K.FREE_INPUT: "freeing the input",
     K.FREE_OUTPUT: "waiting until the output is sent",
     K.FREE_GRADIENT: "freeing the gradient of the output",
-    K.UNSHARD: "gathering the parameters",
-    K.RESHARD: "freeing the gathered parameters",
+    K.UNSHARD: "unsharding the parameters",
+    K.RESHARD: "resharding the parameters",
     K.REDUCE: "reducing the gradients",
     K.SYNC_SHARED: "summing the gradients of shared parameters",
 }

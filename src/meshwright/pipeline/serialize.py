@@ -69,9 +69,7 @@ def from_json(source: str, *, where: str) -> tuple[str, int, tuple[int, ...], Ac
         return str(table["kind"]), int(table["num_microbatches"]), stage_ranks, actions
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ScheduleError(
-            f"not a pipeline table: {type(error).__name__}: {error}",
-            where=where,
-            rule="must be written by Schedule.to_json",
+            f"not a pipeline table: {type(error).__name__}: {error}", where=where, rule="written by Schedule.to_json"
         ) from error
 
 

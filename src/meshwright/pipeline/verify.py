@@ -175,10 +175,8 @@ def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
             else:
                 wrong = K.BACKWARD_INPUT if K.BACKWARD_INPUT in kinds else K.FORWARD
                 missing = f"{stage}{'B' if wrong is K.FORWARD else 'W'}{m}"
-                what, fix = (
-                    f"has no {missing}",
-                    f"add {missing} after position {locations[wrong, stage, m].position + 1}",
-                )
+                position = locations[wrong, stage, m].position
+                what, fix = f"has no {missing}", f"add {missing} after position {position + 1}"
             raise violation(locations[wrong, stage, m], Action(wrong, stage, m), what, rule=ONCE, fix=fix)
 
 
@@ -214,10 +212,9 @@ def _check_both_ends(schedule: Schedule, locations: ActionLocations) -> None:
             what = f"is a transfer with stage {peer.stage}, which is also on rank {rank}"
             raise violation(loc, action, what, rule="stages on the same rank need no transfer", fix=f"remove {action}")
         if (peer.kind, peer.stage, peer.microbatch) not in locations:
-            peer_rank = schedule.stage_ranks[peer.stage]
-            what = f"has no matching {peer} on rank {peer_rank}, and would block forever"
-            fix = f"add {peer} on rank {peer_rank}"
-            raise violation(loc, action, what, rule="sends and receives come in pairs", fix=fix)
+            missing = f"{peer} on rank {schedule.stage_ranks[peer.stage]}"
+            what = f"has no matching {missing}, and would block forever"
+            raise violation(loc, action, what, rule="sends and receives come in pairs", fix=f"add {missing}")
 
 
 def _check_channels(schedule: Schedule, locations: ActionLocations) -> None:

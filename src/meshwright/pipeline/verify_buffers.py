@@ -102,11 +102,9 @@ class _RankLiveness:
         raise violation(loc, part, what, rule=rule, fix=fix)
 
     def _send(self, loc: ActionLocation, part: Action) -> None:
-        producers = (
-            (K.FORWARD,) if part.kind is K.SEND_FORWARD else tuple(sorted(BACKWARDS, key=lambda kind: kind.value))
-        )
-        if not any((kind, part.stage, part.microbatch) in self._computed for kind in producers):
-            names = " or ".join(f"{part.stage}{kind.value}{part.microbatch}" for kind in producers)
+        kinds = (K.FORWARD,) if part.kind is K.SEND_FORWARD else tuple(sorted(BACKWARDS, key=lambda kind: kind.value))
+        if not any((kind, part.stage, part.microbatch) in self._computed for kind in kinds):
+            names = " or ".join(f"{part.stage}{kind.value}{part.microbatch}" for kind in kinds)
             rule = "a send comes after the computation of its tensor"
             what = f"comes before {names}, which computes the tensor to send"
             raise violation(loc, part, what, rule=rule, fix=f"put {names}{before(loc.position)}")
@@ -225,22 +223,19 @@ def _check_groups(schedule: Schedule, shared: Sequence[Sequence[int]]) -> None:
         expected_syncs = [Action(K.SYNC_SHARED, stages[0]) for stages in local_groups if stages]
         for (position, part), expected in zip(syncs[rank], [*expected_syncs, *[None] * len(syncs[rank])], strict=False):
             if part != expected:
-                fix = f"use {expected}" if expected else f"remove {part}"
                 what = "is not expected here" if expected is None else f"comes where {expected} is expected"
-                raise violation(ActionLocation(rank, position), part, what, rule=rule, fix=fix)
+                raise violation(
+                    ActionLocation(rank, position), part, what, rule=rule, fix=f"put {expected or 'nothing'} here"
+                )
         for expected in expected_syncs[len(syncs[rank]) :]:
-            where, fix = (
-                f"rank {rank}, after position {len(row)}, {expected}",
-                f"put {expected} at the end of rank {rank}",
-            )
+            where, fix = f"rank {rank}, after position {len(row)}, {expected}", f"append {expected} on rank {rank}"
             raise ScheduleError(f"{expected} is missing on rank {rank}", where=where, rule=rule, fix=fix)
 
 
 def _check_partners(schedule: Schedule) -> None:
-    """Check that no stage syncs more often than it has possible partners.
+    """Check that no stage syncs more often than it has possible partners, on other ranks or its own.
 
-    A stage syncs once per group, with stages on other ranks or at least another stage on its rank. The table doesn't
-    contain the groups, so only an excess of syncs can be detected.
+    The table doesn't contain the groups, so only an excess of syncs can be detected.
     """
     synced = Counter((rank, part.stage) for rank, _, part in schedule.positions() if part.kind is K.SYNC_SHARED)
     for rank, position, part in schedule.positions():

@@ -131,9 +131,8 @@ def _transfer_steps(row: tuple[Action | Overlap, ...], schedule: Schedule) -> li
         ends = [part for action in row[begin:end] for part in action.parts() if part.kind in TRANSFERS]
         if ends:
             posts = tuple(_key(part) for part in ends)
-            steps.append(
-                _BlockingStep(begin, row[begin:end], posts=posts, needs=tuple(_key(part.peer()) for part in ends))
-            )
+            needs = tuple(_key(part.peer()) for part in ends)
+            steps.append(_BlockingStep(begin, row[begin:end], posts=posts, needs=needs))
     return steps
 
 
