@@ -175,10 +175,10 @@ def hand_over_the_previous(job: Job, step: TrainStep) -> None:
     live = step._executor._live
     real, last = live.pass_output, {}
 
-    def pass_output(key: tuple[int, int], y: Tensor, *, hands_over: bool) -> None:
-        given = last.get(key[0], y) if hands_over else y
+    def pass_output(key: tuple[int, int], y: Tensor, *, is_next_local: bool) -> None:
+        given = last.get(key[0], y) if is_next_local else y
         last[key[0]] = y
-        real(key, given, hands_over=hands_over)
+        real(key, given, is_next_local=is_next_local)
 
     live.pass_output = pass_output  # type: ignore[method-assign]
 

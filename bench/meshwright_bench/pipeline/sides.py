@@ -73,7 +73,7 @@ class BenchStage(ExecutableStage):
     def reshard(self) -> None:
         """Nothing is sharded."""
 
-    def sync_shared(self, number: int) -> None:
+    def sync_shared(self, group_index: int) -> None:
         """Nothing is shared."""
 
 
