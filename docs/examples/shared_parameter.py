@@ -78,7 +78,7 @@ def forward_backward(rank: int, stage: Stage, x: Tensor, label: Tensor) -> float
 
 def clip(stage: Stage, shared: SharedGradients) -> None:
     """Clip the gradient norm over both stages to MAX_NORM, counting the shared gradient once."""
-    counted = [p.grad.square().sum() for p in stage.parameters() if p not in shared.repeats]
+    counted = [p.grad.square().sum() for p in stage.parameters() if p not in shared.duplicates]
     squared_norm = torch.stack(counted).sum()
     dist.all_reduce(squared_norm)
     for parameter in stage.parameters():

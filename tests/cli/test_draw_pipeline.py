@@ -103,7 +103,7 @@ def test_the_docs_show_what_the_command_prints(draws, tmp_path):
     command, shown = blocks[0], blocks[1]
     drawn = draws(*command.split()[3:]).stdout
     assert [line.rstrip() for line in drawn.splitlines()] == shown.splitlines()
-    by_hand = (ROOT / "docs/pipeline.md").read_text("utf-8").partition("## A table by hand")[2]
+    by_hand = (ROOT / "docs/pipeline.md").read_text("utf-8").partition("## Writing a table by hand")[2]
     make, table, use, error = re.findall(r"```\n(.*?)```", by_hand, re.DOTALL)[:4]
     draws(*make.split()[3:])
     by_hand = "".join(line for line in table.splitlines(keepends=True) if not line.startswith("#"))

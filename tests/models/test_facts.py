@@ -48,7 +48,7 @@ def test_stages_have_the_copies_that_the_plan_knows(model, layers):
     for number in range(len(layers)):
         module = build_part(config.family, run_facts(config), dtype=torch.float32, part=part_of(plan, number))
         part, names = StagePart(plan, number, module), [name for name, _ in module.named_parameters()]
-        copies = part.local_copies()
+        copies = part.shared_parameter_keys()
         keys = [key for key, _ in part.named_parameters()]
         assert set(copies) <= set(names) and keys == [copies.get(name, name) for name in names]
         for key, name in zip(keys, names, strict=True):

@@ -1,4 +1,4 @@
-"""Laying a model on a mesh: what becomes of its parameters, its gradients, and its communication."""
+"""Parallelized models: parameter placements, gradients, and number of collectives."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_tensor_parallel_divides(gang, corpus):
     ("vocab_size", "tied", "by_itself"), [(256, "false", False), (4096, "false", True), (4096, "true", False)]
 )
 def test_what_fsdp_gathers_together(gang, corpus, vocab_size, tied, by_itself):
-    """An embedding has a unit of its own where it is larger than a block and not the head's weight too."""
+    """An embedding has its own FSDP unit if it is larger than a block and not tied to the head."""
     words = [*corpus, "mesh.dp_shard=2", f"model.tie_embeddings={tied}", f"model.vocab_size={vocab_size}"]
     count, placements, units = gang(2).run(structure, words)[0]
     assert len(placements) == count and set(placements.values()) == {"(Shard(dim=0),)"}
@@ -87,7 +87,7 @@ def test_what_fsdp_gathers_together(gang, corpus, vocab_size, tied, by_itself):
 
 
 def reductions(rank, world_size, words):
-    """How often the collectives that reduce gradients are called in a step."""
+    """Count the gradient-reducing collectives of a step."""
     job, step = make_job(rank, world_size, words)
     with torch.profiler.profile() as profile:
         step.accumulate(1)

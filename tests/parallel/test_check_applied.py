@@ -1,4 +1,4 @@
-"""What FSDP2 and DTensor do otherwise than the plan says ends the run, with both named."""
+"""A mismatch between the plan and what FSDP2 and DTensor do ends the run, with both sides named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import LayoutError
-from meshwright.parallel.check_applied import FirstGradients, check_placements
+from meshwright.parallel.check_applied import FirstGradientCheck, check_placements
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import Shard
@@ -24,7 +24,7 @@ def corpus(tmp_path_factory):
 
 
 def edited(plan, name, **fields):
-    """The plan with another parameter of the block, or of an end."""
+    """Return the plan with fields of one parameter replaced."""
     block = next(kind for kind in plan.kinds if any(p.name == name for p in kind.parameters))
     parameters = tuple(replace(p, **fields) if p.name == name else p for p in block.parameters)
     return with_block(plan, replace(block, parameters=parameters))
@@ -40,7 +40,7 @@ def freed(plan, value):
 
 
 def moved(plan):
-    """A norm of the block in the root's unit."""
+    """Return the plan with one of the block's norms moved to the root unit."""
     block, (stage,) = next(kind for kind in plan.kinds if kind.is_block), plan.stages
     unit = block.units[0]
     plan = with_block(plan, replace(block, units=(replace(unit, parameters=unit.parameters[1:]),)))
@@ -54,8 +54,8 @@ PLACED = {
     "a column replicated": (BOTH, lambda p: edited(p, COLUMN, used=()), f"{COLUMN} is sharded over"),
     "a norm sharded": (BOTH, lambda p: edited(p, NORM, used=(Shard(0, ("tp",)),)), f"{NORM} is sharded over"),
     "stored along another dim": (BOTH, lambda p: edited(p, COLUMN, stored_dim=1), "dp_shard along dim 1"),
-    "kept": (BOTH, lambda p: freed(p, False), "after its forward: True, and the plan says False"),
-    "kept among two": (("mesh.dp_shard=4",), lambda p: freed(p, 2), "and the plan says 2"),
+    "kept": (BOTH, lambda p: freed(p, False), "reshard_after_forward=True for blocks.0, but the plan says False"),
+    "kept among two": (("mesh.dp_shard=4",), lambda p: freed(p, 2), "but the plan says 2"),
     "in another unit": (BOTH, moved, NORM),
 }
 
@@ -75,15 +75,15 @@ def test_other_placements_and_units_are_named(gang, corpus, case):
     layout, _, words = PLACED[case]
     num_ranks = 4 if layout != TP else 2
     for found in gang(num_ranks).run(check, [*WORDS, *layout, *corpus], case):
-        assert found is not None and words in found[0] and "and the plan says" in found[0] and found[1] and found[2]
+        assert found is not None and words in found[0] and "but the plan says" in found[0] and found[1] and found[2]
 
 
 def first_gradients(rank, world_size, words, name, work):
-    """A step whose plan says otherwise what the gradient of a parameter is along tp."""
+    """Run a step with a plan that has another placement for a parameter's gradient over tp."""
     job, step = make_job(rank, world_size, words)
     (stage,) = step.pipeline._stages.values()
     if name:
-        stage._first = FirstGradients(StagePart(edited(job.plan, name, work=work), 0, job.parts()[0].module))
+        stage._first = FirstGradientCheck(StagePart(edited(job.plan, name, work=work), 0, job.parts()[0].module))
     try:
         step(1)
         step(2)
@@ -97,15 +97,15 @@ def test_other_partial_gradients_are_named_in_the_first_step(gang, corpus, layou
     words, num_ranks = ["model.num_layers=1", *layout, "train.num_microbatches=2", *corpus], 2 * len(layout)
     data = ("dp_shard",) if layout == BOTH else ()
     assert gang(num_ranks).run(first_gradients, words, "", ()) == [""] * num_ranks
-    said = f"DTensor's gradient of blocks.0.{NORM} is partial over tp, and the plan says not partial over tp"
+    said = f"DTensor's gradient of blocks.0.{NORM} is partial over tp, but the plan says not partial over tp"
     assert gang(num_ranks).run(first_gradients, words, NORM, data) == [said] * num_ranks
     if layout == BOTH:  # a unit that is kept after its forward, as the root's is
         kept = [*words, "mesh.reshard_after_forward=false"]
         assert gang(num_ranks).run(first_gradients, kept, NORM, data) == [said] * num_ranks
-        said = "DTensor's gradient of norm.weight is partial over tp, and the plan says not partial over tp"
+        said = "DTensor's gradient of norm.weight is partial over tp, but the plan says not partial over tp"
         assert gang(num_ranks).run(first_gradients, words, "norm.weight", data) == [said] * num_ranks
     whole = [*words, "mesh.sequence_parallel=false"]
-    said = f"DTensor's gradient of blocks.0.{NORM} is not partial over tp, and the plan says partial over tp"
+    said = f"DTensor's gradient of blocks.0.{NORM} is not partial over tp, but the plan says partial over tp"
     assert gang(num_ranks).run(first_gradients, whole, NORM, (*data, "tp")) == [said] * num_ranks
 
 

@@ -1,4 +1,4 @@
-"""A diffusion transformer laid on a mesh computes the loss and the gradients of the plain one."""
+"""A parallelized diffusion transformer computes the same loss and gradients as the plain one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lay(spec, axes, *more, layers=None, stage=0):
 
 
 def loss_and_gradients(rank, world_size, spec, axes, splits):
-    """The loss of this rank's samples, and its pieces of the gradients with their places."""
+    """Return the loss of this rank's samples, and its gradient shards with their index ranges."""
     model = lay(spec, axes, f"recompute.policy={'full' if splits else 'none'}")
     own = slice(
         *(axes.data_index(rank) * BATCH // axes.data_parallel() + n for n in (0, BATCH // axes.data_parallel()))
@@ -133,7 +133,7 @@ def test_mixed_precision(gang):
 
 
 def empty_part(rank, world_size, axes, layers, stage):
-    """What a part without layers gives for a stream, or for samples, and what gradient it hands back."""
+    """Check the output shape and input gradient of a part without layers."""
     model = lay(IMAGES, axes, layers=layers, stage=stage)
     x, *told = make_batch(IMAGES, 2)
     inputs = x if stage == 0 else torch.randn(2, IMAGES.num_tokens(), IMAGES.dim).double().requires_grad_()

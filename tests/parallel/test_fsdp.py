@@ -1,4 +1,4 @@
-"""Meshes that FSDP2 takes: several axes joined into one dim."""
+"""Joined mesh axes for FSDP2."""
 
 from __future__ import annotations
 

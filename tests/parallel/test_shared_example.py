@@ -1,4 +1,4 @@
-"""The example of a shared parameter in a user's own model does what the docs say, and the docs show that very file."""
+"""The shared-parameter example works as documented, and the docs show the file verbatim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parameters: their gradients are added up over every copy, and ranks that disagree stop at once."""
+"""Shared parameters: gradients are summed over all copies, and ranks that disagree stop immediately."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reference_case(rank, world_size):
         for parameter in (module.cond, module.own):
             parameter.grad = torch.full_like(parameter, 10.0 * rank + stage // PP)
     shared.sync_all()
-    assert shared.repeats == {p for stage, module in stages.items() if stage > 0
+    assert shared.duplicates == {p for stage, module in stages.items() if stage > 0
                               for name, p in module.named_parameters() if name in ("cond", "head")}  # fmt: skip
     found = {stage: (module.cond.grad, module.own.grad) for stage, module in stages.items()}
     return started, tied, found
@@ -154,9 +154,9 @@ DISAGREEMENTS = {
     "shape": (r"cond has shape \[5, 3\] on rank 1 \(stage 1\) and \[5, 4\] on rank 2 \(stage 2\)", "ranks 1 and 2"),
     "dtype": (r"cond has dtype float32 on rank 1 .* and float64 on rank 2", "ranks 1 and 2"),
     "trainability": (r"cond has trainability trained on rank 1 .* and frozen on rank 2", "ranks 1 and 2"),
-    "a stage": (r"a copy of cond is declared on stage 2, and rank 2 has \[6\]", "cond on stage 2"),
-    "a stage more": (r"a copy of more is declared on stage 8, and there are 8", "more on stage 8"),
-    "layout": (r"cond has shard layout whole.* on rank 1 .* and dp=1 S.* on rank 2", "ranks 1 and 2"),
+    "a stage": (r"a copy of cond is declared on stage 2, but rank 2 has \[6\]", "cond on stage 2"),
+    "a stage more": (r"a copy of more is declared on stage 8, but there are 8 stages", "more on stage 8"),
+    "layout": (r"cond has shard layout unsharded.* on rank 1 .* and dp=1 S.* on rank 2", "ranks 1 and 2"),
 }
 
 
@@ -194,7 +194,7 @@ def disagree(rank, world_size, what):
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_stop_alike_and_at_once(gang, what):
-    """None waits in vain: collectives would do so for longer than a gang's limit."""
+    """No rank hangs in a collective, which would exceed the gang's timeout."""
     words, where = DISAGREEMENTS[what]
     results = gang(PP).run(disagree, what)
     assert all(result == results[0] for result in results)
@@ -205,14 +205,14 @@ def test_ranks_that_disagree_stop_alike_and_at_once(gang, what):
 @pytest.mark.parametrize(
     ("sites", "words"),
     [
-        ([("a", (0, "tied")), ("a", (1, "tied"))], "a at 0: tied and a at 1: tied are one tensor"),
+        ([("a", (0, "tied")), ("a", (1, "tied"))], "a at 0: tied and a at 1: tied are the same tensor"),
         ([("a", (0, "own")), ("a", (1, "own")), ("b", (0, "own")), ("b", (1, "odd"))],
-         "a at 0: own and b at 0: own are one tensor"),
+         "a at 0: own and b at 0: own are the same tensor"),
         ([("a", (0, "own")), ("a", (0, "odd"))], r"a has shape \[5, 3\] on rank 0 \(stage 0\) and \[1\] on rank 0"),
     ],
 )  # fmt: skip
 def test_copies_that_are_one_tensor_or_on_one_stage(sites, words):
-    """Autograd has added up the gradient of one tensor already: summed as two copies it would count twice."""
+    """Autograd already accumulates the gradient of one tensor: summed as two copies it would count twice."""
     stages = {0: Stage(0), 1: Stage(1)}
     stages[0].tied = stages[1].tied = nn.Parameter(torch.zeros(2))
     shared = [SharedParameter(key, tuple(site for k, site in sites if k == key)) for key in dict(sites)]

@@ -1,7 +1,7 @@
-"""A second, independent idea of what running a lowered table means: symbols in buffers, and blocking transfers.
+"""Independent reference executor for lowered tables, with symbolic buffers and blocking transfers.
 
-It shares nothing with `verify`: messages have no names on their channel, slots hold whatever came last, freed things
-are poison, and the ranks are run one action at a time until none can go on.
+It shares no code with `verify`: messages on a channel are anonymous, slots hold whatever came last, freed values are
+poisoned, and ranks advance one action at a time until none can.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POISON = "poison"
 
 
 class Wrong(Exception):
-    """The step would hang or give other gradients than one device does."""
+    """The step would hang, or its gradients would differ from a single device's."""
 
 
 def need(condition: bool, what: str) -> None:
@@ -31,9 +31,9 @@ class Rank:
         self.at, self.passed = 0, set()
         self.slots: dict[tuple[str, int], object] = {}
         self.where: dict[tuple[str, int, int], tuple[str, int]] = {}
-        """What was received, by kind, stage and micro-batch: its slot."""
+        """Slot of each received value, by kind, stage and micro-batch."""
         self.values: dict[tuple[str, int, int], object] = {}
-        """What was computed here."""
+        """Values computed on this rank."""
         self.summed: dict[int, list[int]] = defaultdict(list)
         self.gathered: set[int] = set()
         self.reduced: list[int] = []
@@ -63,7 +63,7 @@ class Paper:
     def run(self) -> None:
         while any(rank.at < len(rank.row) for rank in self.ranks):
             moved = [self.step(number) for number in range(len(self.ranks))]
-            need(any(moved), "all ranks wait for ever")
+            need(any(moved), "all ranks block forever")
         self.check_end()
 
     def step(self, number: int) -> bool:
@@ -164,7 +164,7 @@ class Paper:
         return rank.slots.get(rank.where.get((received_by, stage, m)))
 
     def all_sync(self, number: int) -> bool:
-        """Whether all ranks of the next group are at its sync; no sync but in its group's turn."""
+        """Return True if all ranks of the next group have reached its sync; groups sync in order."""
         turn = len(self.ranks[number].synced)
         own = [group for group in self.options.shared if number in self.members(group)]
         need(turn < len(own), "a sync of no group")
@@ -202,10 +202,10 @@ class Paper:
 
 
 def run_on_paper(table: Schedule, options: LowerOptions) -> None:
-    """Run it.
+    """Run a lowered table.
 
     Raises:
-        Wrong: it hangs or computes something else.
+        Wrong: it hangs or computes wrong gradients.
     """
     Paper(table, options).run()
 
@@ -215,6 +215,6 @@ def _is_transfer(part) -> bool:
 
 
 def _peer(table: Schedule, part) -> int | None:
-    """The rank at the other end."""
+    """Return the rank at the other end."""
     other = part.stage + {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}[part.kind.value]
     return table.stage_ranks[other] if 0 <= other < table.num_stages else None

@@ -1,4 +1,4 @@
-"""Valid tables that no generator would make: any placement, any order that the data allows. Torch-free."""
+"""Random valid tables, with any placement and any order that respects data dependencies. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ K = ActionKind
 
 
 def random_table(random: Random, *, splits: bool = True, overlaps: bool = True) -> Schedule:
-    """Compute only, drawn by running ranks at random: whichever action's data is there may be next on its rank.
+    """Draw a compute-only table by running ranks at random: any action whose inputs are ready may be next.
 
     Args:
-        random: where all choices come from.
-        splits: some backwards are an I and a W.
-        overlaps: some forwards share their place with a backward next to them.
+        random: source of randomness.
+        splits: split some backwards into I and W.
+        overlaps: overlap some adjacent actions.
     """
     num_ranks = random.randint(1, 4)
     num_microbatches = random.randint(1, 4)
@@ -54,7 +54,7 @@ def _needs(key: tuple[K, int, int], num_stages: int) -> set[tuple[str, int, int]
 
 
 def _with_overlaps(table: Schedule, random: Random) -> Schedule:
-    """Try to join neighbours; `verify` says where that can't be."""
+    """Try to overlap adjacent actions; `verify` rejects invalid pairs."""
     for _ in range(2):
         rank = random.randrange(table.num_ranks)
         row = table.actions[rank]

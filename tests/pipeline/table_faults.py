@@ -1,4 +1,4 @@
-"""Good tables broken on purpose, each in one way with a name, and what `verify` must say about it. Torch-free."""
+"""Valid tables with one seeded fault each, and the error that `verify` must raise. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERYTHING = LowerOptions(reduces=True, keeps_unsharded=True, shared=((0, 3),))
 
 
 class Edit:
-    """A table being changed. Actions are named without a slot, and each name stands once."""
+    """A table under edit. Actions are addressed by their unique name without a slot."""
 
     def __init__(self, table: Schedule) -> None:
         self.table = table
@@ -79,7 +79,7 @@ def sharded() -> Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken, at which action (the n-th of that name) it shows, and words that the error has."""
+    """A seeded fault: the broken table, the action named by the error (n-th occurrence), and parts of the message."""
 
     name: str
     make: Callable[[], Schedule]
@@ -88,7 +88,7 @@ class Fault:
     nth: int = 0
 
     def place(self, table: Schedule) -> str:
-        """Where the error must point, by the broken table itself."""
+        """Return the expected location of the error in the broken table."""
         found = [(rank, position, str(action)) for rank, row in enumerate(table.actions)
                  for position, action in enumerate(row) if _plain(str(action)) == self.at]  # fmt: skip
         rank, position, name = found[self.nth]
@@ -96,7 +96,7 @@ class Fault:
 
 
 def both_send_first(*, apart_on: tuple[int, ...]) -> Schedule:
-    """Two ranks that each send before they receive; on the ranks of `apart_on` with something between the two."""
+    """Two ranks that send before they receive; on the ranks in `apart_on` the two are not adjacent."""
     edit = lowered(p=2, m=4).move("1RECV_F1", after="1SEND_B0")
     if 0 in apart_on:
         edit.move("0FREE_OUT0", before="0RECV_B0")
@@ -106,26 +106,26 @@ def both_send_first(*, apart_on: tuple[int, ...]) -> Schedule:
 
 
 def circle_of_three() -> Schedule:
-    """Rank 1 receives from rank 2 before it sends what rank 2 needs first; all wait on."""
+    """Rank 1 receives from rank 2 before it sends rank 2's first dependency; all ranks deadlock."""
     return lowered("f-then-b", p=3, m=2).move("1SEND_F1", after="1RECV_B1").done()
 
 
 def compute_faults() -> Iterator[Fault]:
-    yield Fault("a forward lost", lambda: compute().drop("2F3").done(), "2B3", ("needs 2F3", "rank 2 never does"))
+    yield Fault("a forward lost", lambda: compute().drop("2F3").done(), "2B3", ("depends on 2F3", "rank 2 never runs"))
     yield Fault("a backward lost", lambda: compute().drop("1B5").done(), "1F5", ("has no 1B5", "one F and either"))
     yield Fault("a W lost", lambda: compute("zb-v").drop("3W2").done(), "3I2", ("has no 3W2",))
-    yield Fault("an I lost", lambda: compute("zb-v").drop("3I2").done(), "3W2", ("needs 3I2",))
+    yield Fault("an I lost", lambda: compute("zb-v").drop("3I2").done(), "3W2", ("depends on 3I2",))
     yield Fault("a forward twice", lambda: compute().insert("1F1", after="1F1").done(), "1F1", ("second time",), 1)
     yield Fault("a backward twice", lambda: compute().insert("0B3", after="0B3").done(), "0B3", ("second time",), 1)
     yield Fault("a W twice", lambda: compute("zb-h1").insert("0W3", after="0W3").done(), "0W3", ("second time",), 1)
     yield Fault(
         "a B beside an I and a W", lambda: compute("zb-h1").insert("1B2", after="1W2").done(), "1I2",
-        ("comes beside 1B2",),
+        ("duplicates the work of 1B2",),
     )  # fmt: skip
-    yield Fault("a B and a W", lambda: compute().insert("1W2", after="1B2").done(), "1W2", ("needs 1I2",))
+    yield Fault("a B and a W", lambda: compute().insert("1W2", after="1B2").done(), "1W2", ("depends on 1I2",))
     yield Fault(
         "a backward before its forward", lambda: compute().move("3F2", after="3B2").done(), "3B2",
-        ("comes before 3F2 (position 6), which it needs",),
+        ("comes before 3F2 (position 6), on which it depends",),
     )  # fmt: skip
     yield Fault(
         "a W before its I", lambda: compute("zb-h1").move("0W3", before="0I3").done(), "0W3", ("comes before 0I3",)
@@ -140,10 +140,12 @@ def compute_faults() -> Iterator[Fault]:
     )  # fmt: skip
     yield Fault("a micro-batch too many", lambda: compute().put("0F7", "0F8").done(), "0F8", ("micro-batch 8 of 8",))
     yield Fault("another rank's stage", lambda: compute().put("1F2", "2F2").done(), "2F2", ("is on rank 2",), 0)
-    yield Fault("no such stage", lambda: compute().put("3F2", "9F2").done(), "9F2", ("the table has not", "stage of 3"))
+    yield Fault(
+        "no such stage", lambda: compute().put("3F2", "9F2").done(), "9F2", ("which does not exist", "use stage 3")
+    )
     yield Fault(
         "ranks that wait for each other's data", lambda: compute().move("0B0", before="0F1").done(), "0B0",
-        ("4 of 4 ranks wait for ever: rank 0 at position 2, 0B0; rank 1 at position 2, 1F1; rank 2 at position 2, 2F1; "
+        ("4 of 4 ranks deadlock: rank 0 at position 2, 0B0; rank 1 at position 2, 1F1; rank 2 at position 2, 2F1; "
          "rank 3 at position 3, 3F1", "1B0 (rank 1, position 4) earlier"),
     )  # fmt: skip
     yield Fault(
@@ -161,71 +163,75 @@ def compute_faults() -> Iterator[Fault]:
     yield Fault(
         "PyTorch's 1F1B, whose last rank begins with micro-batch 1",
         lambda: Schedule.from_csv(TORCH_1F1B.read_text(), where="torch_1f1b.csv"), "3B0",
-        ("needs 3F0, which rank 3 never does", "3F0 before position 2"),
+        ("depends on 3F0, which rank 3 never runs", "3F0 before position 2"),
     )  # fmt: skip
 
 
 def transfer_faults() -> Iterator[Fault]:
-    yield Fault("a send lost", lambda: lowered().drop("1SEND_F2").done(), "2RECV_F2", ("has no 1SEND_F2 on rank 1",))
-    yield Fault("a receive lost", lambda: lowered().drop("1RECV_B2").done(), "2SEND_B2", ("has no 1RECV_B2 on rank 1",))
+    yield Fault(
+        "a send lost", lambda: lowered().drop("1SEND_F2").done(), "2RECV_F2", ("has no matching 1SEND_F2 on rank 1",)
+    )
+    yield Fault(
+        "a receive lost", lambda: lowered().drop("1RECV_B2").done(), "2SEND_B2", ("has no matching 1RECV_B2 on rank 1",)
+    )
     yield Fault("both ends lost", lambda: lowered().drop("1SEND_F2", "2RECV_F2", "2FREE_IN2").done(), "2F2",
-                ("uses an input that has not come", "2RECV_F2"))  # fmt: skip
+                ("uses an input that is not available yet", "2RECV_F2"))  # fmt: skip
     yield Fault("a gradient sent twice", lambda: lowered().insert("2SEND_B3", after="2SEND_B3").done(), "2SEND_B3",
                 ("second time",), 1)  # fmt: skip
     yield Fault("a send before its computation", lambda: lowered().move("1SEND_F2", before="1F2").done(), "1SEND_F2",
-                ("sends what 1F2 has not made yet",))  # fmt: skip
+                ("comes before 1F2, which computes the tensor to send",))  # fmt: skip
     yield Fault("a gradient's send before its computation", lambda: lowered("zb-h1").move("1SEND_B0", before="1I0")
-                .done(), "1SEND_B0", ("sends what 1B0 or 1I0 has not made yet",))  # fmt: skip
+                .done(), "1SEND_B0", ("comes before 1B0 or 1I0, which computes the tensor to send",))  # fmt: skip
     yield Fault("a receive after its use", lambda: lowered().move("2RECV_F3", after="2F3").done(), "2F3",
-                ("has not come", "2RECV_F3 before position"))  # fmt: skip
+                ("is not available yet", "2RECV_F3 before position"))  # fmt: skip
     yield Fault("a transfer within a rank", lambda: lowered("zb-v").insert("3SEND_F0", after="3F0").done(), "3SEND_F0",
-                ("which is on rank 3 too",))  # fmt: skip
+                ("which is also on rank 3",))  # fmt: skip
     yield Fault("a send off the end", lambda: lowered().insert("3SEND_F0", after="3F0").done(), "3SEND_F0",
-                ("there is no stage 4",))  # fmt: skip
+                ("stage 4 does not exist",))  # fmt: skip
     yield Fault(
         "micro-batches swapped at the receiving end",
         lambda: lowered("f-then-b", LowerOptions(release=False)).move("1RECV_F2", before="1RECV_F1").done(), "0SEND_F1",
-        ("would be taken for 0SEND_F2", "from rank 0 to rank 1, SEND_Fs come in one order"),
+        ("would be received as 0SEND_F2", "SEND_Fs from rank 0 to rank 1 are received in send order"),
     )  # fmt: skip
     yield Fault(
         "micro-batches swapped at the sending end",
         lambda: lowered("f-then-b", LowerOptions(release=False)).move("1SEND_F3", after="1SEND_F4").done(), "1SEND_F4",
-        ("would be taken for 1SEND_F3",),
+        ("would be received as 1SEND_F3",),
     )  # fmt: skip
     yield Fault(
         "two ranks that send before they receive", lambda: both_send_first(apart_on=(0, 1)), "0SEND_F1",
-        ("2 of 2 ranks wait for ever: rank 0 at position", "0SEND_F1; rank 1 at position", "1SEND_B0",
-         "a send waits until its receive is reached"),
+        ("2 of 2 ranks deadlock: rank 0 at position", "0SEND_F1; rank 1 at position", "1SEND_B0",
+         "a send blocks until its receive is reached"),
     )  # fmt: skip
-    yield Fault("a send put off until a receive that needs it", circle_of_three, "1RECV_B0",
-                ("wait for ever", "rank 1 at position", "rank 2 at position"))  # fmt: skip
+    yield Fault("a send deferred past a receive that depends on it", circle_of_three, "1RECV_B0",
+                ("deadlock", "rank 1 at position", "rank 2 at position"))  # fmt: skip
     yield Fault("an overlap with a transfer", lambda: lowered().drop("1F1").put("1RECV_F2", "1F1+1RECV_F2").done(),
-                "1F1+1RECV_F2", ("overlaps 1RECV_F2", "two computations can overlap"))  # fmt: skip
+                "1F1+1RECV_F2", ("overlaps 1RECV_F2", "only computations can overlap"))  # fmt: skip
 
 
 def memory_faults() -> Iterator[Fault]:
     yield Fault("a receive without a slot", lambda: lowered().put("2RECV_F1", "2RECV_F1").done(), "2RECV_F1",
                 ("has no buffer slot",))  # fmt: skip
     yield Fault("a stale buffer", lambda: lowered().put("2RECV_F1", "2RECV_F1@0").done(), "2RECV_F1",
-                ("fills slot 0, where 2RECV_F0@0 is",))  # fmt: skip
+                ("fills slot 0, which 2RECV_F0@0 has occupied",))  # fmt: skip
     yield Fault("an input freed before its forward", lambda: lowered().move("1FREE_IN2", before="1F2").done(), "1F2",
-                ("uses an input that is freed at position",))  # fmt: skip
+                ("uses an input that was freed at position",))  # fmt: skip
     yield Fault("an input freed before its backward", lambda: lowered().move("1FREE_IN2", before="1B2").done(), "1B2",
-                ("uses an input that is freed at position",))  # fmt: skip
+                ("uses an input that was freed at position",))  # fmt: skip
     yield Fault("an input freed before its W", lambda: lowered("zb-h1").move("2FREE_IN2", before="2W2").done(), "2W2",
-                ("uses an input that is freed at position",))  # fmt: skip
+                ("uses an input that was freed at position",))  # fmt: skip
     yield Fault("a gradient freed before its use", lambda: lowered().move("1FREE_GRAD2", before="1B2").done(), "1B2",
-                ("uses a gradient that is freed at position",))  # fmt: skip
+                ("uses a gradient that was freed at position",))  # fmt: skip
     yield Fault("a gradient freed before its W", lambda: lowered("zb-h1").move("1FREE_GRAD2", before="1W2").done(),
-                "1W2", ("uses a gradient that is freed at position",))  # fmt: skip
+                "1W2", ("uses a gradient that was freed at position",))  # fmt: skip
     yield Fault("an output freed before it is sent", lambda: lowered().move("1FREE_OUT2", before="1SEND_F2").done(),
-                "1SEND_F2", ("uses an output that is freed at position",))  # fmt: skip
+                "1SEND_F2", ("uses an output that was freed at position",))  # fmt: skip
     yield Fault("an input freed twice", lambda: lowered().insert("1FREE_IN2", after="1FREE_IN2").done(), "1FREE_IN2",
                 ("second time",), 1)  # fmt: skip
     yield Fault("something freed that was never there", lambda: lowered().insert("0FREE_IN2", after="0B2").done(),
-                "0FREE_IN2", ("frees an input that is not there", "does not go between ranks"))  # fmt: skip
+                "0FREE_IN2", ("frees an input that is not held", "does not cross ranks"))  # fmt: skip
     yield Fault("a gradient freed before it comes", lambda: lowered().move("1FREE_GRAD2", before="1RECV_B2").done(),
-                "1FREE_GRAD2", ("frees a gradient that is not there", "1RECV_B2 is not before it"))  # fmt: skip
+                "1FREE_GRAD2", ("frees a gradient that is not held", "1RECV_B2 does not precede it"))  # fmt: skip
     yield Fault("an input never freed", lambda: lowered().drop("3FREE_IN7").done(), "3RECV_F7",
                 ("an input that is never freed",))  # fmt: skip
     yield Fault("a gradient never freed", lambda: lowered().drop("0FREE_GRAD7").done(), "0RECV_B7",
@@ -235,14 +241,14 @@ def memory_faults() -> Iterator[Fault]:
 
 
 def stage_faults() -> Iterator[Fault]:
-    yield Fault("parameters never gathered", lambda: sharded().drop("1UNSHARD").done(), "1RESHARD", ("not gathered",))
+    yield Fault("parameters never gathered", lambda: sharded().drop("1UNSHARD").done(), "1RESHARD", ("not unsharded",))
     yield Fault("parameters gathered late", lambda: sharded().move("1UNSHARD", after="1F1").done(), "1F0",
-                ("parameters of stage 1, which are sharded",))  # fmt: skip
+                ("parameters of stage 1 while they are sharded",))  # fmt: skip
     yield Fault("parameters freed early", lambda: sharded().move("1RESHARD", before="1B7").done(), "1B7",
-                ("parameters of stage 1, which are sharded",))  # fmt: skip
-    yield Fault("parameters never freed", lambda: sharded().drop("1RESHARD").done(), "1UNSHARD", ("never freed",))
+                ("parameters of stage 1 while they are sharded",))  # fmt: skip
+    yield Fault("parameters never freed", lambda: sharded().drop("1RESHARD").done(), "1UNSHARD", ("never resharded",))
     yield Fault("parameters gathered twice", lambda: sharded().insert("1UNSHARD", after="1F2").done(), "1UNSHARD",
-                ("there since position",), 1)  # fmt: skip
+                ("been unsharded since position",), 1)  # fmt: skip
     yield Fault("gradients reduced early", lambda: sharded().move("2REDUCE", before="2B7").done(), "2REDUCE",
                 ("before the last backward of stage 2",))  # fmt: skip
     yield Fault("gradients reduced twice", lambda: sharded().insert("2REDUCE", after="2REDUCE").done(), "2REDUCE",
@@ -252,14 +258,14 @@ def stage_faults() -> Iterator[Fault]:
                 "0SYNC_SHARED", ("before the last backward of stage 0",))  # fmt: skip
     yield Fault("shared gradients synced before they are reduced",
                 lambda: sharded().move("3SYNC_SHARED", before="3REDUCE").done(), "3SYNC_SHARED",
-                ("comes without 3REDUCE before it",))  # fmt: skip
+                ("is not preceded by 3REDUCE",))  # fmt: skip
     yield Fault("shared gradients synced twice", lambda: sharded().insert("0SYNC_SHARED", after="0SYNC_SHARED").done(),
-                "0SYNC_SHARED", ("comes 2 times, and other ranks sync 1 times",))  # fmt: skip
+                "0SYNC_SHARED", ("appears 2 times, but other ranks sync 1 times",))  # fmt: skip
     yield Fault("shared gradients synced on one rank only", lambda: sharded().drop("0SYNC_SHARED").done(),
-                "3SYNC_SHARED", ("comes 1 times, and other ranks sync 0 times",))  # fmt: skip
+                "3SYNC_SHARED", ("appears 1 times, but other ranks sync 0 times",))  # fmt: skip
     yield Fault("a transfer after the shared gradients",
                 lambda: sharded().move("3SEND_B7", after="3SYNC_SHARED").done(), "3SEND_B7",
-                ("comes after 3SYNC_SHARED", "wait in a circle"))  # fmt: skip
+                ("comes after 3SYNC_SHARED", "could deadlock"))  # fmt: skip
 
 
 FAULTS = [*compute_faults(), *transfer_faults(), *memory_faults(), *stage_faults()]

@@ -1,4 +1,4 @@
-"""Pictures and text show every computation once, in its rank's row, at its time; the same timeline, the same bytes."""
+"""Figures and text show each computation once, in its rank's row, at its time; figures are byte-reproducible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from meshwright.errors import InputError
 from meshwright.pipeline import Action, ActionKind, Costs, EdgeCosts, StageCosts, generate, simulate
 from meshwright.pipeline.draw import draw, draw_comparison, text_timeline
-from meshwright.pipeline.figure_layout import ROW, boxes
+from meshwright.pipeline.figure_layout import ROW_HEIGHT, place_boxes
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.timeline import Span, Timeline
 
@@ -30,7 +30,7 @@ def uneven(num_stages):
 
 
 def rectangles(path):
-    """Left, top, right and bottom of the boxes in a picture, and the number of boxes' texts."""
+    """Return left, top, right and bottom of the boxes in a figure, and its texts."""
     root = xml.parse(path).getroot()
     found = {}
     for group in root.iter(f"{SVG}g"):
@@ -45,14 +45,14 @@ def rectangles(path):
 
 
 def scale(found, spans, name):
-    """Points of a unit of time, and where 0 is, from the first and the last box."""
+    """Return points per unit of time and the position of time 0, from the first and the last box."""
     first, last = min(spans, key=lambda span: span.start), max(spans, key=lambda span: span.end)
     left, right = found[name(first)][0], found[name(last)][2]
     return (right - left) / (last.end - first.start), left
 
 
 def assert_in_place(found, timeline, name, height):
-    """Every box of a timeline is in its rank's row, at its time."""
+    """Assert that each box of a timeline is in its rank's row, at its time."""
     points, zero = scale(found, timeline.spans, name)
     rows = {}
     for span in timeline.spans:
@@ -74,7 +74,7 @@ def test_a_picture_has_each_computation_once_in_its_place(tmp_path, kind):
     draw(simulation, tmp_path / "a.svg", title="Title\nsecond line", schedule=schedule)
     found, texts = rectangles(tmp_path / "a.svg")
     assert sorted(found) == sorted(f"rank{rank}-{action}" for rank, _, action in schedule.positions())
-    assert_in_place(found, simulation.timeline, lambda span: f"rank{span.rank}-{span.action}", ROW)
+    assert_in_place(found, simulation.timeline, lambda span: f"rank{span.rank}-{span.action}", ROW_HEIGHT)
     assert {"Title", "second line", "F forward", "B backward", "idle", *(f"rank {r}" for r in range(4))} <= set(texts)
     assert ("overlapped pair" in texts) is (kind == "dualpipe-v")
     assert ("chunks 0 to 1 from dark to light" in texts) is (kind != "1f1b")
@@ -95,7 +95,7 @@ def test_a_timeline_of_long_ago_starts_at_zero():
     later = Timeline(
         4, tuple(replace(span, start=span.start + 77, end=span.end + 77) for span in simulation.timeline.spans)
     )
-    for moved, plain in zip(boxes(later), boxes(simulation.timeline), strict=True):
+    for moved, plain in zip(place_boxes(later), place_boxes(simulation.timeline), strict=True):
         assert (moved.start, moved.end) == pytest.approx((plain.start, plain.end))
         assert (moved.rank, moved.action, moved.chunk) == (plain.rank, plain.action, plain.chunk)
 
@@ -105,7 +105,7 @@ def test_what_runs_at_the_same_time_shares_the_row():
     alone = Action(ActionKind.FORWARD, 0, 2)
     send = Action(ActionKind.SEND_FORWARD, 0, 1)
     spans = (Span(0, forward, 0, 2), Span(0, backward, 1, 4), Span(0, send, 2, 9), Span(0, alone, 4, 5))
-    found = boxes(Timeline(1, spans), top=-0.5, height=1.0)
+    found = place_boxes(Timeline(1, spans), top=-0.5, height=1.0)
     places = {box.action: (box.top, box.height, box.chunk) for box in found}
     assert places == {forward: (-0.5, 0.5, 0), backward: (0.0, 0.5, 1), alone: (-0.5, 1.0, 0)}
 
@@ -183,7 +183,7 @@ def test_text_is_exact_where_it_fits():
 
 
 def read(line):
-    """The boxes of a line of text: letter, number, first cell, width."""
+    """Return the boxes in a line of text: letter, number, first character, width."""
     return [(box[1], box[2], box.start(), box.end() - box.start()) for box in re.finditer(r"([FBIWfbiw])(\d*) *", line)]
 
 

@@ -1,4 +1,4 @@
-"""The executor on one rank that has all stages: what it computes, what it holds, and what it lets go of."""
+"""The executor on one rank that has all stages: its results, and the lifetimes of tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.generate import ScheduleKind, generate
 from meshwright.pipeline.lower import LowerOptions, forward_only, lower
-from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
-from meshwright.pipeline.schedule_table import Schedule, one_stage
+from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
+from meshwright.pipeline.schedule_table import Schedule, single_stage
 from meshwright.pipeline.simulate import simulate
 
 
 class Toy:
-    """A stage of one weight, which says what it was asked to do."""
+    """A stage with one weight that logs the calls of the executor."""
 
     weight_gradients = None
 
@@ -87,12 +87,12 @@ def test_any_order_gives_plain_autograd_s_gradients(kind):
         for stage, wanted in zip(stages.values(), expected_gradients(stages, batches), strict=True):
             torch.testing.assert_close(stage.weight.grad, wanted, rtol=1e-14, atol=0)
     live = executor._live
-    assert not (live.inputs or live.entries or live.edges or live.gradients or live.weights or live.to_send)
+    assert not (live.inputs or live.input_gradients or live.edges or live.gradients or live.weights or live.to_send)
     assert not (live.outgoing or live.arriving)
 
 
 def test_one_stage_with_one_micro_batch_is_bitwise_autograd():
-    executor, stages, batches, _ = make(one_stage(1))
+    executor, stages, batches, _ = make(single_stage(1))
     executor.run()
     assert torch.equal(stages[0].weight.grad, expected_gradients(stages, batches)[0])
 
@@ -122,7 +122,7 @@ def test_what_autograd_does_not_need_is_let_go():
 
 def test_gradients_are_reduced_within_the_last_whole_backward():
     options = LowerOptions(reduces=True, keeps_unsharded=True)
-    executor, _, _, log = make(one_stage(3), options=options)
+    executor, _, _, log = make(single_stage(3), options=options)
     executor.run()
     assert log == [(0, "unshard"), (0, False), (0, False), (0, True), (0, "reduce", True), (0, "reshard")]
     executor, _, _, log = make(on_one_rank(generate("zb-h1", num_stages=1, num_microbatches=2)), options=options)
@@ -177,7 +177,7 @@ def test_every_schedule_gives_bitwise_the_gradients_of_a_plain_loop(kind, releas
 
 
 class Counting(nn.Module):
-    """Something that saves activations, and counts its forwards."""
+    """A module that saves activations, and counts its forwards."""
 
     def __init__(self, weight):
         super().__init__()
@@ -189,7 +189,7 @@ class Counting(nn.Module):
 
 
 class Watched(Toy):
-    """A stage that remembers the storage of what it gave."""
+    """A stage that records the storage of its outputs."""
 
     def __init__(self, number, num_stages, batches, given, *, recomputes):
         super().__init__(number, num_stages, batches, [])
@@ -207,8 +207,8 @@ class Watched(Toy):
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", ["f-then-b", "1f1b", "zb-v", "interleaved"])
 def test_a_stage_s_input_stays_as_long_as_autograd_needs_it(kind, recomputes):
-    """Of a sum nothing is needed: the input goes with the forward that takes it. Recomputed, the input is all that
-    stays, until the backward."""
+    """A sum saves nothing, so its input is freed after the forward; with recomputation only the input is kept, until
+    the backward."""
     table = lower(on_one_rank(generate(kind, num_stages=4, num_microbatches=6)))
     given, batches, done = {}, torch.randn(6, 3, dtype=torch.float64), set()
     num = table.num_stages
@@ -234,8 +234,8 @@ def test_a_stage_s_input_stays_as_long_as_autograd_needs_it(kind, recomputes):
 def test_a_step_that_fails_says_what_it_did_last():
     """The position posted is that of the action that failed."""
     posted = []
-    executor, stages, *_ = make(one_stage(3))
-    executor = Executor(one_stage(3), rank=0, stages=stages, channels={}, buffers=None, post=posted.append)
+    executor, stages, *_ = make(single_stage(3))
+    executor = Executor(single_stage(3), rank=0, stages=stages, channels={}, buffers=None, post=posted.append)
     real = stages[0].forward
     stages[0].forward = lambda m, x: real(m, x) if m < 2 else 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -250,7 +250,7 @@ EDGE = TensorSpec((2, 3), torch.float32)
 
 def make_buffers(**options):
     table = lower(generate("1f1b", num_stages=3, num_microbatches=6))
-    return table, Buffers(table, rank=1, edges={0: EDGE, 1: EDGE}, device=torch.device("cpu"), **options)
+    return table, ReceiveBuffers(table, rank=1, edges={0: EDGE, 1: EDGE}, device=torch.device("cpu"), **options)
 
 
 def test_slots_do_not_move_and_do_not_overlap():
@@ -275,16 +275,16 @@ def test_what_lies_in_a_slot_is_copied_before_it_goes_on():
     view = buffers.view(next(part for a in table.actions[1] for part in a.parts() if part.slot is not None))
     view.fill_(2.0)
     for inside in (view, view.detach(), view[1:], view.view(3, 2)):
-        copy = buffers.outside(inside)
+        copy = buffers.copy_if_slot(inside)
         assert copy.untyped_storage().data_ptr() != view.untyped_storage().data_ptr() and torch.equal(copy, inside)
     other = view.clone()
-    assert buffers.outside(other) is other
+    assert buffers.copy_if_slot(other) is other
 
 
 @pytest.mark.parametrize("given", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)])
 def test_an_output_that_the_next_stage_does_not_take(given):
     _, buffers = make_buffers()
     buffers.check_output(0, torch.zeros(2, 3))
-    with pytest.raises(ScheduleError, match=r"stage 1 gives .* and stage 2 takes \[2, 3\] float32") as caught:
+    with pytest.raises(ScheduleError, match=r"stage 1 outputs .* but stage 2 expects \[2, 3\] float32") as caught:
         buffers.check_output(1, given)
-    assert caught.value.where == "the edge from stage 1 to stage 2" and caught.value.fix
+    assert caught.value.where == "edge from stage 1 to stage 2" and caught.value.fix

@@ -1,4 +1,4 @@
-"""Generated tables cost what the papers' closed forms say, exactly; and bad numbers are explained."""
+"""Generated tables match the papers' closed forms exactly; invalid numbers raise helpful errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.pipeline.simulate import Simulation
 
 RANKS = (2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 TIMES = [(1, 1, 1), (2, 3, 1), (3, 5, 2), (1, 2, 4), (4, 1, 0)]
-"""F, I and W of a stage of the table; whole numbers, so that sums are exact."""
+"""F, I and W of a stage; ints, so that sums are exact."""
 
 
 def run(kind: str, p: int, m: int, v: int | None = None, times=(1, 1, 1)) -> Simulation:
@@ -22,17 +22,17 @@ def run(kind: str, p: int, m: int, v: int | None = None, times=(1, 1, 1)) -> Sim
 
 
 def worst_idle(simulation: Simulation) -> tuple[float, float]:
-    """In both definitions."""
+    """Return the worst idle time by both definitions."""
     return max(idle.in_span for idle in simulation.idle), max(idle.in_makespan for idle in simulation.idle)
 
 
 def peaks(simulation: Simulation) -> list[int]:
-    """Activations held per rank, in those of one stage and micro-batch."""
+    """Return peak activations per rank, in units of one stage and micro-batch."""
     return [peak.total for peak in simulation.peak_bytes]
 
 
 def num_warmup(schedule: Schedule, rank: int) -> int:
-    """Forwards before the one that is followed by the first backward."""
+    """Return the number of forwards before the one that precedes the first backward."""
     kinds = [part.kind.value for action in schedule.actions[rank] for part in action.parts()]
     return max(0, next(i for i, kind in enumerate(kinds) if kind != "F") - 1)
 
@@ -59,7 +59,7 @@ def test_1f1b(p, times):
 @pytest.mark.parametrize("v", [1, 2, 4])
 @pytest.mark.parametrize("p", RANKS)
 def test_interleaved_where_p_divides_m(p, v, times):
-    """Times and peaks are of a chunk, so of one v-th of a rank: the closed form's division by v is in the unit."""
+    """Times and peaks are per chunk, i.e. 1/v of a rank, which accounts for the closed form's division by v."""
     for m in range(p, 4 * p + 1, p):
         simulation = run("interleaved", p, m, v, times)
         assert worst_idle(simulation) == ((p - 1) * sum(times),) * 2
@@ -70,7 +70,7 @@ def test_interleaved_where_p_divides_m(p, v, times):
 @pytest.mark.parametrize("times", [(f, i, w) for f, i, w in TIMES if w <= f and w <= i] + [(5, 4, 4), (2, 5, 1)])
 @pytest.mark.parametrize("p", RANKS)
 def test_zb_h1(p, times):
-    """(p−1)(F+I−W) holds for W ≤ F and W ≤ I (measured): a longer W holds up the neighbours that wait for an I."""
+    """(p−1)(F+I−W) holds for W ≤ F and W ≤ I (measured): a longer W delays neighbours that wait for an I."""
     forward, backward_input, backward_weight = times
     for m in range(p, 4 * p + 1):
         simulation = run("zb-h1", p, m, times=times)
@@ -85,8 +85,8 @@ def test_a_long_weight_gradient_is_outside_the_domain_of_zb_h1s_form():
 
 @pytest.mark.parametrize("p", RANKS)
 def test_zb_v_has_no_bubble_inside_the_span(p):
-    """A unit here is half of one: a rank's two chunks together take F=I=W=1 there. From m = 2p−1 on, the first rank's
-    warm-up has all the forwards that it asks for."""
+    """Units are half those of the paper, where both chunks of a rank together take F=I=W=1. From m = 2p−1 on, there
+    are enough micro-batches for the first rank's warm-up."""
     for m in range(p, 4 * p + 1):
         simulation = run("zb-v", p, m)
         assert max(peaks(simulation)) == 2 * p
@@ -166,15 +166,15 @@ def test_every_kind_has_every_piece_of_work_once(kind, p):
 @pytest.mark.parametrize(
     ("words", "what", "rule", "fix"),
     [
-        ({"kind": "2f2b"}, "there is no schedule '2f2b'", "f-then-b, 1f1b, interleaved, zb-h1, zb-v", "1f1b"),
-        ({"kind": "1F1B"}, "there is no schedule '1F1B'", "dualpipe-v, v-half, v-min", "1f1b"),
-        ({"kind": "1f1b", "num_chunks": 2}, "1f1b with 2 chunks", "1f1b has 1 chunk a rank", "interleaved"),
-        ({"kind": "zb-v", "num_chunks": 3}, "zb-v with 3 chunks", "zb-v has 2 chunks a rank", "2,"),
-        ({"kind": "v-half", "num_chunks": 1}, "v-half with 1 chunks", "v-half has 2 chunks a rank", "2,"),
-        ({"kind": "dualpipe-v", "num_microbatches": 7}, "7 micro-batches", "two micro-batches a rank", "8 or more"),
-        ({"kind": "1f1b", "num_stages": 0}, "0 stages", "at least one", "1 or more stages"),
-        ({"kind": "1f1b", "num_microbatches": 0}, "0 micro-batches", "at least one", "1 or more micro-batches"),
-        ({"kind": "interleaved", "num_chunks": -1}, "-1 chunks", "at least one", "1 or more chunks"),
+        ({"kind": "2f2b"}, "unknown schedule '2f2b'", "f-then-b, 1f1b, interleaved, zb-h1, zb-v", "1f1b"),
+        ({"kind": "1F1B"}, "unknown schedule '1F1B'", "dualpipe-v, v-half, v-min", "1f1b"),
+        ({"kind": "1f1b", "num_chunks": 2}, "1f1b with 2 chunks", "1f1b has 1 chunk per rank", "interleaved"),
+        ({"kind": "zb-v", "num_chunks": 3}, "zb-v with 3 chunks", "zb-v has 2 chunks per rank", "2,"),
+        ({"kind": "v-half", "num_chunks": 1}, "v-half with 1 chunks", "v-half has 2 chunks per rank", "2,"),
+        ({"kind": "dualpipe-v", "num_microbatches": 7}, "7 micro-batches", "two micro-batches per rank", "8 or more"),
+        ({"kind": "1f1b", "num_stages": 0}, "0 stages", "at least 1", "1 or more stages"),
+        ({"kind": "1f1b", "num_microbatches": 0}, "0 micro-batches", "at least 1", "1 or more micro-batches"),
+        ({"kind": "interleaved", "num_chunks": -1}, "-1 chunks", "at least 1", "1 or more chunks"),
     ],
 )
 def test_bad_numbers_are_explained(words, what, rule, fix):

@@ -1,4 +1,4 @@
-"""Lowering adds what running takes and nothing else: the same computations, few buffers, everything freed once."""
+"""Lowering keeps the computations, uses few buffers, and frees everything once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers over many steps and between ranks: fixed addresses, what does not fit, and tables that are not the same."""
+"""Receive buffers over many steps and between ranks: fixed addresses, outputs that don't fit, and mismatched tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.pipeline.actions import RECVS, ActionKind
 from meshwright.pipeline.execute import Executor, channel_keys
 from meshwright.pipeline.generate import ScheduleKind, generate
 from meshwright.pipeline.lower import LowerOptions, lower, num_slots
-from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
+from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 
 SHAPE = (2, 3)
 OPEN_S = 300  # until ranks have met: nothing here waits for it
@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 def buffers_of(table, rank, **options):
-    return Buffers(table, rank=rank, edges=dict.fromkeys(range(table.num_stages - 1), EDGE), device=CPU, **options)
+    return ReceiveBuffers(
+        table, rank=rank, edges=dict.fromkeys(range(table.num_stages - 1), EDGE), device=CPU, **options
+    )
 
 
 def receives_of(table, rank):
@@ -51,7 +53,7 @@ def test_one_slot_serves_edges_of_different_shapes():
     """A rank with two stages may receive two shapes: a slot is as large as the larger, and views have their own."""
     table = lower(generate("interleaved", num_stages=2, num_microbatches=4, num_chunks=2))
     edges = {stage: TensorSpec((2, 3 + stage), torch.float32) for stage in range(3)}
-    buffers = Buffers(table, rank=1, edges=edges, device=CPU)
+    buffers = ReceiveBuffers(table, rank=1, edges=edges, device=CPU)
     for receive in receives_of(table, 1):
         stage = receive.stage - 1 if receive.kind is ActionKind.RECV_FORWARD else receive.stage
         assert tuple(buffers.view(receive).shape) == edges[stage].shape and buffers.view(receive).is_contiguous()
@@ -126,5 +128,5 @@ def give_misfit(rank, world_size, shape, dtype):
 )  # fmt: skip
 def test_an_output_that_does_not_fit_is_not_sent(gang, shape, dtype, words):
     what, where, fix = gang(2).run(give_misfit, shape, dtype)[0]
-    assert what == f"stage 0 gives {words} and stage 1 takes [2, 3] float64"
-    assert where == "the edge from stage 0 to stage 1" and "[2, 3] float64" in fix
+    assert what == f"stage 0 outputs {words}, but stage 1 expects [2, 3] float64"
+    assert where == "edge from stage 0 to stage 1" and "[2, 3] float64" in fix

@@ -1,4 +1,4 @@
-"""The table's questions, and that the one-stage table is gradient accumulation."""
+"""Queries of tables, and the single-stage table, which is gradient accumulation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
-from meshwright.pipeline.schedule_table import Schedule, one_stage
+from meshwright.pipeline.schedule_table import Schedule, single_stage
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 @given(st.integers(1, 20))
 def test_each_forward_is_followed_by_its_backward(num_microbatches):
-    [actions] = one_stage(num_microbatches).actions
+    [actions] = single_stage(num_microbatches).actions
     assert [str(action) for action in actions] == [f"0{k}{m}" for m in range(num_microbatches) for k in "FB"]
 
 

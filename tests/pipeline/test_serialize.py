@@ -1,4 +1,4 @@
-"""Tables survive being written and read; what a person mistypes is shown where it stands."""
+"""Tables round-trip through JSON and CSV; errors in hand-written tables are located."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_blanks_comments_and_what_torch_reduces_mean_nothing():
         ("0F0@3\n", "x.csv, line 1, column 1", "'0F0@3' is not an action", "0F0"),
         ("0F0,0F1+0X0\n", "x.csv, line 1, column 5", "'0F1+0X0' is not an action", "0F0"),
         ("0F0,0F1+\n", "x.csv, line 1, column 5", "'0F1+' is not an action", "0F0"),
-        ("0F0,0SEND_F0\n", "x.csv, line 1, column 5", "0SEND_F0 is not a computation", "no such cell"),
-        ("0F0,0REDUCE\n", "x.csv, line 1, column 5", "0REDUCE is not a computation", "no such cell"),
+        ("0F0,0SEND_F0\n", "x.csv, line 1, column 5", "0SEND_F0 is not a computation", "remove 0SEND_F0"),
+        ("0F0,0REDUCE\n", "x.csv, line 1, column 5", "0REDUCE is not a computation", "remove 0REDUCE"),
         ("0F" + "9" * 5000 + "\n", "x.csv, line 1, column 1", "is not an action", "0F"),
-        ("0F0,0B0\n0F1,0B1\n", "x.csv", "stage 0 is on rank 0 and on rank 1 (0F1)", "0F1 in the line of rank 0"),
-        ("0F0,0B0\n2F0,2B0\n", "x.csv", "there is no stage 1, but a stage 2", "actions of stage 1"),
-        ("999999999F0\n", "x.csv", "there is no stage 0, but a stage 999999999", "actions of stage 0"),
+        ("0F0,0B0\n0F1,0B1\n", "x.csv", "stage 0 is on rank 0 and on rank 1 (0F1)", "0F1 to the line of rank 0"),
+        ("0F0,0B0\n2F0,2B0\n", "x.csv", "stage 1 is missing, but stage 2 is present", "actions of stage 1"),
+        ("999999999F0\n", "x.csv", "stage 0 is missing, but stage 999999999 is present", "actions of stage 0"),
         ("", "x.csv", "no actions", ""),
         ("# nothing\n,,\n", "x.csv", "no actions", ""),
     ],

@@ -1,4 +1,4 @@
-"""`simulate` agrees with a brute-force event simulation, which goes through time and not along the rows."""
+"""`simulate` agrees with a brute-force event simulation, which advances in time instead of along the rows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TRANSFERS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
 
 @dataclass
 class World:
-    """One moment: what every rank and lane does. Time goes on to the next thing that ends."""
+    """State of all ranks and lanes at the current time, which advances to the next event."""
 
     table: Schedule
     costs: Costs
     now: float = 0.0
     ending: list = field(default_factory=list)
-    """Heap of (time, number, what to call)."""
+    """Heap of (time, number, callback)."""
     facts: set = field(default_factory=set)
-    """What is true now: ("F", s, m) computed, ("SEND_F", s, m, "reached"), ("SEND_F", s, m, "arrived")."""
+    """Facts that hold now: ("F", s, m) computed, ("SEND_F", s, m, "reached"), ("SEND_F", s, m, "arrived")."""
     queues: dict = field(default_factory=lambda: defaultdict(list))
     lane_is_busy: set = field(default_factory=set)
     num_begun: int = 0
@@ -242,7 +242,7 @@ def test_hand_made_tables_lowered(data, random, options):
 
 
 def with_earlier_receives(table: Schedule, random) -> Schedule:
-    """Some receives moved up their rows, over anything: the two ends of a lane no longer go through in one order."""
+    """Move some receives up their rows, so that the two ends of a lane no longer match in order."""
     rows = [list(row) for row in table.actions]
     for row in rows:
         for _ in range(3):
@@ -282,7 +282,7 @@ def test_a_timeline_has_each_computation_once_and_a_rank_does_one_at_a_time(data
 @given(st.data(), generated())
 @settings(max_examples=25)
 def test_free_transfers_make_lowering_cost_nothing(data, table):
-    """On the uniform stages that tables are made for; on others FREE_OUT, if it comes early, may wait for a receive."""
+    """Holds for uniform stages, which tables are generated for; with uneven ones an early FREE_OUT may wait."""
     uneven = Costs(costs_for(data.draw, table).stages)
     kept = lower(table, LowerOptions(release=False))
     assert simulate(kept, uneven).makespan == pytest.approx(simulate(table, uneven).makespan)
@@ -301,7 +301,7 @@ def test_a_makespan_by_hand():
 def test_a_table_that_never_ends_is_an_error():
     table = generate("1f1b", num_stages=2, num_microbatches=1)
     rows = (table.actions[0][::-1], table.actions[1])
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever before action 1, 0B0") as caught:
+    with pytest.raises(ScheduleError, match="rank 0 blocks forever before action 1, 0B0") as caught:
         simulate(Schedule("x", 1, (0, 1), rows), Costs.uniform())
     assert caught.value.where == "rank 0, position 1"
 

@@ -1,4 +1,4 @@
-"""`verify` accepts every table that is generated and lowered, and names what is wrong with every broken one."""
+"""`verify` accepts every table that is generated and lowered, and reports the fault in every broken one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_accepted(table: Schedule, options: list[LowerOptions]) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_generated_tables_are_accepted(kind, p):
-    """All four ways to lower in turn, so that each meets each kind."""
+    """Cycles through the four lowering options, so that each is combined with each kind."""
     for number, table in enumerate(tables(kind, p, sorted({1, p, 2 * p + 1}))):
         assert_accepted(table, [OPTIONS[(number + p) % 4]])
 
@@ -77,9 +77,9 @@ def test_all_generated_tables_are_accepted(kind):
 @pytest.mark.parametrize("p", range(1, 9))
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_all_ways_to_lower_are_accepted(kind, p):
-    """With every number of micro-batches until what comes between the first and the last repeats, and two large ones.
+    """Covers all numbers of micro-batches until the steady state repeats, and two large ones.
 
-    The four ways in turn, such that each meets each number of chunks, and even numbers of micro-batches and odd ones.
+    Cycles through the options, so that each meets each number of chunks, and even and odd numbers of micro-batches.
     """
     for number, table in enumerate(tables(kind, p, [*range(1, 2 * p + 2), 31, 32])):
         assert_accepted(table, [OPTIONS[(number + number // 4) % 4]])
@@ -111,10 +111,10 @@ def test_there_are_many_kinds_of_faults_of_good_tables():
 
 
 def test_only_rendezvous_shows_the_deadlock_of_two_senders():
-    """Where sends don't wait the table runs to its end; and if the two stand together on a rank, they are one batch."""
+    """It completes if sends don't block, or if the send and receive on either rank are adjacent, i.e. batched."""
     table = both_send_first(apart_on=(0, 1))
     assert simulate(table, Costs.uniform()).makespan > 0
-    with pytest.raises(ScheduleError, match="2 of 2 ranks wait for ever"):
+    with pytest.raises(ScheduleError, match="2 of 2 ranks deadlock"):
         verify(table)
     for apart_on in ((), (0,), (1,)):
         verify(both_send_first(apart_on=apart_on))
@@ -123,7 +123,7 @@ def test_only_rendezvous_shows_the_deadlock_of_two_senders():
 def test_a_deadlock_is_shown_on_its_circle_and_not_on_a_rank_that_waits_for_it():
     """Ranks 1 and 2 of four block each other; rank 0 has the lower number, and waits too."""
     edit = lowered("f-then-b", p=4, m=2).move("1SEND_F1", after="1B0")
-    with pytest.raises(ScheduleError, match="ranks wait for ever: rank 0 at position") as caught:
+    with pytest.raises(ScheduleError, match="ranks deadlock: rank 0 at position") as caught:
         verify(edit.done())
     assert caught.value.where.startswith("rank 1, position")
 
@@ -140,13 +140,13 @@ def test_a_stage_that_works_on_a_micro_batch_not_at_all():
     table = Edit(base("1f1b")).drop("2F3", "2B3").done()
     with pytest.raises(ScheduleError, match="2F3 is missing") as caught:
         verify(table)
-    assert caught.value.where == "rank 2, none of its 14 positions"
+    assert caught.value.where == "rank 2, not at any of its 14 positions"
 
 
 @pytest.mark.parametrize(
     ("changes", "what", "where"),
     [
-        ({"num_microbatches": 0}, "a table of 0 micro-batches", ""),
+        ({"num_microbatches": 0}, "the table has 0 micro-batches", ""),
         ({"stage_ranks": (0, 1, 2, 4)}, "stage 3 is on rank 4 of a table with 4 rows", "stage_ranks[3]"),
         ({"stage_ranks": (0, 1, 2, -1)}, "stage 3 is on rank -1 of a table with 4 rows", "stage_ranks[3]"),
         ({"stage_ranks": (0, 1, 2)}, "rank 3 has no stage", "rank 3"),
@@ -183,10 +183,10 @@ def test_an_evaluation_has_forwards_only():
 @pytest.mark.parametrize(
     ("shared", "what", "where"),
     [
-        (((1, 3),), "0SYNC_SHARED comes where no group has its turn", "rank 0, position {}, 0SYNC_SHARED"),
+        (((1, 3),), "0SYNC_SHARED is not expected here", "rank 0, position {}, 0SYNC_SHARED"),
         (((0, 3), (0, 3)), "0SYNC_SHARED is missing on rank 0", "rank 0, after position {}, 0SYNC_SHARED"),
         (((0, 3), (2, 3)), "2SYNC_SHARED is missing on rank 2", "rank 2, after position {}, 2SYNC_SHARED"),
-        ((), "0SYNC_SHARED comes where no group has its turn", "rank 0, position {}, 0SYNC_SHARED"),
+        ((), "0SYNC_SHARED is not expected here", "rank 0, position {}, 0SYNC_SHARED"),
     ],
 )
 def test_groups_that_are_known_sync_once_each(shared, what, where):
@@ -203,12 +203,12 @@ def test_groups_sync_in_one_order_on_all_ranks():
         generate("zb-v", num_stages=2, num_microbatches=4), LowerOptions(reduces=True, shared=((0, 1), (3, 2)))
     )
     verify(table, shared=((0, 1), (3, 2)))
-    with pytest.raises(ScheduleError, match="0SYNC_SHARED comes in the turn of 3SYNC_SHARED"):
+    with pytest.raises(ScheduleError, match="0SYNC_SHARED comes where 3SYNC_SHARED is expected"):
         verify(table, shared=((3, 2), (0, 1)))
 
 
 def test_a_large_table_takes_as_many_calls_an_action_as_a_small_one():
-    """Nothing in it grows faster than the table."""
+    """`verify` takes linear time."""
 
     def calls_an_action(num_microbatches):
         table = lower(generate("interleaved", num_stages=8, num_microbatches=num_microbatches, num_chunks=4))
@@ -271,7 +271,7 @@ def test_what_is_accepted_after_a_swap_runs_right(key, data):
 
 @pytest.mark.parametrize("fault", [*transfer_faults(), *memory_faults(), *stage_faults()], ids=lambda f: f.name)
 def test_the_paper_executor_finds_the_faults_too(fault):
-    """Otherwise it would say nothing about what `verify` accepts."""
+    """Validates the paper executor, which is the reference for what `verify` accepts."""
     table = fault.make()
     options = EVERYTHING if "REDUCE" in table.to_json() else LowerOptions()
     with pytest.raises(Wrong):

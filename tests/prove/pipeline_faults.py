@@ -173,14 +173,14 @@ def swap_chunks(job: Job, step: TrainStep) -> None:
 def hand_over_the_previous(job: Job, step: TrainStep) -> None:
     """Where one rank has two neighbouring stages, the second is handed the micro-batch before."""
     live = step._executor._live
-    real, last = live.give_output, {}
+    real, last = live.pass_output, {}
 
-    def give_output(key: tuple[int, int], y: Tensor, *, hands_over: bool) -> None:
-        given = last.get(key[0], y) if hands_over else y
+    def pass_output(key: tuple[int, int], y: Tensor, *, is_next_local: bool) -> None:
+        given = last.get(key[0], y) if is_next_local else y
         last[key[0]] = y
-        real(key, given, hands_over=hands_over)
+        real(key, given, is_next_local=is_next_local)
 
-    live.give_output = give_output  # type: ignore[method-assign]
+    live.pass_output = pass_output  # type: ignore[method-assign]
 
 
 def layer_of_another_stage(job: Job, step: TrainStep) -> None:

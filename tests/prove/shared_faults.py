@@ -108,13 +108,13 @@ def exchange(first: str, second: str) -> Tamper:
 
 def leave_out_chunks(job: Job, step: TrainStep) -> None:
     """Of a rank's copies only the first enters the sum."""
-    sync_shared_gradients._added_up = lambda copies: copies[0].clone()  # restored by the test
+    sync_shared_gradients._sum = lambda copies: copies[0].clone()  # restored by the test
 
 
 def hand_out_to_the_first(job: Job, step: TrainStep) -> None:
     """Of a rank's copies only the first gets the sum."""
-    real = sync_shared_gradients._hand_out
-    sync_shared_gradients._hand_out = lambda flat, values: real(flat, [copies[:1] for copies in values])
+    real = sync_shared_gradients._scatter_to_copies
+    sync_shared_gradients._scatter_to_copies = lambda flat, values: real(flat, [copies[:1] for copies in values])
 
 
 def count_chunks_twice(job: Job, step: TrainStep) -> None:

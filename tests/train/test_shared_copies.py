@@ -36,7 +36,7 @@ def copies_of(job):
     """This rank's copies of shared parameters: by key and place in the whole, a list."""
     found = {}
     for part in job.parts().values():
-        for name, key in part.local_copies().items():
+        for name, key in part.shared_parameter_keys().items():
             copy = part.module.get_parameter(name).detach()
             box = local_box(copy)
             found.setdefault((key, box.offset, box.shape), []).append(to_local(copy).clone())

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.parallel.tensor_parallel import average_copies
+from meshwright.parallel.tensor_parallel import average_replicated_gradients
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import predict_traffic
@@ -191,9 +191,9 @@ def mean_of_copies(rank, world_size, words):
 
     def counted_mean(model, mesh):
         with mode:
-            average_copies(model, mesh)
+            average_replicated_gradients(model, mesh)
 
-    with mock.patch("meshwright.train.pipeline_stages.average_copies", counted_mean):
+    with mock.patch("meshwright.train.pipeline_stages.average_replicated_gradients", counted_mean):
         step(2)
     return mode.total
 

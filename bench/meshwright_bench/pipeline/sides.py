@@ -22,9 +22,9 @@ from torch.distributed.pipelining import (
 
 from meshwright.comm.p2p import open_channels
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
-from meshwright.pipeline.execute import Executor, Stage, channel_keys
+from meshwright.pipeline.execute import ExecutableStage, Executor, channel_keys
 from meshwright.pipeline.lower import LowerOptions, lower
-from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
+from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ MULTI = {
 }
 
 
-class BenchStage(Stage):
+class BenchStage(ExecutableStage):
     """A module as a stage of ours."""
 
     def __init__(
@@ -73,12 +73,12 @@ class BenchStage(Stage):
     def reshard(self) -> None:
         """Nothing is sharded."""
 
-    def sync_shared(self, number: int) -> None:
+    def sync_shared(self, group_index: int) -> None:
         """Nothing is shared."""
 
 
 def our_executor(
-    schedule: Schedule, stages: Mapping[int, Stage], *, rank: int, edge: Tensor, release: bool = True
+    schedule: Schedule, stages: Mapping[int, ExecutableStage], *, rank: int, edge: Tensor, release: bool = True
 ) -> tuple[Executor, int]:
     """A compute table bound to this rank. All ranks call it in the same order.
 
@@ -99,7 +99,7 @@ def our_executor(
     buffers = None
     if keys:
         edges = dict.fromkeys(range(schedule.num_stages - 1), TensorSpec(tuple(edge.shape), edge.dtype))
-        buffers = Buffers(lowered, rank=rank, edges=edges, device=CPU)
+        buffers = ReceiveBuffers(lowered, rank=rank, edges=edges, device=CPU)
     executor = Executor(lowered, rank=rank, stages=stages, channels=channels, buffers=buffers)
     return executor, 0 if buffers is None else buffers.num_bytes()
 

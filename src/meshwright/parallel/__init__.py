@@ -1,1 +1,1 @@
-"""Lays a plain model on a mesh. Models know nothing of it."""
+"""Parallelization of plain models on a device mesh; models don't depend on it."""

@@ -1,7 +1,7 @@
-"""Lay a stage's plain module on a mesh as the plan says: tensor parallel, recomputation, compilation, FSDP units.
+"""Parallelizes a stage's plain module as planned: tensor parallel, recomputation, compilation, FSDP units.
 
-The order matters: a recomputed block keeps its names and hooks, a graph holds exactly one block with its recomputation,
-and FSDP2 shards what tensor parallel left on each rank and hangs its hooks on what is compiled.
+The order matters: recomputation keeps a block's names and hooks, a compiled graph contains exactly one block with its
+recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from meshwright.models.contract.build_module import tie
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.data_parallel import apply_units
-from meshwright.parallel.tensor_parallel import apply_styles, await_lookups
+from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
 from meshwright.plan.run_plan import RunPlan, Stage
 
 
 def needs_mesh(plan: RunPlan) -> bool:
-    """Whether a plan needs a device mesh: one rank does only for FSDP2's mixed precision."""
+    """Return True if a plan needs a device mesh; a single rank needs one only for FSDP2's mixed precision."""
     return plan.mesh.num_ranks() > 1 or plan.has_units
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage: Stage, facts: ModelFacts) -> None:
-    """Lay the module of a stage, still on the meta device, on `mesh` in place.
+    """Parallelize the module of a stage in place, while it is on the meta device.
 
     Args:
-        module: as the family built it.
-        mesh: the mesh of all axes; None where `needs_mesh` says that none is needed.
-        plan: of the run.
-        stage: of the plan.
-        facts: of the model, for what is tied.
+        module: module built by the model family.
+        mesh: mesh of all axes; None if `needs_mesh` is False.
+        plan: plan of the run.
+        stage: the stage in `plan`.
+        facts: facts of the model, used to tie weights again.
     """
     if mesh is not None and plan.mesh.view("tp"):
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
@@ -40,7 +40,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
         (kind, module.get_submodule(kind.full_name("", layer))) for kind, layer in plan.held(stage) if kind.is_block
     ]
     if mesh is not None and plan.mesh.view("tp") and (not blocks or any(kind.compiled for kind, _ in blocks)):
-        await_lookups(module, plan, stage)
+        wait_for_embeddings(module, plan, stage)
     for kind, block in blocks:
         if kind.recompute == "full":
             recompute(block)

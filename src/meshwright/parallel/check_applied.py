@@ -1,7 +1,7 @@
-"""What FSDP2 and DTensor really made of a stage, compared with the plan: a difference ends the run with both named.
+"""Checks that FSDP2 and DTensor parallelized a stage as planned; a mismatch ends the run.
 
-What we do ourselves follows the plan. What PyTorch decides is looked at: which parameters a unit has and when it is
-freed, how each parameter is sharded, and over which axes the first gradients are partial before they are reduced.
+Our own code follows the plan by construction. Decisions of PyTorch are inspected: the parameters of each unit and when
+they are resharded, the placements of each parameter, and the axes over which unreduced gradients are partial.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import LayoutError
 from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.parallel.private import JOINED, unit_of, unsharded_parameters
+from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import Gradient, Kind, Parameter, Unit
 
-RULE = "a run does what its plan says"
+RULE = "a run follows its plan"
+SEEN = "seen"
 
 
 def check_placements(part: StagePart) -> None:
-    """See that a stage's parameters are sharded, and its units made, as the plan says; after FSDP2 has wrapped it.
+    """Check that a stage wrapped by FSDP2 has the planned parameter placements and FSDP units.
 
     Raises:
-        LayoutError: one is not, with both placements.
+        LayoutError: a mismatch, with both sides.
     """
     plan, stage = part.plan, part.stage
     stored = stage.root.sharded if plan.has_units else ()
@@ -36,9 +37,9 @@ def check_placements(part: StagePart) -> None:
         name = kind.full_name(parameter.name, layer)
         planned = {(shard.dim, axis) for shard in parameter.used for axis in shard.axes}
         planned |= {(parameter.stored_dim, axis) for axis in stored}
-        found = _sharded(part.module.get_parameter(name))
-        if found != planned:
-            raise _differs(f"{name} is sharded over {_words(found)}", f"over {_words(planned)}", part)
+        actual = _sharded_axes(part.module.get_parameter(name))
+        if actual != planned:
+            raise _mismatch(f"{name} is sharded over {_describe(actual)}", f"over {_describe(planned)}", part)
     if plan.has_units:
         _check_units(part)
 
@@ -46,65 +47,65 @@ def check_placements(part: StagePart) -> None:
 def _check_units(part: StagePart) -> None:
     for path, unit, names in _units(part):
         module = part.module.get_submodule(path)
-        found = unit_of(module) if isinstance(module, FSDPModule) else None
+        info = unit_info(module) if isinstance(module, FSDPModule) else None
         where = path or "the stage's root"
-        if found is None:
+        if info is None:
             if names:
-                raise _differs(f"FSDP2 makes no unit of {where}", f"one with {', '.join(names)}", part)
+                raise _mismatch(f"FSDP2 has no unit for {where}", f"one with {', '.join(names)}", part)
             continue
-        members, freed = found
-        own = {name for name, parameter in part.module.named_parameters() if parameter in members}
-        if own != set(names):
-            other = sorted(own ^ set(names))[0]
-            has = "has" if other in own else "lacks"
-            raise _differs(f"FSDP2's unit of {where} {has} {other}", "otherwise", part)
+        members, freed = info
+        actual = {name for name, parameter in part.module.named_parameters() if parameter in members}
+        if actual != set(names):
+            name = sorted(actual ^ set(names))[0]
+            has = "contains" if name in actual else "lacks"
+            raise _mismatch(f"FSDP2's unit for {where} {has} {name}", "otherwise", part)
         if freed != unit.freed and path:
-            raise _differs(f"FSDP2 frees {where} after its forward: {freed}", str(unit.freed), part)
+            raise _mismatch(f"FSDP2 has reshard_after_forward={freed} for {where}", str(unit.freed), part)
 
 
 def _units(part: StagePart) -> Iterator[tuple[str, Unit, list[str]]]:
-    """Of each unit the path of a module, the unit, and its parameters' names in the stage."""
+    """Yield each unit with the path of its first module and its parameters' names in the stage."""
     plan, stage = part.plan, part.stage
     root = set(stage.root.parameters)
     for kind, layer in plan.held(stage):
         for unit in kind.units:
             names = [kind.full_name(name, layer) for name in unit.parameters]
             yield kind.full_name(unit.modules[0], layer), unit, names
-    left = [
+    root_names = [
         kind.full_name(parameter.name, layer)
         for kind, layer, parameter in plan.parameters(stage)
         if f"{kind.name}/{parameter.name}" in root
     ]
-    yield "", stage.root, left
+    yield "", stage.root, root_names
 
 
-class FirstGradients:
-    """The placements of a stage's gradients in its first backwards, before FSDP2 or we reduce them."""
+class FirstGradientCheck:
+    """Checks the placements of a stage's gradients in the first step, before they are reduced."""
 
     def __init__(self, part: StagePart) -> None:
         self._part = part
-        self._found: dict[str, set[str]] = {}
-        """By name in the stage."""
+        self._partial_axes: dict[str, set[str]] = {}
+        """Axes over which a gradient was partial, by name in the stage; `SEEN` marks that there was a gradient."""
         self._handles: list[RemovableHandle] = []
 
     def watch(self) -> None:
-        """Look at what autograd accumulates from here on; after the first forward."""
+        """Start recording gradients when autograd accumulates them; call after the first forward."""
         if self._handles or not self._part.plan.mesh.view("tp"):
             return
         units = fsdp_modules(self._part.module)
-        gathered = {sharded: full for one in units for sharded, full in unsharded_parameters(one)}
+        unsharded = {sharded: full for unit in units for sharded, full in unsharded_parameters(unit)}
         for name, parameter in self._part.module.named_parameters():
-            # A unit that is kept after its forward has its gathered parameters in the module already.
-            watched: Any = gathered.get(parameter, parameter)
+            # In a unit that isn't resharded after its forward, the module's parameters are the unsharded ones already.
+            watched: Any = unsharded.get(parameter, parameter)
             if parameter.requires_grad:
-                seen = self._found.setdefault(name, set())
-                self._handles.append(watched.register_post_accumulate_grad_hook(_look(seen)))
+                axes = self._partial_axes.setdefault(name, set())
+                self._handles.append(watched.register_post_accumulate_grad_hook(_record_partial_axes(axes)))
 
     def check(self) -> None:
-        """See that gradients were partial over tensor parallel where the plan says so; after the last backward.
+        """Check that exactly the planned gradients were partial over the TP axes; call after the last backward.
 
         Raises:
-            LayoutError: one was not, or another was.
+            LayoutError: a mismatch, with both sides.
         """
         for handle in self._handles:
             handle.remove()
@@ -113,48 +114,48 @@ class FirstGradients:
             return
         plan = self._part.plan
         for kind, layer, parameter in plan.parameters(self._part.stage):
-            found = self._found.get(kind.full_name(parameter.name, layer), set())
-            if not parameter.trained or not found:
+            recorded = self._partial_axes.get(kind.full_name(parameter.name, layer), set())
+            if not parameter.trained or not recorded:
                 continue
-            self._compare(kind, layer, parameter, found - {"seen"}, plan.mesh.view("tp"))
+            self._compare(kind, layer, parameter, recorded - {SEEN}, plan.mesh.view("tp"))
 
-    def _compare(self, kind: Kind, layer: int | None, parameter: Parameter, found: set[str], tp: Atoms) -> None:
+    def _compare(self, kind: Kind, layer: int | None, parameter: Parameter, actual: set[str], tp: Atoms) -> None:
         planned = {axis for axis in tp if parameter.gradient(axis) is Gradient.PARTIAL}
-        if found != planned:
+        if actual != planned:
             name = kind.full_name(parameter.name, layer)
             axes = " and ".join(tp)
-            said = {True: f"partial over {axes}", False: f"not partial over {axes}"}
-            raise _differs(f"DTensor's gradient of {name} is {said[bool(found)]}", said[bool(planned)], self._part)
+            text = {True: f"partial over {axes}", False: f"not partial over {axes}"}
+            raise _mismatch(f"DTensor's gradient of {name} is {text[bool(actual)]}", text[bool(planned)], self._part)
 
 
-def _look(seen: set[str]) -> Callable[[Tensor], None]:
+def _record_partial_axes(axes: set[str]) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         gradient = parameter.grad
-        seen.add("seen")
+        axes.add(SEEN)
         if isinstance(gradient, DTensor):
             names = gradient.device_mesh.mesh_dim_names or ()
-            seen.update(name for name, one in zip(names, gradient.placements, strict=True) if one.is_partial())
+            axes.update(name for name, p in zip(names, gradient.placements, strict=True) if p.is_partial())
 
     return hook
 
 
-def _sharded(parameter: Tensor) -> set[tuple[int, str]]:
-    """Dims and axes of more than one rank that a parameter is sharded over."""
+def _sharded_axes(parameter: Tensor) -> set[tuple[int, str]]:
+    """Return the dims and axes that a parameter is sharded over, except axes of size 1."""
     if not isinstance(parameter, DTensor):
         return set()
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
-    placed = [(name, one.dim) for name, one in zip(names, parameter.placements, strict=True) if hasattr(one, "dim")]
-    return {(dim, axis) for name, dim in placed if mesh[name].size() > 1 for axis in name.split(JOINED)}
+    shards = [(name, p.dim) for name, p in zip(names, parameter.placements, strict=True) if hasattr(p, "dim")]
+    return {(dim, axis) for name, dim in shards if mesh[name].size() > 1 for axis in name.split(JOINED)}
 
 
-def _words(shards: set[tuple[int, str]]) -> str:
+def _describe(shards: set[tuple[int, str]]) -> str:
     return ", ".join(f"{axis} along dim {dim}" for dim, axis in sorted(shards)) or "nothing"
 
 
-def _differs(found: str, planned: str, part: StagePart) -> LayoutError:
+def _mismatch(actual: str, planned: str, part: StagePart) -> LayoutError:
     return LayoutError(
-        f"{found}, and the plan says {planned}",
+        f"{actual}, but the plan says {planned}",
         where=f"stage {part.number}",
         rule=RULE,
-        fix="a plan that is made again with this version of Meshwright and PyTorch (meshwright plan … -o FILE)",
+        fix="regenerate the plan with this version of Meshwright and PyTorch (meshwright plan … -o FILE)",
     )

@@ -1,4 +1,4 @@
-"""Seeing that all ranks declare the same shared parameters and hold them alike, before one waits for another."""
+"""Checks that all ranks declare the same shared parameters with consistent copies, before any collective needs them."""
 
 from __future__ import annotations
 
@@ -15,83 +15,84 @@ from meshwright.mesh.local_shards import local_box
 from meshwright.pipeline.shared_parameters import SharedParameter
 
 RULE = "every copy of a shared parameter has the same key, shape, dtype, trainability and shard layout"
-Facts = dict[str, str]
+Properties = dict[str, str]
 
 
-def check_agreement(
+def check_consistency(
     shared: Sequence[SharedParameter],
     stages: Mapping[int, nn.Module],
     *,
     pipelines: Sequence[Sequence[int]],
     stage_ranks: Sequence[int],
 ) -> None:
-    """See that all ranks declare the same, and hold what they declare alike.
+    """Check that all ranks make the same declarations, and that all copies have the same properties.
 
-    Whatever a rank lacks is told to the others first: nobody waits for a rank that has stopped.
+    All ranks exchange what they have before anything is checked, so all of them raise the same error and none hangs.
 
     Raises:
         LayoutError: the first difference, with the ranks.
     """
     declared = [(p.key, p.sites) for p in shared]
-    own = {stage: {(p.key, name): _facts(stages[stage], name) for p in shared for at, name in p.sites if at == stage}
-           for stage in stages}  # fmt: skip
-    everyone = all_gather_object((declared, own, _declared_twice(shared, stages)))
-    for rank, (theirs, _, twice) in enumerate(everyone):
-        _check_declared(everyone[0][0], theirs, rank)
-        if twice is not None:
-            raise _one_tensor(*twice, rank)
-    _check_places(shared, [set(stages) for _, stages, _ in everyone], pipelines=pipelines, stage_ranks=stage_ranks)
+    local = {stage: {(p.key, name): _properties(module, name) for p in shared for at, name in p.sites if at == stage}
+             for stage, module in stages.items()}  # fmt: skip
+    all_ranks = all_gather_object((declared, local, _find_aliases(shared, stages)))
+    for rank, (theirs, _, aliases) in enumerate(all_ranks):
+        _check_declarations(all_ranks[0][0], theirs, rank)
+        if aliases is not None:
+            raise _alias_error(*aliases, rank)
+    held = [set(stages) for _, stages, _ in all_ranks]
+    _check_stage_ranks(shared, held, pipelines=pipelines, stage_ranks=stage_ranks)
     for pipeline in pipelines:
         for parameter in sorted(shared, key=lambda p: p.key):
-            found = []
+            copies = []
             for stage, name in parameter.sites:
                 rank = pipeline[stage_ranks[stage]]
-                found.append((rank, stage, name, everyone[rank][1][stage][parameter.key, name]))
-            _check_sites(parameter.key, found)
+                copies.append((rank, stage, name, all_ranks[rank][1][stage][parameter.key, name]))
+            _check_copies(parameter.key, copies)
 
 
-def _declared_twice(shared: Sequence[SharedParameter], stages: Mapping[int, nn.Module]) -> tuple[str, str] | None:
-    """The first two sites here that are one tensor, in words."""
+def _find_aliases(shared: Sequence[SharedParameter], stages: Mapping[int, nn.Module]) -> tuple[str, str] | None:
+    """Return descriptions of the first two sites on this rank that are the same tensor, or None."""
     seen: dict[nn.Parameter, str] = {}
     for key, stage, name in ((p.key, stage, name) for p in shared for stage, name in p.sites if stage in stages):
         parameter = _parameter(stages[stage], name)
         if parameter is None:
             continue
-        place = f"{key} at {stage}: {name}"
+        site = f"{key} at {stage}: {name}"
         if parameter in seen:
-            return seen[parameter], place
-        seen[parameter] = place
+            return seen[parameter], site
+        seen[parameter] = site
     return None
 
 
-def _one_tensor(place: str, other: str, rank: int) -> LayoutError:
+def _alias_error(site: str, alias: str, rank: int) -> LayoutError:
     return LayoutError(
-        f"{place} and {other} are one tensor",
-        where=f"{other.split(' at ')[0]} on rank {rank}",
-        rule="each declared copy is a tensor of its own: autograd has added up the gradient of one that is used twice",
-        fix="a parameter of its own at each site, or one site for both",
+        f"{site} and {alias} are the same tensor",
+        where=f"{alias.split(' at ')[0]} on rank {rank}",
+        rule="each declared copy is a separate tensor: autograd accumulates the gradients of a tensor used twice",
+        fix="use a separate parameter at each site, or declare a single site",
     )
 
 
-def _check_declared(first: list[Any], other: list[Any], rank: int) -> None:
-    """Two ranks' declarations, of which the other has each key once."""
+def _check_declarations(first: list[Any], other: list[Any], rank: int) -> None:
+    """Check that a rank declares each key once, and the same as rank 0."""
     mine, theirs = dict(first), dict(other)
     if len(theirs) < len(other):
-        again = next(key for at, (key, _) in enumerate(other) if key in dict(other[:at]))
+        duplicate = next(key for at, (key, _) in enumerate(other) if key in dict(other[:at]))
         raise LayoutError(
-            f"rank {rank} declares the shared parameter {again} twice",
-            where=f"{again} on rank {rank}",
-            rule="a shared parameter has a key of its own, and all its sites in one declaration",
-            fix="one declaration with all sites, or another key for one of them",
+            f"rank {rank} declares the shared parameter {duplicate} twice",
+            where=f"{duplicate} on rank {rank}",
+            rule="each shared parameter has a unique key, and one declaration with all its sites",
+            fix="merge the declarations, or use another key for one of them",
         )
     if first == other:
         return
     for a, b, holder, lacker in ((mine, theirs, 0, rank), (theirs, mine, rank, 0)):
-        lacking = sorted(a.keys() - b.keys())
-        if lacking:
+        missing = sorted(a.keys() - b.keys())
+        if missing:
             raise LayoutError(
-                f"rank {holder} declares the shared parameter {lacking[0]}, rank {lacker} doesn't",
-                where=f"{lacking[0]} on rank {lacker}",
+                f"rank {holder} declares the shared parameter {missing[0]}, rank {lacker} doesn't",
+                where=f"{missing[0]} on rank {lacker}",
                 rule="all ranks declare the same shared parameters",
                 fix="the same model, configuration and version of Meshwright on every rank",
             )
@@ -100,66 +101,66 @@ def _check_declared(first: list[Any], other: list[Any], rank: int) -> None:
         key = next(a[0] for a, b in zip(first, other, strict=True) if a != b)
         what = f"ranks 0 and {rank} declare {key} in a different order"
     else:
-        what = f"ranks 0 and {rank} declare {key} at {_site_words(mine[key])} and at {_site_words(theirs[key])}"
+        what = f"ranks 0 and {rank} declare {key} at {_describe_sites(mine[key])} and at {_describe_sites(theirs[key])}"
     raise LayoutError(
         what,
         where=f"{key} on rank {rank}",
-        rule="all ranks declare the same shared parameters, in one order",
+        rule="all ranks declare the same shared parameters, in the same order",
         fix="the same model, configuration and version of Meshwright on every rank",
     )
 
 
-def _check_places(
+def _check_stage_ranks(
     shared: Sequence[SharedParameter],
     held: Sequence[set[int]],
     *,
     pipelines: Sequence[Sequence[int]],
     stage_ranks: Sequence[int],
 ) -> None:
-    """Every rank is in one pipeline, and holds the stages that are said to be there."""
+    """Check that each rank is in exactly one pipeline, and holds the stages that `stage_ranks` assigns to it."""
     if sorted(rank for pipeline in pipelines for rank in pipeline) != list(range(len(held))):
         raise LayoutError(
-            f"pipelines of the ranks {[list(pipeline) for pipeline in pipelines]} in a run of {len(held)}",
+            f"pipelines {[list(pipeline) for pipeline in pipelines]} don't match a run of {len(held)} ranks",
             where="pipelines",
-            rule="every rank of the run is in one pipeline",
-            fix="pipelines_on(mesh), with a mesh of all ranks",
+            rule="each rank of the run is in exactly one pipeline",
+            fix="use pipelines_on(mesh), with a mesh of all ranks",
         )
     for key, stage in ((p.key, stage) for p in shared for stage in p.stages()):
         if stage >= len(stage_ranks):
-            raise _misplaced(key, stage, f"there are {len(stage_ranks)}")
+            raise _misplaced(key, stage, f"there are {len(stage_ranks)} stages")
         for rank in (pipeline[stage_ranks[stage]] for pipeline in pipelines):
             if stage not in held[rank]:
                 raise _misplaced(key, stage, f"rank {rank} has {sorted(held[rank])}")
 
 
-def _misplaced(key: str, stage: int, but: str) -> LayoutError:
+def _misplaced(key: str, stage: int, actual: str) -> LayoutError:
     return LayoutError(
-        f"a copy of {key} is declared on stage {stage}, and {but}",
+        f"a copy of {key} is declared on stage {stage}, but {actual}",
         where=f"{key} on stage {stage}",
-        rule="stage_ranks has the rank of each stage, and that rank was given the stage's module",
-        fix="a declaration with the numbers of the stages that there are, and each stage's module on its rank",
+        rule="stage_ranks has the rank of each stage, and that rank holds the stage's module",
+        fix="declare existing stages only, and pass each stage's module on its rank",
     )
 
 
-def _check_sites(key: str, found: Sequence[tuple[int, int, str, Facts]]) -> None:
-    """The copies of one parameter in one pipeline."""
-    for rank, stage, name, facts in found:
-        if not facts:
+def _check_copies(key: str, copies: Sequence[tuple[int, int, str, Properties]]) -> None:
+    """Check the copies of one parameter in one pipeline."""
+    for rank, stage, name, properties in copies:
+        if not properties:
             raise LayoutError(
                 f"stage {stage} has no parameter {name}, the declared copy of {key}",
                 where=f"{key} on rank {rank}",
-                rule="a stage holds the parameters that are declared on it",
-                fix=f"a parameter {name} in stage {stage}'s module, or a declaration without stage {stage}",
+                rule="a stage has the parameters that are declared on it",
+                fix=f"add a parameter {name} to stage {stage}'s module, or declare {key} without stage {stage}",
             )
-    for (rank, stage, _, facts), (other, another, _, others) in pairwise(found):
-        for fact, value in facts.items():
-            if others[fact] != value:
+    for (rank, stage, _, properties), (next_rank, next_stage, _, next_properties) in pairwise(copies):
+        for name, value in properties.items():
+            if next_properties[name] != value:
                 raise LayoutError(
-                    f"{key} has {fact} {value} on rank {rank} (stage {stage}) and {others[fact]} on rank {other} "
-                    f"(stage {another})",
-                    where=f"{key} on ranks {rank} and {other}",
+                    f"{key} has {name} {value} on rank {rank} (stage {stage}) and {next_properties[name]} on rank "
+                    f"{next_rank} (stage {next_stage})",
+                    where=f"{key} on ranks {rank} and {next_rank}",
                     rule=RULE,
-                    fix=f"the same {fact} of {key} on all its stages",
+                    fix=f"use the same {name} for {key} on all its stages",
                 )
 
 
@@ -167,12 +168,12 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return dict(module.named_parameters(remove_duplicate=False)).get(name)
 
 
-def _facts(module: nn.Module, name: str) -> Facts:
-    """What must be equal on all copies; empty if there is no such parameter."""
+def _properties(module: nn.Module, name: str) -> Properties:
+    """Return the properties that all copies must agree on; empty if the module has no such parameter."""
     parameter = _parameter(module, name)
     if parameter is None:
         return {}
-    layout = "whole"
+    layout = "unsharded"
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=False)
@@ -181,9 +182,9 @@ def _facts(module: nn.Module, name: str) -> Facts:
         "shape": str(list(parameter.shape)),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "trainability": "trained" if parameter.requires_grad else "frozen",
-        "shard layout": f"{layout}, {list(local_box(parameter).shape)} here",
+        "shard layout": f"{layout}, {list(local_box(parameter).shape)} local",
     }
 
 
-def _site_words(sites: Sequence[tuple[int, str]]) -> str:
+def _describe_sites(sites: Sequence[tuple[int, str]]) -> str:
     return ", ".join(f"{stage}: {name}" for stage, name in sites)

@@ -1,7 +1,7 @@
-"""Data parallel: FSDP2 shards parameters, gradients and optimizer state; HSDP replicates the shards (Zhao et al. 2023).
+"""Data parallelism: FSDP2 shards parameters, gradients and optimizer state; HSDP replicates shards (Zhao et al. 2023).
 
-Gradients are *summed* over the data-parallel ranks: the step divides each rank's loss by the tokens of the whole
-batch, so the sum is the mean over the batch whatever each rank's share of it was. FSDP2's own division is off.
+Gradients are *summed* over the data-parallel ranks: each rank divides its loss by the token count of the global batch,
+so the sum is the mean over the batch, even if ranks have different numbers of tokens. FSDP2's division is disabled.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
     """Shard a stage's module with FSDP2, unit by unit, in place.
 
     Args:
-        module: of the stage.
-        mesh: of all axes.
-        plan: of the run.
-        stage: of the plan, which says the units.
+        module: module of the stage.
+        mesh: mesh of all axes.
+        plan: plan of the run.
+        stage: the stage in `plan`, with its units.
     """
-    # Blocks add to the embedding's output out of place, so the hook that this warns of losing is kept.
+    # The warning is about losing a hook if the view is modified in place; blocks only use it out of place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     inner = [(kind, layer, unit) for kind, layer in plan.held(stage) for unit in kind.units]
-    # FSDP2 wants what is inside another unit wrapped first.
-    for kind, layer, unit in sorted(inner, key=lambda one: (not one[0].is_block, -_depth(one[2]))):
-        found = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
-        _shard(found, mesh, plan, unit)
+    # FSDP2 requires nested units to be wrapped inside out.
+    for kind, layer, unit in sorted(inner, key=lambda entry: (not entry[0].is_block, -_depth(entry[2]))):
+        unit_modules = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
+        _shard_unit(unit_modules, mesh, plan, unit)
         if not unit.in_backward:
-            for one in found:
-                one.set_unshard_in_backward(False)  # type: ignore[operator]
-    _shard([module], mesh, plan, stage.root)
+            for unit_module in unit_modules:
+                unit_module.set_unshard_in_backward(False)  # type: ignore[operator]
+    _shard_unit([module], mesh, plan, stage.root)
     if plan.mesh.size(*stage.root.sharded, *stage.root.replicas) == 1:
-        return  # nothing is divided by then, and on one rank FSDP2 would spend a pass over memory dividing by 1
+        return  # FSDP2 doesn't divide on one rank; setting the factor would add a pass over memory to divide by 1
     for wrapped in fsdp_modules(module):
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
 
 
 def _depth(unit: Unit) -> int:
-    """How deep inside its kind a unit's modules are."""
+    """Return the nesting depth of a unit's modules within its kind."""
     return max(len(path.split(".")) if path else 0 for path in unit.modules)
 
 
-def _shard(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
-    """One unit, over one axis (FSDP2) or two, replicas first (HSDP). Compressed gradients are reduced over replicas by
-    their own hook."""
+def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
+    """Shard one unit, by FSDP2 or HSDP; a separate hook reduces compressed gradients over replicas."""
     is_native = bool(unit.replicas) and unit.gradients == EXACT
     is_mixed = unit.compute != plan.masters
     policy = MixedPrecisionPolicy(
@@ -70,35 +69,35 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit
 
 
 def fsdp_modules(model: nn.Module | RankModel) -> list[FSDPModule]:
-    """Every FSDP2 unit of the model: FSDP2's setters do not recurse."""
+    """Return all FSDP2 modules of the model: not all of FSDP2's setters recurse."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward left gathered.
+    """Reshard parameters that a forward without a backward left unsharded.
 
-    Until then the model's parameters are the gathered ones: not those that the optimizer and a checkpoint know.
+    Until then the model's parameters are the unsharded ones, not those that the optimizer and checkpoints refer to.
     """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def set_gradient_sync(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward only if it is the step's `last`; until then they accumulate locally."""
+    """Reduce gradients in the next backward only if it is the `last` of the step; else accumulate them locally."""
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_is_last_backward(last)
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce what backwards without a reduction have accumulated: which deferred gradients of weights are part of."""
+    """Reduce the gradients accumulated by backwards without reduction, including deferred weight gradients."""
     set_gradient_sync(model, True)
     if isinstance(model, FSDPModule):
         finish_backward(model)
 
 
 def keep_unsharded(model: nn.Module) -> None:
-    """Gather all parameters, and keep them through forwards and backwards until `reshard`."""
+    """Unshard all parameters, and keep them unsharded through forwards and backwards until `reshard`."""
     for module in fsdp_modules(model):
         module.set_reshard_after_backward(False, recurse=False)
         module.unshard()

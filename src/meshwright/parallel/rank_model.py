@@ -1,4 +1,4 @@
-"""What a rank holds of a model: the modules of its stages, and their tensors by their names in the whole model."""
+"""The stages of a model on one rank, with tensors by their names in the full model."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class StagePart:
 
     @property
     def stage(self) -> Stage:
-        """What the plan says of it."""
+        """The stage in the plan."""
         return self.plan.stages[self.number]
 
     @property
     def part(self) -> Part:
-        """Which part of the model it is."""
+        """The part of the model that the stage holds."""
         return part_of(self.plan, self.number)
 
     def keys(self) -> dict[str, str]:
-        """From a parameter's name in the module to its name in the whole model, in the module's order."""
-        found = self.plan.parameters(self.stage)
-        return {kind.full_name(p.name, layer): kind.key(p, layer) for kind, layer, p in found}
+        """Return parameters' names in the full model by their names in the module, in the module's order."""
+        parameters = self.plan.parameters(self.stage)
+        return {kind.full_name(p.name, layer): kind.key(p, layer) for kind, layer, p in parameters}
 
-    def local_copies(self) -> dict[str, str]:
-        """This stage's copies of shared parameters: from the name here to the key."""
+    def shared_parameter_keys(self) -> dict[str, str]:
+        """Return the keys of this stage's copies of shared parameters, by name in the stage."""
         return {name: key for key, sites in self.plan.shared for at, name in sites if at == self.number}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the name that they have in the whole model."""
+        """Yield parameters with their names in the full model."""
         keys = self.keys()
         for name, parameter in self.module.named_parameters():
             yield keys.get(name, name), parameter
 
     def named_buffers(self, *, saved_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Buffers by the name that they have in the whole model."""
+        """Yield buffers with their names in the full model."""
         wanted = {
             kind.full_name(buffer.name, layer)
             for kind, layer in self.plan.held(self.stage)
@@ -53,17 +53,17 @@ class StagePart:
 
 
 class RankModel:
-    """All stages of a rank."""
+    """All pipeline stages of a rank."""
 
     def __init__(self, parts: Mapping[int, StagePart]) -> None:
         self.parts = dict(parts)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all stages, stage by stage; copies of shared ones too."""
+        """Yield the parameters stage by stage, including all copies of shared ones."""
         return (parameter for part in self.parts.values() for parameter in part.module.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the name in the whole model, each name once: of several copies here the first stage's stands for all."""
+        """Yield parameters with their names in the full model; of shared ones only the first stage's copy."""
         seen = set()
         for part in self.parts.values():
             for name, parameter in part.named_parameters():
@@ -72,32 +72,32 @@ class RankModel:
                     yield name, parameter
 
     def named_buffers(self, *, saved_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """By the name in the whole model, each name once."""
-        found: dict[str, Tensor] = {}
+        """Yield buffers with their names in the full model, each name once."""
+        buffers: dict[str, Tensor] = {}
         for part in self.parts.values():
             for name, buffer in part.named_buffers(saved_only=saved_only):
-                found.setdefault(name, buffer)
-        return iter(found.items())
+                buffers.setdefault(name, buffer)
+        return iter(buffers.items())
 
     def get_parameter(self, name: str) -> nn.Parameter:
-        """The parameter of this name in the whole model."""
+        """Return the parameter with this name in the full model."""
         return dict(self.named_parameters())[name]
 
     def modules(self) -> Iterator[nn.Module]:
-        """Every module of every stage."""
+        """Yield all modules of all stages."""
         return (module for part in self.parts.values() for module in part.module.modules())
 
     @property
     def training(self) -> bool:
-        """Whether all stages are in training mode."""
+        """True if all stages are in training mode."""
         return all(part.module.training for part in self.parts.values())
 
     def train(self, mode: bool = True) -> None:
-        """Training or evaluation mode."""
+        """Set training or evaluation mode."""
         for part in self.parts.values():
             part.module.train(mode)
 
 
 def part_of(plan: RunPlan, number: int) -> Part:
-    """The part of the model that a stage of a plan is."""
+    """Return the part of the model that a stage holds."""
     return Part(range(*plan.stages[number].layers), stage=number, num_stages=len(plan.stages))

@@ -1,11 +1,11 @@
-"""Gradients of parameters that are on several pipeline stages: every copy gets the sum over all of them.
+"""Gradient sync for parameters shared between pipeline stages: each copy gets the sum over all copies.
 
-Each copy's backward gives only its stage's part. Unless the parts are added up the copies drift apart, while the loss
-looks fine for a long time. It is a sum and no mean: the copies together are one parameter.
+The backward of each copy computes only its stage's contribution. Without the sum the copies drift apart, while the loss
+looks fine for a long time. It is a sum, not a mean, because the copies represent a single parameter.
 
-The sum is taken of what each rank holds of the gradient. FSDP2 and tensor parallel divide every parameter by itself, so
-pieces of one parameter line up over the stages whatever else a stage has, and a rank sends 1/dp of the bytes. (Buckets
-that hold several parameters, cut into equal shares, do not line up as soon as two stages differ in anything else.)
+Each rank reduces its gradient shards only. FSDP2 and tensor parallel shard each parameter separately, so the shards of
+all copies line up whatever else a stage holds, and each rank sends 1/dp of the bytes. (Flat buckets of several
+parameters, split evenly, no longer line up once two stages differ in any other parameter.)
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm.collectives import all_reduce_sum, broadcast, rank, world_size
 from meshwright.mesh.local_shards import to_local
 from meshwright.mesh.process_groups import new_group
-from meshwright.parallel.check_shared_parameters import check_agreement
+from meshwright.parallel.check_shared_parameters import check_consistency
 from meshwright.pipeline.shared_parameters import SharedParameter, stage_groups
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that the same stages share."""
+    """Parameters that are shared by the same set of stages."""
 
     copies: dict[str, list[nn.Parameter]]
-    """By key, in sorted order: the copies on this rank, the lowest stage's first."""
+    """Copies on this rank by key, in sorted order; the lowest stage's copy comes first."""
     source: int
-    """The global rank whose weights all copies start from."""
+    """Global rank whose weights initialize all copies."""
     group: ProcessGroup | None
-    """The ranks with copies; None if there is only one."""
+    """Process group of the ranks with copies; None if there is only one such rank."""
 
 
 class SharedGradients:
-    """The shared parameters of one rank's stages."""
+    """Syncs the shared parameters of one rank's stages."""
 
     def __init__(
         self,
@@ -50,30 +50,30 @@ class SharedGradients:
         stage_ranks: Sequence[int] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Compare what all ranks declare, create the groups, and give all copies the weights of the first.
+        """Check consistency across ranks, create the process groups, and broadcast the first copy's weights.
 
-        All ranks of the process group call it, those without a shared parameter included.
+        All ranks of the default process group must call this, including those without a shared parameter.
 
         Args:
-            shared: what the model declares; the same on all ranks.
-            stages: the modules on this rank, by stage, laid on their mesh if they are to be.
-            pipelines: the global ranks of each pipeline, by rank of the pipeline (see `pipelines_on`); None for one of
-                all ranks.
-            stage_ranks: of each stage, its rank of the pipeline; None for one stage a rank, in order.
-            timeout_s: seconds a sum may take.
+            shared: declared shared parameters; the same on all ranks.
+            stages: modules on this rank by stage, already parallelized.
+            pipelines: global ranks of each pipeline, by pipeline rank (see `pipelines_on`); None for a single pipeline
+                of all ranks.
+            stage_ranks: pipeline rank of each stage; None for one stage per rank, in order.
+            timeout_s: timeout of the collectives in seconds.
 
         Raises:
-            LayoutError: ranks differ in what they declare or hold; on all ranks alike.
+            LayoutError: ranks differ in their declarations or copies; raised on all ranks.
         """
         pipelines = [range(world_size())] if pipelines is None else pipelines
         stage_ranks = range(len(pipelines[0])) if stage_ranks is None else stage_ranks
-        check_agreement(shared, stages, pipelines=pipelines, stage_ranks=stage_ranks)
-        self.repeats = {
+        check_consistency(shared, stages, pipelines=pipelines, stage_ranks=stage_ranks)
+        self.duplicates = {
             stages[stage].get_parameter(name) for p in shared for stage, name in p.sites[1:] if stage in stages
         }
-        """Copies here whose first is on a lower stage, which counts it: a norm over all stages leaves these out."""
+        """Copies to leave out of a norm over all stages, because the copy on a lower stage is counted."""
         self._groups: list[_Group] = []
-        mine = next(pipeline for pipeline in pipelines if rank() in pipeline)
+        pipeline_ranks = next(pipeline for pipeline in pipelines if rank() in pipeline)
         for group in stage_groups(shared):
             members = [p for p in sorted(shared, key=lambda p: p.key) if p.stages() == group]
             copies = {
@@ -81,40 +81,40 @@ class SharedGradients:
                 for p in members
             }  # fmt: skip
             ranks = list(dict.fromkeys(stage_ranks[stage] for stage in group))
-            found = _new_groups(ranks, pipelines, timeout_s=timeout_s) if len(ranks) > 1 else None
+            process_group = _new_groups(ranks, pipelines, timeout_s=timeout_s) if len(ranks) > 1 else None
             if any(copies.values()):
-                self._groups.append(_Group(copies, mine[stage_ranks[group[0]]], found))
+                self._groups.append(_Group(copies, pipeline_ranks[stage_ranks[group[0]]], process_group))
         self._broadcast()
 
     @property
     def num_groups(self) -> int:
-        """Sets of stages that share something and have a stage here: a step's table syncs each once."""
+        """Number of groups with a stage on this rank; the table of a step syncs each of them once."""
         return len(self._groups)
 
     def sync_all(self) -> None:
-        """Add up the gradients of all copies, where no table says when."""
-        for number in range(self.num_groups):
-            self.sync(number)
+        """Sum the gradients of all groups; for training loops without a pipeline table."""
+        for group_index in range(self.num_groups):
+            self.sync(group_index)
 
     @torch.no_grad()
-    def sync(self, number: int) -> None:
-        """Add up the gradients of a group's copies, after the last backward that feeds them.
+    def sync(self, group_index: int) -> None:
+        """Sum the gradients of a group's copies; call after the last backward that contributes to them.
 
-        A copy without a gradient counts as zero, and has the sum afterwards; a frozen parameter is left out.
+        A copy without a gradient counts as zero, and receives the sum; frozen parameters are skipped.
 
         Args:
-            number: of the groups on this rank, in the order of `stage_groups`.
+            group_index: index of the group among those on this rank, in the order of `stage_groups`.
         """
-        group = self._groups[number]
+        group = self._groups[group_index]
         trained = {key: copies for key, copies in group.copies.items() if copies[0].requires_grad}
         by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(list)
         for copies in trained.values():
             by_dtype[copies[0].dtype].append([_local_gradient(copy) for copy in copies])
-        for gradients in by_dtype.values():  # in the order of the keys, so in one order on all ranks
-            total = torch.cat([_added_up(copies).flatten() for copies in gradients])
+        for gradients in by_dtype.values():  # in key order, which is the same on all ranks
+            total = torch.cat([_sum(copies).flatten() for copies in gradients])
             if group.group is not None:
                 all_reduce_sum(total, group=group.group)
-            _hand_out(total, gradients)
+            _scatter_to_copies(total, gradients)
 
     @torch.no_grad()
     def _broadcast(self) -> None:
@@ -126,36 +126,36 @@ class SharedGradients:
                 first = torch.cat([copies[0].flatten() for copies in values])
                 if group.group is not None:
                     broadcast(first, src=group.source, group=group.group)
-                _hand_out(first, values)
+                _scatter_to_copies(first, values)
 
 
 def pipelines_on(mesh: DeviceMesh, axis: str = "pp") -> list[list[int]]:
-    """The global ranks of each pipeline on a mesh, by rank of the pipeline: the lines along `axis`."""
+    """Return the global ranks of each pipeline on a mesh: the lines along `axis`."""
     dim = (mesh.mesh_dim_names or ()).index(axis)
     lines: list[list[int]] = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
     return lines
 
 
 def _new_groups(ranks: Sequence[int], pipelines: Sequence[Sequence[int]], *, timeout_s: float) -> ProcessGroup | None:
-    """The group of these ranks of each pipeline, in one order on all ranks; this rank's."""
-    found = [new_group([pipeline[rank] for rank in ranks], timeout_s=timeout_s) for pipeline in pipelines]
-    return next((group for group in found if group is not None), None)
+    """Create a process group of `ranks` for each pipeline, in the same order on all ranks; return this rank's group."""
+    groups = [new_group([pipeline[rank] for rank in ranks], timeout_s=timeout_s) for pipeline in pipelines]
+    return next((group for group in groups if group is not None), None)
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's piece of a gradient; zero, and the parameter's from here on, where there was none."""
+    """Return the local shard of a gradient, which is set to zero if the parameter has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return to_local(parameter.grad)
 
 
-def _added_up(copies: Sequence[Tensor]) -> Tensor:
+def _sum(copies: Sequence[Tensor]) -> Tensor:
     return copies[0] if len(copies) == 1 else torch.stack(list(copies)).sum(0)
 
 
-def _hand_out(flat: Tensor, values: Sequence[Sequence[Tensor]]) -> None:
-    """Parts of `flat` to the copies of each parameter, in order."""
-    pieces = torch.split(flat, [copies[0].numel() for copies in values])
-    for piece, copies in zip(pieces, values, strict=True):
+def _scatter_to_copies(flat: Tensor, values: Sequence[Sequence[Tensor]]) -> None:
+    """Split `flat` by parameter, and write each part to all copies of its parameter."""
+    parts = torch.split(flat, [copies[0].numel() for copies in values])
+    for part, copies in zip(parts, values, strict=True):
         for copy in copies:
-            copy.copy_(piece.view_as(copy))
+            copy.copy_(part.view_as(copy))

@@ -1,10 +1,10 @@
-"""Tensor parallel: each matrix product divided over the ranks of `tp` (Shoeybi et al. 2019), by PyTorch's DTensor.
+"""Tensor parallelism (Shoeybi et al. 2019) by PyTorch's DTensor: matrix products are sharded over the ranks of `tp`.
 
-Optionally with sequence parallel (Korthikanti et al. 2022): between the products, activations are divided along
-the sequence, and the all-reduce becomes a reduce-scatter and an all-gather.
+Optionally with sequence parallelism (Korthikanti et al. 2022): activations between the products are sharded along the
+sequence, and each all-reduce becomes a reduce-scatter and an all-gather.
 
-The plan says the style of each module. Every parameter becomes a DTensor on the tp mesh, replicated ones too, so that
-one rule counts copies and one mesh carries the optimizer's state.
+The plan has the style of each module. All parameters become DTensors on the tp mesh, including replicated ones, so that
+gradient norms and optimizer state are handled uniformly.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from meshwright.comm.collectives import all_reduce_sum
 from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.tp_styles import Style, StyleKind
-from meshwright.parallel.private import parameters_of
+from meshwright.parallel.private import parameter_dict
 from meshwright.plan.run_plan import Kind, RunPlan, Stage
 
 
 class Replicated(ParallelStyle):
-    """A module whose parameters and activations are replicated over the axis."""
+    """Style of a module whose parameters and activations are replicated over the axis."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh)
@@ -45,39 +45,39 @@ class Replicated(ParallelStyle):
         return module
 
 
-class Divided(ParallelStyle):
-    """Replicated parameters applied to a rank's part of what a column has divided: their gradients are partial.
+class PartialGradients(ParallelStyle):
+    """Style of replicated parameters applied to column-sharded activations: their gradients are partial.
 
-    The module computes on plain tensors. Each forward takes the parameters as they are then, gathered by FSDP2 or not.
+    The module computes on local tensors. Each forward reads its current parameters, which FSDP2 may have unsharded.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh)
-        forward, parameters = module.forward, parameters_of(module)
+        forward, parameters = module.forward, parameter_dict(module)
 
-        def on_local(*inputs: Any, **named: Any) -> Any:
-            own = dict(parameters)
+        def forward_on_local(*args: Any, **kwargs: Any) -> Any:
+            original = dict(parameters)
             try:
-                for name, parameter in own.items():
+                for name, parameter in original.items():
                     if isinstance(parameter, DTensor):
                         parameters[name] = parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
-                return forward(*inputs, **named)
+                return forward(*args, **kwargs)
             finally:
-                parameters.update(own)
+                parameters.update(original)
 
-        module.forward = on_local
+        module.forward = forward_on_local
         return module
 
 
 def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
-    """Divide a stage's module over the one-axis mesh `mesh`, by the styles of its kinds.
+    """Parallelize a stage's module over the 1D mesh `mesh`, by the styles of its kinds.
 
-    An output head's logits come out as a DTensor sharded over the vocabulary, which the loss is computed on without
-    gathering. Modules that no style names are replicated.
+    The output head returns logits as a DTensor sharded over the vocabulary; the loss is computed without gathering
+    them. Modules without a style are replicated.
     """
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     dims = [shard.dim for shard in plan.edge.shards if set(shard.axes) & set(plan.mesh.view("tp"))]
-    stream = Shard(dims[0] + 1) if dims else Replicate()  # with the batch dim
+    stream = Shard(dims[0] + 1) if dims else Replicate()  # a sample's dim, plus one for the batch
     for kind, layer in plan.held(stage):
         root = module.get_submodule(kind.full_name("", layer))
         _check_paths(root, kind)
@@ -85,29 +85,29 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
-    for name in frozen:  # PyTorch's SequenceParallel makes its parameters anew, and trained (2.13)
+    for name in frozen:  # PyTorch's SequenceParallel replaces its parameters by trainable ones (2.13)
         module.get_parameter(name).requires_grad_(False)
 
 
 def _check_paths(root: nn.Module, kind: Kind) -> None:
-    """PyTorch passes over a path that no module has, and that module's gradients would be wrong.
+    """Check that each style matches a module: PyTorch ignores unknown paths, which would lead to wrong gradients.
 
     Raises:
-        LayoutError: there is such a path.
+        LayoutError: a style matches no module.
     """
     paths = [path for path, _ in root.named_modules()]
     for glob, style in kind.styles:
         if not any(fnmatchcase(path, glob) for path in paths):
             raise LayoutError(
-                f"the style {style.kind.value} is for {glob}, and {kind.name} has no such module",
+                f"style {style.kind.value} is for {glob}, but {kind.name} has no such module",
                 where=f"Family.styles, {kind.described}, {glob}",
-                rule="a style is for modules by their paths inside the kind; * stands for any part of a name",
-                fix=f"one of {', '.join(path for path in paths if path)}",
+                rule="a style applies to modules by their paths within the kind; * matches any part of a name",
+                fix=f"use one of {', '.join(path for path in paths if path)}",
             )
 
 
 def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
-    """PyTorch's style for one of ours, where the stream has this placement."""
+    """Return PyTorch's style for one of ours, given the placement of the residual stream."""
     full = Replicate()
     if style.kind is StyleKind.COLUMN:
         return ColwiseParallel()
@@ -121,16 +121,16 @@ def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
         others = (None,) * (style.num_inputs - 1)
         return PrepareModuleInput(input_layouts=(stream, *others), desired_input_layouts=(full, *others))
     if style.kind is StyleKind.DIVIDED:
-        return Divided()
+        return PartialGradients()
     assert style.kind is StyleKind.STREAM, f"no style {style.kind}"
     return SequenceParallel(sequence_dim=stream.dim) if isinstance(stream, Shard) else Replicated()
 
 
 def sync_partial_gradients(model: nn.Module) -> None:
-    """Bring every gradient into its parameter's layout, after the last backward.
+    """Redistribute each gradient to its parameter's placements, after the last backward.
 
-    Under sequence parallel a norm's weight is replicated but its gradient is only that of the rank's tokens,
-    a partial sum. FSDP2 reduces such gradients itself; without FSDP2 nobody does, and the loss still looks fine.
+    Under sequence parallelism a norm's weight is replicated, but its gradient covers only the rank's tokens and is
+    partial. FSDP2 reduces such gradients itself; without FSDP2 nothing does, and the loss still looks fine.
     """
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -141,38 +141,38 @@ def sync_partial_gradients(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all copies of a parameter that is replicated over `tp` the mean of their gradients.
+def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Average the gradients of each parameter that is replicated over `tp`.
 
-    A codec rounds an element by its neighbours, and those are other pieces of matrices on other ranks of tp. Without
-    this the copies get different gradients where gradients or weights were sent in fewer bits, and drift apart.
+    A codec's rounding depends on neighbouring elements, which belong to different shards on different TP ranks. So if
+    gradients or weights are compressed, replicas get different gradients, and would drift apart without this.
 
     Args:
-        model: after the last backward, with gradients reduced.
-        mesh: with the axis `tp`.
+        model: model with reduced gradients.
+        mesh: mesh with the axis `tp`.
     """
-    copies = [to_local(p.grad) for p in model.parameters() if p.grad is not None and _is_replicated(p)]
-    if not copies:
+    gradients = [to_local(p.grad) for p in model.parameters() if p.grad is not None and _is_replicated(p)]
+    if not gradients:
         return
-    mean = torch.cat([copy.flatten() for copy in copies])
+    mean = torch.cat([gradient.flatten() for gradient in gradients])
     all_reduce_sum(mean, group=mesh.get_group("tp")).div_(mesh["tp"].size())
-    for copy, piece in zip(copies, torch.split(mean, [copy.numel() for copy in copies]), strict=True):
-        copy.copy_(piece.view_as(copy))
+    for gradient, part in zip(gradients, torch.split(mean, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:
-    """Whether all ranks of `tp` have the same."""
+    """Return True if the parameter is replicated over `tp`."""
     if not isinstance(parameter, DTensor):
         return False
     axes = parameter.device_mesh.mesh_dim_names or ()
     return "tp" in axes and parameter.placements[axes.index("tp")].is_replicate()
 
 
-def await_lookups(module: nn.Module, plan: RunPlan, stage: Stage) -> None:
-    """Have embeddings pass on a tensor that has arrived, for compiled blocks and for a stage without blocks.
+def wait_for_embeddings(module: nn.Module, plan: RunPlan, stage: Stage) -> None:
+    """Make embeddings wait for their output, for compiled blocks and for stages without blocks.
 
-    Their output is a tensor still under way (`AsyncCollectiveTensor`), and a compiled graph that takes one loses the
-    way back to its gradient (seen on torch 2.13); nor can one be sent. A copy waits, and is differentiable.
+    Their output is a pending `AsyncCollectiveTensor`. A compiled graph that takes one loses its gradient (seen on
+    torch 2.13), and it can't be sent either. A clone waits for it, and is differentiable.
     """
     for name in stage.before:
         for path, style in plan.kind(name).styles:

@@ -1,6 +1,6 @@
-"""What the stages of a pipeline and the edges between them cost: times and bytes, as values.
+"""Time and memory costs of pipeline stages and of the edges between them.
 
-Times are in any one unit, which the simulated times then have; measured ones are in seconds.
+Times may be in any one unit; simulated times are in the same unit. Measured costs are in seconds.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from meshwright.errors import ScheduleError
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One stage and one micro-batch."""
+    """Costs of one stage for one micro-batch."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
-    """A backward that isn't split takes the sum of the two."""
+    """A full backward takes `backward_input + backward_weight`."""
     recompute: float = 0.0
-    """Time that a backward first takes to compute the forward again."""
+    """Time to recompute the forward at the start of the backward."""
     activation_bytes: int = 0
-    """Saved by the forward until its backward."""
+    """Activations saved from the forward to the backward."""
     retained_bytes: int | None = None
-    """Kept from the gradient of the inputs to that of the weights; None: all of `activation_bytes`."""
+    """Activations kept between I and W; None means all of `activation_bytes`."""
     recompute_bytes: int = 0
-    """Comes on top while the backward runs."""
+    """Additional bytes while the backward runs."""
     buffer_bytes: int = 0
-    """Of a received input, and of a received gradient of the output."""
+    """Size of the buffer of a received input, and of a received output gradient."""
     parameter_bytes: int = 0
-    """Gathered between UNSHARD and RESHARD."""
+    """Unsharded parameters, held between UNSHARD and RESHARD."""
 
 
 @dataclass(frozen=True)
 class EdgeCosts:
-    """What a transfer between two neighbouring stages takes, in each direction."""
+    """Cost of a transfer between two neighbouring stages, in either direction."""
 
     latency: float = 0.0
     bytes_sent: int = 0
     bytes_per_time: float = float("inf")
 
     def time(self) -> float:
-        """From the start of a transfer to its arrival."""
+        """Return the time from the start of a transfer to its arrival."""
         return self.latency + self.bytes_sent / self.bytes_per_time
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Per stage and per edge; a single entry stands for all."""
+    """Costs per stage and per edge; a single entry applies to all."""
 
     stages: Sequence[StageCosts]
     edges: Sequence[EdgeCosts] = (EdgeCosts(),)
-    """Edge s lies between the stages s and s+1. Stages on one rank hand over for nothing."""
+    """Edge s connects stages s and s+1. Transfers between stages on the same rank are free."""
 
     @staticmethod
     def uniform(
@@ -64,30 +64,30 @@ class Costs:
         retained_bytes: int | None = None,
         edge: EdgeCosts = EdgeCosts(),
     ) -> Costs:
-        """All stages alike."""
+        """Return costs that are the same for all stages and edges."""
         stage = StageCosts(
             forward, backward_input, backward_weight, activation_bytes=activation_bytes, retained_bytes=retained_bytes
         )
         return Costs((stage,), (edge,))
 
     def stage(self, stage: int) -> StageCosts:
-        """Those of one stage."""
+        """Return the costs of one stage."""
         return self.stages[stage if len(self.stages) > 1 else 0]
 
     def edge(self, stage: int) -> EdgeCosts:
-        """Those of the edge after `stage`."""
+        """Return the costs of the edge after `stage`."""
         return self.edges[stage if len(self.edges) > 1 else 0]
 
     def check(self, num_stages: int) -> None:
-        """See that there is an entry for every stage and edge.
+        """Check that there is an entry for every stage and edge.
 
         Raises:
-            ScheduleError: there is another number of them.
+            ScheduleError: the number of entries doesn't match.
         """
-        for name, found, wanted in (("stages", self.stages, num_stages), ("edges", self.edges, num_stages - 1)):
-            if len(found) not in (1, wanted):
+        for name, entries, expected in (("stages", self.stages, num_stages), ("edges", self.edges, num_stages - 1)):
+            if len(entries) not in (1, expected):
                 raise ScheduleError(
-                    f"costs of {len(found)} {name} for a table with {wanted}",
-                    rule=f"an entry for each of the {name}, or one for all",
-                    fix=f"{wanted} entries",
+                    f"costs of {len(entries)} {name} for a table with {expected}",
+                    rule=f"costs have one entry per {name.removesuffix('s')}, or a single entry for all",
+                    fix=f"pass {expected} entries",
                 )

@@ -1,7 +1,7 @@
-"""Timelines as pictures: a row per rank, a box per computation, what is left over is idle.
+"""Figures of timelines: one row per rank and one box per computation, on a background of idle time.
 
-Simulated and measured timelines are the same to it, so one can be laid over the other. Pictures of the same timeline
-have the same bytes under the same matplotlib, so those in the docs can be checked.
+Simulated and measured timelines are drawn alike, so they can be compared. Figures of the same timeline are
+byte-identical under the same matplotlib version, so those in the docs can be tested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.figure import GREY, IDLE, INK, save_picture
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
-from meshwright.pipeline.figure_layout import ROW, Box, boxes, text_timeline
+from meshwright.pipeline.figure_layout import ROW_HEIGHT, TimelineBox, place_boxes, text_timeline
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import Simulation
 from meshwright.pipeline.timeline import Timeline
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["draw", "draw_comparison", "text_timeline"]
 
 K = ActionKind
-HALF = 0.40
-"""Height of each half of a row that compares."""
+HALF_HEIGHT = 0.40
+"""Height of each half of a row in a comparison."""
 
 COLORS = {
     K.FORWARD: (0.18, 0.40, 0.69),
@@ -43,24 +43,24 @@ NAMES = {
 }
 LARGEST_FONT, SMALLEST_FONT = 8.5, 4.5
 DIGIT = 0.64
-"""Width of a digit over its height, a little more than it is."""
+"""Upper bound of the width-to-height ratio of a digit."""
 
 
 def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Schedule | None = None) -> None:
-    """Write a picture of a timeline, as .svg or .png.
+    """Write a figure of a timeline, as .svg or .png.
 
     Args:
-        result: what was simulated or measured.
-        path: the picture.
-        title: its first line stands out, the others explain.
-        schedule: the table behind it, to frame the pairs that overlap.
+        result: a simulation, or a timeline.
+        path: path of the figure.
+        title: the first line is the headline, further lines are the subtitle.
+        schedule: the table of the timeline, to frame overlapped pairs.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: the figure can't be written to `path`.
     """
     timeline = result.timeline if isinstance(result, Simulation) else result
-    strip = _Strip("", -ROW / 2, ROW, boxes(timeline))
-    _Picture(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule)).write(path)
+    strip = _Strip("", -ROW_HEIGHT / 2, ROW_HEIGHT, place_boxes(timeline))
+    _TimelineFigure(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule)).write(path)
 
 
 def draw_comparison(
@@ -72,23 +72,23 @@ def draw_comparison(
     unit: str = "time",
     schedule: Schedule | None = None,
 ) -> None:
-    """Write a picture with a measured timeline below the predicted one, rank by rank on a common axis.
+    """Write a figure with the measured timeline below the predicted one, rank by rank on a common axis.
 
     Args:
-        predicted: in the unit of `measured`.
-        measured: of the same table.
-        path: the picture.
-        title: its first line stands out, the others explain.
-        unit: what the times are in, for the axis.
-        schedule: the table behind them, to frame the pairs that overlap.
+        predicted: predicted timeline, in the unit of `measured`.
+        measured: measured timeline of the same table.
+        path: path of the figure.
+        title: the first line is the headline, further lines are the subtitle.
+        unit: unit of the times, for the axis.
+        schedule: the table of the timelines, to frame overlapped pairs.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: the figure can't be written to `path`.
     """
-    above = _Strip("predicted", -ROW / 2, HALF, boxes(predicted, top=-ROW / 2, height=HALF))
-    below = _Strip("measured", ROW / 2 - HALF, HALF, boxes(measured, top=ROW / 2 - HALF, height=HALF))
+    placed = ("predicted", predicted, -ROW_HEIGHT / 2), ("measured", measured, ROW_HEIGHT / 2 - HALF_HEIGHT)
+    strips = [_Strip(n, top, HALF_HEIGHT, place_boxes(t, top=top, height=HALF_HEIGHT)) for n, t, top in placed]
     num_ranks = max(predicted.num_ranks, measured.num_ranks)
-    _Picture(num_ranks, (above, below), title, unit, _overlaps(schedule)).write(path)
+    _TimelineFigure(num_ranks, tuple(strips), title, unit, _overlaps(schedule)).write(path)
 
 
 def _overlaps(schedule: Schedule | None) -> dict[Action, Action]:
@@ -98,12 +98,12 @@ def _overlaps(schedule: Schedule | None) -> dict[Action, Action]:
 
 @dataclass(frozen=True)
 class _Strip:
-    """One timeline's part of every rank's row."""
+    """The strip of one timeline within each rank's row."""
 
     name: str
     top: float
     height: float
-    boxes: tuple[Box, ...]
+    boxes: tuple[TimelineBox, ...]
 
     @property
     def end(self) -> float:
@@ -111,18 +111,18 @@ class _Strip:
 
 
 @dataclass(frozen=True)
-class _Picture:
-    """What is drawn; nothing of matplotlib's."""
+class _TimelineFigure:
+    """Content of a figure, independent of matplotlib."""
 
     num_ranks: int
     strips: tuple[_Strip, ...]
     title: str
     unit: str
     overlaps: dict[Action, Action]
-    """The second of a pair by its first."""
+    """Second action of each overlapped pair, by the first."""
 
     @cached_property
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[TimelineBox]:
         return [box for strip in self.strips for box in strip.boxes]
 
     @cached_property
@@ -131,7 +131,7 @@ class _Picture:
 
     @cached_property
     def short(self) -> float:
-        """A short computation's time; a tenth may be shorter, as measured ones of an empty stage are."""
+        """10th percentile of the computation times: measured ones of empty stages may be arbitrarily short."""
         times = sorted(box.end - box.start for box in self.boxes if box.end > box.start)
         return times[len(times) // 10] if times else self.end
 
@@ -139,8 +139,8 @@ class _Picture:
     def num_chunks(self) -> int:
         return 1 + max((box.chunk for box in self.boxes), default=0)
 
-    def pairs(self) -> Iterator[tuple[Box, Box]]:
-        """The boxes of overlaps that stand one after the other."""
+    def pairs(self) -> Iterator[tuple[TimelineBox, TimelineBox]]:
+        """Yield the boxes of overlapped pairs that are drawn one after the other."""
         for strip in self.strips:
             by_action = {box.action: box for box in strip.boxes}
             for first, second in self.overlaps.items():
@@ -148,7 +148,7 @@ class _Picture:
                     yield by_action[first], by_action[second]
 
     def notes(self) -> str:
-        """What the legend's second line says."""
+        """Return the line below the legend."""
         notes = [f"chunks 0 to {self.num_chunks - 1} from dark to light"] if self.num_chunks > 1 else []
         for where, strip in zip(("upper", "lower"), self.strips, strict=False):
             if strip.name:
@@ -158,61 +158,61 @@ class _Picture:
         return " · ".join(notes)
 
     def write(self, path: Path) -> None:
-        """Have matplotlib draw it."""
-        save_picture(lambda: _figure(self), path)
+        """Draw the figure and save it."""
+        save_picture(lambda: _render(self), path)
 
 
-def _figure(picture: _Picture) -> Figure:
-    """All sizes in inches; a unit of time gets enough of them for a number, a whole axis no more than a screen has."""
+def _render(content: _TimelineFigure) -> Figure:
+    """Render the figure. Sizes are in inches: wide enough for the numbers in boxes, but no wider than a screen."""
     from matplotlib.figure import Figure
 
-    left, right, top, bottom = 0.75, 0.25, 0.85, 0.95 if picture.notes() else 0.72
-    axis_width = min(max(0.24 * picture.end / picture.short, 8.0), 32.0)
-    axis_height = (0.44 if len(picture.strips) == 1 else 0.66) * picture.num_ranks
+    left, right, top, bottom = 0.75, 0.25, 0.85, 0.95 if content.notes() else 0.72
+    axis_width = min(max(0.24 * content.end / content.short, 8.0), 32.0)
+    axis_height = (0.44 if len(content.strips) == 1 else 0.66) * content.num_ranks
     width, height = axis_width + left + right, axis_height + top + bottom
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((left / width, bottom / height, axis_width / width, axis_height / height))
-    axes.set(xlim=(0, picture.end), ylim=(picture.num_ranks - 0.5, -0.5))
-    _add_rows(axes, picture)
-    _add_boxes(axes, picture, inches=axis_width / picture.end)
-    axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
+    axes.set(xlim=(0, content.end), ylim=(content.num_ranks - 0.5, -0.5))
+    _add_rows(axes, content)
+    _add_boxes(axes, content, inches=axis_width / content.end)
+    axes.set_yticks(range(content.num_ranks), [f"rank {rank}" for rank in range(content.num_ranks)])
     axes.tick_params(length=0, labelsize=8.5, labelcolor=INK)
     axes.tick_params(axis="x", length=3, color=GREY, labelcolor=GREY)
     axes.spines[["left", "top", "right", "bottom"]].set_visible(False)
-    room = 7 if picture.end >= 10 else 16  # half of the first tick's label, which has decimals then
-    axes.annotate(picture.unit, (0, 0), (-room, -6.5), xycoords="axes fraction", textcoords="offset points",
+    room = 7 if content.end >= 10 else 16  # half the width of the first tick label, which has decimals on short axes
+    axes.annotate(content.unit, (0, 0), (-room, -6.5), xycoords="axes fraction", textcoords="offset points",
                   ha="right", va="top", fontsize=8.5, color=GREY)  # fmt: skip
-    headline, _, others = picture.title.partition("\n")
+    headline, _, others = content.title.partition("\n")
     figure.text(left / width, 1 - 0.18 / height, headline, fontsize=12, fontweight="bold", color=INK, va="top")
     figure.text(left / width, 1 - 0.47 / height, others, fontsize=9, color=GREY, va="top")
-    _add_legend(figure, picture, at=(left / width, 1 - (axis_height + top + 0.38) / height))
-    figure.text(left / width, 0.12 / height, picture.notes(), fontsize=8.5, color=GREY, va="bottom")
+    _add_legend(figure, content, at=(left / width, 1 - (axis_height + top + 0.38) / height))
+    figure.text(left / width, 0.12 / height, content.notes(), fontsize=8.5, color=GREY, va="bottom")
     return figure
 
 
-def _add_rows(axes: Axes, picture: _Picture) -> None:
-    """The idle background of each row, and frames around pairs."""
+def _add_rows(axes: Axes, content: _TimelineFigure) -> None:
+    """Draw the idle background of each row, and frames around overlapped pairs."""
     from matplotlib.patches import Rectangle
 
-    for strip in picture.strips:
-        for rank in range(picture.num_ranks):
+    for strip in content.strips:
+        for rank in range(content.num_ranks):
             axes.add_patch(Rectangle((0, rank + strip.top), strip.end, strip.height, facecolor=IDLE, linewidth=0))
-    for first, second in picture.pairs():
+    for first, second in content.pairs():
         corner, length = (first.start, first.top), second.end - first.start
         axes.add_patch(Rectangle(corner, length, first.height, fill=False, edgecolor=INK, linewidth=1.1, zorder=4))
 
 
-def _add_boxes(axes: Axes, picture: _Picture, *, inches: float) -> None:
-    """Boxes and their micro-batches' numbers, `inches` to a unit of time."""
+def _add_boxes(axes: Axes, content: _TimelineFigure, *, inches: float) -> None:
+    """Draw the boxes with their micro-batch numbers; `inches` is the width of one unit of time."""
     from matplotlib.patches import Rectangle
 
-    def largest_font(box: Box) -> float:
+    def largest_font(box: TimelineBox) -> float:
         return (box.end - box.start) * inches * 72 / (DIGIT * len(str(box.action.microbatch)) + 0.35)
 
-    size = min([LARGEST_FONT, *(font for box in picture.boxes if (font := largest_font(box)) >= SMALLEST_FONT)])
-    for strip in picture.strips:
+    size = min([LARGEST_FONT, *(font for box in content.boxes if (font := largest_font(box)) >= SMALLEST_FONT)])
+    for strip in content.strips:
         for box in strip.boxes:
-            color = _shade(box.action.kind, box.chunk, picture.num_chunks)
+            color = _shade(box.action.kind, box.chunk, content.num_chunks)
             patch = Rectangle((box.start, box.top), box.end - box.start, box.height, facecolor=color, edgecolor="white")
             patch.set(linewidth=0.6, zorder=2, gid=f"{strip.name}rank{box.rank}-{box.action}")
             axes.add_patch(patch)
@@ -224,23 +224,23 @@ def _add_boxes(axes: Axes, picture: _Picture, *, inches: float) -> None:
 
 
 def _shade(kind: ActionKind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """A kind's colour, lighter for later chunks."""
+    """Return the color of a kind, lighter for later chunks."""
     white = 0.62 * chunk / max(1, num_chunks - 1)
     red, green, blue = COLORS[kind]
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
 
 
-def _add_legend(figure: Figure, picture: _Picture, *, at: tuple[float, float]) -> None:
+def _add_legend(figure: Figure, content: _TimelineFigure, *, at: tuple[float, float]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    present = {box.action.kind for box in picture.boxes}
-    shades = {kind: [_shade(kind, chunk, picture.num_chunks) for chunk in range(picture.num_chunks)] for kind in COLORS}
+    present = {box.action.kind for box in content.boxes}
+    shades = {kind: [_shade(kind, chunk, content.num_chunks) for chunk in range(content.num_chunks)] for kind in COLORS}
     entries = [
         (tuple(Patch(facecolor=shade) for shade in shades[kind]), NAMES[kind]) for kind in COLORS if kind in present
     ]
     entries.append(((Patch(facecolor=IDLE),), "idle"))
-    if any(picture.pairs()):
+    if any(content.pairs()):
         entries.append(((Patch(fill=False, edgecolor=INK, linewidth=1.1),), "overlapped pair"))
     handles, labels = zip(*entries, strict=True)
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=at, ncols=len(entries), frameon=False, fontsize=8.5,

@@ -1,9 +1,9 @@
-"""Running a lowered table on one rank: flat dispatch over actions that were bound before the first step.
+"""Execution of a lowered table on one rank: flat dispatch over actions bound before the first step.
 
-The table decides, this does. [Note: what is alive] Every micro-batch enters a stage through a node of autograd of its
-own (`_Entry`), which hands the input's gradient out, so no leaf keeps the input alive; and a stage's output is held
-only until it is sent or handed over: the backward starts from its gradient edge, which holds no storage. What autograd
-saved stays, as it must. With `pipeline.release=false` the table frees at the end of the step, and only then.
+All policy is in the table. [Note: tensor lifetimes] Each micro-batch enters a stage through an autograd node
+(`_InputNode`) that captures the input's gradient, so no leaf keeps the input alive. A stage's output is held only until
+it has been sent or passed to the next stage: the backward starts from its gradient edge, which holds no storage.
+Tensors saved by autograd stay alive, as they must. With `pipeline.release=false` the table frees only at the end.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.comm.p2p import Channel, Transfer
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore, compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, Action, ActionKind
-from meshwright.pipeline.receive_buffers import Buffers
+from meshwright.pipeline.receive_buffers import ReceiveBuffers
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.timeline import Span
 
 K = ActionKind
 Operation = Callable[[], None]
 ChannelKey = tuple[int, int, ActionKind]
-"""Source rank and target rank of the pipeline, and the kind of send."""
+"""Source rank and destination rank in the pipeline, and the kind of send."""
 
 
-class Stage(Protocol):
-    """What the executor asks of a stage."""
+class ExecutableStage(Protocol):
+    """Interface of a stage to the executor."""
 
     weight_gradients: WeightGradStore | None
-    """Where gradients of weights are deferred; None if this stage's backward can't be split."""
+    """Store of deferred weight gradients; None if this stage's backward can't be split."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """The stage's output, or the loss on the last; `x` is None on the first."""
+        """Return the stage's output, or the loss on the last stage; `x` is None on the first."""
 
     def before_backward(self, *, reduces: bool) -> None:
-        """Comes before each backward; `reduces`: gradients are to be reduced within it."""
+        """Prepare for a backward; `reduces` says whether it reduces gradients."""
 
     def reduce(self, *, done: bool) -> None:
-        """Reduce the gradients of all micro-batches, unless the last backward did."""
+        """Reduce the gradients of all micro-batches; `done` if the last backward already did."""
 
     def unshard(self) -> None:
-        """Gather the parameters until `reshard`."""
+        """Unshard the parameters until `reshard`."""
 
     def reshard(self) -> None:
-        """Free the gathered parameters."""
+        """Free the unsharded parameters."""
 
-    def sync_shared(self, number: int) -> None:
-        """Add up the gradients of copies of shared parameters: of the group that comes at this place in the row."""
+    def sync_shared(self, group_index: int) -> None:
+        """Sum the gradients of a group of shared parameters; groups are counted in the order of the rank's row."""
 
 
 def channel_keys(schedule: Schedule) -> list[ChannelKey]:
-    """The channels that a lowered table needs, in the order in which all ranks create them."""
+    """Return the channels of a lowered table, in the order in which all ranks create them."""
     ranks = schedule.stage_ranks
     sends = (action for _, _, action in schedule.positions() if action.kind in (K.SEND_FORWARD, K.SEND_BACKWARD))
     keys = {(ranks[send.stage], ranks[send.peer().stage], send.kind) for send in sends}
@@ -64,34 +64,34 @@ def channel_keys(schedule: Schedule) -> list[ChannelKey]:
 
 
 class Executor:
-    """One rank's row, bound to its stages, channels and buffers."""
+    """Runs the row of one rank, bound to its stages, channels and buffers."""
 
     def __init__(
         self,
         schedule: Schedule,
         *,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, ExecutableStage],
         channels: Mapping[ChannelKey, Channel],
-        buffers: Buffers | None,
+        buffers: ReceiveBuffers | None,
         post: Callable[[int], None] | None = None,
     ) -> None:
-        """Bind every action.
+        """Bind all actions.
 
         Args:
-            schedule: a lowered table; one without any backward runs without autograd.
-            rank: this rank of the pipeline.
-            stages: by number, those on this rank.
-            channels: by key, those that this rank is an end of.
-            buffers: what is received; None where nothing is.
-            post: told the position of each action before it runs.
+            schedule: a lowered table; without any backward it runs under no_grad.
+            rank: this rank in the pipeline.
+            stages: stages on this rank, by index.
+            channels: channels of this rank, by key.
+            buffers: receive buffers; None if nothing is received.
+            post: called with the position of each action before it runs.
         """
         self._schedule, self._rank = schedule, rank
         self._stages, self._channels, self._buffers = stages, channels, buffers
         self._post = post
         self._with_grad = any(action.kind in BACKWARDS for _, _, action in schedule.positions())
         self._anchor = torch.zeros((), requires_grad=self._with_grad)
-        self._live = _Live()
+        self._live = _StepState()
         self._row = [part for action in schedule.actions[rank] for part in action.parts()]
         self._operations = [self._bind(position, action) for position, action in enumerate(self._row)]
 
@@ -108,7 +108,7 @@ class Executor:
         self._live.finish()
 
     def run_traced(self, *, synchronize: Callable[[], None]) -> list[Span]:
-        """Run the row once, and say when each computation ran, in seconds of `time.perf_counter`.
+        """Run the row once and return the span of each computation, in seconds of `time.perf_counter`.
 
         Args:
             synchronize: waits for the device.
@@ -149,8 +149,8 @@ class Executor:
             done = self._reduces_within(self._last_compute(position, action.stage))
             return lambda: stage.reduce(done=done)
         if action.kind is K.SYNC_SHARED:
-            number = sum(other.kind is K.SYNC_SHARED for other in self._row[:position])
-            return lambda: stage.sync_shared(number)
+            group_index = sum(earlier.kind is K.SYNC_SHARED for earlier in self._row[:position])
+            return lambda: stage.sync_shared(group_index)
         return {K.UNSHARD: stage.unshard, K.RESHARD: stage.reshard}[action.kind]
 
     def _bind_forward(self, position: int, action: Action) -> Operation:
@@ -166,8 +166,8 @@ class Executor:
                 live.await_input(action)
                 x = live.inputs[key] if received else live.inputs.pop(key)
                 if with_grad:
-                    entry = live.entries[key] = _Gradient()
-                    x = _Entry.apply(x, anchor, entry)  # type: ignore[no-untyped-call]
+                    captured = live.input_gradients[key] = _CapturedGradient()
+                    x = _InputNode.apply(x, anchor, captured)  # type: ignore[no-untyped-call]
             y = stage.forward(m, x)
             if with_grad:
                 live.edges[key] = get_gradient_edge(y) if y.requires_grad else None
@@ -175,20 +175,20 @@ class Executor:
                 y = y.detach()
                 if buffers is not None:
                     buffers.check_output(number, y)
-                    y = buffers.outside(y)
-                live.give_output(key, y, hands_over=hands_over)
+                    y = buffers.copy_if_slot(y)
+                live.pass_output(key, y, is_next_local=is_next_local)
 
         received = self._schedule.is_transfer(number - 1)
-        hands_over = not self._schedule.is_transfer(number)
+        is_next_local = not self._schedule.is_transfer(number)
         return forward
 
     def _bind_backward(self, position: int, action: Action) -> Operation:
         stage, live = self._stages[action.stage], self._live
         number, m = action.stage, action.microbatch
-        key, before = (number, m), (number - 1, m)
+        key, previous_key = (number, m), (number - 1, m)
         is_first, is_last = number == 0, number == self._schedule.num_stages - 1
         received = self._schedule.is_transfer(number)
-        hands_over = not self._schedule.is_transfer(number - 1)
+        is_previous_local = not self._schedule.is_transfer(number - 1)
         reduces = self._reduces_within(position)
         store, buffers = stage.weight_gradients if action.kind is K.BACKWARD_INPUT else None, self._buffers
 
@@ -207,13 +207,13 @@ class Executor:
                 store.defers = False
                 live.weights[key] = store.take()
             if not is_first:
-                given = live.entries.pop(key).value
+                input_gradient = live.input_gradients.pop(key).value
                 if buffers is not None:
-                    given = buffers.outside(given)
-                if hands_over:
-                    live.gradients[before] = given
+                    input_gradient = buffers.copy_if_slot(input_gradient)
+                if is_previous_local:
+                    live.gradients[previous_key] = input_gradient
                 else:
-                    live.to_send[K.SEND_BACKWARD, *key] = given
+                    live.to_send[K.SEND_BACKWARD, *key] = input_gradient
 
         return backward
 
@@ -228,9 +228,9 @@ class Executor:
         channel = self._channels[lane]
 
         def send() -> None:
-            x = _plain(live.to_send.pop(key))
+            x = _contiguous(live.to_send.pop(key))
             if action.kind is K.SEND_BACKWARD:
-                live.sent(lane, x, channel.send(x))
+                live.hold_gradient(lane, x, channel.send(x))
             else:
                 live.outgoing[action.stage, action.microbatch] = (x, channel.send(x))
 
@@ -238,7 +238,7 @@ class Executor:
 
     def _bind_receive(self, action: Action) -> Operation:
         live, key = self._live, (action.stage, action.microbatch)
-        assert self._buffers is not None, "a table that receives needs buffers"
+        assert self._buffers is not None, "a table with receives needs buffers"
         view = self._buffers.view(action)
         channel = self._channels[
             self._schedule.stage_ranks[action.peer().stage],
@@ -257,24 +257,24 @@ class Executor:
         live, buffers, key = self._live, self._buffers, (action.stage, action.microbatch)
         if action.kind is K.FREE_OUTPUT:
             return lambda: live.free_output(key)
-        assert buffers is not None, "a table that frees what was received has buffers"
+        assert buffers is not None, "a table that frees received tensors needs buffers"
         source = live.inputs if action.kind is K.FREE_INPUT else live.gradients
         return lambda: buffers.free(source.pop(key))
 
     def _last_compute(self, position: int, stage: int) -> int:
-        """Position of the stage's last computation before `position`."""
+        """Return the position of the stage's last computation before `position`."""
         return max(i for i in range(position) if self._row[i].stage == stage and self._row[i].kind in COMPUTE)
 
     def _reduces_within(self, position: int) -> bool:
-        """Whether gradients are reduced within the backward at `position`: it is whole and the stage's last."""
+        """Return True if the action at `position` is a full backward, the stage's last one, and a REDUCE follows."""
         action = self._row[position]
-        later = [other for other in self._row[position + 1 :] if other.stage == action.stage]
-        is_last = not any(other.kind in COMPUTE for other in later)
-        return action.kind is K.BACKWARD and is_last and any(other.kind is K.REDUCE for other in later)
+        following = [later for later in self._row[position + 1 :] if later.stage == action.stage]
+        is_last = not any(later.kind in COMPUTE for later in following)
+        return action.kind is K.BACKWARD and is_last and any(later.kind is K.REDUCE for later in following)
 
 
-class _Gradient:
-    """Where an entry leaves the gradient of its input."""
+class _CapturedGradient:
+    """Gradient of a stage's input, set by the backward of `_InputNode`."""
 
     __slots__ = ("value",)
 
@@ -282,11 +282,11 @@ class _Gradient:
         self.value: Any = None
 
 
-class _Entry(torch.autograd.Function):
-    """Where a micro-batch enters a stage: its input needs a gradient from here on, and this is where it comes out."""
+class _InputNode(torch.autograd.Function):
+    """Identity at a stage's input that makes it require a gradient, and captures that gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, gradient: _Gradient) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, gradient: _CapturedGradient) -> Tensor:
         ctx.gradient = gradient
         return x.view_as(x)
 
@@ -296,33 +296,33 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-class _Live:
-    """What a rank holds in the course of a step, by stage and micro-batch."""
+class _StepState:
+    """Tensors and transfers that a rank holds during a step, by stage and micro-batch."""
 
     def __init__(self) -> None:
         self.inputs: dict[tuple[int, int], Tensor] = {}
-        self.entries: dict[tuple[int, int], _Gradient] = {}
+        self.input_gradients: dict[tuple[int, int], _CapturedGradient] = {}
         self.edges: dict[tuple[int, int], GradientEdge | None] = {}
-        """None where nothing is trained from the start to there."""
+        """Gradient edges of the outputs; None if no parameter up to that stage is trained."""
         self.gradients: dict[tuple[int, int], Tensor] = {}
-        """Of a stage's outputs; like the inputs, until they are used or, if received, freed."""
+        """Output gradients; like inputs, held until used or, if received, until freed."""
         self.weights: dict[tuple[int, int], list[DeferredGradient]] = {}
         self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
         self.outgoing: dict[tuple[int, int], tuple[Tensor, Transfer]] = {}
-        """Outputs on their way, until they are freed."""
+        """Outputs being sent, until freed."""
         self.arriving: dict[tuple[ActionKind, int, int], Transfer] = {}
         self._lanes: dict[ChannelKey, list[tuple[Tensor, Transfer]]] = defaultdict(list)
 
-    def give_output(self, key: tuple[int, int], y: Tensor, *, hands_over: bool) -> None:
-        """Pass on what a forward gave, detached: to the next stage here, or to its send."""
+    def pass_output(self, key: tuple[int, int], y: Tensor, *, is_next_local: bool) -> None:
+        """Pass a detached output to the next stage on this rank, or queue it for sending."""
         stage, m = key
-        if hands_over:
-            self.inputs[stage + 1, m] = _plain(y)
+        if is_next_local:
+            self.inputs[stage + 1, m] = _contiguous(y)
         else:
             self.to_send[K.SEND_FORWARD, stage, m] = y
 
     def await_input(self, action: Action) -> None:
-        """Wait for what a forward or a backward needs to have arrived."""
+        """Wait until the received input of a forward or backward has arrived."""
         if action.kind is K.BACKWARD_WEIGHT:
             return
         kind = K.RECV_FORWARD if action.kind is K.FORWARD else K.RECV_BACKWARD
@@ -330,19 +330,19 @@ class _Live:
         if work is not None:
             work.wait()
 
-    def sent(self, lane: ChannelKey, x: Tensor, work: Transfer) -> None:
-        """Hold a gradient until it is sent, which is when the next one on its channel is."""
+    def hold_gradient(self, lane: ChannelKey, x: Tensor, work: Transfer) -> None:
+        """Hold a gradient until the next send on its channel, and wait for the previous one."""
         for _, earlier in self._lanes.pop(lane, []):
             earlier.wait()
         self._lanes[lane].append((x, work))
 
     def free_output(self, key: tuple[int, int]) -> None:
-        """Let go of an output, once it is sent."""
+        """Wait until an output has been sent, and release it."""
         _, work = self.outgoing.pop(key)
         work.wait()
 
     def finish(self) -> None:
-        """The step is over."""
+        """Wait for pending sends and release everything at the end of a step."""
         for pending in self._lanes.values():
             for _, work in pending:
                 work.wait()
@@ -351,7 +351,7 @@ class _Live:
         self.inputs.clear()
 
 
-def _plain(x: Tensor) -> Tensor:
-    """A contiguous tensor without a subclass around it, such as one that is still under way."""
+def _contiguous(x: Tensor) -> Tensor:
+    """Return a contiguous plain tensor; a subclass, such as a pending AsyncCollectiveTensor, is copied."""
     x = x if type(x) is Tensor else x.clone()
     return x.contiguous()

@@ -1,6 +1,6 @@
-"""Where a timeline's computations are drawn, and a timeline as lines of text.
+"""Layout of timeline figures, and timelines as text.
 
-Simulated and measured timelines are the same here. Only computations are drawn: what is left over is idle.
+Applies to simulated and measured timelines. Only computations are drawn; the rest is idle time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from meshwright.pipeline.actions import COMPUTE, Action
 from meshwright.pipeline.timeline import Span, Timeline
 
-ROW = 0.84
-"""Height of a row whose neighbours are 1 apart."""
+ROW_HEIGHT = 0.84
+"""Height of a row, where rows are 1 apart."""
 
 
 @dataclass(frozen=True)
-class Box:
-    """Where one computation is drawn: times to the right, ranks down."""
+class TimelineBox:
+    """Position of one computation in a figure: time to the right, ranks downwards."""
 
     rank: int
     action: Action
@@ -30,84 +30,79 @@ class Box:
     height: float
 
 
-def boxes(timeline: Timeline, *, top: float = -ROW / 2, height: float = ROW) -> tuple[Box, ...]:
-    """A box for every computation; the first starts at 0.
+Boxes = tuple[TimelineBox, ...]
+
+
+def place_boxes(timeline: Timeline, *, top: float = -ROW_HEIGHT / 2, height: float = ROW_HEIGHT) -> Boxes:
+    """Return a box for each computation; the first starts at 0.
 
     Args:
         timeline: simulated or measured.
-        top: of a rank's boxes, from the middle of its row.
-        height: of a box; those that run at the same time share it.
+        top: top of a rank's boxes, relative to the middle of its row.
+        height: height of a box; concurrent computations share it.
     """
     spans = [span for span in timeline.spans if span.action.kind in COMPUTE]
     zero = min((span.start for span in spans), default=0.0)
-    found: list[Box] = []
+    placed: list[TimelineBox] = []
     for rank in range(timeline.num_ranks):
-        own = [span for span in spans if span.rank == rank]
-        chunks = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in own}))}
-        for span, lane, num_lanes in _lanes(own):
-            part = height / num_lanes
-            found.append(
-                Box(
-                    rank,
-                    span.action,
-                    chunks[span.action.stage],
-                    span.start - zero,
-                    span.end - zero,
-                    rank + top + lane * part,
-                    part,
-                )
-            )
-    return tuple(found)
+        rank_spans = [span for span in spans if span.rank == rank]
+        chunks = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in rank_spans}))}
+        for span, lane, num_lanes in _lanes(rank_spans):
+            lane_height = height / num_lanes
+            start, end, box_top = span.start - zero, span.end - zero, rank + top + lane * lane_height
+            chunk = chunks[span.action.stage]
+            placed.append(TimelineBox(rank, span.action, chunk, start, end, box_top, lane_height))
+    return tuple(placed)
 
 
 def _lanes(spans: Iterable[Span]) -> Iterator[tuple[Span, int, int]]:
-    """Each span with its lane and the number of lanes: one, but where spans run at the same time."""
+    """Yield each span with its lane and the number of lanes, which is more than one for concurrent spans."""
     group: list[tuple[Span, int]] = []
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         near = 1e-6 * (span.end - span.start)
         if all(end <= span.start + near for end in ends):
-            yield from ((one, lane, len(ends)) for one, lane in group)
+            yield from ((grouped, lane, len(ends)) for grouped, lane in group)
             group, ends = [], []
         lane = next((lane for lane, end in enumerate(ends) if end <= span.start + near), len(ends))
         ends[lane : lane + 1] = [span.end]
         group.append((span, lane))
-    yield from ((one, lane, len(ends)) for one, lane in group)
+    yield from ((grouped, lane, len(ends)) for grouped, lane in group)
 
 
 def text_timeline(timeline: Timeline, *, columns: int) -> str:
-    """A line per rank: `F0` is a forward of micro-batch 0, `f0` the same of the rank's second chunk, `·` is idle.
+    """Render a timeline as text: `F0` is a forward of micro-batch 0, `f0` that of the rank's second chunk, `·` is idle.
 
-    A box is as wide as its computation is long. Of a number the last digits stand there, as many as fit. Where there
-    is less than a character for the shortest computation, there are letters only, each with its share of the line.
+    Widths are proportional to times. Micro-batch numbers are truncated to the last digits that fit. If the shortest
+    computation is narrower than one character, only letters are shown, each in proportion to its time.
     """
-    all_boxes = boxes(timeline)
+    all_boxes = place_boxes(timeline)
     prefix = len(str(timeline.num_ranks - 1)) + 1
     cells = max(1, columns - prefix)
     scale, each_fits = _characters_per_time(all_boxes, cells)
     length = min(cells, round(max((box.end for box in all_boxes), default=0.0) * scale))
     lines = []
     for rank in range(timeline.num_ranks):
-        own = [box for box in all_boxes if box.rank == rank]
-        row = _loose_row(own, length, scale) if each_fits else _dense_row(own, length, scale)
+        rank_boxes = [box for box in all_boxes if box.rank == rank]
+        row = _loose_row(rank_boxes, length, scale) if each_fits else _dense_row(rank_boxes, length, scale)
         lines.append(f"{rank:>{prefix - 1}} {row}")
     return "\n".join(lines)
 
 
-def _loose_row(own: list[Box], length: int, scale: float) -> str:
-    """Every box in its place."""
+def _loose_row(rank_boxes: list[TimelineBox], length: int, scale: float) -> str:
+    """Render a row in which each box has at least one character."""
     row = ["·"] * length
-    for box in own:
+    for box in rank_boxes:
         left, right = round(box.start * scale), round(box.end * scale)
         number = str(box.action.microbatch)[-(right - left - 1) :] if right - left > 1 else ""
         row[left:right] = f"{_letter(box)}{number}".ljust(right - left)
     return "".join(row[:length])
 
 
-def _dense_row(own: list[Box], length: int, scale: float) -> str:
-    """In each cell something that happens in it, chosen so that letters get their share of the row."""
+def _dense_row(rank_boxes: list[TimelineBox], length: int, scale: float) -> str:
+    """Render a row with one letter per character, chosen so that each letter's share matches its share of the time."""
     shares: list[dict[str, float]] = [{} for _ in range(length)]
-    for box in own:
+    for box in rank_boxes:
         start, end, letter = box.start * scale, box.end * scale, _letter(box)
         for cell in range(int(start), min(length, math.ceil(end))):
             inside = min(end, cell + 1) - max(start, cell)
@@ -125,17 +120,20 @@ def _dense_row(own: list[Box], length: int, scale: float) -> str:
     return "".join(row)
 
 
-def _letter(box: Box) -> str:
+def _letter(box: TimelineBox) -> str:
     return box.action.kind.value if box.chunk % 2 == 0 else box.action.kind.value.lower()
 
 
-def _characters_per_time(all_boxes: tuple[Box, ...], cells: int) -> tuple[float, bool]:
-    """As many as fit, but no more than the shortest computation needs; whether that has at least one."""
+def _characters_per_time(all_boxes: Boxes, cells: int) -> tuple[float, bool]:
+    """Return the characters per unit of time, and whether the shortest computation gets at least one.
+
+    The scale is as large as fits, but no larger than the shortest computation needs.
+    """
     unit = min((box.end - box.start for box in all_boxes if box.end > box.start), default=1.0)
     length = max((box.end for box in all_boxes), default=unit) / unit
     most = max((1 + len(str(box.action.microbatch)) for box in all_boxes), default=1)
     scale = min(cells / length, most)
     times = [time / unit for box in all_boxes for time in (box.start, box.end)]
     if scale >= 1 and all(abs(time - round(time)) < 1e-6 for time in times):
-        scale = int(scale + 1e-9)  # units of one width each
+        scale = int(scale + 1e-9)  # an integral scale gives all units the same width
     return scale / unit, scale >= 1

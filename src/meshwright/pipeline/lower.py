@@ -1,15 +1,16 @@
-"""From a table of compute to the one that is run: transfers, frees, buffer slots, sharding and shared gradients.
+"""Lowering of a compute-only table: adds transfers, frees, buffer slots, sharding and shared-gradient syncs.
 
-[Note: where transfers go] The compute actions are put in the order of a simulation where F, I and W take one unit.
-When one ends, its send is appended to its rank's row and the receive, at the same moment, to the other rank's row. So
-all rows are parts of one sequence in which the two ends of a transfer are neighbours, and no table can deadlock even
-where a send waits for its receive and nothing is batched; `verify` sees that on the finished table. A receive comes at
-most one computation before the one that needs it can start, which bounds the buffers; `_waits` bounds those of 1F1B.
+[Note: order of transfers] The compute actions are ordered by a simulation in which F, I and W take one unit each. When
+one ends, its send is appended to the row of its rank and, at the same time, the receive to the row of the peer. So all
+rows are subsequences of one global sequence in which the two ends of a transfer are adjacent, and the table can't
+deadlock even if sends block until they are received and nothing is batched; `verify` checks this on the lowered table.
+A receive precedes the first computation that could use it by at most one, which bounds the number of buffers;
+`_must_wait` bounds it further for 1F1B.
 
-[Note: how long things are held] A received input stays until the backward of its micro-batch, because autograd may
-have saved it (recompute always does), or until W, when a deferred weight gradient may hold it; the same goes for a
-received gradient. An output is freed before the next send of its stage: by then it has usually left. Where stages
-differ a rank may wait there (1 % of a simulated step with times that differ by half), which one more output would save.
+[Note: lifetimes] A received input is held until the backward of its micro-batch, since autograd may have saved it
+(recomputation always does), or until W, since a deferred weight gradient may need it; so is a received gradient. An
+output is freed before the next send of its stage: by then it has usually been sent. With uneven stages a rank may wait
+there (1 % of a simulated step if times differ by half); holding one more output would avoid that.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ Row = list[Action | Overlap]
 
 @dataclass(frozen=True)
 class LowerOptions:
-    """What the job behind a table needs beyond transfers."""
+    """What to add to a table besides transfers."""
 
     release: bool = True
-    """Free inputs, outputs and gradients as soon as they can be; otherwise at the end of the step."""
+    """Free inputs, outputs and gradients as early as possible; otherwise at the end of the step."""
     reduces: bool = False
-    """Stages are sharded or replicated: their gradients are reduced once, after the last backward."""
+    """Reduce the gradients of each stage once, after its last backward (data parallelism)."""
     keeps_unsharded: bool = False
-    """A stage's parameters are gathered once a step and stay until its last backward."""
+    """Unshard each stage's parameters once per step and keep them until its last backward."""
     shared: tuple[tuple[int, ...], ...] = ()
-    """Groups of stages with a copy of the same parameter each."""
+    """Groups of stages that share parameters."""
 
 
 def lower(schedule: Schedule, options: LowerOptions = LowerOptions()) -> Schedule:
-    """Everything that running a compute table takes.
+    """Return the table with everything needed to run it.
 
     Raises:
-        ScheduleError: the table can't be run to its end.
+        ScheduleError: the table deadlocks.
     """
     rows = _with_transfers(schedule.compute_only())
     rows = [_with_frees(row, schedule, release=options.release) for row in rows]
@@ -57,7 +58,7 @@ def lower(schedule: Schedule, options: LowerOptions = LowerOptions()) -> Schedul
 
 
 def forward_only(num_microbatches: int, stage_ranks: tuple[int, ...]) -> Schedule:
-    """The table of an evaluation: forwards only, micro-batch after micro-batch through all stages of a rank."""
+    """Return the table of an evaluation: forwards only, in order of micro-batches, then of the rank's stages."""
     rows = tuple(
         tuple(
             Action(K.FORWARD, stage, m)
@@ -71,7 +72,7 @@ def forward_only(num_microbatches: int, stage_ranks: tuple[int, ...]) -> Schedul
 
 
 def num_slots(schedule: Schedule, rank: int) -> dict[ActionKind, int]:
-    """Buffers that a lowered table's rank needs for received inputs and for received gradients."""
+    """Return the number of receive buffers of a rank in a lowered table, for inputs and for gradients."""
     used = {K.RECV_FORWARD: 0, K.RECV_BACKWARD: 0}
     for action in schedule.actions[rank]:
         for part in action.parts():
@@ -80,8 +81,8 @@ def num_slots(schedule: Schedule, rank: int) -> dict[ActionKind, int]:
     return used
 
 
-def last_use(row: Iterable[Action | Overlap]) -> dict[tuple[int, int], int]:
-    """Position of the last computation on each stage and micro-batch: B, or W where the backward is split."""
+def last_compute(row: Iterable[Action | Overlap]) -> dict[tuple[int, int], int]:
+    """Return the position of the last computation of each stage and micro-batch: B, or W if the backward is split."""
     last = {}
     for position, action in enumerate(row):
         for part in action.parts():
@@ -96,7 +97,7 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
     ends: dict[tuple[int, Action], float] = {}
     for span in timeline.spans:
         begins[span.rank, span.action], ends[span.rank, span.action] = span.start, span.end
-    events: list[tuple[float, int, int, int]] = []  # time, ends before starts, rank, position
+    events: list[tuple[float, int, int, int]] = []  # time, 0 for an end or 1 for a start, rank, position
     for rank, actions in enumerate(schedule.actions):
         for position, action in enumerate(actions):
             parts = action.parts()
@@ -104,11 +105,11 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
             heapq.heappush(events, (ends[rank, parts[-1]], 0, rank, position))
     rows: list[Row] = [[] for _ in schedule.actions]
     started = [0] * schedule.num_ranks
-    waiting: list[list[Action]] = [[] for _ in schedule.actions]  # sends, by the rank that receives
+    waiting: list[list[Action]] = [[] for _ in schedule.actions]  # sends by receiving rank
 
-    def post(to_rank: int) -> None:
-        """Append what waits for a rank, unless it is to wait for the rank's next computation."""
-        ready = [send for send in waiting[to_rank] if not _waits(send, schedule, to_rank, started[to_rank])]
+    def append_transfers(to_rank: int) -> None:
+        """Append the pending transfers to a rank, except those that must wait for its next computation."""
+        ready = [send for send in waiting[to_rank] if not _must_wait(send, schedule, to_rank, started[to_rank])]
         waiting[to_rank] = [send for send in waiting[to_rank] if send not in ready]
         for send in ready:
             rows[schedule.stage_ranks[send.stage]].append(send)
@@ -120,20 +121,20 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
         if starts:
             rows[rank].append(action)
             started[rank] = position + 1
-            post(rank)
+            append_transfers(rank)
             continue
         for send in filter(None, (_send_after(part, schedule) for part in action.parts())):
             to_rank = schedule.stage_ranks[send.peer().stage]
             waiting[to_rank].append(send)
-            post(to_rank)
+            append_transfers(to_rank)
     return rows
 
 
-def _waits(send: Action, schedule: Schedule, to_rank: int, next_position: int) -> bool:
-    """Whether an input comes too early: the rank's next computation is a backward, which frees the room for it.
+def _must_wait(send: Action, schedule: Schedule, to_rank: int, next_position: int) -> bool:
+    """Return True if receiving an input should wait for the rank's next computation, a backward that frees a buffer.
 
-    In 1F1B that happens once, at the end of the warm-up, and costs one transfer's latency a step for one buffer less:
-    p−r inputs and a gradient. With more chunks a rank it would happen all the time, so there inputs may come early.
+    In 1F1B this happens once, at the end of the warm-up; it costs one transfer latency per step and saves one buffer,
+    leaving p−r inputs and one gradient. With several chunks per rank it would happen constantly, so it isn't done.
     """
     if send.kind is not K.SEND_FORWARD or schedule.num_chunks > 1:
         return False
@@ -150,10 +151,10 @@ def _send_after(part: Action, schedule: Schedule) -> Action | None:
 
 
 def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release: bool) -> Row:
-    last = last_use(row)
+    last = last_compute(row)
     lowered: Row = []
-    at_the_end: Row = []
-    sent: dict[int, Action] = {}  # per stage, the output on its way
+    deferred: Row = []
+    sent: dict[int, Action] = {}  # by stage: the free of the output being sent
     for position, action in enumerate(row):
         for part in action.parts():
             if part.kind is K.SEND_FORWARD:
@@ -169,17 +170,17 @@ def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release:
                     freed.append(Action(K.FREE_INPUT, *key))
                 if schedule.is_transfer(part.stage) and part.kind is not K.FORWARD:
                     freed.append(Action(K.FREE_GRADIENT, *key))
-                (lowered if release else at_the_end).extend(freed)
+                (lowered if release else deferred).extend(freed)
     if not release:
         lowered = [action for action in lowered if action.parts()[0].kind is not K.FREE_OUTPUT]
         outputs = [part for action in row for part in action.parts() if part.kind is K.SEND_FORWARD]
-        return [*lowered, *at_the_end, *(Action(K.FREE_OUTPUT, part.stage, part.microbatch) for part in outputs)]
+        return [*lowered, *deferred, *(Action(K.FREE_OUTPUT, part.stage, part.microbatch) for part in outputs)]
     return [*lowered, *sent.values()]
 
 
 def _with_sharding(row: Row, options: LowerOptions) -> Row:
-    """UNSHARD before a stage's first computation; REDUCE and RESHARD after its last, and after what is sent then: the
-    stage before waits for it."""
+    """Add UNSHARD before a stage's first computation, and REDUCE and RESHARD after its last and the following send,
+    for which the preceding stage waits."""
     if not options.reduces:
         return row
     last: dict[int, int] = {}
@@ -189,18 +190,18 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
                 last[part.stage] = position
     lowered: Row = []
     ending: Row = []
-    begun: set[int] = set()
+    unsharded: set[int] = set()
     for position, action in enumerate(row):
         is_compute = action.parts()[0].kind in COMPUTE
         if is_compute:
             lowered += ending
             ending = []
         for part in action.parts():
-            if options.keeps_unsharded and is_compute and part.stage not in begun:
-                begun.add(part.stage)
+            if options.keeps_unsharded and is_compute and part.stage not in unsharded:
+                unsharded.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
-        # Both parts of an overlap may be of one stage: it ends once. An evaluation has nothing to reduce.
+        # An overlap may have the same stage twice, but ends it once. An evaluation has no gradients to reduce.
         ended = {part.stage: part for part in action.parts() if is_compute and last[part.stage] == position}
         for stage, part in ended.items():
             ending += [Action(K.REDUCE, stage)] * (part.kind is not K.FORWARD)
@@ -209,8 +210,7 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
 
 
 def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, ...], ...]) -> list[Row]:
-    """Groups in the same order on all ranks, after everything else: nothing waits for them. One action a rank, named
-    by the first of the group's stages there."""
+    """Append one sync per group, in the same order on all ranks, named after the group's first stage on the rank."""
     for group in shared:
         on_ranks = {schedule.stage_ranks[stage]: stage for stage in reversed(group)}
         for rank, stage in on_ranks.items():
@@ -219,7 +219,7 @@ def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, .
 
 
 def _with_slots(row: Row) -> Row:
-    """Give each receive the lowest buffer that is free, from its receive to its free."""
+    """Assign to each receive the lowest free buffer, which it holds until its free."""
     free: dict[ActionKind, list[int]] = defaultdict(list)
     used: dict[ActionKind, int] = defaultdict(int)
     slots: dict[tuple[ActionKind, int, int], int] = {}

@@ -1,7 +1,7 @@
-"""Buffers for what a rank receives: allocated before the first step, at addresses that never change.
+"""Receive buffers of a rank, allocated before the first step at fixed addresses.
 
-A CUDA graph needs fixed addresses, and the number of buffers is that of the table's slots: what is alive at once, not
-one for every micro-batch.
+CUDA graphs need fixed addresses. There is one buffer per slot of the table, i.e. as many as are live at once, not one
+per micro-batch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from meshwright.pipeline.schedule_table import Schedule
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What goes from one stage to the next, for a micro-batch."""
+    """Shape and dtype of the tensor sent from one stage to the next, per micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def num_bytes(self) -> int:
-        """Bytes of one."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Buffers:
-    """A rank's slots. Both directions of an edge have the same shape."""
+class ReceiveBuffers:
+    """The receive slots of a rank. Activations and gradients of an edge have the same shape."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Buffers:
         device: torch.device,
         poison: bool = False,
     ) -> None:
-        """Allocate.
+        """Allocate the slots.
 
         Args:
             schedule: a lowered table.
-            rank: whose slots.
-            edges: by stage s, what goes from s to s+1.
-            device: where to allocate.
-            poison: fill a slot with NaN when it is freed, to find what uses it later.
+            rank: pipeline rank that receives.
+            edges: tensor sent from stage s to s+1, by s.
+            device: device of the buffers.
+            poison: fill freed slots with NaN, to expose uses after free.
         """
         self._edges = edges
         self._poison = poison
@@ -66,47 +66,47 @@ class Buffers:
         self._addresses = {slot.untyped_storage().data_ptr() for slot in self._slots.values() if slot.numel()}
 
     def view(self, receive: Action) -> Tensor:
-        """The tensor that a receive fills."""
+        """Return the tensor that a receive fills."""
         spec = self._spec(receive)
-        assert receive.slot is not None, "a lowered table's receive has a slot"
+        assert receive.slot is not None, "receives of a lowered table have a slot"
         return self._slots[receive.kind, receive.slot][: spec.num_bytes()].view(spec.dtype).view(spec.shape)
 
     def check_output(self, stage: int, y: Tensor) -> None:
-        """See that what a stage gives is what the next one takes.
+        """Check that the output of a stage has the shape and dtype that the next stage expects.
 
         Raises:
-            ScheduleError: it isn't.
+            ScheduleError: it doesn't.
         """
-        wanted, found = self._edges[stage], TensorSpec(tuple(y.shape), y.dtype)
-        if found != wanted:
+        expected, actual = self._edges[stage], TensorSpec(tuple(y.shape), y.dtype)
+        if actual != expected:
             raise ScheduleError(
-                f"stage {stage} gives {_words(found)} and stage {stage + 1} takes {_words(wanted)}",
-                where=f"the edge from stage {stage} to stage {stage + 1}",
-                rule="a stage takes what the stage before it gives, for every micro-batch alike",
-                fix=f"a stage {stage} with an output of {_words(wanted)}",
+                f"stage {stage} outputs {_describe(actual)}, but stage {stage + 1} expects {_describe(expected)}",
+                where=f"edge from stage {stage} to stage {stage + 1}",
+                rule="a stage's output has the shape and dtype of the next stage's input, for every micro-batch",
+                fix=f"make stage {stage} return {_describe(expected)}",
             )
 
-    def outside(self, x: Tensor) -> Tensor:
-        """A tensor that outlives the slots: `x`, or a copy of it if it lies in one.
+    def copy_if_slot(self, x: Tensor) -> Tensor:
+        """Return `x`, or a clone if it is a view of a slot.
 
-        A stage without a layer gives what it took, and a slot is free for the next receive before that is sent on.
+        A stage without layers returns its input, whose slot may be reused by the next receive before `x` is sent.
         """
-        if type(x) is not Tensor:  # what a collective gives, still under way: never a slot
+        if type(x) is not Tensor:  # a pending collective result (AsyncCollectiveTensor) is never a slot
             return x
         return x.clone() if x.untyped_storage().data_ptr() in self._addresses else x
 
     def free(self, view: Tensor) -> None:
-        """Nothing uses a slot's tensor any more."""
+        """Release a slot: its tensor is no longer used."""
         if self._poison:
             view.fill_(math.nan)
 
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Return the size of all slots in bytes."""
         return sum(slot.numel() for slot in self._slots.values())
 
     def _spec(self, receive: Action) -> TensorSpec:
         return self._edges[receive.stage - 1 if receive.kind is ActionKind.RECV_FORWARD else receive.stage]
 
 
-def _words(spec: TensorSpec) -> str:
+def _describe(spec: TensorSpec) -> str:
     return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"

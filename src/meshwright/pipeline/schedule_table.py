@@ -1,8 +1,8 @@
-"""A pipeline schedule as a value: what each rank does, in order.
+"""A pipeline schedule as a table of actions per rank.
 
 Generators (`generate/`) emit compute only; `lower` adds communication, frees, sharding and buffer slots; `verify`,
-`simulate` and `draw` take either; `execute` runs a lowered one and decides nothing. One stage on one rank is the plain
-gradient-accumulation loop `F0 B0 F1 B1 …`, so there is one path for every step and what is proved is what runs.
+`simulate` and `draw` accept both; `execute` runs a lowered table and contains no policy. A single stage on one rank is
+plain gradient accumulation, `F0 B0 F1 B1 …`, so every step takes the same path and what is proved is what runs.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from meshwright.pipeline.actions import COMPUTE, Action, K, Overlap
 
 @dataclass(frozen=True)
 class Schedule:
-    """Per rank, its actions in order."""
+    """The actions of each rank, in order."""
 
     kind: str
-    """Its name: one that `generate` knows, or what a file gave."""
+    """Name of the schedule: a `ScheduleKind`, or the name from a file."""
     num_microbatches: int
     stage_ranks: tuple[int, ...]
-    """The rank that each stage is on."""
+    """Rank of each stage."""
     actions: tuple[tuple[Action | Overlap, ...], ...]
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.stage_ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of pipeline ranks."""
         return len(self.actions)
 
     @property
     def num_chunks(self) -> int:
-        """The most stages that one rank has."""
+        """Largest number of stages on any rank."""
         return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
 
     @cached_property
     def is_lowered(self) -> bool:
-        """Whether `lower` was here: there is more than compute."""
+        """True if the table has been lowered, i.e. contains more than compute."""
         return any(action.kind not in COMPUTE for _, _, action in self.positions())
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some stage's backward comes in two parts."""
+        """True if any backward is split into I and W."""
         return any(action.kind is K.BACKWARD_WEIGHT for _, _, action in self.positions())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on `rank`, in the model's order."""
+        """Return the stages on `rank`, in model order."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def is_transfer(self, stage: int) -> bool:
-        """Whether what `stage` hands to the next one goes to another rank."""
+        """Return True if the next stage is on another rank, so that `stage` has to send its output."""
         return 0 <= stage < self.num_stages - 1 and self.stage_ranks[stage] != self.stage_ranks[stage + 1]
 
     def positions(self) -> Iterator[tuple[int, int, Action]]:
-        """Every action with its rank and its position there; the two of an overlap share one."""
+        """Yield rank, position and action for each action; both actions of an overlap have the same position."""
         for rank, actions in enumerate(self.actions):
             for position, action in enumerate(actions):
                 for part in action.parts():
                     yield rank, position, part
 
     def compute_only(self) -> Schedule:
-        """The table as a generator would give it."""
+        """Return the table without anything that `lower` added."""
         return replace(
             self,
             actions=tuple(
@@ -77,40 +77,40 @@ class Schedule:
         )
 
     def fingerprint(self) -> str:
-        """A hash of everything, for ranks to compare."""
+        """Return a hash of the full table, used to compare ranks."""
         rows = "\n".join(" ".join(map(str, actions)) for actions in self.actions)
         text = f"{self.kind} {self.num_microbatches} {self.stage_ranks}\n{rows}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The whole table; `from_json` is its inverse."""
+        """Serialize the full table; `from_json` is the inverse."""
         return serialize.to_json(self.kind, self.num_microbatches, self.stage_ranks, self.actions)
 
     @staticmethod
     def from_json(source: str, *, where: str = "JSON") -> Schedule:
-        """The table that `to_json` wrote.
+        """Parse a table written by `to_json`.
 
         Raises:
-            ScheduleError: it is not one, and where.
+            ScheduleError: `source` is not a pipeline table; the error says where.
         """
         return Schedule(*serialize.from_json(source, where=where))
 
     def to_csv(self) -> str:
-        """The compute actions: a line per rank, a cell per action."""
+        """Serialize the compute actions, one line per rank and one cell per action."""
         return serialize.to_csv(self.compute_only().actions)
 
     @staticmethod
     def from_csv(source: str, *, where: str = "CSV", kind: str = "csv") -> Schedule:
-        """A table of compute actions from a hand-written file.
+        """Parse a hand-written table of compute actions.
 
         Raises:
-            ScheduleError: a cell is not an action (with its line and column), a stage is on two ranks or on none.
+            ScheduleError: a cell is not an action (with its line and column), or a stage is on two ranks or on none.
         """
         return Schedule(kind, *serialize.from_csv(source, where=where))
 
 
-def one_stage(num_microbatches: int) -> Schedule:
-    """The schedule of one rank that holds the whole model: forward and backward of each micro-batch in turn."""
+def single_stage(num_microbatches: int) -> Schedule:
+    """Return the schedule of a single rank with the full model: plain gradient accumulation."""
     kinds = (K.FORWARD, K.BACKWARD)
     actions = tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in kinds)
     return Schedule("one stage", num_microbatches, (0,), (actions,))

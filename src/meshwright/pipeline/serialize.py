@@ -1,8 +1,8 @@
-"""Tables as text: JSON of everything, and a CSV of the compute actions that people can write by hand.
+"""Serialization of tables: JSON of the full table, and a CSV of the compute actions that can be written by hand.
 
-A CSV has a line per rank and an action per cell, `0F0,0F1,0B0,0B1`; empty cells and lines that start with `#` mean
-nothing, and neither does PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions: what `torch.distributed.pipelining`
-writes of a compute-only table without overlaps is such a file.
+A CSV has one line per rank and one action per cell, `0F0,0F1,0B0,0B1`. Empty cells and lines starting with `#` are
+ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions: compute-only tables without overlaps that
+`torch.distributed.pipelining` writes can be read.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Callable
 from itertools import count
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.actions import COMPUTE, NO_MICROBATCH, OF_A_STAGE, RECVS, Action, ActionKind, Overlap
+from meshwright.pipeline.actions import COMPUTE, NO_MICROBATCH, RECVS, STAGE_LEVEL, Action, ActionKind, Overlap
 
 Actions = tuple[tuple[Action | Overlap, ...], ...]
-"""By rank, in order."""
+"""Actions by rank, in order."""
 
 FORMAT = "meshwright pipeline table 1"
 CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
 TORCH_REDUCE = re.compile(r"[0-9]+REDUCE_GRAD")
 BY_NAME = {kind.value: kind for kind in ActionKind}
 CELL_RULE = (
-    "a cell is stage, kind and micro-batch like 2F3, with F, B, I or W for kind; two that overlap have a + between"
+    "a cell is stage, kind and micro-batch, such as 2F3, with kind F, B, I or W; overlapping actions are joined by +"
 )
 
 
 def parse_action(cell: str) -> Action | Overlap:
-    """The action that `str` of one gives.
+    """Parse the string form of an action.
 
     Raises:
-        ScheduleError: it is none.
+        ScheduleError: `cell` is not an action.
     """
     first, plus, second = cell.partition("+")
     if plus:
@@ -40,7 +40,7 @@ def parse_action(cell: str) -> Action | Overlap:
 
 
 def to_json(kind: str, num_microbatches: int, stage_ranks: tuple[int, ...], actions: Actions) -> str:
-    """All of a table."""
+    """Serialize the full table."""
     return json.dumps(
         {
             "format": FORMAT,
@@ -54,32 +54,32 @@ def to_json(kind: str, num_microbatches: int, stage_ranks: tuple[int, ...], acti
 
 
 def from_json(source: str, *, where: str) -> tuple[str, int, tuple[int, ...], Actions]:
-    """The arguments that `to_json` was given."""
+    """Parse JSON written by `to_json` and return its arguments."""
     try:
-        found = json.loads(source)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ScheduleError("not a pipeline table", where=where, rule=f"its format is {FORMAT!r}")
+        table = json.loads(source)
+        if not isinstance(table, dict) or table.get("format") != FORMAT:
+            raise ScheduleError("not a pipeline table", where=where, rule=f"format must be {FORMAT!r}")
         actions = tuple(
             tuple(
                 _at(parse_action, cell, f"{where}, rank {rank}, action {i + 1}") for i, cell in enumerate(row.split())
             )
-            for rank, row in enumerate(found["actions"])
+            for rank, row in enumerate(table["actions"])
         )
-        stage_ranks = tuple(map(int, found["stage_ranks"]))
-        return str(found["kind"]), int(found["num_microbatches"]), stage_ranks, actions
+        stage_ranks = tuple(map(int, table["stage_ranks"]))
+        return str(table["kind"]), int(table["num_microbatches"]), stage_ranks, actions
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ScheduleError(
-            f"not a pipeline table: {type(error).__name__}: {error}", where=where, rule="what Schedule.to_json writes"
+            f"not a pipeline table: {type(error).__name__}: {error}", where=where, rule="written by Schedule.to_json"
         ) from error
 
 
 def to_csv(actions: Actions) -> str:
-    """Compute actions, a line per rank."""
+    """Serialize compute actions, one line per rank."""
     return "".join(",".join(map(str, row)) + "\n" for row in actions)
 
 
 def from_csv(source: str, *, where: str) -> tuple[int, tuple[int, ...], Actions]:
-    """The micro-batches, the rank of each stage, and the actions of a hand-written file."""
+    """Parse a CSV; return the number of micro-batches, the rank of each stage, and the actions."""
     rows: list[tuple[Action | Overlap, ...]] = []
     for number, line in enumerate(source.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -93,7 +93,7 @@ def from_csv(source: str, *, where: str) -> tuple[int, tuple[int, ...], Actions]
             column += len(cell) + 1
         rows.append(tuple(row))
     if not any(rows):
-        raise ScheduleError("no actions", where=where, rule="a line per rank, a cell per action: 0F0,0F1,0B0,0B1")
+        raise ScheduleError("no actions", where=where, rule="one line per rank, one cell per action: 0F0,0F1,0B0,0B1")
     parts = [(rank, part) for rank, row in enumerate(rows) for action in row for part in action.parts()]
     num_microbatches = 1 + max(part.microbatch for _, part in parts)
     return num_microbatches, _stage_ranks(parts, where), tuple(rows)
@@ -107,15 +107,15 @@ def _stage_ranks(parts: list[tuple[int, Action]], where: str) -> tuple[int, ...]
                 f"stage {part.stage} is on rank {owners[part.stage]} and on rank {rank} ({part})",
                 where=where,
                 rule="a stage is on one rank; line n of the file is rank n-1",
-                fix=f"{part} in the line of rank {owners[part.stage]}",
+                fix=f"move {part} to the line of rank {owners[part.stage]}",
             )
     missing = next(stage for stage in count() if stage not in owners)
     if missing < len(owners):
         raise ScheduleError(
-            f"there is no stage {missing}, but a stage {max(owners)}",
+            f"stage {missing} is missing, but stage {max(owners)} is present",
             where=where,
-            rule="stages are numbered from 0 in the model's order",
-            fix=f"actions of stage {missing}, or lower numbers",
+            rule="stages are numbered consecutively from 0, in model order",
+            fix=f"add the actions of stage {missing}, or renumber the stages",
         )
     return tuple(owners[stage] for stage in sorted(owners))
 
@@ -133,8 +133,8 @@ def _parse_compute(cell: str) -> Action | Overlap:
         if part.kind not in COMPUTE:
             raise ScheduleError(
                 f"{cell} is not a computation",
-                rule="a CSV has compute actions only; the rest is added to it",
-                fix="no such cell",
+                rule="a CSV contains compute actions only; lowering adds the others",
+                fix=f"remove {part}",
             )
     return action
 
@@ -144,15 +144,15 @@ def _parse_single(text: str, cell: str) -> Action:
     kind = BY_NAME.get(match[2]) if match else None
     if match is None or kind is None:
         raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=_suggestion(text))
-    if (match[3] is None) is not (kind in OF_A_STAGE) or (match[4] is not None and kind not in RECVS):
-        fix = f"{match[1]}{match[2]}{'' if kind in OF_A_STAGE else match[3] or 0}"
+    if (match[3] is None) is not (kind in STAGE_LEVEL) or (match[4] is not None and kind not in RECVS):
+        fix = f"{match[1]}{match[2]}{'' if kind in STAGE_LEVEL else match[3] or 0}"
         raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=fix)
     microbatch = NO_MICROBATCH if match[3] is None else int(match[3])
     return Action(kind, int(match[1]), microbatch, None if match[4] is None else int(match[4]))
 
 
 def _suggestion(text: str) -> str:
-    """A cell like what was probably meant."""
+    """Return the valid cell that is closest to `text`."""
     numbers = re.findall(r"\d+", text)
     letters = [letter for letter in text.upper() if letter in "FBIW"]
     stage, microbatch = (numbers + ["0", "0"])[:2]

@@ -1,7 +1,7 @@
-"""Parameters that are in several places of a pipeline: which stages hold a copy, and under which name.
+"""Parameters shared between pipeline stages: the stages that hold a copy, and its name on each of them.
 
-A tied word embedding is on the first stage and on the last; the embedders that condition a diffusion transformer are
-on all of them. The model declares them; nothing is found by matching names.
+A tied word embedding is on the first and the last stage; the conditioning embedders of a diffusion transformer are on
+all stages. The model declares shared parameters explicitly; they are never inferred from names.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """One parameter with copies on several stages."""
+    """A parameter that is replicated on several stages."""
 
     key: str
-    """Its name in the whole model."""
+    """Name in the full model."""
     sites: tuple[tuple[int, str], ...]
-    """Stage and qualified name in that stage's part, the lowest stage first."""
+    """Stage and qualified name in that stage's module, lowest stage first."""
 
     def stages(self) -> tuple[int, ...]:
-        """The stages with a copy."""
+        """Return the stages that hold a copy."""
         return tuple(stage for stage, _ in self.sites)
 
 
 def stage_groups(shared: Iterable[SharedParameter]) -> tuple[tuple[int, ...], ...]:
-    """The sets of stages that parameters are shared among, each once: a table syncs each of them."""
+    """Return the distinct sets of stages that share parameters; a table syncs each set once."""
     return tuple(sorted({parameter.stages() for parameter in shared if len(parameter.sites) > 1}))

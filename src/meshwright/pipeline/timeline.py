@@ -1,4 +1,4 @@
-"""What ran when: simulated or measured, in one format, so that the two can be laid over each other."""
+"""Timelines of executed actions, simulated or measured, in a common format for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.pipeline.serialize import parse_action
 
 @dataclass(frozen=True)
 class Span:
-    """One action's time on one rank."""
+    """Start and end of one action on one rank."""
 
     rank: int
     action: Action
@@ -22,27 +22,27 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in the order of their start, per rank."""
+    """Spans of all ranks; those of each rank are sorted by start time."""
 
     num_ranks: int
     spans: tuple[Span, ...]
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max((span.end for span in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """One rank's spans."""
+        """Return the spans of one rank."""
         return tuple(span for span in self.spans if span.rank == rank)
 
 
 def to_chrome_trace(timelines: Mapping[str, Timeline], *, time_us: float) -> str:
-    """JSON for chrome://tracing and Perfetto: a process for each timeline, with a thread for each rank.
+    """Return a trace for chrome://tracing and Perfetto: one process per timeline, one thread per rank.
 
     Args:
-        timelines: by name.
-        time_us: microseconds in one unit of the timelines.
+        timelines: timelines by name.
+        time_us: microseconds per time unit of the timelines.
     """
     events: list[dict[str, object]] = []
     for process, (name, timeline) in enumerate(timelines.items()):
@@ -68,7 +68,7 @@ def to_chrome_trace(timelines: Mapping[str, Timeline], *, time_us: float) -> str
 
 
 def to_json(timelines: Mapping[str, Timeline]) -> str:
-    """Timelines by name; `from_json` is the inverse."""
+    """Serialize timelines by name; `from_json` is the inverse."""
     return json.dumps(
         {
             name: {
@@ -81,9 +81,9 @@ def to_json(timelines: Mapping[str, Timeline]) -> str:
 
 
 def from_json(source: str) -> dict[str, Timeline]:
-    """What `to_json` wrote."""
-    found = {}
+    """Parse timelines written by `to_json`."""
+    timelines = {}
     for name, entry in json.loads(source).items():
         spans = (Span(rank, parse_action(text).parts()[0], start, end) for rank, text, start, end in entry["spans"])
-        found[name] = Timeline(entry["num_ranks"], tuple(spans))
-    return found
+        timelines[name] = Timeline(entry["num_ranks"], tuple(spans))
+    return timelines

@@ -1,11 +1,11 @@
-"""Whether the ranks of a table ever wait for one another in a circle.
+"""Deadlock detection between the ranks of a table.
 
-[Note: rendezvous] A send returns when its receive is reached, and a receive when its send is: what a backend may do
-(NCCL does for large messages, gloo for none), so what a table must stand. Only a send and a receive with the same peer
-that stand next to each other are posted together, as one batch, which returns when both are through. Reaching more
-never undoes anything, so it doesn't matter in what order the ranks are run here: if they get stuck, they always do.
+[Note: rendezvous] A send blocks until its receive is reached, and vice versa. Backends may do so (NCCL for large
+messages, gloo never), so a table must tolerate it. Only an adjacent send and receive with the same peer are posted
+together, as a batch that returns when both are complete. Progress is monotonic, so the order in which ranks advance
+here doesn't matter: if they get stuck once, they always do.
 
-In a table of compute only what is computed is handed over at once: there the circle is one of data.
+In a compute-only table, results are transferred immediately, and a deadlock is a cycle of data dependencies.
 """
 
 from __future__ import annotations
@@ -17,78 +17,78 @@ from dataclasses import dataclass
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, RECVS, SENDS, Action, ActionKind, Overlap
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.verify_error import Place
+from meshwright.pipeline.verify_error import ActionLocation
 
 K = ActionKind
 Key = tuple[str, int, int]
-"""An end of a transfer or a result: kind, stage and micro-batch."""
+"""Key of a transfer end or a result: kind, stage and micro-batch."""
 
 BACKWARD_SIDE = "B"
 TRANSFERS = SENDS | RECVS
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What a rank does at once."""
+class _BlockingStep:
+    """Actions that a rank runs as a unit: a single action, or a batch of transfers."""
 
     position: int
     actions: tuple[Action | Overlap, ...]
     posts: tuple[Key, ...] = ()
-    """Others may see these as soon as the step is reached."""
+    """Visible to other ranks as soon as the step is reached."""
     needs: tuple[Key, ...] = ()
-    gives: tuple[Key, ...] = ()
-    """Others may see these when the step is through."""
+    provides: tuple[Key, ...] = ()
+    """Visible to other ranks when the step is complete."""
 
     def __str__(self) -> str:
         return " with ".join(map(str, self.actions))
 
 
 def batches(row: Sequence[Action | Overlap], schedule: Schedule) -> list[tuple[int, int]]:
-    """A row in pieces that are done at once, as begin and end: single actions, and pairs of transfers.
+    """Split a row into batches, as begin and end: single actions, and pairs of transfers.
 
-    A pair is a send and a receive with the same peer rank, next to each other, taken from the left.
+    A pair is an adjacent send and receive with the same peer rank, matched from the left.
     """
-    pieces, begin = [], 0
+    spans, begin = [], 0
     while begin < len(row):
         end = begin + 2 if begin + 1 < len(row) and _are_batched(row[begin], row[begin + 1], schedule) else begin + 1
-        pieces.append((begin, end))
+        spans.append((begin, end))
         begin = end
-    return pieces
+    return spans
 
 
-def check_no_circle(schedule: Schedule) -> None:
-    """See that all ranks get to the end of their rows.
+def check_no_deadlock(schedule: Schedule) -> None:
+    """Check that all ranks reach the end of their rows.
 
     Raises:
-        ScheduleError: they don't; it names every rank that waits, and for what.
+        ScheduleError: ranks deadlock; the error names each blocked rank and its action.
     """
     if schedule.is_lowered:
         rows = [_transfer_steps(row, schedule) for row in schedule.actions]
     else:
         rows = [_compute_steps(rank, row, schedule) for rank, row in enumerate(schedule.actions)]
-    reached, seen = _run(rows)
+    reached, seen = _advance_ranks(rows)
     if all(at == len(row) for at, row in zip(reached, rows, strict=True)):
         return
     stuck = [(rank, row[at]) for rank, (at, row) in enumerate(zip(reached, rows, strict=True)) if at < len(row)]
     waits = "; ".join(f"rank {rank} at position {step.position + 1}, {step}" for rank, step in stuck)
     missing = {rank: next(key for key in step.needs if key not in seen) for rank, step in stuck}
-    rank = _on_circle({rank: schedule.stage_ranks[key[1]] for rank, key in missing.items()})
+    rank = _rank_on_cycle({rank: schedule.stage_ranks[key[1]] for rank, key in missing.items()})
     step = dict(stuck)[rank]
-    first, places = _name(missing[rank], schedule), _places(schedule)
-    other = f" ({places[first]})" if first in places else ""
+    needed, locations = _name(missing[rank], schedule), _action_locations(schedule)
+    needed_at = f" ({locations[needed]})" if needed in locations else ""
     raise ScheduleError(
-        f"{len(stuck)} of {len(rows)} ranks wait for ever: {waits}",
-        where=f"{Place(rank, step.position)}, {step}",
-        rule=RULE_LOWERED if schedule.is_lowered else "what an action needs is done by one that can come before it",
-        fix=f"{first}{other} earlier on its rank, or {step} later",
+        f"{len(stuck)} of {len(rows)} ranks deadlock: {waits}",
+        where=f"{ActionLocation(rank, step.position)}, {step}",
+        rule=RULE_LOWERED if schedule.is_lowered else "everything an action depends on can run before it",
+        fix=f"move {needed}{needed_at} earlier on its rank, or {step} later",
     )
 
 
-RULE_LOWERED = "a send waits until its receive is reached and a receive until its send, but for neighbours in a batch"
+RULE_LOWERED = "a send blocks until its receive is reached and vice versa, except within a batch"
 
 
-def _run(rows: Sequence[Sequence[_Step]]) -> tuple[list[int], set[Key]]:
-    """How far each rank gets, and all that was posted or given until then."""
+def _advance_ranks(rows: Sequence[Sequence[_BlockingStep]]) -> tuple[list[int], set[Key]]:
+    """Return the number of completed steps per rank, and all keys that became visible."""
     seen: set[Key] = set()
     waiting: dict[Key, list[int]] = defaultdict(list)
     reached = [0] * len(rows)
@@ -105,40 +105,41 @@ def _run(rows: Sequence[Sequence[_Step]]) -> tuple[list[int], set[Key]]:
             if missing is not None:
                 waiting[missing].append(rank)
                 break
-            for key in step.gives:
+            for key in step.provides:
                 seen.add(key)
                 runnable.extend(waiting.pop(key, ()))
             reached[rank] += 1
     return reached, seen
 
 
-def _on_circle(waits_for: Mapping[int, int]) -> int:
-    """The lowest rank of a circle; the other ranks only wait for one."""
+def _rank_on_cycle(waits_for: Mapping[int, int]) -> int:
+    """Return the lowest rank on the cycle; other stuck ranks only wait for the cycle."""
     rank = next(iter(waits_for))
-    for _ in waits_for:  # as many steps as there are ranks lead into the circle
+    for _ in waits_for:  # following as many edges as there are ranks leads into the cycle
         rank = waits_for[rank]
-    circle = {rank}
-    while waits_for[rank] not in circle:
+    cycle = {rank}
+    while waits_for[rank] not in cycle:
         rank = waits_for[rank]
-        circle.add(rank)
-    return min(circle)
+        cycle.add(rank)
+    return min(cycle)
 
 
-def _transfer_steps(row: tuple[Action | Overlap, ...], schedule: Schedule) -> list[_Step]:
-    """The steps that wait for others: what the rank itself did is its row's order, which is checked elsewhere."""
+def _transfer_steps(row: tuple[Action | Overlap, ...], schedule: Schedule) -> list[_BlockingStep]:
+    """Return the steps that depend on other ranks; dependencies within a rank are checked in `verify`."""
     steps = []
     for begin, end in batches(row, schedule):
         ends = [part for action in row[begin:end] for part in action.parts() if part.kind in TRANSFERS]
         if ends:
             posts = tuple(_key(part) for part in ends)
-            steps.append(_Step(begin, row[begin:end], posts=posts, needs=tuple(_key(part.peer()) for part in ends)))
+            needs = tuple(_key(part.peer()) for part in ends)
+            steps.append(_BlockingStep(begin, row[begin:end], posts=posts, needs=needs))
     return steps
 
 
-def _compute_steps(rank: int, row: Sequence[Action | Overlap], schedule: Schedule) -> list[_Step]:
+def _compute_steps(rank: int, row: Sequence[Action | Overlap], schedule: Schedule) -> list[_BlockingStep]:
     steps = []
     for position, action in enumerate(row):
-        needs, gives = [], []
+        needs, provides = [], []
         for part in action.parts():
             is_forward = part.kind is K.FORWARD
             if part.kind is K.BACKWARD_WEIGHT:
@@ -147,8 +148,8 @@ def _compute_steps(rank: int, row: Sequence[Action | Overlap], schedule: Schedul
             source = part.stage + (-1 if is_forward else 1)
             if 0 <= source < schedule.num_stages and schedule.stage_ranks[source] != rank:
                 needs.append((side, source, part.microbatch))
-            gives.append((side, part.stage, part.microbatch))
-        steps.append(_Step(position, (action,), needs=tuple(needs), gives=tuple(gives)))
+            provides.append((side, part.stage, part.microbatch))
+        steps.append(_BlockingStep(position, (action,), needs=tuple(needs), provides=tuple(provides)))
     return steps
 
 
@@ -165,7 +166,7 @@ def _key(action: Action) -> Key:
 
 
 def _name(key: Key, schedule: Schedule) -> str:
-    """The action that a key stands for, as the table has it."""
+    """Return the name of the action that a key stands for in the table."""
     kind, stage, microbatch = key
     if kind == BACKWARD_SIDE and not schedule.is_lowered:
         for _, _, part in schedule.positions():
@@ -174,9 +175,9 @@ def _name(key: Key, schedule: Schedule) -> str:
     return f"{stage}{kind}{microbatch}"
 
 
-def _places(schedule: Schedule) -> dict[str, Place]:
-    """Where each action stands, by its name without a slot."""
+def _action_locations(schedule: Schedule) -> dict[str, ActionLocation]:
+    """Return the location of each action, by its name without a slot."""
     return {
-        str(Action(part.kind, part.stage, part.microbatch)): Place(rank, position)
+        str(Action(part.kind, part.stage, part.microbatch)): ActionLocation(rank, position)
         for rank, position, part in schedule.positions()
     }

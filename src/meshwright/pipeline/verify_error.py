@@ -1,4 +1,4 @@
-"""How `verify` says what is wrong: the action and its rank and position, the rule, and what would be right."""
+"""Errors of `verify`: the action, its rank and position, the violated rule, and a fix."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import Action, Overlap
 
 
-class Place(NamedTuple):
-    """Where an action stands."""
+class ActionLocation(NamedTuple):
+    """Rank and position of an action in a table."""
 
     rank: int
     position: int
-    """From 0; people read it from 1."""
+    """Index in the rank's row, from 0; messages count from 1."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}, position {self.position + 1}"
 
 
-def fault(place: Place, action: Action | Overlap, what: str, *, rule: str, fix: str) -> ScheduleError:
-    """An error about one action, to be raised: `what` goes on after the action's name."""
-    return ScheduleError(f"{action} {what}", where=f"{place}, {action}", rule=rule, fix=fix)
+def violation(loc: ActionLocation, action: Action | Overlap, what: str, *, rule: str, fix: str) -> ScheduleError:
+    """Return an error about one action; `what` continues the sentence that starts with the action."""
+    return ScheduleError(f"{action} {what}", where=f"{loc}, {action}", rule=rule, fix=fix)
 
 
 def before(position: int | None) -> str:
-    """Where to move an action that must come before this position."""
+    """Return ` before position …`, or nothing without a position."""
     return "" if position is None else f" before position {position + 1}"

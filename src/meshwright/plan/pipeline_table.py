@@ -12,8 +12,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import LowerOptions, lower
-from meshwright.pipeline.schedule_table import Schedule, one_stage
-from meshwright.pipeline.split_layers import balanced
+from meshwright.pipeline.schedule_table import Schedule, single_stage
+from meshwright.pipeline.split_layers import balance_layers
 from meshwright.pipeline.verify import verify
 
 
@@ -41,7 +41,7 @@ def compute_table(config: RunConfig) -> Schedule:
         ScheduleError: there is no such table.
     """
     if not has_stages(config):
-        return one_stage(config.train.num_microbatches)
+        return single_stage(config.train.num_microbatches)
     chosen = schedule_name(config)
     if is_file(chosen):
         return read_table(chosen)
@@ -90,7 +90,7 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     if config.pipeline.layers_per_stage is not None and has_stages(config):
         return config.pipeline.layers_per_stage
     facts = model_facts(config)
-    return balanced(
+    return balance_layers(
         [facts.kind_of(layer).flops for layer in range(facts.num_layers)],
         num_stages(config),
         before=sum(kind.flops for kind in facts.first),

@@ -10,7 +10,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.split_layers import balanced
+from meshwright.pipeline.split_layers import balance_layers
 from meshwright.plan.pipeline_table import compute_table, has_stages, is_file, read_table, schedule_name
 from meshwright.settings.violation import Fix, Violation, as_word
 
@@ -144,7 +144,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
         )
     if given is None:
         return
-    fits = balanced([1.0] * layers, stages, allow_empty=allowed or stages > layers)
+    fits = balance_layers([1.0] * layers, stages, allow_empty=allowed or stages > layers)
     fixes: list[Fix] = [{"pipeline.layers_per_stage": fits}, {"pipeline.layers_per_stage": None}]
     what = f"pipeline.layers_per_stage = {as_word(given)}"
     if len(given) != stages:

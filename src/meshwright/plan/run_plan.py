@@ -348,4 +348,4 @@ class RunPlan:
         """What a rank of the mesh does at a position of its row: `2F3: forward of micro-batch 3 on stage 2`."""
         row = self.schedule.actions[self.mesh.position(rank, "pp")]
         parts = [part for action in row for part in action.parts()]
-        return parts[position].words() if position < len(parts) else "the end of its row"
+        return parts[position].describe() if position < len(parts) else "the end of its row"

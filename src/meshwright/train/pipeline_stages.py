@@ -15,14 +15,14 @@ from meshwright.comm.p2p import Channel, open_channels
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.task import Batch
-from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients, undeferred_parameters
-from meshwright.parallel.check_applied import FirstGradients
+from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients
+from meshwright.parallel.check_applied import FirstGradientCheck
 from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
 from meshwright.parallel.rank_model import StagePart
 from meshwright.parallel.sync_shared_gradients import SharedGradients
-from meshwright.parallel.tensor_parallel import average_copies, sync_partial_gradients
-from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
-from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
+from meshwright.parallel.tensor_parallel import average_replicated_gradients, sync_partial_gradients
+from meshwright.pipeline.execute import ChannelKey, ExecutableStage, Executor, channel_keys
+from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import By
 from meshwright.train.build_job import Job
@@ -38,8 +38,8 @@ class Feed:
     """Return the scalar to run backward from, given the last stage's output and the targets."""
 
 
-class ModelStage(Stage):
-    """A part of the model as a stage of the executor."""
+class ModelStage(ExecutableStage):
+    """A part of the model as a stage."""
 
     def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients) -> None:
         self._module, self._is_last = part.module, part.part.is_last
@@ -49,7 +49,7 @@ class ModelStage(Stage):
         self._has_backward = True
         means = [one for one in job.plan.sums if one.by is By.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
-        self._first: FirstGradients | None = FirstGradients(part)
+        self._first: FirstGradientCheck | None = FirstGradientCheck(part)
         self.weight_gradients: WeightGradStore | None = None
         if part.stage.splits_backward:
             _check_deferral(part)
@@ -80,7 +80,7 @@ class ModelStage(Stage):
             self._first.check()
             self._first = None
         if self._drifting is not None:
-            average_copies(self._module, self._drifting)
+            average_replicated_gradients(self._module, self._drifting)
 
     def unshard(self) -> None:
         """Gather all parameters."""
@@ -90,9 +90,9 @@ class ModelStage(Stage):
         """Free the gathered parameters."""
         reshard(self._module)
 
-    def sync_shared(self, number: int) -> None:
+    def sync_shared(self, group_index: int) -> None:
         """Sum the gradients of a group of shared parameters."""
-        self._shared.sync(number)
+        self._shared.sync(group_index)
 
 
 class Pipeline:
@@ -117,7 +117,7 @@ class Pipeline:
         if schedule.num_stages > 1:
             edge = _stream_spec(job, batch_size)
             edges = dict.fromkeys(range(schedule.num_stages - 1), edge)
-            buffers = Buffers(
+            buffers = ReceiveBuffers(
                 schedule, rank=job.pipeline_rank, edges=edges, device=job.device, poison=job.config.pipeline.poison
             )
         return Executor(

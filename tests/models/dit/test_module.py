@@ -72,7 +72,7 @@ def test_every_part_shares_the_embedders(spec):
     plan = make_plan(load("dit-digits", words_of(spec, layers=sizes)))
     for number, part in enumerate(parts(spec, sizes)):
         names = {name for name, _ in part.named_parameters() if name.split(".")[0].endswith("_embed")}
-        assert names == shared_names(spec) == set(StagePart(plan, number, part).local_copies())
+        assert names == shared_names(spec) == set(StagePart(plan, number, part).shared_parameter_keys())
     assert {p.key for p in plan.shared_parameters()} == shared_names(spec)
     assert make_plan(load("dit-digits", words_of(spec))).shared_parameters() == ()
 

@@ -1,7 +1,7 @@
-"""Schedules by name: `generate("1f1b", num_stages=4, num_microbatches=8)`.
+"""Generation of schedules by name: `generate("1f1b", num_stages=4, num_microbatches=8)`.
 
-Every generator emits compute only, in the order of a cost model where each F, I and W of a stage takes one unit;
-what the tables cost on other stages is for `simulate` to say.
+Generators emit compute only, ordered for a cost model in which each F, I and W of a stage takes one unit of time. Use
+`simulate` for the cost with other stage times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.pipeline.schedule_table import Schedule
 
 
 class ScheduleKind(Enum):
-    """Schedules that can be generated, by the name users write."""
+    """Schedules that can be generated; the value is the user-facing name."""
 
     F_THEN_B = "f-then-b"
     ONE_F_ONE_B = "1f1b"
@@ -30,7 +30,7 @@ class ScheduleKind(Enum):
 
 
 Generator = Callable[[int, int, int], Schedule]
-"""From ranks, micro-batches and chunks."""
+"""Takes the numbers of ranks, micro-batches and chunks."""
 
 GENERATORS: dict[ScheduleKind, Generator] = {
     ScheduleKind.F_THEN_B: f_then_b,
@@ -44,53 +44,53 @@ GENERATORS: dict[ScheduleKind, Generator] = {
 }
 
 V_SHAPED = frozenset({ScheduleKind.ZB_V, ScheduleKind.DUALPIPE_V, ScheduleKind.V_HALF, ScheduleKind.V_MIN})
-"""Two chunks a rank, placed as a V: the first rank has the model's beginning and its end."""
+"""Schedules with two chunks per rank, placed as a V: the first rank has the first and the last stage."""
 
 
 def default_chunks(kind: ScheduleKind) -> int:
-    """Chunks a rank where nothing else is asked for."""
+    """Return the default number of chunks per rank."""
     return 2 if kind in V_SHAPED or kind is ScheduleKind.INTERLEAVED else 1
 
 
 def generate(
     kind: str | ScheduleKind, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None
 ) -> Schedule:
-    """The table of a schedule.
+    """Generate the table of a schedule.
 
     Args:
-        kind: its name, as in `ScheduleKind`.
-        num_stages: pipeline stages p, one a rank.
-        num_microbatches: micro-batches m of a step.
-        num_chunks: the pieces v of consecutive layers that each rank has, which are the stages of the table: one for
-            f-then-b, 1f1b and zb-h1, any number for interleaved, two for the V-shaped (zb-v, dualpipe-v, v-half,
-            v-min). Left out, two for those that can have two.
+        kind: name of the schedule, see `ScheduleKind`.
+        num_stages: number of pipeline ranks p.
+        num_microbatches: micro-batches m per step.
+        num_chunks: chunks v of consecutive layers per rank; each is a stage of the table. One for f-then-b, 1f1b and
+            zb-h1, any number for interleaved, two for the V-shaped schedules (zb-v, dualpipe-v, v-half, v-min). None
+            means two where two are supported, else one.
 
     Raises:
-        ScheduleError: there is no such schedule, or not with these numbers.
+        ScheduleError: the schedule is unknown, or doesn't support these numbers.
     """
     chosen = schedule_kind(kind)
     for name, number in (("stages", num_stages), ("micro-batches", num_microbatches), ("chunks", num_chunks)):
         if number is not None and number < 1:
-            raise ScheduleError(f"{number} {name}", rule="at least one", fix=f"1 or more {name}")
+            raise ScheduleError(f"{number} {name}", rule="must be at least 1", fix=f"use 1 or more {name}")
     chunks = default_chunks(chosen) if num_chunks is None else num_chunks
-    only = 2 if chosen in V_SHAPED else 1
-    if chosen is not ScheduleKind.INTERLEAVED and chunks != only:
+    required = 2 if chosen in V_SHAPED else 1
+    if chosen is not ScheduleKind.INTERLEAVED and chunks != required:
         raise ScheduleError(
             f"{chosen.value} with {chunks} chunks",
-            rule=f"{chosen.value} has {only} {'chunk' if only == 1 else 'chunks'} a rank",
-            fix=f"{only}, or the schedule interleaved",
+            rule=f"{chosen.value} has {required} {'chunk' if required == 1 else 'chunks'} per rank",
+            fix=f"use {required}, or the schedule interleaved",
         )
     return GENERATORS[chosen](num_stages, num_microbatches, chunks)
 
 
 def schedule_kind(kind: str | ScheduleKind) -> ScheduleKind:
-    """The schedule of that name.
+    """Look up a schedule by name.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: the name is unknown.
     """
     try:
         return ScheduleKind(kind)
     except ValueError:
         names = ", ".join(known.value for known in ScheduleKind)
-        raise ScheduleError(f"there is no schedule {kind!r}", rule=f"schedules are {names}", fix="1f1b") from None
+        raise ScheduleError(f"unknown schedule {kind!r}", rule=f"known schedules are {names}", fix="1f1b") from None

@@ -1,23 +1,23 @@
-"""DualPipeV: the schedule of DeepSeek-V3 (DeepSeek-AI 2024, section 3.2.1) cut in half to a V (Qi et al. 2025).
+"""DualPipeV: the schedule of DeepSeek-V3 (DeepSeek-AI 2024, section 3.2.1) halved into a V (Qi et al. 2025).
 
-In its main phase each rank runs a forward of one chunk together with a backward of the other, so that the one's
-computation hides the other's expert-parallel communication. Backwards are split only at the ends.
+In the steady state each rank overlaps a forward of one chunk with a backward of the other, so that the computation of
+one hides the expert-parallel communication of the other. Backwards are split only in the warm-up and cool-down.
 
-p ranks, r a rank, m micro-batches, which are at least 2p.
+p: ranks, r: a rank, m: micro-batches, at least 2p.
 """
 
 from __future__ import annotations
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
-from meshwright.pipeline.generate.stage_placement import as_a_v
+from meshwright.pipeline.generate.stage_placement import v_placement
 from meshwright.pipeline.schedule_table import Schedule
 
 K = ActionKind
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """The table.
+    """Generate DualPipeV.
 
     Raises:
         ScheduleError: there are fewer than 2p micro-batches.
@@ -25,15 +25,15 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
             f"dualpipe-v on {num_ranks} ranks with {num_microbatches} micro-batches",
-            rule="dualpipe-v needs two micro-batches a rank to fill its pipeline from both ends",
-            fix=f"{2 * num_ranks} or more micro-batches, or zb-v",
+            rule="dualpipe-v needs two micro-batches per rank to fill its pipeline from both ends",
+            fix=f"use {2 * num_ranks} or more micro-batches, or zb-v",
         )
-    rows = tuple(_Row(num_ranks, rank).fill(num_microbatches) for rank in range(num_ranks))
-    return Schedule("dualpipe-v", num_microbatches, as_a_v(num_ranks), rows)
+    rows = tuple(_RowBuilder(num_ranks, rank).fill(num_microbatches) for rank in range(num_ranks))
+    return Schedule("dualpipe-v", num_microbatches, v_placement(num_ranks), rows)
 
 
-class _Row:
-    """One rank's actions, micro-batches counted up for each kind and chunk."""
+class _RowBuilder:
+    """Builds the actions of one rank, with a micro-batch counter per kind and chunk."""
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self._num_ranks, self._rank = num_ranks, rank
@@ -43,7 +43,7 @@ class _Row:
         self._actions: list[Action | Overlap] = []
 
     def fill(self, num_microbatches: int) -> tuple[Action | Overlap, ...]:
-        """The eight phases of the paper's figure, in order."""
+        """Return the actions of the eight phases in the paper's figure."""
         before, after = self._rank, self._num_ranks - self._rank - 1
         for _ in range(2 * after):
             self._do(self._forward(0))
@@ -53,7 +53,7 @@ class _Row:
             self._do(self._input_gradient(1), self._weight_gradient(), self._forward(1))
         for i in range(num_microbatches - 2 * self._num_ranks + before + 1):
             if i == 0 and after == 0:
-                # The last rank's two chunks are neighbours: the forward feeds this very backward.
+                # The two chunks of the last rank are neighbouring stages: this backward depends on this forward.
                 self._do(self._forward(0), self._backward(1))
             else:
                 self._overlap(0, 1)

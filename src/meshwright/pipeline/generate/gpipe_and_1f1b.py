@@ -1,44 +1,44 @@
-"""Schedules whose stages lie on the ranks in one direction: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
+"""Schedules whose stages are placed on the ranks in one direction: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021,
 section 2.2. ZB-H1: Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.
 
-p ranks, r a rank, m micro-batches, v chunks.
+p: ranks, r: a rank, m: micro-batches, v: chunks.
 """
 
 from __future__ import annotations
 
 from meshwright.pipeline.actions import Action, ActionKind
-from meshwright.pipeline.generate.stage_placement import in_a_loop
+from meshwright.pipeline.generate.stage_placement import loop_placement
 from meshwright.pipeline.schedule_table import Schedule
 
 K = ActionKind
 
 
 def f_then_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards (GPipe)."""
+    """Generate GPipe: all forwards, then all backwards."""
     rows = tuple(
         tuple(Action(kind, rank, m) for kind in (K.FORWARD, K.BACKWARD) for m in range(num_microbatches))
         for rank in range(num_ranks)
     )
-    return Schedule("f-then-b", num_microbatches, in_a_loop(num_ranks, 1), rows)
+    return Schedule("f-then-b", num_microbatches, loop_placement(num_ranks, 1), rows)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Rank r begins with p−r−1 forwards, and from then on each forward is followed by a backward."""
+    """Generate 1F1B: p−r−1 warm-up forwards on rank r, then forwards and backwards alternate."""
     rows = []
     for rank in range(num_ranks):
         forwards = [Action(K.FORWARD, rank, m) for m in range(num_microbatches)]
         backwards = [Action(K.BACKWARD, rank, m) for m in range(num_microbatches)]
         rows.append(_alternate(forwards, backwards, num_warmup=num_ranks - rank - 1))
-    return Schedule("1f1b", num_microbatches, in_a_loop(num_ranks, 1), tuple(rows))
+    return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B over v stages a rank: groups of p micro-batches go through the rank's stages in turn.
+    """Generate interleaved 1F1B with v stages per rank: groups of p micro-batches visit the rank's stages in turn.
 
-    The warm-up is 2(p−r−1) + (v−1)·group forwards; with one rank or with one stage a rank it is that of 1F1B. Where p
-    does not divide m the groups are a little larger.
+    The warm-up has 2(p−r−1) + (v−1)·group forwards; with one rank or one stage per rank it is that of 1F1B. If p does
+    not divide m, some groups are larger than p.
     """
     if num_chunks == 1:
         plain = one_f_one_b(num_ranks, num_microbatches)
@@ -58,13 +58,13 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         )  # fmt: skip
         num_warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * largest
         rows.append(_alternate(forwards, backwards, num_warmup=num_warmup))
-    return Schedule("interleaved", num_microbatches, in_a_loop(num_ranks, num_chunks), tuple(rows))
+    return Schedule("interleaved", num_microbatches, loop_placement(num_ranks, num_chunks), tuple(rows))
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """1F1B with the backward in two: rank r puts its weight gradients off by r micro-batches.
+    """Generate ZB-H1: 1F1B with split backwards, where rank r defers its weight gradients by r micro-batches.
 
-    The first rank's last input gradients then wait for nobody's weight gradients, and every rank holds p micro-batches.
+    The last input gradients of the first rank then don't wait for any weight gradient. Each rank holds p micro-batches.
     """
     rows = []
     for rank in range(num_ranks):
@@ -79,7 +79,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
         done = max(0, num_microbatches - rank)
         row.extend(Action(K.BACKWARD_WEIGHT, rank, m) for m in range(done, num_microbatches))
         rows.append(tuple(row))
-    return Schedule("zb-h1", num_microbatches, in_a_loop(num_ranks, 1), tuple(rows))
+    return Schedule("zb-h1", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: int) -> tuple[Action, ...]:
@@ -91,7 +91,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: i
 
 
 def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
-    """As many groups as p fits into m, of sizes that differ by at most one, the larger first."""
+    """Split m micro-batches into ⌊m/p⌋ groups whose sizes differ by at most one, larger groups first."""
     count = max(1, num_microbatches // num_ranks)
     small, larger = divmod(num_microbatches, count)
     starts = [i * small + min(i, larger) for i in range(count + 1)]

@@ -1,12 +1,12 @@
-"""V-shaped schedules: ZB-V, V-Half and V-Min. Two chunks a rank, the second on the way back up.
+"""V-shaped schedules: ZB-V, V-Half and V-Min. Two chunks per rank, the second on the way back up.
 
 ZB-V: Qi et al. 2024, "Zero bubble pipeline parallelism", section 6. V-Half, V-Min: Qi et al. 2024, "Pipeline
-parallelism with controllable memory", section 3: one micro-batch's forwards and input gradients are a *building
-block*, whose offsets on each rank are distinct modulo the 6 units that a rank works on a micro-batch, so that it can
-be repeated every 6 units. The time from a forward to its backward is what a rank has to hold. The offsets here are our
-own, found by search over all small spacings for the least bubble at the published peak.
+parallelism with controllable memory", section 3: the forwards and input gradients of one micro-batch form a *building
+block*. A rank works 6 units on each micro-batch; the offsets within a block are distinct modulo 6 on each rank, so the
+block can be repeated every 6 units. The time between a forward and its backward determines the memory. The offsets
+used here come from our own search over all small spacings for the smallest bubble at the published peak.
 
-p ranks, r a rank, m micro-batches. F0 is a forward of the rank's first chunk, F1 of its second.
+p: ranks, r: a rank, m: micro-batches. F0 is a forward of the rank's first chunk, F1 of its second.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from collections import deque
 from dataclasses import dataclass
 
 from meshwright.pipeline.actions import Action, ActionKind
-from meshwright.pipeline.generate.stage_placement import as_a_v
+from meshwright.pipeline.generate.stage_placement import v_placement
 from meshwright.pipeline.schedule_table import Schedule
 
 K = ActionKind
 
 PERIOD = 6
-"""Units of work on a micro-batch: F, I and W of two chunks."""
+"""Units of work per micro-batch and rank: F, I and W of two chunks."""
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """No bubble where F, I and W take the same time, at the peak of 1F1B.
+    """Generate ZB-V: no bubble if F, I and W take the same time, with the peak memory of 1F1B.
 
-    Rank r begins with 2(p−r)−1 first forwards, then r times F1 F0, and then goes on with F1 I1 W1 until its first
-    micro-batch is back in the first chunk; from there on it repeats F0 I0 W0 F1 I1 W1. At the end weight gradients are
-    put off where a neighbour waits for an input gradient.
+    Rank r starts with 2(p−r)−1 times F0, then r times F1 F0, then F1 I1 W1 until its first micro-batch is back in the
+    first chunk; in the steady state it repeats F0 I0 W0 F1 I1 W1. At the end, weight gradients are deferred while a
+    neighbour waits for an input gradient.
     """
     rows = tuple(_zb_v_row(num_ranks, rank, num_microbatches) for rank in range(num_ranks))
-    return Schedule("zb-v", num_microbatches, as_a_v(num_ranks), rows)
+    return Schedule("zb-v", num_microbatches, v_placement(num_ranks), rows)
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """About half of 1F1B's bubble at half its peak: ⌊(p+2)/2⌋ micro-batches."""
+    """Generate V-Half: about half the bubble of 1F1B at half its peak memory, ⌊(p+2)/2⌋ micro-batches."""
     turns = (4, 2, 4) if num_ranks % 2 == 0 else (1, 1, 2)
-    block = _Block(num_ranks, spacing=(1, 2, 1, 2), turns=turns)
+    block = _BuildingBlock(num_ranks, spacing=(1, 2, 1, 2), turns=turns)
     return _repeat("v-half", block, num_microbatches, peak=(num_ranks + 2) // 2)
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """About two thirds of 1F1B's bubble at a third of its peak: ⌊(p+4)/3⌋ micro-batches."""
+    """Generate V-Min: about two thirds of the bubble of 1F1B at a third of its peak memory, ⌊(p+4)/3⌋ micro-batches."""
     turns = (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1)
-    block = _Block(num_ranks, spacing=(1, 1, 1, 1), turns=turns)
+    block = _BuildingBlock(num_ranks, spacing=(1, 1, 1, 1), turns=turns)
     return _repeat("v-min", block, num_microbatches, peak=(num_ranks + 4) // 3)
 
 
 def _zb_v_row(num_ranks: int, rank: int, num_microbatches: int) -> tuple[Action, ...]:
-    """One rank's actions, micro-batches counted up for each kind and chunk; what there is no more of is left out."""
+    """Return the actions of one rank; actions beyond the last micro-batch are skipped."""
     stages = (rank, 2 * num_ranks - 1 - rank)
     done = dict.fromkeys(((kind, chunk) for kind in "FIW" for chunk in (0, 1)), 0)
     row: list[Action] = []
@@ -82,12 +82,12 @@ def _zb_v_row(num_ranks: int, rank: int, num_microbatches: int) -> tuple[Action,
 
 
 @dataclass(frozen=True)
-class _Block:
-    """When each rank works on micro-batch 0, in units of one F, I or W.
+class _BuildingBlock:
+    """Start times of micro-batch 0 on each rank, in units of one F, I or W.
 
     Attributes:
-        spacing: between neighbouring ranks, of F0, F1, I1 and I0.
-        turns: between F0 and F1 on the last rank, F1 and I1 on the first, I1 and I0 on the last.
+        spacing: offsets between neighbouring ranks, for F0, F1, I1 and I0.
+        turns: offsets between F0 and F1 on the last rank, F1 and I1 on the first, I1 and I0 on the last.
     """
 
     num_ranks: int
@@ -95,7 +95,7 @@ class _Block:
     turns: tuple[int, int, int]
 
     def order(self, rank: int, num_microbatches: int) -> list[Action]:
-        """The rank's F and I of all micro-batches, as repeated blocks have them."""
+        """Return F and I of all micro-batches on a rank, in the order of the repeated blocks."""
         last = self.num_ranks - 1
         up, down = rank, last - rank
         f0, f1, i1, i0 = self.spacing
@@ -115,14 +115,14 @@ class _Block:
         return [Action(action.kind, action.stage, m) for _, action, m in timed]
 
 
-def _repeat(kind: str, block: _Block, num_microbatches: int, *, peak: int) -> Schedule:
-    """Repeat a block, close the gaps, and put weight gradients where a rank would wait or its memory is full.
+def _repeat(kind: str, block: _BuildingBlock, num_microbatches: int, *, peak: int) -> Schedule:
+    """Repeat a block, close the gaps, and insert weight gradients where the rank would idle or its memory is full.
 
     Args:
-        kind: the schedule's name.
-        block: fixes the order of F and I on each rank.
-        num_microbatches: repetitions.
-        peak: micro-batches that a rank may hold, both chunks counted as one.
+        kind: name of the schedule.
+        block: determines the order of F and I on each rank.
+        num_microbatches: number of repetitions.
+        peak: maximum number of micro-batches held by a rank, in activations of both chunks.
     """
     num_ranks = block.num_ranks
     num_stages = 2 * num_ranks
@@ -154,6 +154,6 @@ def _repeat(kind: str, block: _Block, num_microbatches: int, *, peak: int) -> Sc
                 pending.append(Action(K.BACKWARD_WEIGHT, action.stage, action.microbatch))
             held[rank] += {K.FORWARD: 1, K.BACKWARD_INPUT: 0, K.BACKWARD_WEIGHT: -1}[action.kind]
             finished.append((action.kind, action.stage, action.microbatch))
-        assert finished, "a building block whose repetition can't go on"
+        assert finished, "the repeated building block deadlocks"
         done.update(finished)
-    return Schedule(kind, num_microbatches, as_a_v(num_ranks), tuple(map(tuple, rows)))
+    return Schedule(kind, num_microbatches, v_placement(num_ranks), tuple(map(tuple, rows)))

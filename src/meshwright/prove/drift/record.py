@@ -80,7 +80,7 @@ def largest_distance(job: Job) -> float:
     All shared parameters of a stage together, as a bias that started at zero is infinitely far away at once.
     """
     parts = job.parts().items()
-    own = {stage: _copies(part.local_copies(), dict(part.module.named_parameters())) for stage, part in parts}
+    own = {stage: _copies(part.shared_parameter_keys(), dict(part.module.named_parameters())) for stage, part in parts}
     everyone = all_gather_object(own)
     num_lines = len(everyone) // job.axes.pp
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
