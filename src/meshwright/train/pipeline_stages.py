@@ -15,7 +15,7 @@ from meshwright.comm.p2p import Channel, open_channels
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.task import Batch
-from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients
+from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients, undeferred_parameters
 from meshwright.parallel.check_applied import FirstGradientCheck
 from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
 from meshwright.parallel.rank_model import StagePart
