@@ -1,4 +1,4 @@
-"""Launch of the Triton kernels on CUDA tensors: `triton_programs` behind the signatures of `codecs` and `error_feedback`.
+"""Launch of the Triton kernels on CUDA tensors, with the signatures of `codecs` and `error_feedback`.
 
 Importing this file imports Triton; `dispatch` does so for the first CUDA tensor. The kernels run on the current stream
 of the tensors' device. Rows aligned to 16 elements, as in almost every model, are accessed 16 bytes at a time; others
