@@ -228,7 +228,7 @@ def test_the_fix_for_another_kind_names_its_preset(tmp_path):
     path = make(tmp_path, 1, model=load(None).model.spec().identity())
     with pytest.raises(CheckpointError, match="model.kind is") as caught:
         manifest.check_model(manifest.read_manifest(path), load("dit-digits").model.spec().identity())
-    assert caught.value.fix.startswith("a preset of a llama, with ")
+    assert caught.value.fix.startswith("use a preset of a llama, with ")
     [words, *_] = alternatives(caught.value.fix)
     manifest.check_model(manifest.read_manifest(path), load("llama3-8b", words).model.spec().identity())
 

@@ -58,13 +58,13 @@ class CheckedSavePlanner(DefaultSavePlanner):
 
     @with_picklable_errors
     def create_local_plan(self) -> SavePlan:
-        """This rank's shards, without the empty ones of tensors that are smaller than their ranks.
+        """Plan this rank's shards, without the empty shards of tensors with fewer rows than ranks.
 
-        So a rank with nothing to write writes no file. A tensor without any element keeps its empty shard, to be
-        remembered by.
+        So a rank with nothing to write creates no file. A tensor without elements keeps its empty shard, which
+        records its shape and dtype.
 
         Raises:
-            CheckpointError: a tensor that can't be saved.
+            CheckpointError: a tensor can't be saved.
         """
         for name, tensor in self._tensors.items():
             _check_dense(name, tensor)
@@ -95,10 +95,10 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Refuse what can't be filled, first of all: PyTorch would give a meta tensor storage that nobody sees.
+        """Check the tensors before planning: PyTorch would load a meta tensor into storage that is then lost.
 
         Raises:
-            CheckpointError: a tensor without storage, or that is no plain shard of data.
+            CheckpointError: a tensor is on the meta device, not strided, or partial.
         """
         for name, tensor in self._tensors.items():
             _check_dense(name, tensor)
@@ -187,7 +187,7 @@ def _check_agreement(all_plans: list[SavePlan]) -> None:
                 shapes = f"{list(first.chunk.sizes)} and {list(data.chunk.sizes)}"
                 raise RunError(
                     f"ranks {first_rank} and {rank} have different tensors named {item.index.fqn}: "
-                    f"pieces of {shapes} at {list(item.index.offset or [])}",
+                    f"shards of {shapes} at {list(item.index.offset or [])}",
                     rule="a plain tensor is the same on all ranks; a shard of a larger one is a DTensor",
                     fix="save the DTensor, not its local tensor, or give the tensors different names",
                 )

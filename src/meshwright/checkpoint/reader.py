@@ -1,8 +1,7 @@
-"""Loading: reading from each safetensors file just the parts that a rank needs.
+"""Loading of the slices that a rank needs from each safetensors file.
 
-A `StorageReader` of `torch.distributed.checkpoint`, which works out how saved shards overlap the wanted
-ones, and the plain reading of whole tensors in one process. Only public names are used, checked on torch
-2.11 and 2.13.
+Contains a `StorageReader` for `torch.distributed.checkpoint`, which matches saved shards to requested ones, and a
+reader of full tensors in one process. Only public PyTorch names are used, checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ from meshwright.errors import CheckpointError
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what one rank needs of a checkpoint."""
+    """Storage reader of one rank for one load."""
 
     def __init__(self, layout: CheckpointLayout) -> None:
         self._layout = layout
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader serves one load."""
+        """Do nothing: a reader serves one load."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Paths come with the layout, never as an id."""
+        """Reject ids: the layout contains the path."""
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The layout in PyTorch's terms."""
+        """Convert the layout to PyTorch's metadata."""
         return Metadata({name: _tensor_metadata(entry) for name, entry in self._layout.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the layout is known."""
+        """Do nothing: the layout is known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The planner's, as it is."""
+        """Return the planner's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The planner's, as they are."""
+        """Return the planner's plans unchanged."""
         return plans
 
     @with_picklable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill this rank's tensors, file after file.
+        """Fill this rank's tensors, one file at a time.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -86,11 +85,10 @@ class SafetensorsReader(StorageReader):
 
 
 def read_tensor(layout: CheckpointLayout, name: str) -> Tensor:
-    """A whole tensor, put together from its shards, on the CPU in its saved dtype.
+    """Read a full tensor on the CPU in its saved dtype, assembled from its shards.
 
     Raises:
-        CheckpointError: it is not in the checkpoint, its shards don't make up all of it, or a file cannot be
-            read.
+        CheckpointError: the tensor is missing, its shards do not cover it, or a file cannot be read.
     """
     entry = layout.entry(name)
     found = sum(math.prod(shard.shape) for shard in entry.shards)

@@ -1,8 +1,8 @@
-"""Writing and reading safetensors files, one tensor in memory at a time.
+"""Writer and reader of safetensors files, with one tensor in memory at a time.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes of header length, little-endian; a
 JSON header of name → dtype, shape and byte range; the tensors' bytes. The library's own `save_file` wants all
-tensors on the CPU at once, and neither hashes nor flushes; so we write the format, and read with the library.
+tensors on the CPU at once, and neither hashes nor flushes; so we write the format ourselves, and read with the library.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names for dtypes."""
+"""Dtypes by their names in safetensors."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor that a file will hold, fetched only when its turn comes."""
+    """A tensor to write to a file, fetched only when it is written."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], Tensor]
-    """Gives the tensor, on any device and of any strides."""
+    """Returns the tensor, on any device and with any strides."""
 
     def num_bytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Return its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls `dtype`.
+    """Return the name of `dtype` in safetensors.
 
     Raises:
-        CheckpointError: it has no name for it.
+        CheckpointError: safetensors does not support it.
     """
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(
@@ -81,15 +81,15 @@ def write_tensors(
     """Write `tensors` as one safetensors file, and flush it to the disk.
 
     Args:
-        file: new and empty.
-        tensors: of different keys.
-        metadata: free strings for the header.
+        file: a new, empty file.
+        tensors: tensors with distinct keys.
+        metadata: arbitrary strings for the header.
 
     Raises:
-        CheckpointError: a dtype that safetensors doesn't know.
-        OSError: as `DurableFile`.
+        CheckpointError: safetensors does not support a dtype.
+        OSError: as in `DurableFile`.
     """
-    # Widest elements first, so that each tensor starts at a multiple of its element size, as readers expect.
+    # Widest dtypes first, so that each tensor is aligned to its element size, as readers expect.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.key))
     file.write(_header(ordered, metadata))
     for tensor in ordered:
@@ -100,7 +100,7 @@ def write_tensors(
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """`safetensors.safe_open` on the CPU; what it complains about becomes ours.
+    """Open a safetensors file on the CPU, translating its errors to CheckpointError.
 
     Raises:
         CheckpointError: the file is missing, unreadable or not safetensors, or lacks a tensor asked for.
@@ -113,13 +113,13 @@ def open_tensors(path: Path) -> Iterator[Any]:
             f"{path.name} cannot be read: {error}",
             where=str(path),
             rule="tensors are read from undamaged safetensors files",
-            fix="verify the files, and take another copy of this one",
+            fix="verify the files, and restore this one from a copy",
         ) from error
 
 
 def read_slices(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
-    """A part of one tensor of an open file; only that part is read from the disk."""
-    if not index:  # a slice of a 0-dim tensor is an error to safetensors
+    """Read a slice of one tensor of an open file, without reading the rest from the disk."""
+    if not index:  # safetensors cannot slice a 0-dim tensor
         return _tensor(file.get_tensor(key))
     return _tensor(file.get_slice(key)[index])
 

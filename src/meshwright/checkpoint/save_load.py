@@ -1,4 +1,4 @@
-"""Saving and loading sharded tensors, from any layout onto any other.
+"""Save and load of sharded tensors, between any two layouts.
 
 `torch.distributed.checkpoint` plans the shards and carries failures to every rank; `writer` and `reader` do
 the writing and reading; `directory` makes checkpoints of directories. What is saved is a flat dict of
@@ -40,25 +40,25 @@ def save(
 ) -> Path:
     """Save a checkpoint of `step`, then remove all but the `keep` newest. All ranks of `group` call it.
 
-    Replicas are written once, by the one of their ranks that has the least to write. When it returns, on
-    any rank, the checkpoint is complete and on the disk. When it raises, it raises on every rank, earlier
-    checkpoints are as they were, and nothing of this one is left.
+    Each replicated shard is written once, by the rank with the least to write. When it returns, on any rank, the
+    checkpoint is complete and on the disk. When it raises, it raises on every rank, earlier checkpoints are
+    unchanged, and this one's files are removed.
 
     Args:
-        root: the directory of the run's checkpoints, on a file system that all ranks share; no other run's.
-        step: optimizer steps done. A checkpoint of the same step is replaced; at any moment one of them exists.
-        tensors: by name; on CUDA or CPU, copied to the CPU one at a time.
-        model: the model's identity, for `manifest.check_model`. Rank 0's counts, for `run` as well.
-        run: JSON values that the trainer needs to go on.
-        keep: checkpoints to keep, this one included.
-        group: the ranks that save; all of them when not given.
+        root: the directory of this run's checkpoints only, on a file system that all ranks share.
+        step: completed optimizer steps. A checkpoint of the same step is replaced atomically.
+        tensors: tensors by name, on CUDA or CPU; copied to the CPU one at a time.
+        model: the model's identity, for `manifest.check_model`. Rank 0's value is used, also for `run`.
+        run: JSON values that the trainer needs to resume.
+        keep: number of checkpoints to keep, including this one.
+        group: the ranks that save; the default group if None.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        RunError: it cannot be written; a full disk is named as such.
-        CheckpointError: something that a checkpoint can't hold.
+        RunError: the checkpoint cannot be written, for example because the disk is full.
+        CheckpointError: a tensor or value is not supported.
     """
     request = SaveRequest(root, step, model, run, keep)
     writer = SafetensorsWriter(request, rank=collectives.rank(group))
@@ -78,7 +78,7 @@ def save(
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
-    """Fill `tensors` in place from the checkpoint at `path`, whatever layout it was saved from.
+    """Fill `tensors` in place from the checkpoint at `path`, saved from any layout.
 
     All ranks of `group` call it, each reading only what its own shards need. Floating-point values are
     converted to the dtype of the tensor they go to. Tensors of the checkpoint that are not asked for are
@@ -102,16 +102,16 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | Non
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Names of all tensors in the checkpoint at `path`.
+    """Return the names of all tensors in the checkpoint at `path`.
 
     Raises:
-        CheckpointError: it has no readable layout.
+        CheckpointError: the layout cannot be read.
     """
     return set(layout_file.read(path).tensors)
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Whole tensors of the checkpoint at `path`, on the CPU in their saved dtypes; in this process alone.
+    """Read full tensors of the checkpoint at `path` on the CPU in their saved dtypes, without other ranks.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or a file cannot be read.
@@ -121,7 +121,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayout:
-    """Read by rank 0 for all: with many ranks the file is long, and a failure has to reach all anyway."""
+    """Read the layout on rank 0 and broadcast it, as the file can be large and a failure must reach all ranks."""
     found: CheckpointLayout | CheckpointError | None = None
     if collectives.rank(group) == 0:
         try:
@@ -137,10 +137,10 @@ def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayou
 
 @contextmanager
 def _unwrap_rank_failures() -> Iterator[None]:
-    """Turn what PyTorch raises on every rank into the error that one rank met."""
+    """Translate PyTorch's CheckpointException, raised on every rank, to the original error of one rank."""
     try:
         with warnings.catch_warnings():
-            # That there is no process group is no surprise here.
+            # Running without a process group is supported.
             warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
             yield
     except CheckpointException as failure:

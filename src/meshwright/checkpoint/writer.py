@@ -1,8 +1,7 @@
-"""Saving: what each rank writes, and how the coordinator makes a checkpoint of it.
+"""Storage writer for `torch.distributed.checkpoint`, which plans and exchanges results and failures between ranks.
 
-A `StorageWriter` of `torch.distributed.checkpoint`, which plans, and carries results and failures between ranks.
-Each rank with something to write writes one safetensors file; the coordinator adds `layout.json` and commits. Only
-public names are used, checked on torch 2.11 and 2.13.
+Each rank with data to write creates one safetensors file; the coordinator adds `layout.json` and commits. Only public
+PyTorch names are used, checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The checkpoint to save, as `store.save` was asked for it."""
+    """Arguments of `save_load.save`."""
 
     root: Path
     step: int
@@ -51,7 +50,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A shard that is on the disk; what a rank tells the coordinator of it."""
+    """A written shard, as a rank reports it to the coordinator."""
 
     name: str
     dtype: str
@@ -61,7 +60,7 @@ class WrittenShard:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes one checkpoint from one rank; the coordinator's commits it."""
+    """Storage writer of one rank for one checkpoint; the coordinator's also commits it."""
 
     def __init__(self, request: SaveRequest, *, rank: int) -> None:
         self._request = request
@@ -70,42 +69,42 @@ class SafetensorsWriter(StorageWriter):
         self._is_coordinator = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer serves one save."""
+        """Do nothing: a writer serves one save."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Paths come with the request, never as an id."""
+        """Reject ids: the request contains the path."""
         return False
 
     @with_picklable_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """On the coordinator: make the directory that all ranks write to."""
+        """Create the directory that all ranks write to, on the coordinator."""
         self._is_coordinator = is_coordinator
         if not is_coordinator:
             return
         request = self._request
-        # What can't be written into the manifest should fail now, not when everything else has been written.
+        # Values that the manifest cannot hold should fail now, not after all data has been written.
         manifest.encode(step=request.step, model=request.model, run=request.run, files={})
         with self._translate_os_errors(self._temporary):
             atomic_directory.clean(request.root)
             atomic_directory.begin(request.root, request.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The planner's, as it is."""
+        """Return the planner's plan unchanged."""
         return plan
 
     @with_picklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell every rank the size of the whole, so that each can say how much room a checkpoint needs."""
+        """Add the checkpoint's total size to every rank's plan, for the message of a full disk."""
         total = sum(_num_bytes(item) for plan in plans for item in plan.items)
         return [replace(plan, storage_data=total) for plan in plans]
 
     @with_picklable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; none if it has nothing to write.
+        """Write this rank's file, if it has data to write.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the file cannot be written.
         """
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write_items(plan, planner) if plan.items else [])
@@ -113,10 +112,10 @@ class SafetensorsWriter(StorageWriter):
 
     @with_picklable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written: commit, and remove what is no longer kept.
+        """Commit on the coordinator after all ranks have written, and remove checkpoints that are no longer kept.
 
         Raises:
-            RunError: the layout or the manifest cannot be written, or a rank's file can't be seen from here.
+            RunError: the layout or the manifest cannot be written, or a rank's file is not visible here.
         """
         request = self._request
         shards: list[WrittenShard] = [result.storage_data for of_rank in results for result in of_rank]
@@ -128,11 +127,11 @@ class SafetensorsWriter(StorageWriter):
             )
         try:
             atomic_directory.prune(request.root, request.keep, protect=final)
-        except OSError as error:  # the new checkpoint is safe, which is what was asked for
+        except OSError as error:  # the new checkpoint is saved
             _log.warning("%s is saved, but an older checkpoint can't be removed: %s", final, error)
 
     def abandon(self) -> None:
-        """After a failure, on the coordinator: remove what was written. Never raises."""
+        """Remove the written files on the coordinator after a failure. Never raises."""
         if self._is_coordinator:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -153,9 +152,9 @@ class SafetensorsWriter(StorageWriter):
                 raise self._disk_full(path, needed=needed, total=total) from error
             if isinstance(error, FileNotFoundError):
                 raise RunError(
-                    f"rank {self._rank} can't find {self._temporary}, which rank 0 has made",
+                    f"rank {self._rank} can't find {self._temporary}, which rank 0 created",
                     where=str(path),
-                    rule="all ranks write into one directory",
+                    rule="all ranks write to the same directory",
                     fix="put the run folder on a file system that all nodes share",
                 ) from error
             raise RunError(
