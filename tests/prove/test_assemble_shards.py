@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.assemble_shards import assemble
-from meshwright.prove.record.evidence import Shard
+from meshwright.prove.record.evidence import RecordedShard
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, shards
 
 FULLS = {name: torch.randn(shape, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
@@ -33,7 +33,7 @@ def put(name, pieces, axes):
 def test_every_copy_is_the_tensor(axes, name):
     assembly = put(name, shards(FULLS, axes), axes)
     assert not assembly.faults
-    assert not assembly.gaps
+    assert not assembly.mismatches
     used = set(axes.used())
     over = used & {"dp_replicate", "cp"} | (used & {"tp"} if name in REPLICATED_OVER_TP else set())
     assert set(assembly.replicated) == over
@@ -66,7 +66,7 @@ def test_a_gap_names_axis_ranks_size_and_place():
     axes = Axes(dp_replicate=2, dp_shard=2, tp=2)
     pieces = shards(FULLS, axes)
     pieces["square.weight"][6].value[1, 2] += 0.5
-    gaps = {gap.axis: gap for gap in put("square.weight", pieces, axes).gaps}
+    gaps = {gap.axis: gap for gap in put("square.weight", pieces, axes).mismatches}
     assert set(gaps) == {"dp_replicate", "tp"}
     assert gaps["tp"].ranks == (6, 7)
     assert gaps["dp_replicate"].ranks == (2, 6)
@@ -79,7 +79,7 @@ def test_holes_overlaps_misfits_and_strangers():
     full = FULLS["embed.weight"]
 
     def faults(*pieces):
-        return assemble("embed.weight", [Shard(*piece) for piece in pieces], (10, 6), axes).faults
+        return assemble("embed.weight", [RecordedShard(*piece) for piece in pieces], (10, 6), axes).faults
 
     assert faults((0, (0, 0), full[:5]), (1, (5, 0), full[5:])) == ()
     assert faults((0, (0, 0), full[:5]), (1, (6, 0), full[6:])) == ("6 of 60 elements are held by no rank (dim 0: 5)",)
@@ -96,9 +96,9 @@ def test_holes_overlaps_misfits_and_strangers():
 def test_a_scalar_and_an_empty_tensor():
     axes = Axes(dp_shard=2)
     scalar = torch.tensor(2.0)
-    assembly = assemble("scale", [Shard(rank, (), scalar) for rank in range(2)], (), axes)
+    assembly = assemble("scale", [RecordedShard(rank, (), scalar) for rank in range(2)], (), axes)
     assert assembly.replicated == ("dp_shard",)
     assert not assembly.faults
     assert [float(copy.value) for copy in assembly.copies()] == [2.0, 2.0]
-    empty = assemble("nothing", [Shard(rank, (0,), torch.empty(0)) for rank in range(2)], (0,), axes)
+    empty = assemble("nothing", [RecordedShard(rank, (0,), torch.empty(0)) for rank in range(2)], (0,), axes)
     assert not empty.faults

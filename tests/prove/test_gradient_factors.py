@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.gradient_case import ALL, EVERY, FSDP_TP, HSDP, LAYOUTS, MATRIX, ODD, Case
 from tests.prove.synthetic import REPLICATED_OVER_TP, scale
 
@@ -17,7 +17,7 @@ def test_a_sum_where_a_mean_was_due_names_the_axis(axes, names):
     case = Case(axes)
     scale(case.layout.gradients, names, float(size))
     words = f"{size}.000 × the reference on every rank: summed over {axis} ({size} ranks) where a mean was due"
-    case.says(words, kind=Kind.SCALED, names=names)
+    case.says(words, kind=FaultKind.SCALED, names=names)
 
 
 @pytest.mark.parametrize("axes", [Axes(dp_shard=2), Axes(dp_shard=3), Axes(dp_replicate=4)], ids=str)
@@ -25,7 +25,7 @@ def test_a_mean_where_a_sum_was_due_names_the_axis(axes):
     (axis, size), *_ = axes.used().items()
     case = Case(axes)
     scale(case.layout.gradients, EVERY, 1 / size)
-    case.says(f"averaged over {axis} ({size} ranks) where a sum was due", kind=Kind.SCALED)
+    case.says(f"averaged over {axis} ({size} ranks) where a sum was due", kind=FaultKind.SCALED)
 
 
 def test_two_axes_of_one_size_are_both_named():
@@ -86,7 +86,7 @@ def test_a_factor_without_a_cause_is_said_to_have_none():
 def test_a_factor_on_one_rank_only(axes):
     case = Case(axes)
     scale(case.layout.gradients, [MATRIX], 2.0, ranks={1})
-    case.says("2.000 × the reference only on rank 1", kind=Kind.SCALED, names=[MATRIX])
+    case.says("2.000 × the reference only on rank 1", kind=FaultKind.SCALED, names=[MATRIX])
 
 
 def test_a_factor_on_one_coordinate_of_an_axis_names_it():

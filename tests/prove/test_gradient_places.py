@@ -7,7 +7,7 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.gradient_case import EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, MATRIX, Case
 from tests.prove.synthetic import SHAPES, box, cut, hold, scale
 
@@ -25,17 +25,17 @@ def test_no_gradient_at_all(axes):
 def test_no_gradient_on_one_rank():
     case = Case(FSDP_TP)
     scale(case.layout.gradients, [MATRIX], 0.0, ranks={2})
-    case.says("zero only on rank 2: no gradient reached rank 2's piece", kind=Kind.ZERO, names=[MATRIX])
+    case.says("zero only on rank 2: no gradient reached rank 2's piece", kind=FaultKind.ZERO, names=[MATRIX])
     case = Case(FSDP_TP)
     case.layout.gradients[MATRIX].pop(2)
-    case.says("no gradient only on rank 2: no gradient reached rank 2's piece", kind=Kind.ZERO, names=[MATRIX])
+    case.says("no gradient only on rank 2: no gradient reached rank 2's piece", kind=FaultKind.ZERO, names=[MATRIX])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_names_the_ranks(value):
     case = Case(FSDP_TP)
     case.layout.gradients[MATRIX][3].value[0, 0] = value
-    case.says("not finite only on rank 3", "on rank 3", kind=Kind.NON_FINITE, names=[MATRIX])
+    case.says("not finite only on rank 3", "on rank 3", kind=FaultKind.NON_FINITE, names=[MATRIX])
 
 
 def test_pieces_exchanged_between_ranks():
@@ -44,28 +44,28 @@ def test_pieces_exchanged_between_ranks():
     first = pieces[0].value.clone()
     pieces[0].value.copy_(pieces[1].value)
     pieces[1].value.copy_(first)
-    case.says("ranks 0 and 1 hold each other's piece", kind=Kind.MOVED, names=[MATRIX])
+    case.says("ranks 0 and 1 hold each other's piece", kind=FaultKind.MISPLACED, names=[MATRIX])
 
 
 def test_a_piece_of_another_rank():
     case = Case(FSDP)
     pieces = case.layout.gradients[MATRIX]
     pieces[2].value.copy_(pieces[3].value)
-    case.says("rank 2 holds rank 3's piece", kind=Kind.MOVED, names=[MATRIX])
+    case.says("rank 2 holds rank 3's piece", kind=FaultKind.MISPLACED, names=[MATRIX])
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_right_numbers_in_a_wrong_place(axes):
     case = Case(axes)
     hold(case.layout.gradients, axes, MATRIX, lambda rank: case.reference.gradients[MATRIX].roll(1, 0))
-    case.says("the reference shifted by 1 along dim 0", kind=Kind.MOVED, names=[MATRIX])
+    case.says("the reference shifted by 1 along dim 0", kind=FaultKind.MISPLACED, names=[MATRIX])
     case = Case(axes)
     hold(case.layout.gradients, axes, "square.weight", lambda rank: case.reference.gradients["square.weight"].T)
-    case.says("the transpose of the reference", kind=Kind.MOVED, names=["square.weight"])
+    case.says("the transpose of the reference", kind=FaultKind.MISPLACED, names=["square.weight"])
     case = Case(axes)
     other = "blocks.1.attn.q.weight"
     hold(case.layout.gradients, axes, MATRIX, lambda rank: case.reference.gradients[other])
-    case.says(f"what {other} should hold", kind=Kind.MOVED, names=[MATRIX])
+    case.says(f"what {other} should hold", kind=FaultKind.MISPLACED, names=[MATRIX])
 
 
 def test_noise_on_one_rank_is_placed_and_not_explained():
@@ -97,7 +97,7 @@ def test_a_copy_that_strays_is_named_beside_those_that_are_right():
     case = Case(HSDP)
     case.layout.gradients[MATRIX][2].value.add_(1e-6 * torch.randn(4, 6, dtype=torch.float64))
     words = "replicas differ between ranks 0 and 2 along dp_replicate: only rank 2 differs from the reference"
-    case.says(words, kind=Kind.COPIES_DIFFER, names=[MATRIX])
+    case.says(words, kind=FaultKind.REPLICAS_DIFFER, names=[MATRIX])
 
 
 def test_a_hole_an_overlap_and_a_misfit_are_findings():
@@ -118,7 +118,7 @@ def test_a_backward_pass_that_breaks_midway_is_placed():
     result = compare(case.layout, case.reference)
     words = "gradients are wrong up to blocks.0.ffn.up.weight and right from blocks.1.norm.weight on"
     assert any(words in note for note in result.notes)
-    case.says("not recognised", kind=Kind.UNRECOGNISED, names=upto)
+    case.says("not recognised", kind=FaultKind.UNRECOGNISED, names=upto)
 
 
 def test_without_parts_the_plain_causes_are_still_found():

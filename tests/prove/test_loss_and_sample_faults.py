@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.synthetic import make_layout, make_reference
 
 LAYOUTS = [Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2)]
@@ -46,9 +46,9 @@ def test_a_loss_of_the_own_share(axes, micro):
     case = Case(axes, micro)
     parts = case.reference.partial_losses
     case.lose(lambda rank: parts[axes.data_index(rank)].sum())
-    case.loss_says("each rank holds only its own share's part: the sum over", kind=Kind.SUM_MISSING)
+    case.loss_says("each rank holds only its own share's part: the sum over", kind=FaultKind.SUM_MISSING)
     case.lose(lambda rank: parts[axes.data_index(rank)].sum() * axes.data_parallel())
-    case.loss_says("its own share's part: the mean over", kind=Kind.SUM_MISSING)
+    case.loss_says("its own share's part: the mean over", kind=FaultKind.SUM_MISSING)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -57,43 +57,43 @@ def test_losses_that_add_up_need_no_partial_losses(axes):
     parts = case.reference.partial_losses.sum(1)
     case.lose(lambda rank: parts[axes.data_index(rank)] * axes.data_parallel())
     object.__setattr__(case.reference, "partial_losses", None)
-    case.loss_says("ranks report different losses, each its own part", "the mean over", kind=Kind.SUM_MISSING)
+    case.loss_says("ranks report different losses, each its own part", "the mean over", kind=FaultKind.SUM_MISSING)
     case.lose(lambda rank: parts[axes.data_index(rank)])
-    case.loss_says("the sum over", kind=Kind.SUM_MISSING)
+    case.loss_says("the sum over", kind=FaultKind.SUM_MISSING)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_losses_summed_over_microbatches(axes):
     case = Case(axes, 5)
     case.lose(lambda rank: case.reference.losses[0] * 5)
-    case.loss_says("5.000 × the reference on every rank: summed over the 5 micro-batches", kind=Kind.SCALED)
+    case.loss_says("5.000 × the reference on every rank: summed over the 5 micro-batches", kind=FaultKind.SCALED)
     case.lose(lambda rank: case.reference.losses[0] / 5)
-    case.loss_says("averaged over the 5 micro-batches where a sum was due", kind=Kind.SCALED)
+    case.loss_says("averaged over the 5 micro-batches where a sum was due", kind=FaultKind.SCALED)
 
 
 def test_the_last_microbatchs_loss_only():
     case = Case(LAYOUTS[0], 3)
     case.lose(lambda rank: case.reference.partial_losses[:, -1].sum())
-    case.loss_says("only the last micro-batch (2)", kind=Kind.PARTS)
+    case.loss_says("only the last micro-batch (2)", kind=FaultKind.CONTRIBUTIONS)
     case.lose(lambda rank: case.reference.partial_losses[:, -1].sum() * 3)
-    case.loss_says("only the last micro-batch (2) is there, counted 3 times", kind=Kind.PARTS)
+    case.loss_says("only the last micro-batch (2) is there, counted 3 times", kind=FaultKind.CONTRIBUTIONS)
 
 
 def test_a_loss_that_nothing_explains():
     case = Case(LAYOUTS[1])
     case.lose(lambda rank: case.reference.losses[0] * 1.01)
-    case.loss_says("not recognised: the forward pass differs", kind=Kind.UNRECOGNISED)
+    case.loss_says("not recognised: the forward pass differs", kind=FaultKind.UNRECOGNISED)
     case.lose(lambda rank: case.reference.losses[0] * (1 + 0.01 * (rank == 2)))
-    case.loss_says("report different losses", "on rank 2", kind=Kind.UNRECOGNISED)
+    case.loss_says("report different losses", "on rank 2", kind=FaultKind.UNRECOGNISED)
     case.lose(lambda rank: float("inf") if rank == 1 else case.reference.losses[0])
-    case.loss_says("not finite only on rank 1", kind=Kind.NON_FINITE)
+    case.loss_says("not finite only on rank 1", kind=FaultKind.NON_FINITE)
 
 
 def test_later_losses():
     case = Case(LAYOUTS[0])
     for losses in case.layout.losses:
         losses[1:] = losses[:-1]
-    case.loss_says("loss of step 2 is the reference's of step 1: one step behind", kind=Kind.OUT_OF_STEP)
+    case.loss_says("loss of step 2 is the reference's of step 1: one step behind", kind=FaultKind.OUT_OF_STEP)
     case = Case(LAYOUTS[0])
     case.layout.losses[1][2] += 1e-3
     case.loss_says("loss right in step 1, wrong from step 3 on", "not recognised")

@@ -13,7 +13,7 @@ from meshwright.cli.config_arguments import split_words
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
-    from meshwright.prove.drift.result import Curve, Drift
+    from meshwright.prove.drift.result import DriftCurve, DriftResult
 
 WORDS_HELP = "A preset's name or a TOML file, then section.key=value …; dit-digits mesh.pp=2 pipeline.chunks=2 if none."
 
@@ -55,12 +55,12 @@ def drift(
         print(f"picture   {out}")
 
 
-def _summary(curve: Curve, drift: Drift) -> str:
-    first = next((step for step, apart in enumerate(curve.apart, start=1) if apart > 0), None)
+def _summary(curve: DriftCurve, drift: DriftResult) -> str:
+    first = next((step for step, apart in enumerate(curve.distances, start=1) if apart > 0), None)
     if first is None:
-        copies = f"copies bitwise equal after all {len(curve.apart)} steps"
+        copies = f"copies bitwise equal after all {len(curve.distances)} steps"
     else:
-        copies = f"copies apart from step {first} on, {curve.apart[-1]:.2%} after {len(curve.apart)}"
+        copies = f"copies apart from step {first} on, {curve.distances[-1]:.2%} after {len(curve.distances)}"
     return f"{copies} · loss {curve.losses[0]:.4f} → {curve.losses[-1]:.4f} {drift.loss_unit}"
 
 

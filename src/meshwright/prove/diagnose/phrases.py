@@ -43,7 +43,7 @@ def coordinate_words(coordinate: dict[str, int]) -> str:
     return ", ".join(f"{axis} = {position}" for axis, position in coordinate.items())
 
 
-def place_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str:
+def scope_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str:
     """`on every rank`, `only on rank 3`, `only on ranks 1 and 3 (tp = 1)`."""
     some, every, at_rank = set(wrong), set(holders), coordinates(axes)
     if some >= every:

@@ -10,44 +10,55 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from meshwright.prove.compare.result import Diagnosis, Kind
-from meshwright.prove.compare.tensor_verdict import ByName
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.compare.tensor_verdict import TensorVerdicts
 from meshwright.prove.diagnose.factors import close
 from meshwright.prove.diagnose.phrases import EVERYWHERE, join_words
-from meshwright.prove.stage_placement import Stages
+from meshwright.prove.stage_placement import StagePlacement
 
-LOCATED = (Kind.PARTS, Kind.SUM_MISSING, Kind.SCALED, Kind.ZERO, Kind.NON_FINITE, Kind.UNRECOGNISED)
+LOCATED = (
+    FaultKind.CONTRIBUTIONS,
+    FaultKind.SUM_MISSING,
+    FaultKind.SCALED,
+    FaultKind.ZERO,
+    FaultKind.NON_FINITE,
+    FaultKind.UNRECOGNISED,
+)
 """Findings of which it helps to know the stage."""
 
 
-def located(weighed: ByName, stages: Stages | None) -> ByName:
+def locate_stages(verdicts: TensorVerdicts, stages: StagePlacement | None) -> TensorVerdicts:
     """The findings on gradients, with the stages they are confined to and what of a pipeline does that."""
     if stages is None:
-        return weighed
-    groups: dict[tuple[Kind, str, str], list[str]] = defaultdict(list)
-    for name, one in weighed.items():
-        if (found := one.result.diagnosis) is not None and found.kind in LOCATED:
-            groups[found.kind, found.seen, found.cause].append(name)
-    result = dict(weighed)
+        return verdicts
+    groups: dict[tuple[FaultKind, str, str], list[str]] = defaultdict(list)
+    for name, verdict in verdicts.items():
+        if (found := verdict.result.diagnosis) is not None and found.kind in LOCATED:
+            groups[found.kind, found.symptom, found.cause].append(name)
+    result = dict(verdicts)
     for names in groups.values():
-        where = stages.holding(names)
-        only_shared = all(len(stages.sharing(name)) > 1 for name in names)
+        where = stages.stages_with_any(names)
+        only_shared = all(len(stages.sharing_stages(name)) > 1 for name in names)
         for name in names:
-            found = weighed[name].result.diagnosis
+            found = verdicts[name].result.diagnosis
             assert found is not None, "only findings are grouped"
-            shared = stages.sharing(name)
-            if len(shared) > 1 and (only_shared or "along pp" in found.seen):
-                due = f"the gradients of a shared parameter are due, summed, on {stages.words(shared)}"
-                cause = f"{_of_copies(found, len(shared), stages)}; {due}"
-                result[name] = weighed[name].diagnosed(replace(found, cause=cause))
+            shared = stages.sharing_stages(name)
+            if len(shared) > 1 and (only_shared or "along pp" in found.symptom):
+                rule = f"the gradients of a shared parameter are due, summed, on {stages.describe(shared)}"
+                cause = f"{_copy_cause(found, len(shared), stages)}; {rule}"
+                result[name] = verdicts[name].with_diagnosis(replace(found, cause=cause))
             elif len(where) < len(stages.ranks):
-                cause = _cause(found, names, where, weighed, stages) or _placed(found.cause, stages.words(where))
-                seen = _placed(found.seen, stages.words(where), always=cause == found.cause or bool(found.microbatches))
-                result[name] = weighed[name].diagnosed(replace(found, seen=seen, cause=cause))
+                cause = _cause(found, names, where, verdicts, stages) or _with_stages(
+                    found.cause, stages.describe(where)
+                )
+                symptom = _with_stages(
+                    found.symptom, stages.describe(where), always=cause == found.cause or bool(found.microbatches)
+                )
+                result[name] = verdicts[name].with_diagnosis(replace(found, symptom=symptom, cause=cause))
     return result
 
 
-def _of_copies(found: Diagnosis, num_copies: int, stages: Stages) -> str:
+def _copy_cause(found: Diagnosis, num_copies: int, stages: StagePlacement) -> str:
     """The cause, where a factor is that of the copies and not of the ranks."""
     if found.factor is not None and num_copies != stages.num_ranks:
         if close(found.factor, num_copies):
@@ -57,27 +68,29 @@ def _of_copies(found: Diagnosis, num_copies: int, stages: Stages) -> str:
     return found.cause
 
 
-def _placed(text: str, where: str, *, always: bool = False) -> str:
+def _with_stages(text: str, where: str, *, always: bool = False) -> str:
     if text.endswith(EVERYWHERE):
         return f"{text.removesuffix(EVERYWHERE)}on {where}"
     return f"{text} on {where}" if always else text
 
 
-def _cause(found: Diagnosis, names: list[str], where: tuple[int, ...], weighed: ByName, stages: Stages) -> str:
+def _cause(
+    found: Diagnosis, names: list[str], where: tuple[int, ...], verdicts: TensorVerdicts, stages: StagePlacement
+) -> str:
     """What leaves a micro-batch out on some stages, or counts it more than once; empty when it is something else."""
     if not found.microbatches:
         return ""
-    own = [name for name in weighed if set(stages.of(name)) <= set(where)]
-    right = [name for name in own if weighed[name].result.ok]
+    on_stages = [name for name in verdicts if set(stages.stages_with(name)) <= set(where)]
+    right = [name for name in on_stages if verdicts[name].result.ok]
     numbers, top = found.microbatches, where[-1]
     if right:
-        matrices = all(weighed[name].subject.due.ndim > 1 for name in names)
+        matrices = all(verdicts[name].suspect.expected.ndim > 1 for name in names)
         if not (stages.splits_backward and matrices and len(where) == 1):
             return ""
-        what = "did not run, or not before the reduction" if found.is_lost else "ran more than once"
-        return f"the put-off weight gradients: {_actions('W', top, numbers)} {what}"
+        fault = "did not run, or not before the reduction" if found.is_missing else "ran more than once"
+        return f"the put-off weight gradients: {_actions('W', top, numbers)} {fault}"
     backward = _actions("I" if stages.splits_backward else "B", top, numbers)
-    if not found.is_lost:
+    if not found.is_missing:
         return f"{backward} ran twice, or what it adds to was not empty before"
     if where != tuple(range(top + 1)):
         return f"{backward} did not run, or its gradients of weights are left out of the sum"

@@ -14,14 +14,14 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove.drift.result import Drift, DriftSpec, from_json
+from meshwright.prove.drift.result import DriftResult, DriftSpec, from_json
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
-DEFAULT = ("dit-digits", ("mesh.pp=2", "pipeline.chunks=2"))
+DEFAULT_LAYOUT = ("dit-digits", ("mesh.pp=2", "pipeline.chunks=2"))
 """Preset and words where none are given."""
 
-WAYS = (
+SHARING_OVERRIDES = (
     ("mesh.pp=2",),
     ("model.tie_embeddings=true",),
     ("mesh.pp=2", "model.tie_embeddings=true"),
@@ -39,22 +39,22 @@ def load_sharing(source: str | None, overrides: Sequence[str]) -> RunConfig:
         MeshwrightError: it is none.
     """
     if source is None and not overrides:
-        source, overrides = DEFAULT
-    source = source or DEFAULT[0]
+        source, overrides = DEFAULT_LAYOUT
+    source = source or DEFAULT_LAYOUT[0]
     config = load(source, overrides)
-    if not _shares(config):
+    if not _has_shared_parameters(config):
         raise LayoutError(
             "no parameter of this layout is on several stages, so nothing can drift",
             where=" ".join(["command line,", source, *overrides]),
             rule="what every stage needs is shared by all of them, tied embeddings (model.tie_embeddings) by the first "
             "and the last; stages come from mesh.pp or pipeline.chunks",
-            fix=" ".join(_way_to_share(source, overrides)),
+            fix=" ".join(_suggest_overrides(source, overrides)),
         )
     train = config.train.model_copy(update={"device": "cpu", "compile": False, "trace": False})
     return config.model_copy(update={"train": train})
 
 
-def measure_drift(config: RunConfig, *, num_steps: int) -> Drift:
+def measure_drift(config: RunConfig, *, num_steps: int) -> DriftResult:
     """Train the layout with and without the sum of shared gradients, on processes of this machine."""
     steps = max(num_steps, config.train.steps)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
@@ -72,16 +72,16 @@ def drift_body(context: RankContext, spec: DriftSpec) -> None:
     record_drift(context, spec)
 
 
-def _shares(config: RunConfig) -> bool:
+def _has_shared_parameters(config: RunConfig) -> bool:
     return bool(make_plan(config).shared)
 
 
-def _way_to_share(source: str, overrides: Sequence[str]) -> tuple[str, ...]:
+def _suggest_overrides(source: str, overrides: Sequence[str]) -> tuple[str, ...]:
     """Words to add, or where none helps, the command that works."""
-    for way in WAYS:
+    for extra in SHARING_OVERRIDES:
         try:
-            if _shares(load(source, [*overrides, *way])):
-                return way
+            if _has_shared_parameters(load(source, [*overrides, *extra])):
+                return extra
         except MeshwrightError:
             continue
-    return ("meshwright", "draw", "drift", DEFAULT[0], *DEFAULT[1])
+    return ("meshwright", "draw", "drift", DEFAULT_LAYOUT[0], *DEFAULT_LAYOUT[1])

@@ -10,21 +10,21 @@ from meshwright.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
-class Curve:
+class DriftCurve:
     """A training, by step."""
 
     losses: tuple[float, ...]
-    apart: tuple[float, ...]
+    distances: tuple[float, ...]
     """After the step: the largest distance of a stage's copies from the first ones, as a share of their norm."""
 
 
 @dataclass(frozen=True)
-class Drift:
+class DriftResult:
     """The same training twice."""
 
-    synced: Curve
+    synced: DriftCurve
     """As it is: SYNC_SHARED is in the table."""
-    unsynced: Curve
+    unsynced: DriftCurve
     """Without it."""
     loss_unit: str
 
@@ -38,15 +38,15 @@ class DriftSpec:
     result: Path
 
 
-def as_json(drift: Drift) -> str:
+def as_json(drift: DriftResult) -> str:
     """As `from_json` reads it."""
     return json.dumps(asdict(drift))
 
 
-def from_json(text: str) -> Drift:
+def from_json(text: str) -> DriftResult:
     """What `as_json` wrote."""
     found = json.loads(text)
     synced, unsynced = (
-        Curve(tuple(curve["losses"]), tuple(curve["apart"])) for curve in (found["synced"], found["unsynced"])
+        DriftCurve(tuple(curve["losses"]), tuple(curve["apart"])) for curve in (found["synced"], found["unsynced"])
     )
-    return Drift(synced, unsynced, found["loss_unit"])
+    return DriftResult(synced, unsynced, found["loss_unit"])
