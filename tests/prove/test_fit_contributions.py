@@ -63,10 +63,10 @@ def test_elements_that_are_copies_are_no_evidence():
     ("factor", "words"),
     [
         (2.0, "summed over dp_replicate (2 ranks), over dp_shard (2 ranks) or over the 2 micro-batches"),
-        (4.0, "summed over dp_replicate × dp_shard (4 ranks) where a mean was due"),
+        (4.0, "summed over dp_replicate × dp_shard (4 ranks) instead of averaged"),
         (8.0, "summed over dp_replicate × dp_shard (4 ranks) and the 2 micro-batches"),
         (16.0, "summed over the 16 samples of the batch"),
-        (0.25, "averaged over dp_replicate × dp_shard (4 ranks) where a sum was due"),
+        (0.25, "averaged over dp_replicate × dp_shard (4 ranks) instead of summed"),
         (1 / 16, "averaged over the 16 samples of the batch"),
         (-1.0, "the sign is flipped"),
         (-0.25, "the sign is flipped, and averaged over dp_replicate × dp_shard (4 ranks)"),

@@ -78,7 +78,7 @@ def test_a_class_of_parameters_left_out():
     for label, picked in (
         ("blocks.*.attn.q.weight", lambda name: name.endswith("attn.q.weight")),
         ("blocks.1.*", lambda name: name.startswith("blocks.1.")),
-        ("parameters divided over tp", lambda name: name not in REPLICATED_OVER_TP),
+        ("parameters sharded over tp", lambda name: name not in REPLICATED_OVER_TP),
     ):
         members = [name for name in SHAPES if picked(name)]
         case.report(lambda rank, members=members: case.due**2 - sum(map(case.square, members)))
@@ -123,7 +123,7 @@ def test_norms_reduced_over_one_axis_only(axis):
 def test_what_a_rank_holds_left_out():
     case = Norms(Axes(dp_shard=4))
     case.report(lambda rank: case.due**2 - case.local(2))
-    case.says("left out of the norm: what rank 2 holds")
+    case.says("left out of the norm: the shards of rank 2")
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -140,7 +140,7 @@ def test_the_right_sum_in_a_wrong_form(axes):
 def test_a_factor():
     case = Norms(Axes(dp_shard=3, tp=2))
     case.report(lambda rank: 9 * case.due**2)
-    case.says("3.000 × the norm of the reference", "summed over dp_shard (3 ranks) where a mean was due")
+    case.says("3.000 × the norm of the reference", "summed over dp_shard (3 ranks) instead of averaged")
     case.report(lambda rank: 3 * case.due**2)
     case.says("3.000 × the sum of squares of the reference", "dp_shard (3 ranks)")
 
@@ -148,7 +148,7 @@ def test_a_factor():
 def test_one_rank_with_another_norm():
     case = Norms(Axes(dp_shard=4))
     case.layout.grad_norms[2][0] *= 1.01
-    case.says("wrong only on rank 2: not recognised", "1.010 ×", kind=FaultKind.UNRECOGNISED)
+    case.says("wrong only on rank 2: not recognised", "ratio 1.010", kind=FaultKind.UNRECOGNISED)
 
 
 def test_a_norm_that_is_not_finite():
@@ -174,9 +174,11 @@ def test_later_norms():
     case = Norms(Axes(dp_shard=2))
     for norms in case.layout.grad_norms:
         norms[1] = case.reference.grad_norms[0]
-    case.says("gradient norm of step 2 is the reference's of step 1", "one step behind", kind=FaultKind.OUT_OF_STEP)
+    case.says(
+        "gradient norm of step 2 is that of the reference in step 1", "one step behind", kind=FaultKind.OUT_OF_STEP
+    )
     case = Norms(Axes(dp_shard=2))
     case.layout.grad_norms[0][2] *= 1.5
-    case.says("gradient norm right in step 1, wrong from step 3 on", "not recognised")
+    case.says("gradient norm correct in step 1, wrong from step 3 on", "not recognised")
     hold(case.layout.after_first, case.axes, "head.weight", lambda rank: case.reference.initial["head.weight"])
     case.says("follows from a wrong update", kind=FaultKind.CONSEQUENCE)

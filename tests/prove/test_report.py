@@ -56,7 +56,7 @@ def test_one_cause_of_all_parameters_is_told_once():
     result = compare(layout, reference)
     lines = render(result)
     assert lines[0] == "✗ all 13 gradients   4.000 × the reference on every rank"
-    assert lines[1] == "  cause   summed over dp_replicate × dp_shard (4 ranks) where a mean was due"
+    assert lines[1] == "  cause   summed over dp_replicate × dp_shard (4 ranks) instead of averaged"
     assert sum(line.startswith("✗") for line in lines) == 1
     report = to_json(result)
     assert all("summed over dp_replicate × dp_shard (4 ranks)" in one["cause"] for one in report["parameters"])
@@ -144,7 +144,7 @@ def test_a_screen_is_never_more_than_a_screen(num_causes):
     if num_causes == 1:
         assert lines[0].startswith("✗ all 300 gradients")
     if num_causes == 300:
-        assert any("more findings: all are in the JSON" in line for line in lines)
+        assert any("more findings: see the JSON" in line for line in lines)
     assert len(to_json(result)["causes"]) == num_causes
 
 

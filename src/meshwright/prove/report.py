@@ -1,9 +1,9 @@
-"""A proof's result for a program (JSON) and for a person (one screen of plain lines).
+"""Report of a proof as JSON and as at most one screen of text.
 
-JSON keys: `passed`, `losses`, `parameters`, `grad_norm`, and more. A number that is not finite is null: JSON has no
-token for it, and the cause says what it is. A parameter's `max_abs_error`, `relative_error` and `cause` are of its
-gradient at step 1; where that is right, of its earliest value that is wrong (`about` says which). All three are
-nested under `initial`, `gradient`, `after_first_step` and `after_steps`.
+The JSON has the keys `passed`, `losses`, `parameters`, `grad_norm` and more. A non-finite number is null, and the cause
+describes it. The `max_abs_error`, `relative_error` and `cause` of a parameter refer to its gradient at step 1, or if
+that is correct to its earliest wrong value (named by `about`). All three are repeated under `initial`, `gradient`,
+`after_first_step` and `after_steps`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_NAMES = 2
 
 
 def to_json(result: ProofResult) -> dict[str, Any]:
-    """The result as plain values that are valid JSON."""
+    """Convert the result to values that serialize to valid JSON."""
     found: dict[str, Any] = {
         "passed": result.passed,
         "losses": [_step(step, result.losses.diagnosis) for step in result.losses.steps],
@@ -102,7 +102,7 @@ def _parameter(parameter: ParameterResult) -> dict[str, Any]:
 
 
 def _tensors_by_kind(parameter: ParameterResult) -> dict[str, TensorResult | None]:
-    """What is known of a parameter, by key, in the order a fault would travel."""
+    """Return the verdicts on a parameter by JSON key, in the order in which a fault propagates."""
     return {
         "initial": parameter.initial,
         "gradient": parameter.gradient,
@@ -128,12 +128,12 @@ def _tensor(tensor: TensorResult) -> dict[str, Any]:
 
 
 SHOWN_ON_FAILURE = ("replicas", "first", "initial")
-"""Checks that the screen mentions only when they fail."""
+"""Checks that the summary line lists only if they fail."""
 
 
 @dataclass(frozen=True)
 class ReportCheck:
-    """One thing that was looked at."""
+    """Entry of the summary line."""
 
     name: str
     label: str
@@ -141,7 +141,7 @@ class ReportCheck:
 
 
 def checks(result: ProofResult) -> list[ReportCheck]:
-    """Everything that was looked at, in the order of the summary line."""
+    """Return all checks in the order of the summary line."""
     losses, norms, num = result.losses, result.grad_norm, len(result.parameters)
     gradients = [p.gradient for p in result.parameters if p.gradient is not None]
     right, final = sum(gradient.ok for gradient in gradients), sum(p.final.ok for p in result.parameters)
@@ -173,23 +173,23 @@ TENSOR_KINDS = {
     "after_first_step": ("parameters", " after step 1"),
     "after_steps": ("parameters", " after the last step"),
 }
-"""What the sorts of tensors are called, and when they were looked at."""
+"""Name of each kind of tensor, and the time of its comparison."""
 
 
 @dataclass(frozen=True)
 class ReportedFinding:
-    """One finding and all that have it."""
+    """Diagnosis with all parameters that it applies to."""
 
     about: str
-    """What sort of thing: `gradient`, `loss`, …"""
+    """Kind of value: `gradient`, `loss`, …"""
     diagnosis: Diagnosis
     members: tuple[str, ...] = ()
-    """Parameters, when it is about parameters."""
+    """Affected parameters; empty for other kinds of values."""
     num_all: int = 0
-    """Parameters of which the layout has such a tensor."""
+    """Number of parameters with a tensor of this kind."""
 
     def title(self) -> str:
-        """`all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`."""
+        """Format the members: `all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`."""
         if not self.members:
             return self.about
         sort, after = TENSOR_KINDS[self.about]
@@ -203,7 +203,7 @@ class ReportedFinding:
 
 
 def reported_findings(result: ProofResult) -> list[ReportedFinding]:
-    """The findings, causes before consequences; parameters with one cause are one finding."""
+    """Group parameters with the same diagnosis; causes come before consequences."""
     found = [ReportedFinding("evidence", finding) for finding in result.findings]
     found += [ReportedFinding("sample order", finding) for finding in result.samples]
     for about in TENSOR_KINDS:
@@ -224,7 +224,7 @@ def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> lis
             members.setdefault((finding.kind, finding.symptom, finding.cause), []).append((name, tensor))
     num_all, found = sum(tensor is not None for _, tensor in tensors), []
     for group in members.values():
-        # The worst of them stands for all: its detail is shown.
+        # The member with the largest error provides the detail.
         group.sort(key=lambda pair: -pair[1].error.relative)
         diagnosis = group[0][1].diagnosis
         assert diagnosis is not None, "only tensors with a diagnosis are grouped"
@@ -233,20 +233,20 @@ def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> lis
 
 
 def render(result: ProofResult) -> list[str]:
-    """At most one screen of plain lines: findings, then a line that sums up what was looked at."""
+    """Render the findings and the summary line as at most one screen of text."""
     summary = _wrapped(_summary(result), "  ")
     tail = [line for note in result.notes for line in _wrapped(f"  note    {note}", " " * 10)] + summary
     if result.passed:
         return [*_margins(result), *tail]
     findings = reported_findings(result)
-    # Consequences fill no screen when a cause is known; the summary line counts them.
+    # Consequences are hidden if a cause is known; the summary line counts them.
     causes = [group for group in findings if group.diagnosis.kind is not FaultKind.CONSEQUENCE] or findings
     lines: list[str] = []
     for at, group in enumerate(causes):
         entry = list(_entry(group))
         left = len(causes) - at
         if lines and len(lines) + len(entry) + len(tail) + (left > 1) > MAX_LINES:
-            lines.append(f"… {left} more finding{'s' if left > 1 else ''}: all are in the JSON")
+            lines.append(f"… {left} more finding{'s' if left > 1 else ''}: see the JSON")
             break
         lines += entry
     return lines + tail
@@ -279,7 +279,7 @@ def _summary(result: ProofResult) -> str:
 
 
 def _margins(result: ProofResult) -> list[str]:
-    """How far from the tolerances a pass is."""
+    """Return the largest relative errors of a proof that passed."""
     gradients = [(p.gradient.error.relative, p.name) for p in result.parameters if p.gradient is not None]
     final = [(p.final.error.relative, p.name) for p in result.parameters]
     findings = [

@@ -22,13 +22,13 @@ from meshwright.prove.compare.tensor_shards import (
     ReplicaMismatch,
     coordinates,
     group_by_replica,
-    max_abs_difference,
+    max_difference,
 )
 from meshwright.prove.diagnose.phrases import box_words, coordinate_words, rank_words
 from meshwright.prove.record.evidence import RecordedShard
 
 Counter = npt.NDArray[np.int32]
-MIN_RELATIVE_DIFFERENCE = 1e-3
+CLEAR_DIFFERENCE = 1e-3
 """Fraction of the largest difference above which a pair of replicas is reported."""
 
 
@@ -62,16 +62,14 @@ def _valid_shards(
             a >= 0 and a + n <= full for a, n, full in zip(start, value.shape, shape, strict=False)
         )
         if not fits:
-            faults.append(
-                f"rank {record.rank}'s shard of shape {value.shape} at offset {start} is out of bounds for shape {shape}"
-            )
+            faults.append(f"rank {record.rank}'s shard of shape {value.shape} at {start} is out of bounds for {shape}")
             continue
         shards.append(LocalShard(record.rank, start, value))
     return holders, tuple(shards)
 
 
 def _silent_ranks(holders: set[int], axes: Axes) -> list[str]:
-    """Report ranks without a shard, not even an empty one, where other ranks at the same pp coordinate have one."""
+    """Report ranks without any shard, even an empty one, where others at the same pp coordinate have one."""
     stages = {coordinates(axes)[rank]["pp"] for rank in holders}
     silent = [r for r in range(axes.num_ranks()) if coordinates(axes)[r]["pp"] in stages and r not in holders]
     return [f"{rank_words(silent)} report{'s' if len(silent) == 1 else ''} no shard"] if silent else []
@@ -122,14 +120,12 @@ def _mismatches(assembly: AssembledTensor) -> tuple[ReplicaMismatch, ...]:
         for first, *others in assembly.replica_groups((axis,)):
             for other in others:
                 if not np.array_equal(first.value, other.value, equal_nan=True):
-                    largest, at = max_abs_difference(other.value, first.value)
+                    largest, at = max_difference(other.value, first.value)
                     index = tuple(a + i for a, i in zip(first.start, at, strict=True))
                     differing.append(ReplicaMismatch(axis, (first.rank, other.rank), largest, index))
         if differing:
             worst = max(differing, key=lambda mismatch: mismatch.largest)
             # The first clearly differing pair, so that all tensors with the same fault name the same ranks.
-            clear = next(
-                mismatch for mismatch in differing if mismatch.largest >= MIN_RELATIVE_DIFFERENCE * worst.largest
-            )
+            clear = next(pair for pair in differing if pair.largest >= CLEAR_DIFFERENCE * worst.largest)
             found.append(replace(worst, ranks=clear.ranks))
     return tuple(sorted(found, key=lambda mismatch: -mismatch.largest))

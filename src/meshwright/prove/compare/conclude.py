@@ -127,10 +127,8 @@ def _compare_initial(sides: _Sides) -> TensorVerdicts:
     if not sides.layout.initial:
         return {}
     references = to_arrays(sides.reference.initial)
-    verdicts, context = (
-        compare_tensors(sides.layout.initial, references, sides.counts, sides.tolerances.first),
-        DiagnosisContext(references),
-    )
+    verdicts = compare_tensors(sides.layout.initial, references, sides.counts, sides.tolerances.first)
+    context = DiagnosisContext(references)
     return {
         name: verdict if verdict.result.ok else verdict.with_diagnosis(diagnose_initial(verdict.suspect, context))
         for name, verdict in verdicts.items()
@@ -163,9 +161,8 @@ def _stage_contributions(sides: _Sides, references: Mapping[str, Array]) -> Stag
         return None
     by_stage = to_arrays(sides.reference.stage_gradients)
     shape = {name: (len(stages.ranks), *expected.shape) for name, expected in references.items()}
-    return StageContributions(
-        stages, {name: value for name, value in by_stage.items() if value.shape == shape.get(name)}
-    )
+    valid = {name: value for name, value in by_stage.items() if value.shape == shape.get(name)}
+    return StageContributions(stages, valid)
 
 
 def _with_empty_shards(gradient: list[RecordedShard], parameter: list[RecordedShard]) -> list[RecordedShard]:
@@ -320,6 +317,5 @@ def _compare_losses(sides: _Sides, update_wrong: bool) -> SeriesResult:
     losses = compare_series(sides.layout.losses, reference.losses, counts.axes.num_ranks(), sides.tolerances)
     partial, grid = reference.partial_losses, (counts.axes.data_parallel(), counts.num_microbatches)
     contributions = None if partial is None or tuple(partial.shape) != grid else to_arrays({"": partial})[""]
-    return explain_losses(
-        losses, contributions, counts, upstream_fault=sides.context.upstream_fault(), update_wrong=update_wrong
-    )
+    fault = sides.context.upstream_fault()
+    return explain_losses(losses, contributions, counts, upstream_fault=fault, update_wrong=update_wrong)

@@ -145,7 +145,7 @@ def max_magnitude(values: Array) -> float:
     return top if np.isfinite(top) else float("inf")
 
 
-def max_abs_difference(value: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
+def max_difference(value: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
     """Return the largest |value − expected| and its index; infinity at the first entry that is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         deviation = np.abs(value - expected)
@@ -159,7 +159,7 @@ def measure_deviation(assembly: AssembledTensor, expected: Array, scale: float) 
     worst = Deviation(0.0, 0.0)
     for shard in assembly.shards:
         target = shard.slice_of(expected)
-        deviation, index = max_abs_difference(shard.value, target)
+        deviation, index = max_difference(shard.value, target)
         if deviation > worst.max_abs:
             full = tuple(a + i for a, i in zip(shard.start, index, strict=True))
             values = float(shard.value[index]), float(target[index])

@@ -109,8 +109,8 @@ def _missing_cause(left: list[int], lost: list[int], counts: LayoutCounts) -> st
     for rank in range(counts.axes.num_ranks()):
         for mask, missing in local_masks(counts, rank):
             if np.flatnonzero(mask[:, 0]).tolist() == left:
-                only = f"only data-parallel {_dp_rank_list(left)} ({_ranks_of(left, counts)}) is included"
-                return f"the sum over {' and '.join(missing)} is missing: {only}"
+                included = f"data-parallel {_dp_rank_list(left)} ({_ranks_of(left, counts)})"
+                return f"the sum over {' and '.join(missing)} is missing: only contributions of {included} are included"
     return f"the sum does not include {_ranks_of(lost, counts)}"
 
 

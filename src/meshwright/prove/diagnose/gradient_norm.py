@@ -1,8 +1,7 @@
-"""Why a gradient norm is wrong although the gradients are right: who was left out of it, or counted more than once.
+"""Diagnosis of a wrong gradient norm of correct gradients: parameters or ranks omitted or counted more than once.
 
-The squared norm is a sum over ranks and parameters, so the difference of squares points at the terms: it equals
-what a parameter, a class of parameters or a rank contributes, or the reported number is the sum over some of the
-axes only, with copies counted once or every time.
+The squared norm is a sum over ranks and parameters, so the difference of squares identifies the terms: it equals the
+contribution of a parameter, a group of parameters or a rank, or the reported norm is reduced over some axes only.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ from meshwright.prove.diagnose.phrases import join_words, number_words, rank_wor
 from meshwright.prove.stage_placement import StagePlacement
 
 RESIDUAL = 1e-11
-"""Relative distance of squares within which a sum explains a norm."""
+"""Relative tolerance of squared norms within which a sum explains a reported norm."""
 PROGRESS = 1e-3
 MAX_CANDIDATES = 3
 
 
 @dataclass(frozen=True, eq=False)
 class SuspectNorm:
-    """The norms of step 1 beside what they should be made of."""
+    """Reported norms of step 1 with the terms that they should consist of."""
 
     reported: Array
-    """[rank]"""
+    """[rank]: reported norm."""
     expected: float
     names: tuple[str, ...]
     squares: Array
-    """[rank, parameter]: sum of squares of what the rank holds of the gradient."""
+    """[rank, parameter]: sum of squares of the local gradient shard."""
     replicated: tuple[frozenset[str], ...]
-    """Per parameter: the axes it is replicated over."""
+    """Axes that each parameter is replicated over."""
     counts: LayoutCounts
     shared: Array
-    """[parameter]: how many stages have a copy."""
+    """[parameter]: number of stages that share it, at least 1."""
 
-    def replicas_per_parameter(self) -> Array:
-        """[parameter]: how many ranks hold each element."""
+    def num_replicas(self) -> Array:
+        """Return the number of replicas of each parameter: [parameter]."""
         sizes = [math.prod(self.counts.axes.size(axis) for axis in axes) for axes in self.replicated]
         return np.array(sizes, dtype=np.float64)
 
     def unique_squares(self) -> Array:
-        """[parameter]: squared norm of the layout's gradients, every element once (copies that differ averaged)."""
-        return np.asarray(self.squares.sum(axis=0) / self.replicas_per_parameter(), dtype=np.float64)
+        """Return the squared norm of each gradient, counting each element once (mean of its replicas): [parameter]."""
+        return np.asarray(self.squares.sum(axis=0) / self.num_replicas(), dtype=np.float64)
 
     def explains(self, squares: Array | float) -> bool:
-        """Whether every rank's reported norm is the root of `squares`, where the due norm is not."""
+        """Return whether `squares` equals the squared norm that every rank reports, unlike the expected norm."""
         mine = self.reported**2
         left = np.abs(mine - squares).max()
         error = np.abs(mine - self.expected**2).max()
@@ -68,7 +67,7 @@ def suspect_norm(
     counts: LayoutCounts,
     stages: StagePlacement | None,
 ) -> SuspectNorm:
-    """The norms of step 1 on every rank, with the pieces they should be made of."""
+    """Collect the reported norms of step 1 and the terms that they should consist of."""
     names = tuple(gradients)
     squares = np.zeros((counts.axes.num_ranks(), len(names)))
     for column, assembly in enumerate(gradients.values()):
@@ -80,7 +79,7 @@ def suspect_norm(
 
 
 def diagnose_norm(suspect: SuspectNorm, *, gradients_wrong: bool) -> Diagnosis:
-    """The likely cause of wrong norms at step 1."""
+    """Return the likely cause of wrong norms in step 1."""
     if not np.isfinite(suspect.reported).all():
         bad = np.flatnonzero(~np.isfinite(suspect.reported)).tolist()
         return Diagnosis(FaultKind.NON_FINITE, f"not finite {_scope(suspect, bad)}", "see the gradients")
@@ -88,7 +87,7 @@ def diagnose_norm(suspect: SuspectNorm, *, gradients_wrong: bool) -> Diagnosis:
         return Diagnosis(FaultKind.CONSEQUENCE, "the norm of wrong gradients", "follows from the wrong gradients")
     found = _wrong_members(suspect) or _missing_reduction(suspect) or _wrong_form(suspect) or _wrong_ranks_only(suspect)
     if found is None and gradients_wrong:
-        cause = "follows from the wrong gradients, though it is not their norm either"
+        cause = "follows from the wrong gradients, but is not their norm either"
         return Diagnosis(FaultKind.CONSEQUENCE, _symptom(suspect), cause)
     return found or Diagnosis(FaultKind.UNRECOGNISED, _symptom(suspect), "not recognised", _ratio(suspect))
 
@@ -106,7 +105,7 @@ def _symptom(suspect: SuspectNorm) -> str:
     low, high = int(suspect.reported.argmin()), int(suspect.reported.argmax())
     spread = float(suspect.reported[high] - suspect.reported[low])
     if spread <= 1e-12 * abs(float(suspect.reported[high])):
-        return f"{suspect.reported[0]:.6g} where {suspect.expected:.6g} was due"
+        return f"{suspect.reported[0]:.6g}, expected {suspect.expected:.6g}"
     return f"{rank_words((low, high))} report different norms"
 
 
@@ -114,12 +113,12 @@ def _ratio(suspect: SuspectNorm) -> str:
     worst = int(np.abs(suspect.reported - suspect.expected).argmax())
     ratio = float(suspect.reported[worst]) / suspect.expected if suspect.expected else math.inf
     return (
-        f"{suspect.reported[worst]:.6g} on rank {worst} where {suspect.expected:.6g} was due, {number_words(ratio)} ×"
+        f"{suspect.reported[worst]:.6g} on rank {worst}, expected {suspect.expected:.6g} (ratio {number_words(ratio)})"
     )
 
 
 def _wrong_members(suspect: SuspectNorm) -> Diagnosis | None:
-    """A parameter, a class of them or a rank that counts a wrong number of times."""
+    """Diagnose a parameter, a group of parameters or a rank that is counted the wrong number of times."""
     unique_squares, total = suspect.unique_squares(), float(suspect.unique_squares().sum())
     found: list[str] = []
     for label, members in _classes(suspect):
@@ -129,48 +128,45 @@ def _wrong_members(suspect: SuspectNorm) -> Diagnosis | None:
     for axes, label, members in _replicated_classes(suspect):
         times = math.prod(suspect.counts.axes.size(axis) for axis in axes)
         if suspect.explains(total + (times - 1) * float(unique_squares[members].sum())):
-            return Diagnosis(
-                FaultKind.NORM_MEMBERS, _symptom(suspect), f"counted {' × '.join(axes)} ({times}) times: {label}"
-            )
+            cause = f"counted {' × '.join(axes)} ({times}) times: {label}"
+            return Diagnosis(FaultKind.NORM_MEMBERS, _symptom(suspect), cause)
     if not found and suspect.explains(float((unique_squares * suspect.shared).sum())):
         copy_counts = [str(int(num)) for num in sorted(set(suspect.shared.tolist())) if num > 1]
-        cause = f"counted {join_words(copy_counts)} times: parameters shared by so many stages, once for each copy"
+        cause = f"counted {join_words(copy_counts)} times: shared parameters, once per stage that holds a copy"
         return Diagnosis(FaultKind.NORM_MEMBERS, _symptom(suspect), cause)
     if not found:
         for label, members in _classes(suspect):
             part = float(unique_squares[members].sum())
             if 0.0 < part < total and suspect.explains(total + part):
                 found.append(f"counted twice: {label}")
-    for rank, part in enumerate(
-        (suspect.squares / suspect.replicas_per_parameter()).sum(axis=1).tolist() if not found else ()
-    ):
+    for rank, part in enumerate((suspect.squares / suspect.num_replicas()).sum(axis=1).tolist() if not found else ()):
         if 0.0 < part < total and suspect.explains(total - part):
-            found.append(f"left out of the norm: what rank {rank} holds")
-    found = found or [f"left out of the norm: what {ranks}" for ranks in _left_out_positions(suspect)]
+            found.append(f"left out of the norm: the shards of rank {rank}")
+    found = found or [f"left out of the norm: the shards of {ranks}" for ranks in _left_out_positions(suspect)]
     if not found:
         return None
     return Diagnosis(FaultKind.NORM_MEMBERS, _symptom(suspect), join_words(found[:MAX_CANDIDATES], last="or"))
 
 
 def _left_out_positions(suspect: SuspectNorm) -> Iterator[str]:
-    """Positions on an axis whose ranks are left out, such as a stage: `ranks 2 and 3 hold (pp = 1)`."""
-    axes, by_rank = suspect.counts.axes, (suspect.squares / suspect.replicas_per_parameter()).sum(axis=1)
+    """Yield coordinates on an axis whose ranks are left out: `ranks 2 and 3 (pp = 1)`."""
+    axes, by_rank = suspect.counts.axes, (suspect.squares / suspect.num_replicas()).sum(axis=1)
     for axis, size in axes.used().items():
         for at in range(size):
             ranks = [rank for rank in range(len(by_rank)) if coordinates(axes)[rank][axis] == at]
             part = float(by_rank[ranks].sum())
             if len(ranks) > 1 and part > 0.0 and suspect.explains(float(by_rank.sum()) - part):
-                yield f"{rank_words(ranks)} hold ({axis} = {at})"
+                yield f"{rank_words(ranks)} ({axis} = {at})"
 
 
 def _classes(suspect: SuspectNorm) -> Iterator[tuple[str, list[int]]]:
-    """Sets of parameters that one mistake could leave out: one, all of a name, a module, a way of being laid out."""
+    """Yield groups of parameters that one fault could affect: by name, module or placement."""
     names = suspect.names
     for at, name in enumerate(names):
         yield name, [at]
     for axis in suspect.counts.axes.used():
         yield f"parameters replicated over {axis}", [i for i, r in enumerate(suspect.replicated) if axis in r]
-        yield (f"parameters divided over {axis}", [i for i, r in enumerate(suspect.replicated) if axis not in r])
+        yield (f"parameters sharded over {axis}", [i for i, r in enumerate(suspect.replicated) if axis not in r])
     for label in (_same_name, _module, _last_word):
         groups: dict[str, list[int]] = defaultdict(list)
         for at, name in enumerate(names):
@@ -183,7 +179,7 @@ def _same_name(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """`blocks.3.*` of everything in a numbered block, else the first word."""
+    """Return `blocks.3.*` for a parameter of a numbered block, else its first name component."""
     found = re.match(r"^(\D*\d+)\.", name)
     return f"{found.group(1) if found else name.split('.')[0]}.*"
 
@@ -193,7 +189,7 @@ def _last_word(name: str) -> str:
 
 
 def _replicated_classes(suspect: SuspectNorm) -> Iterator[tuple[tuple[str, ...], str, list[int]]]:
-    """Parameters replicated over some axes, which a sum over all ranks would count that many times."""
+    """Yield parameters by the axes they are replicated over; a sum over all ranks counts them once per replica."""
     used = tuple(suspect.counts.axes.used())
     for num in range(1, len(used) + 1):
         for axes in itertools.combinations(used, num):
@@ -207,7 +203,7 @@ def _replicated_classes(suspect: SuspectNorm) -> Iterator[tuple[tuple[str, ...],
 
 
 def _missing_reduction(suspect: SuspectNorm) -> Diagnosis | None:
-    """Local sums added over some axes only, with the copies along some axes counted once."""
+    """Diagnose local sums that are reduced over some axes only, or that count replicas separately."""
     used = tuple(suspect.counts.axes.used())
     options = [axes for num in range(len(used) + 1) for axes in itertools.combinations(used, num)]
     for missing, recounted in sorted(itertools.product(options, options), key=lambda pair: len(pair[0]) + len(pair[1])):
@@ -215,18 +211,16 @@ def _missing_reduction(suspect: SuspectNorm) -> Diagnosis | None:
             continue
         if suspect.explains(_partial_sums(suspect, missing, recounted)):
             causes = [f"local norms not reduced over {join_words(missing)}"] if missing else []
-            causes += [f"copies along {join_words(recounted)} each counted"] if recounted else []
+            causes += [f"replicas along {join_words(recounted)} counted separately"] if recounted else []
             return Diagnosis(FaultKind.NORM_MEMBERS, _symptom(suspect), "; ".join(causes))
     return None
 
 
 def _partial_sums(suspect: SuspectNorm, missing: tuple[str, ...], recounted: tuple[str, ...]) -> Array:
-    """[rank]: squares summed over all axes but `missing`, divided by the copies along all axes but `counted`."""
+    """Sum squares over all axes but `missing`, each divided by its replicas along all axes but `recounted`: [rank]."""
     axes = suspect.counts.axes
-    replicas_per_parameter = [
-        math.prod(axes.size(axis) for axis in r if axis not in recounted) for r in suspect.replicated
-    ]
-    local = (suspect.squares / np.array(replicas_per_parameter, dtype=np.float64)).sum(axis=1)
+    num_replicas = [math.prod(axes.size(axis) for axis in r if axis not in recounted) for r in suspect.replicated]
+    local = (suspect.squares / np.array(num_replicas, dtype=np.float64)).sum(axis=1)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(len(local)):
         position = coordinates(axes)[rank]
@@ -238,7 +232,7 @@ def _partial_sums(suspect: SuspectNorm, missing: tuple[str, ...], recounted: tup
 
 
 def _wrong_form(suspect: SuspectNorm) -> Diagnosis | None:
-    """The right sum in a wrong form: squared, rooted twice, norms added instead of squares, a factor."""
+    """Diagnose the right terms in the wrong form: a missing or repeated root, a sum of norms, or a factor."""
     total, unique_squares = float(suspect.unique_squares().sum()), suspect.unique_squares()
     forms: list[tuple[str, Callable[[], float]]] = [
         ("the square root is missing", lambda: total**2),
@@ -258,17 +252,17 @@ def _wrong_form(suspect: SuspectNorm) -> Diagnosis | None:
         cause = factor_cause(value, suspect.counts)
         if cause or close(value, 2.0) or close(value, 0.5):
             symptom = f"{number_words(value)} × {what} of the reference on every rank"
-            return Diagnosis(FaultKind.SCALED, symptom, cause or "counted a wrong number of times", factor=value)
+            return Diagnosis(FaultKind.SCALED, symptom, cause or "counted the wrong number of times", factor=value)
     return None
 
 
 def _sum_of_rank_norms(suspect: SuspectNorm) -> float:
-    local = (suspect.squares / suspect.replicas_per_parameter()).sum(axis=1)
+    local = (suspect.squares / suspect.num_replicas()).sum(axis=1)
     return float(np.sqrt(local).sum() ** 2)
 
 
 def _wrong_ranks_only(suspect: SuspectNorm) -> Diagnosis | None:
-    """Some ranks report the right norm."""
+    """Report the ranks with a wrong norm, if others report the right one."""
     wrong = _wrong(suspect)
     if len(wrong) == len(suspect.reported):
         return None

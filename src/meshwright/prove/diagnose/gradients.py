@@ -1,7 +1,6 @@
-"""Why a gradient is wrong: from ratios, from the parts of the reference's gradient, and from sums of copies.
+"""Diagnosis of wrong gradients from ratios, contributions to the reference gradient, and sums over replicas.
 
-Causes are tried from the plain to the intricate, each one checked to rounding, and the first that explains every
-wrong piece is named.
+Causes are tried from simple to complex, and the first that explains every wrong shard to within rounding is reported.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.compare.tensor_shards import Array, LocalShard, max_abs_difference
+from meshwright.prove.compare.tensor_shards import Array, LocalShard, max_difference
 from meshwright.prove.diagnose.contributions import scale_diagnosis, weights_diagnosis
 from meshwright.prove.diagnose.factors import NOTHING_FITS, close, factor_cause
 from meshwright.prove.diagnose.fit_contributions import MIN_SPARE, FitProblem, common_factor, contribution_weights
@@ -34,22 +33,22 @@ from meshwright.prove.diagnose.suspect import (
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """What else is known when a tensor is examined."""
+    """Facts about the rest of the proof that the diagnosis of a tensor uses."""
 
     references: Mapping[str, Array]
-    """The reference's tensors of the same sort, by name."""
+    """Reference tensors of the same kind, by name."""
     samples_wrong: bool = False
     initial_wrong: bool = False
     shared: StageContributions | None = None
-    """What stages add to parameters that they share."""
+    """Contributions of the stages to the gradients of shared parameters."""
 
     def upstream_fault(self) -> str:
-        """What makes everything after it wrong; empty when nothing does."""
+        """Describe the fault that makes all later values wrong; empty if there is none."""
         return "initial weights that differ" if self.initial_wrong else "wrong samples" if self.samples_wrong else ""
 
 
 def diagnose_gradient(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis:
-    """The likely cause of a wrong gradient."""
+    """Return the likely cause of a wrong gradient."""
     return (
         incomplete(suspect)
         or non_finite(suspect)
@@ -66,25 +65,23 @@ def diagnose_gradient(suspect: SuspectTensor, context: DiagnosisContext) -> Diag
 
 
 def consequence(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis | None:
-    """Another finding makes this one inevitable."""
+    """Diagnose an error as the consequence of an upstream fault, if there is one."""
     upstream_fault = context.upstream_fault()
-    return (
-        Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", f"follows from {upstream_fault}")
-        if upstream_fault
-        else None
-    )
+    if not upstream_fault:
+        return None
+    return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", f"follows from {upstream_fault}")
 
 
 def _no_gradient(suspect: SuspectTensor) -> Diagnosis | None:
     if any(shard.value.any() for shard in suspect.wrong_shards):
         return None
     scope = suspect.scope_text()
-    whose = "this parameter" if scope == EVERYWHERE else f"{rank_words(suspect.wrong_ranks)}'s piece of it"
+    whose = "this parameter" if scope == EVERYWHERE else f"{rank_words(suspect.wrong_ranks)}'s shard of it"
     return Diagnosis(FaultKind.ZERO, f"zero {scope}", f"no gradient reached {whose}")
 
 
 def _weighted_contributions(suspect: SuspectTensor) -> Diagnosis | None:
-    """A multiple of the reference, or other shares and micro-batches than all once."""
+    """Diagnose a multiple of the reference, or missing or duplicated contributions."""
     weights = weights_by_rank(suspect, suspect.wrong_shards)
     if weights is None:
         return None
@@ -94,12 +91,12 @@ def _weighted_contributions(suspect: SuspectTensor) -> Diagnosis | None:
 def weights_by_rank(
     suspect: SuspectTensor, shards: Iterable[LocalShard], *, max_error: float = math.inf
 ) -> dict[int, Array] | None:
-    """How much of each cell the ranks hold, when that explains all `pieces`.
+    """Return the weights of the contributions on each rank, or None unless they explain all `shards`.
 
-    Pieces are pooled as far as they agree, since a small tensor alone may not have enough elements to tell.
+    Shards with equal weights are fitted together, as a small shard may have too few elements for a fit.
 
     Args:
-        most_error: the error that needs an explanation, where it is smaller than that of `pieces`.
+        max_error: upper bound of the error to explain, if smaller than that of `shards`.
     """
     chosen, axes = list(shards), suspect.counts.axes
     for key in (lambda rank: 0, axes.data_index, lambda rank: rank):
@@ -108,10 +105,8 @@ def weights_by_rank(
             pools[key(shard.rank)].append(shard)
         found: dict[int, Array] = {}
         for pool in pools.values():
-            is_one_dp_rank = len({axes.data_index(shard.rank) for shard in pool}) == 1
-            weights = contribution_weights(
-                _fit_problem(suspect, pool, pool[0].rank if is_one_dp_rank else None, max_error)
-            )
+            is_local = len({axes.data_index(shard.rank) for shard in pool}) == 1
+            weights = contribution_weights(_fit_problem(suspect, pool, pool[0].rank if is_local else None, max_error))
             if weights is None:
                 break
             found |= {shard.rank: weights for shard in pool}
@@ -131,7 +126,7 @@ def _fit_problem(suspect: SuspectTensor, pool: list[LocalShard], rank: int | Non
 
 
 def _missing_reduction(suspect: SuspectTensor) -> Diagnosis | None:
-    """Copies that differ along some axes and add up to the reference there: the sum was not done."""
+    """Diagnose replicas that differ along some axes and whose sum there is the reference: the reduction is missing."""
     axes_apart = [mismatch.axis for mismatch in suspect.large_mismatches]
     for num in range(1, len(axes_apart) + 1):
         for chosen in itertools.combinations(axes_apart, num):
@@ -139,30 +134,22 @@ def _missing_reduction(suspect: SuspectTensor) -> Diagnosis | None:
             if cause is not None:
                 mismatch = next(mismatch for mismatch in suspect.large_mismatches if mismatch.axis in chosen)
                 symptom = f"replicas differ between {rank_words(mismatch.ranks)} along {' and '.join(chosen)}"
-                return Diagnosis(
-                    FaultKind.SUM_MISSING, symptom, cause, f"by up to {mismatch.largest:.2g} at {list(mismatch.index)}"
-                )
+                detail = f"by up to {mismatch.largest:.2g} at {list(mismatch.index)}"
+                return Diagnosis(FaultKind.SUM_MISSING, symptom, cause, detail)
     return None
 
 
 def _reduction_cause(suspect: SuspectTensor, chosen: tuple[str, ...]) -> str | None:
     wrong = {id(shard) for shard in suspect.wrong_shards}
-    replica_groups = [
-        replica_group
-        for replica_group in suspect.assembly.replica_groups(chosen)
-        if any(id(shard) in wrong for shard in replica_group)
-    ]
+    groups = [group for group in suspect.assembly.replica_groups(chosen) if any(id(shard) in wrong for shard in group)]
     size, over = math.prod(suspect.counts.axes.size(axis) for axis in chosen), " and ".join(chosen)
-    sums = [
-        LocalShard(replica_group[0].rank, replica_group[0].start, np.sum([p.value for p in replica_group], axis=0))
-        for replica_group in replica_groups
-    ]
+    sums = [LocalShard(group[0].rank, group[0].start, np.sum([p.value for p in group], axis=0)) for group in groups]
     error = max(
-        (max_abs_difference(shard.value, shard.slice_of(suspect.expected))[0] for shard in suspect.wrong_shards),
+        (max_difference(shard.value, shard.slice_of(suspect.expected))[0] for shard in suspect.wrong_shards),
         default=0.0,
     )
     if all(suspect.matches(shard.value, shard.slice_of(suspect.expected), error) for shard in sums):
-        return f"the sum over {over} is missing: the copies add up to the reference"
+        return f"the sum over {over} is missing: the replicas sum to the reference"
     weights = weights_by_rank(suspect, sums, max_error=error)
     if weights is None:
         return None
@@ -170,26 +157,25 @@ def _reduction_cause(suspect: SuspectTensor, chosen: tuple[str, ...]) -> str | N
     if all((found == first.flat[0]).all() for found in weights.values()):
         factor = float(first.flat[0])
         if close(factor, size):
-            return f"the mean over {over} is missing: the copies' mean is the reference"
+            return f"the mean over {over} is missing: the replicas average to the reference"
         why = factor_cause(factor, suspect.counts) or NOTHING_FITS
-        return f"the sum over {over} is missing: the copies add up to {number_words(factor)} × the reference ({why})"
+        return f"the sum over {over} is missing: the replicas sum to {number_words(factor)} × the reference ({why})"
     rest = weights_diagnosis(weights, [shard.rank for shard in sums], suspect.counts)
-    return f"the sum over {over} is missing, and in the copies' sum {rest.symptom}: {rest.cause}"
+    return f"the sum over {over} is missing, and in the sum of the replicas {rest.symptom}: {rest.cause}"
 
 
 def _wrong_region(suspect: SuspectTensor) -> Diagnosis | None:
-    """A multiple of the reference, or nothing, in a part of the tensor; right elsewhere."""
+    """Diagnose a tensor that is zero or a multiple of the reference in one region and correct elsewhere."""
     mask = wrong_mask(suspect)
     where = box_words(mask)
     if where == "everywhere" or int(mask.sum()) < MIN_SPARE:
         return None
     inside = [mask[shard.slices()] for shard in suspect.wrong_shards]
     value_n = np.concatenate([shard.value[at] for shard, at in zip(suspect.wrong_shards, inside, strict=True)])
-    expected_n = np.concatenate(
-        [shard.slice_of(suspect.expected)[at] for shard, at in zip(suspect.wrong_shards, inside, strict=True)]
-    )
+    expected = [shard.slice_of(suspect.expected)[at] for shard, at in zip(suspect.wrong_shards, inside, strict=True)]
+    expected_n = np.concatenate(expected)
     scope = f"at {where}, {scope_words(suspect.wrong_ranks, suspect.informative_ranks, suspect.counts.axes)}"
     if not value_n.any():
-        return Diagnosis(FaultKind.ZERO, f"zero {scope}", "no gradient reached this part of the parameter")
+        return Diagnosis(FaultKind.ZERO, f"zero {scope}", "no gradient reached this region of the parameter")
     factor = common_factor(FitProblem(value_n, expected_n[None, None], suspect.counts, int(mask.sum())))
     return None if factor is None else scale_diagnosis(factor, scope, suspect.counts)

@@ -1,4 +1,4 @@
-"""Why a loss is wrong: summed or averaged over the wrong things, a rank's own share only, or a consequence."""
+"""Diagnosis of wrong losses: a wrong reduction, a local contribution only, or a consequence of another fault."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from meshwright.prove.diagnose.factors import LayoutCounts, close, factor_cause
 from meshwright.prove.diagnose.fit_contributions import RESIDUAL, FitProblem, contribution_weights
 from meshwright.prove.diagnose.phrases import join_words, number_words, rank_words, scope_words
 
+UNRECOGNISED = "not recognised: the forward pass differs"
+
 
 def diagnose_series(
     steps: tuple[StepValue, ...], first: Diagnosis | None, *, name: str, update_wrong: bool
 ) -> Diagnosis:
-    """The cause for the first wrong step of losses or norms; `first` is the diagnosis of a wrong step 1."""
+    """Diagnose the first wrong step of losses or norms; `first` is the diagnosis of a wrong step 1."""
     wrong = [step for step in steps if not step.ok]
     if first is not None:
         return first
     found = wrong[0]
     bad = [rank for rank, value in enumerate(found.observed) if not math.isfinite(value)]
     if bad:
-        return Diagnosis(
-            FaultKind.NON_FINITE, f"{name} not finite in step {found.step} on {rank_words(bad)}", "see there"
-        )
+        symptom = f"{name} not finite in step {found.step} on {rank_words(bad)}"
+        return Diagnosis(FaultKind.NON_FINITE, symptom, "NaN or infinity entered the computation")
     for offset in (-1, 1):
         at = found.step - 1 + offset
         if 0 <= at < len(steps) and all(close(value, steps[at].expected) for value in found.observed):
             word = "behind" if offset < 0 else "ahead"
-            symptom = f"{name} of step {found.step} is the reference's of step {at + 1}"
+            symptom = f"{name} of step {found.step} is that of the reference in step {at + 1}"
             return Diagnosis(FaultKind.OUT_OF_STEP, symptom, f"one step {word}")
-    symptom = f"{name} right in step 1, wrong from step {found.step} on"
+    symptom = f"{name} correct in step 1, wrong from step {found.step} on"
     if update_wrong:
         return Diagnosis(FaultKind.CONSEQUENCE, symptom, "follows from a wrong update: see the parameters")
     return Diagnosis(FaultKind.UNRECOGNISED, symptom, "not recognised", _worst(found))
@@ -44,9 +45,11 @@ def diagnose_series(
 def diagnose_loss(
     step: StepValue, contributions: Array | None, counts: LayoutCounts, *, upstream_fault: str
 ) -> Diagnosis:
-    """The likely cause of a wrong loss in step 1. `parts`: [share, micro-batch], adding up to the loss due.
+    """Return the likely cause of a wrong loss in step 1.
 
-    `follows`: a finding that makes a wrong loss inevitable, in words.
+    Args:
+        contributions: [data-parallel rank, micro-batch], which sum to the expected loss.
+        upstream_fault: description of an earlier fault that makes the loss wrong, or an empty string.
     """
     values = np.array(step.observed)
     bad = [int(rank) for rank in np.flatnonzero(~np.isfinite(values))]
@@ -57,18 +60,15 @@ def diagnose_loss(
         _weighted_contributions(values, step, contributions, counts)
         or _sum_over_ranks(values, step.expected, counts)
         or _consequence(step, upstream_fault)
-        or Diagnosis(
-            FaultKind.UNRECOGNISED, _symptom(values, step), "not recognised: the forward pass differs", _worst(step)
-        )
+        or Diagnosis(FaultKind.UNRECOGNISED, _symptom(values, step), UNRECOGNISED, _worst(step))
     )
 
 
 def _weighted_contributions(
     values: Array, step: StepValue, contributions: Array | None, counts: LayoutCounts
 ) -> Diagnosis | None:
-    wrong = [
-        rank for rank, value in enumerate(values) if abs(value - step.expected) > step.tolerance * abs(step.expected)
-    ]
+    limit = step.tolerance * abs(step.expected)
+    wrong = [rank for rank, value in enumerate(values) if abs(value - step.expected) > limit]
     weights: dict[int, Array] = {}
     contributions_dm = np.array([[step.expected]]) if contributions is None else contributions
     for rank in wrong:
@@ -80,7 +80,7 @@ def _weighted_contributions(
 
 
 def _sum_over_ranks(values: Array, expected: float, counts: LayoutCounts) -> Diagnosis | None:
-    """Every rank reports its own part: the parts' sum or mean along some axes is the loss."""
+    """Diagnose local losses whose sum or mean along some axes is the expected loss."""
     used = counts.axes.used()
     options = [axes for num in range(1, len(used) + 1) for axes in itertools.combinations(used, num)]
     for axes in options:
@@ -93,14 +93,13 @@ def _sum_over_ranks(values: Array, expected: float, counts: LayoutCounts) -> Dia
         for form, combine in (("sum", sum), ("mean", lambda line: sum(line) / len(line))):
             ratios = [combine(line) / expected if expected else math.inf for line in lines.values()]
             if all(abs(ratio - 1.0) <= RESIDUAL for ratio in ratios):
-                symptom = "ranks report different losses, each its own part"
+                symptom = "ranks report different losses, each its local contribution"
                 return Diagnosis(FaultKind.SUM_MISSING, symptom, f"the {form} over {join_words(axes)} is missing")
             factor = ratios[0]
             why = factor_cause(factor, counts)
+            ratio_text = f"{number_words(factor)} × the reference"
             if form == "mean" and why and all(close(ratio, factor) for ratio in ratios):
-                symptom = (
-                    f"ranks report different losses, whose mean over {join_words(axes)} is {number_words(factor)} ×"
-                )
+                symptom = f"ranks report different losses, whose mean over {join_words(axes)} is {ratio_text}"
                 return Diagnosis(FaultKind.SUM_MISSING, symptom, why)
     return None
 
@@ -114,12 +113,10 @@ def _consequence(step: StepValue, upstream_fault: str) -> Diagnosis | None:
 def _symptom(values: Array, step: StepValue) -> str:
     low, high = int(values.argmin()), int(values.argmax())
     if close(float(values[low]), float(values[high])):
-        return f"{values[0]:.6g} where {step.expected:.6g} was due"
+        return f"{values[0]:.6g}, expected {step.expected:.6g}"
     return f"{rank_words((low, high))} report different losses"
 
 
 def _worst(step: StepValue) -> str:
     found = step.observed[step.rank]
-    return (
-        f"relative error {step.relative_error:.1e} on rank {step.rank}: {found:.9g} where {step.expected:.9g} was due"
-    )
+    return f"relative error {step.relative_error:.1e} on rank {step.rank}: {found:.9g}, expected {step.expected:.9g}"

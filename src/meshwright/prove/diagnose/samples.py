@@ -1,7 +1,7 @@
-"""Which samples a rank read that it should not have.
+"""Diagnosis of ranks that read the wrong samples.
 
-Share d of a step's batch is its d-th contiguous block, and a rank's micro-batches are contiguous in its share.
-Ranks that differ only along other axes read the same share.
+Data-parallel rank d reads the d-th contiguous block of a global batch, and its micro-batches are contiguous in that
+block. Ranks that differ only along other axes read the same samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.prove.diagnose.phrases import MAX_LISTED, index_words, join_word
 def diagnose_samples(
     read: list[list[list[int]]], batches: list[list[int]], axes: Axes, num_microbatches: int
 ) -> tuple[Diagnosis, ...]:
-    """A finding for every way in which ranks strayed from their shares; none when all read what was due."""
+    """Return one finding per cause of wrong samples, or an empty tuple if all ranks read the expected samples."""
     cases_by_cause: dict[tuple[FaultKind, str], list[tuple[int, int, str]]] = defaultdict(list)
     for rank in range(min(axes.num_ranks(), len(read))):
         for step in range(min(len(batches), len(read[rank]))):
@@ -29,7 +29,7 @@ def diagnose_samples(
 
 
 def samples_of_dp_rank(batch: list[int], dp_rank: int, axes: Axes) -> list[int]:
-    """The samples of one data-parallel share of a batch, in order."""
+    """Return the samples of a data-parallel rank in a batch, in order."""
     size = len(batch) // axes.data_parallel()
     return batch[dp_rank * size : (dp_rank + 1) * size]
 
@@ -46,40 +46,41 @@ def _finding(kind: FaultKind, cause: str, cases: list[tuple[int, int, str]], num
 def _classify(
     found: list[int], step: int, rank: int, batches: list[list[int]], axes: Axes, num_microbatches: int
 ) -> tuple[FaultKind, str, str]:
-    """Kind, what was read, and why."""
+    """Return the kind of fault, the symptom and the cause."""
     dp_rank, batch = axes.data_index(rank), batches[step]
     expected = samples_of_dp_rank(batch, dp_rank, axes)
-    symptom = f"read samples {index_words(found)} where {index_words(expected)} were due"
+    symptom = f"read samples {index_words(found)} instead of {index_words(expected)}"
     owner = _matching_dp_rank(found, batch, axes)
     if owner is not None:
         owners = rank_words(r for r in range(axes.num_ranks()) if axes.data_index(r) == owner)
-        return FaultKind.SAMPLES, f"{symptom} ({owners}'s share)", "a rank reads another rank's samples"
+        return FaultKind.SAMPLES, f"{symptom} (the samples of {owners})", "a rank reads another rank's samples"
     if sorted(found) == sorted(expected):
         return FaultKind.SAMPLES, symptom, _order_cause(found, expected, num_microbatches)
     for other, candidate in enumerate(batches):
         if other != step and found == samples_of_dp_rank(candidate, dp_rank, axes):
             offset = other - step
-            cause = f"the sampler is {abs(offset)} step{'s' if abs(offset) > 1 else ''} {'behind' if offset < 0 else 'ahead'}"
-            return FaultKind.OUT_OF_STEP, f"{symptom} (its share of step {other + 1})", cause
+            steps = f"{abs(offset)} step{'s' if abs(offset) > 1 else ''}"
+            cause = f"the sampler is {steps} {'behind' if offset < 0 else 'ahead'}"
+            return FaultKind.OUT_OF_STEP, f"{symptom} (its samples of step {other + 1})", cause
     if len(found) != len(expected):
         symptom = (
-            f"read {len(found)} samples ({index_words(found)}) where {len(expected)} ({index_words(expected)}) were due"
+            f"read {len(found)} samples ({index_words(found)}) instead of {len(expected)} ({index_words(expected)})"
         )
         is_whole_batch = found == batch
         return (
             FaultKind.SAMPLES,
             symptom,
-            "the batch is not divided: the rank reads all of it" if is_whole_batch else "wrong share size",
+            "the batch is not split: the rank reads all of it" if is_whole_batch else "wrong number of samples",
         )
     if found == batch[dp_rank :: axes.data_parallel()]:
-        return FaultKind.SAMPLES, symptom, "samples are dealt out in turn where contiguous blocks were due"
+        return FaultKind.SAMPLES, symptom, "samples are interleaved instead of split into contiguous blocks"
     if len(set(found)) < len(found):
         return FaultKind.SAMPLES, symptom, "samples are read more than once"
     inside = set(found) <= set(batch)
     return (
         FaultKind.SAMPLES,
         symptom,
-        "another division of the batch" if inside else "samples from outside the step's batch",
+        "the batch is split differently" if inside else "samples from outside the batch of the step",
     )
 
 
@@ -94,7 +95,7 @@ def _order_cause(found: list[int], expected: list[int], num_microbatches: int) -
     size = len(expected) // num_microbatches
     blocks = [expected[at : at + size] for at in range(0, len(expected), size)] if size else []
     if num_microbatches > 1 and all(found[at : at + size] in blocks for at in range(0, len(expected), size)):
-        return "its own samples, with micro-batches in another order"
+        return "the correct samples, with micro-batches in a different order"
     if found == expected[::-1]:
-        return "its own samples, backwards"
-    return "its own samples, in another order"
+        return "the correct samples, in reverse order"
+    return "the correct samples, in a different order"

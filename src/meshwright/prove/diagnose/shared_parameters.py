@@ -1,7 +1,7 @@
-"""Whose parts are in the gradient of a parameter that stages share: what goes wrong in the sum over its copies.
+"""Diagnosis of the gradient of a parameter that several stages share: faults in the sum over its copies.
 
-The reference knows the part of each stage. A rank that should hold the sum of all holds its own stages' only, lacks a
-rank's, or holds another parameter's in their place.
+The reference records the contribution of each stage. A faulty rank holds only contributions of its own stages, lacks
+those of another rank, or holds contributions of another parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.compare.tensor_shards import Array, LocalShard, coordinates, max_abs_difference
+from meshwright.prove.compare.tensor_shards import Array, LocalShard, coordinates, max_difference
 from meshwright.prove.diagnose.fit_contributions import FitProblem, stage_weights
 from meshwright.prove.diagnose.phrases import EVERYWHERE, join_words, number_words, rank_words, scope_words
 from meshwright.prove.diagnose.suspect import SuspectTensor
@@ -23,28 +23,28 @@ from meshwright.prove.stage_placement import StagePlacement
 MAX_LISTED = 4
 Mask = npt.NDArray[np.bool_]
 WeightsByPpRank = dict[int, Array]
-"""By rank of the pipeline: how often each stage's part is in what it holds."""
+"""Per pipeline rank: how often it holds the contribution of each stage."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageContributions:
-    """What copies of shared parameters add to their gradients."""
+    """Contributions of each stage to the gradients of shared parameters."""
 
     stages: StagePlacement
     by_name: Mapping[str, Array]
-    """[stage, *shape]"""
+    """[stage, *shape] per parameter."""
 
     def is_nonzero(self, name: str) -> Mask:
-        """[stage]: whether its part is anything at all."""
+        """Return whether the contribution of each stage is nonzero: [stage]."""
         return np.asarray(self.by_name[name].reshape(len(self.stages.ranks), -1).any(axis=1))
 
     def stages_on_rank(self, name: str, pp: int) -> list[int]:
-        """The stages with a copy on a rank of the pipeline."""
+        """Return the stages of a pipeline rank that share the parameter."""
         return [stage for stage in self.stages.sharing_stages(name) if self.stages.ranks[stage] == pp]
 
 
 def diagnose_shared(suspect: SuspectTensor, shared: StageContributions | None) -> Diagnosis | None:
-    """A wrong sum over the copies of a shared parameter."""
+    """Diagnose a wrong sum over the copies of a shared parameter."""
     name = suspect.assembly.name
     if shared is None or name not in shared.by_name:
         return None
@@ -62,7 +62,7 @@ def diagnose_shared(suspect: SuspectTensor, shared: StageContributions | None) -
 
 
 def _weights(suspect: SuspectTensor, pool: list[LocalShard], contributions: Array) -> Array | None:
-    """[stage]: how much of each stage's part is in these pieces; 1 of parts that are nothing."""
+    """Fit the weight of the contribution of each stage, 1 where the contribution is zero: [stage]."""
     values = np.concatenate([shard.value.reshape(-1) for shard in pool])
     inside = np.concatenate(
         [contributions[(slice(None), *shard.slices())].reshape(len(contributions), -1) for shard in pool], axis=1
@@ -80,7 +80,7 @@ def _weights(suspect: SuspectTensor, pool: list[LocalShard], contributions: Arra
 def _local_contributions(
     suspect: SuspectTensor, weights: WeightsByPpRank, shared: StageContributions, only: str
 ) -> Diagnosis | None:
-    """Each rank holds what its own stages gave."""
+    """Diagnose ranks that hold only the contributions of their own stages."""
     name = suspect.assembly.name
     is_nonzero = shared.is_nonzero(name)
     own_stages = {pp: shared.stages_on_rank(name, pp) for pp in weights}
@@ -92,25 +92,25 @@ def _local_contributions(
             continue
         held = {pp: stages[:1] if first else stages for pp, stages in own_stages.items()}
         if all(_holds(found, held[pp], is_nonzero) for pp, found in weights.items()):
-            symptom = f"each rank's copy has only the part of its own {'first stage' if first else 'stages'}{only}"
+            symptom = f"each rank holds only the contribution of its own {'first stage' if first else 'stages'}{only}"
             if not only:
                 return Diagnosis(FaultKind.SUM_MISSING, symptom, f"the sum over {what} is missing")
             listed = [f"of {shared.stages.describe(held[pp])}" for pp in weights]
             hold = "holds" if len(suspect.wrong_ranks) == 1 else "hold"
-            symptom = f"{rank_words(suspect.wrong_ranks)} {hold} only the part {join_words(listed)}"
-            cause = f"the sum over {what} is missing there: other ranks have it"
+            symptom = f"{rank_words(suspect.wrong_ranks)} {hold} only the contribution {join_words(listed)}"
+            cause = f"the sum over {what} is missing there: other ranks hold it"
             return Diagnosis(FaultKind.SUM_MISSING, symptom, cause)
     return None
 
 
 def _holds(weights: Array, held: Iterable[int], is_nonzero: Mask) -> bool:
-    """Whether these stages' parts are there once, and no others."""
+    """Return whether the contributions of exactly these stages are present, each once."""
     expected = np.isin(np.arange(len(weights)), list(held))
     return bool(((weights == expected) | ~is_nonzero).all())
 
 
 def _uniform(name: str, weights: WeightsByPpRank, shared: StageContributions, only: str) -> Diagnosis | None:
-    """All hold the same sum, in which some stages' parts are not there, or more than once."""
+    """Diagnose equal sums on all ranks with contributions of some stages missing or duplicated."""
     first, stages, is_nonzero = next(iter(weights.values())), shared.stages, shared.is_nonzero(name)
     if any(not np.array_equal(first, other) for other in weights.values()):
         return None
@@ -121,21 +121,20 @@ def _uniform(name: str, weights: WeightsByPpRank, shared: StageContributions, on
         if lost == [stage for stage in copies if stages.ranks[stage] in stages.ranks[:stage]]:
             return Diagnosis(FaultKind.SUM_MISSING, symptom, "the sum over the chunks of a rank is missing")
         if not {stages.ranks[stage] for stage in lost} & {stages.ranks[stage] for stage in copies if stage not in lost}:
-            return Diagnosis(
-                FaultKind.CONTRIBUTIONS, symptom, "what these ranks computed does not enter the sum over pp"
-            )
-        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, "what these copies got does not enter the sum")
+            cause = "the contributions of these ranks do not enter the sum over pp"
+            return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
+        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, "the gradients of these copies do not enter the sum")
     extra = np.flatnonzero(first > 1).tolist()
     if extra == odd and len({float(first[stage]) for stage in extra}) == 1:
         times = "twice" if first[extra[0]] == 2 else f"{number_words(float(first[extra[0]]))} times"
         symptom = f"{_subject(extra, stages).removesuffix(' are').removesuffix(' is')} counted {times}{only}"
-        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, "what these copies got enters the sum more than once")
+        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, "the gradients of these copies enter the sum more than once")
     return None
 
 
 def _subject(numbers: list[int], stages: StagePlacement) -> str:
     words = stages.describe(numbers)
-    return f"the parts of {words} are" if len(numbers) > 1 else f"the part of {words} is"
+    return f"the contributions of {words} are" if len(numbers) > 1 else f"the contribution of {words} is"
 
 
 def _listed(weights: WeightsByPpRank, only: str) -> Diagnosis:
@@ -143,32 +142,31 @@ def _listed(weights: WeightsByPpRank, only: str) -> Diagnosis:
     for pp, found in list(weights.items())[:MAX_LISTED]:
         odd = [f"{number_words(float(found[s]))} × stage {s}'s" for s in np.flatnonzero(found != 1)[:MAX_LISTED]]
         listed.append(f"pp rank {pp}: {', '.join(odd)}")
-    symptom = f"other combinations of the stages' parts than all once{only}"
-    return Diagnosis(
-        FaultKind.CONTRIBUTIONS, symptom, f"the copies are not added up as they should be ({'; '.join(listed)})"
-    )
+    symptom = f"stage contributions have wrong weights{only}"
+    cause = f"the gradients of the copies are not summed correctly ({'; '.join(listed)})"
+    return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
 
 
 def _swapped_keys(
     suspect: SuspectTensor, pools: Mapping[int, list[LocalShard]], shared: StageContributions
 ) -> Diagnosis | None:
-    """Parts of another shared parameter stand in the place of some ranks' own: the keys are in another order there."""
+    """Diagnose contributions of another shared parameter, as when one rank reduces the keys in a different order."""
     own_stages = shared.by_name[suspect.assembly.name]
     for name, other in shared.by_name.items():
         if name == suspect.assembly.name or other.shape != own_stages.shape:
             continue
         for pp in range(shared.stages.num_ranks):
             here = np.array([rank == pp for rank in shared.stages.ranks]).reshape(-1, *[1] * (own_stages.ndim - 1))
-            # What the others hold of it, and what this rank does.
+            # Sums on the other ranks and on this one.
             mixtures = [np.where(here, other, own_stages).sum(0), np.where(here, own_stages, other).sum(0)]
             if all(_matches_any(suspect, shard, mixtures) for pool in pools.values() for shard in pool):
-                symptom = f"parts of {name} stand in the place of parts of its own {suspect.scope_text()}"
-                who = f"pp rank {pp} adds" if shared.stages.num_ranks > 2 else "pp ranks 0 and 1 add"
-                than = "in another order than the others" if shared.stages.num_ranks > 2 else "in different orders"
-                return Diagnosis(FaultKind.MISPLACED, symptom, f"{who} up the shared parameters {than}")
+                symptom = f"contributions of {name} replace its own {suspect.scope_text()}"
+                who = f"pp rank {pp} reduces" if shared.stages.num_ranks > 2 else "pp ranks 0 and 1 reduce"
+                than = "in a different order than the others" if shared.stages.num_ranks > 2 else "in different orders"
+                return Diagnosis(FaultKind.MISPLACED, symptom, f"{who} the shared parameters {than}")
     return None
 
 
 def _matches_any(suspect: SuspectTensor, shard: LocalShard, mixtures: list[Array]) -> bool:
-    error = max_abs_difference(shard.value, shard.slice_of(suspect.expected))[0]
+    error = max_difference(shard.value, shard.slice_of(suspect.expected))[0]
     return any(suspect.matches(shard.value, shard.slice_of(mix), error) for mix in mixtures)

@@ -1,8 +1,7 @@
-"""One wrong tensor under examination, and the causes that any tensor can have.
+"""A wrong tensor, and the diagnoses that gradients and weights share.
 
-Gradients and weights share these: pieces that don't make up the tensor, numbers that aren't finite, the right
-numbers in a wrong place, copies that differ; and, when nothing is recognised, an honest description of where it
-is wrong.
+These are incomplete or overlapping shards, non-finite values, correct values in the wrong place, and replicas that
+differ; if none applies, the location and the size of the error are reported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from meshwright.prove.compare.tensor_shards import (
     LocalShard,
     ReplicaMismatch,
     coordinates,
-    max_abs_difference,
+    max_difference,
     max_magnitude,
     measure_deviation,
 )
@@ -29,12 +28,12 @@ from meshwright.prove.diagnose.fit_contributions import PROGRESS, RESIDUAL
 from meshwright.prove.diagnose.phrases import box_words, rank_words, scope_words
 
 NEGLIGIBLE = 1e-14
-"""Below this share of the tensor's scale a piece says nothing about its rank."""
+"""Fraction of the scale below which a reference shard is too small to judge its rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class SuspectTensor:
-    """A tensor of the layout that differs from the reference's."""
+    """Tensor of the layout with its reference."""
 
     assembly: AssembledTensor
     expected: Array
@@ -42,15 +41,13 @@ class SuspectTensor:
     tolerance: float
     counts: LayoutCounts
     contributions: Array | None = None
-    """[share, micro-batch, *shape]: the parts of `due`, of a gradient."""
+    """[data-parallel rank, micro-batch, *shape] of a gradient; they sum to `expected`."""
 
     @cached_property
     def wrong_shards(self) -> tuple[LocalShard, ...]:
-        """Pieces that are out of tolerance."""
+        """Shards that are out of tolerance."""
         limit = self.tolerance * self.scale
-        return tuple(
-            p for p in self.assembly.shards if max_abs_difference(p.value, p.slice_of(self.expected))[0] > limit
-        )
+        return tuple(p for p in self.assembly.shards if max_difference(p.value, p.slice_of(self.expected))[0] > limit)
 
     @cached_property
     def wrong_ranks(self) -> list[int]:
@@ -58,7 +55,7 @@ class SuspectTensor:
 
     @cached_property
     def informative_ranks(self) -> list[int]:
-        """Ranks whose piece can be told right from wrong: not those whose part of the reference is all zero."""
+        """Ranks whose shard can be judged: wrong ones and those with a nonzero reference shard."""
         nonzero = {
             p.rank for p in self.assembly.shards if max_magnitude(p.slice_of(self.expected)) > NEGLIGIBLE * self.scale
         }
@@ -66,46 +63,46 @@ class SuspectTensor:
 
     @cached_property
     def large_mismatches(self) -> list[ReplicaMismatch]:
-        """Copies that differ by more than the tolerance."""
+        """Replica mismatches beyond the tolerance."""
         return [mismatch for mismatch in self.assembly.mismatches if mismatch.largest > self.tolerance * self.scale]
 
     def scope_text(self) -> str:
-        """`on every rank`, `only on rank 3`."""
+        """Format the wrong ranks: `on every rank`, `only on rank 3`."""
         return scope_words(self.wrong_ranks, self.informative_ranks, self.counts.axes)
 
     def matches(self, value: Array, target: Array, error: float) -> bool:
-        """Whether `value` is `target` but for rounding, where the deviation to be explained is `error`."""
-        left = max_abs_difference(value, target)[0]
+        """Return whether `value` equals `target` within rounding, relative to the deviation `error` to explain."""
+        left = max_difference(value, target)[0]
         size = max(max_magnitude(value), max_magnitude(target))
         return left <= max(RESIDUAL, self.tolerance) * size and left <= PROGRESS * error
 
 
 def incomplete(suspect: SuspectTensor) -> Diagnosis | None:
-    """The pieces do not make up the tensor."""
+    """Diagnose shards that do not make up the tensor."""
     if not np.isfinite(suspect.expected).all():
         return Diagnosis(FaultKind.EVIDENCE, "the reference is not finite", "the reference is at fault, not the layout")
     faults = suspect.assembly.faults
     if not suspect.assembly.shards and not faults:
-        faults = ("no rank holds any of it",)
-    return Diagnosis(FaultKind.EVIDENCE, "the pieces do not make up the tensor", "; ".join(faults)) if faults else None
+        faults = ("no rank holds a shard",)
+    return Diagnosis(FaultKind.EVIDENCE, "the shards do not make up the tensor", "; ".join(faults)) if faults else None
 
 
 def non_finite(suspect: SuspectTensor) -> Diagnosis | None:
-    """NaN or infinity."""
+    """Diagnose NaN or infinite values."""
     bad = [shard for shard in suspect.assembly.shards if not np.isfinite(shard.value).all()]
     if not bad:
         return None
     nans = sum(int(np.isnan(shard.value).sum()) for shard in bad)
     infs = sum(int(np.isinf(shard.value).sum()) for shard in bad)
     scope = scope_words({shard.rank for shard in bad}, suspect.informative_ranks, suspect.counts.axes)
-    index = max_abs_difference(bad[0].value, bad[0].slice_of(suspect.expected))[1]
+    index = max_difference(bad[0].value, bad[0].slice_of(suspect.expected))[1]
     full = [a + i for a, i in zip(bad[0].start, index, strict=True)]
     detail = f"{nans} NaN and {infs} infinite entries, the first at {full} on rank {bad[0].rank}"
     return Diagnosis(FaultKind.NON_FINITE, f"not finite {scope}", "NaN or infinity entered the computation", detail)
 
 
 def misplaced(suspect: SuspectTensor, references: Mapping[str, Array]) -> Diagnosis | None:
-    """The right numbers in a wrong place: another rank's piece, rows shifted, a transpose, another tensor."""
+    """Diagnose correct values in the wrong place: another shard, shifted rows, a transpose or another tensor."""
     return _swapped_shards(suspect) or _rearranged(suspect, references)
 
 
@@ -114,7 +111,7 @@ def _swapped_shards(suspect: SuspectTensor) -> Diagnosis | None:
     holds: dict[int, int] = {}
     for shard in suspect.wrong_shards:
         own = shard.slice_of(suspect.expected)
-        error = max_abs_difference(shard.value, own)[0]
+        error = max_difference(shard.value, own)[0]
         for other in boxes.values():
             target = other.slice_of(suspect.expected)
             if target.shape == own.shape and suspect.matches(shard.value, target, error):
@@ -126,17 +123,17 @@ def _swapped_shards(suspect: SuspectTensor) -> Diagnosis | None:
         return None
     pairs = sorted({tuple(sorted((a, b))) for a, b in holds.items() if holds.get(b) == a})
     if pairs and len(pairs) * 2 == len(holds):
-        swaps = [f"ranks {a} and {b} hold each other's piece" for a, b in pairs]
-        cause = "pieces are exchanged between ranks"
+        swaps = [f"ranks {a} and {b} hold each other's shard" for a, b in pairs]
+        cause = "shards are swapped between ranks"
     else:
-        swaps = [f"rank {a} holds rank {b}'s piece" for a, b in sorted(holds.items())]
-        cause = "pieces went to the wrong ranks"
+        swaps = [f"rank {a} holds rank {b}'s shard" for a, b in sorted(holds.items())]
+        cause = "shards were sent to the wrong ranks"
     more = [f"{len(swaps) - 4} more"] if len(swaps) > 4 else []
     return Diagnosis(FaultKind.MISPLACED, ", ".join(swaps[:4] + more), cause)
 
 
 def _nearest(suspect: SuspectTensor, rank: int, other: LocalShard) -> int:
-    """Of the ranks that hold the piece `other`, the one that differs from `rank` along the fewest axes."""
+    """Return the rank that holds the shard `other` and differs from `rank` along the fewest axes."""
     axes, home = suspect.counts.axes, coordinates(suspect.counts.axes)[rank]
     same = [p.rank for p in suspect.assembly.shards if (p.start, p.stop) == (other.start, other.stop)]
     return min(same, key=lambda r: sum(home[axis] != at for axis, at in coordinates(axes)[r].items()))
@@ -145,13 +142,13 @@ def _nearest(suspect: SuspectTensor, rank: int, other: LocalShard) -> int:
 def _rearranged(suspect: SuspectTensor, references: Mapping[str, Array]) -> Diagnosis | None:
     words = set()
     for copy in suspect.assembly.replicas():
-        error = max_abs_difference(copy.value, suspect.expected)[0]
+        error = max_difference(copy.value, suspect.expected)[0]
         if error <= suspect.tolerance * suspect.scale:
             continue
         words.add(_rearrangement(suspect, copy.value, error, references))
     if len(words) != 1 or None in words:
         return None
-    return Diagnosis(FaultKind.MISPLACED, f"{words.pop()} {suspect.scope_text()}", "the right numbers in a wrong place")
+    return Diagnosis(FaultKind.MISPLACED, f"{words.pop()} {suspect.scope_text()}", "correct values in the wrong place")
 
 
 def _rearrangement(suspect: SuspectTensor, value: Array, error: float, references: Mapping[str, Array]) -> str | None:
@@ -169,12 +166,12 @@ def _rearrangement(suspect: SuspectTensor, value: Array, error: float, reference
     for name, other in references.items():
         same = other is not expected and other.shape == expected.shape and name != suspect.assembly.name
         if same and suspect.matches(value, other, error):
-            return f"what {name} should hold"
+            return f"the reference of {name}"
     return None
 
 
 def replicas_differ(suspect: SuspectTensor) -> Diagnosis | None:
-    """Ranks that should hold equal copies do not, and no sum explains it."""
+    """Diagnose replicas that differ where no missing reduction explains it."""
     if not suspect.large_mismatches:
         return None
     mismatch = suspect.large_mismatches[0]
@@ -184,37 +181,33 @@ def replicas_differ(suspect: SuspectTensor) -> Diagnosis | None:
         one = len(suspect.wrong_ranks) == 1
         cause = f"only {rank_words(suspect.wrong_ranks)} differ{'s' if one else ''} from the reference"
     else:
-        cause = "no rank agrees with the reference, and neither does the copies' sum or mean"
-    return Diagnosis(
-        FaultKind.REPLICAS_DIFFER,
-        symptom,
-        cause,
-        f"by up to {mismatch.largest:.2g} at {list(mismatch.index)}; {describe_error(suspect)}",
-    )
+        cause = "neither any rank nor the sum or mean of the replicas agrees with the reference"
+    detail = f"by up to {mismatch.largest:.2g} at {list(mismatch.index)}; {describe_error(suspect)}"
+    return Diagnosis(FaultKind.REPLICAS_DIFFER, symptom, cause, detail)
 
 
 def unrecognised(suspect: SuspectTensor) -> Diagnosis:
-    """Where it is wrong, when there is no telling why."""
+    """Report the location of an error with an unknown cause."""
     one_of_many = len(suspect.wrong_ranks) == 1 and len(suspect.informative_ranks) > 1
     where = (
-        f"only {rank_words(suspect.wrong_ranks)}'s piece differs" if one_of_many else f"wrong {suspect.scope_text()}"
+        f"only {rank_words(suspect.wrong_ranks)}'s shard differs" if one_of_many else f"wrong {suspect.scope_text()}"
     )
     return Diagnosis(FaultKind.UNRECOGNISED, "not recognised", where, describe_error(suspect))
 
 
 def describe_error(suspect: SuspectTensor) -> str:
-    """How large the error is, where it is largest, and the box it is confined to."""
+    """Describe the size of the error, the location of its maximum, and the affected region."""
     error = measure_deviation(suspect.assembly, suspect.expected, suspect.scale)
     text = (
         f"relative error {error.relative:.1e}, largest at {list(error.index)} on rank {error.rank}: "
-        f"{error.observed:.6g} where {error.expected:.6g} was due"
+        f"{error.observed:.6g}, expected {error.expected:.6g}"
     )
     box = box_words(wrong_mask(suspect))
     return text if box == "everywhere" else f"{text}; wrong at {box} only"
 
 
 def wrong_mask(suspect: SuspectTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Elements of the full tensor that are out of tolerance on any rank."""
+    """Return a mask of the elements of the full tensor that are out of tolerance on any rank."""
     mask = np.zeros(suspect.expected.shape, dtype=np.bool_)
     for shard in suspect.wrong_shards:
         with np.errstate(invalid="ignore"):

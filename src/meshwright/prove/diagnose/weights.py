@@ -1,9 +1,9 @@
-"""Why a parameter is wrong before the first step, after it, or after the last one.
+"""Diagnosis of wrong parameters before the first step, after it, and after the last step.
 
-After a step the first thing to know is whether it could have been right: a wrong gradient, norm or sample anywhere
-reaches every parameter through clipping and the next forward pass. What can still be told apart is named: not
-updated, updated by a multiple of the step, weight decay missing or where none is due. After the first step all that is
-exact; later a wrong update has fed back into itself and everything else, and the words say `about`.
+A wrong gradient, norm or sample reaches every parameter through clipping and the next forward pass, so an error after
+such a fault is reported as its consequence. Otherwise the diagnosis is a missing update, a multiple of the step, or
+wrong weight decay. It is exact after the first step; later a wrong update has affected everything else, and factors are
+reported as `about`.
 """
 
 from __future__ import annotations
@@ -28,53 +28,52 @@ from meshwright.prove.diagnose.suspect import (
 )
 
 EXACT = 1e-6
-"""What a fit may leave over to be called exact: one step, nothing fed back."""
+"""Largest relative residual of a fit after one step, without feedback."""
 ROUGH = 0.05
-"""… and to be called `about`: several steps, in which a wrong update feeds back."""
+"""Largest relative residual of a fit after several steps, with feedback; reported as `about`."""
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateHistory:
-    """What is known of the steps that led to a parameter."""
+    """Facts about the steps that led to a parameter value."""
 
     initial: Array | None
-    """The reference's value before the first step."""
+    """Reference value before the first step."""
     last: AssembledTensor | None = None
-    """The layout's value after the last step, when the one in question is an earlier one."""
+    """Value in the layout after the last step, when diagnosing an earlier value."""
     own_fault: str = ""
-    """What of this parameter was wrong before, in words: its gradient, its update in step 1."""
+    """Earlier fault of this parameter: a wrong gradient, or a wrong update in step 1."""
     upstream_fault: str = ""
-    """What was wrong elsewhere."""
+    """Earlier fault elsewhere."""
     is_step_skipped: bool = False
-    """Step 1 had no finite norm: a step that must be skipped."""
-    known_right: str = "the gradients and the norm of step 1 are right"
-    """What rules out other causes than the optimizer."""
+    """Whether step 1 must skip its update because of a non-finite norm."""
+    known_right: str = "the gradients and the norm of step 1 are correct"
+    """Evidence against causes outside the optimizer."""
 
 
 def diagnose_initial(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis:
-    """The likely cause of wrong initial weights."""
+    """Return the likely cause of wrong initial weights."""
     found = incomplete(suspect) or non_finite(suspect) or misplaced(suspect, context.references)
     if found is not None:
         return found
     right = [rank for rank in suspect.informative_ranks if rank not in suspect.wrong_ranks]
     symptom = f"initial weights differ {'on ' + rank_words(suspect.wrong_ranks) if right else EVERYWHERE}"
-    cause = "ranks start from other weights than the reference (seed, order of initialisation, missing broadcast)"
+    cause = "ranks start from different weights than the reference (seed, order of initialization, missing broadcast)"
     base = replicas_differ(suspect) or unrecognised(suspect)
     detail = f"{base.symptom}; {base.detail}" if base.kind is FaultKind.REPLICAS_DIFFER else base.detail
     return Diagnosis(base.kind, symptom, cause, detail)
 
 
 def diagnose_update(suspect: SuspectTensor, context: DiagnosisContext, history: UpdateHistory) -> Diagnosis:
-    """The likely cause of a parameter that is wrong after a step."""
+    """Return the likely cause of a parameter that is wrong after a step."""
     found = incomplete(suspect) or non_finite(suspect)
     if found is not None:
         return found
     if not history.own_fault:
         found = _not_updated(suspect, history) or misplaced(suspect, context.references)
         if found is not None and history.is_step_skipped and found.kind is FaultKind.NOT_UPDATED:
-            return Diagnosis(
-                FaultKind.CONSEQUENCE, found.symptom, "follows from a norm that is not finite: the step is skipped"
-            )
+            cause = "follows from a non-finite norm: the step is skipped"
+            return Diagnosis(FaultKind.CONSEQUENCE, found.symptom, cause)
         if found is not None:
             return found
     if history.own_fault or history.upstream_fault:
@@ -85,7 +84,7 @@ def diagnose_update(suspect: SuspectTensor, context: DiagnosisContext, history: 
 
 def _optimizer_fault(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis:
     base = unrecognised(suspect)
-    cause = f"{base.cause}; {history.known_right}: look at the optimizer's step, at clipping and at later gradients"
+    cause = f"{base.cause}; {history.known_right}: check the optimizer step, clipping and later gradients"
     return Diagnosis(base.kind, base.symptom, cause, base.detail)
 
 
@@ -103,16 +102,16 @@ def _not_updated(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis | 
         shard.rank in ranks and not np.array_equal(shard.value, shard.slice_of(start)) for shard in history.last.shards
     ):
         when = "not updated in step 1"
-    cause = "the optimizer does not know this parameter, or its gradient was taken away before the step"
+    cause = "the parameter is not in the optimizer, or its gradient was cleared before the step"
     if scope != EVERYWHERE:
-        cause = f"the optimizer skipped {rank_words(ranks)}'s piece"
+        cause = f"the optimizer skipped {rank_words(ranks)}'s shard"
     rest = sorted(set(suspect.wrong_ranks) - ranks)
-    detail = f"{rank_words(rest)} differ{'s' if len(rest) == 1 else ''} too, which may follow from it" if rest else ""
-    return Diagnosis(FaultKind.NOT_UPDATED, f"{when}, still the initial weights {scope}", cause, detail)
+    detail = f"{rank_words(rest)} differ{'s' if len(rest) == 1 else ''} too, which may be a consequence" if rest else ""
+    return Diagnosis(FaultKind.NOT_UPDATED, f"{when}, still at its initial value {scope}", cause, detail)
 
 
 def _step_fault(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis | None:
-    """The difference in terms of the step that was due and of the weights themselves."""
+    """Diagnose an error that is proportional to the expected step or to the weights."""
     if history.initial is None:
         return None
     start = history.initial
@@ -122,7 +121,7 @@ def _step_fault(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis | N
 
     value_n, expected_n = joined(lambda shard: shard.value), joined(lambda shard: shard.slice_of(suspect.expected))
     start_n = joined(lambda shard: shard.slice_of(start))
-    # Copies are no further evidence.
+    # Replicas add no evidence.
     num_distinct = sum({(shard.start, shard.stop): shard.value.size for shard in suspect.wrong_shards}.values())
     taken, step, off = value_n - start_n, expected_n - start_n, value_n - expected_n
     for limit in (EXACT, ROUGH):
@@ -140,13 +139,13 @@ def _scaled_step(suspect: SuspectTensor, taken: Array, step: Array, off: Array, 
     if factor is None:
         return None
     times = number_words(factor) if limit == EXACT else f"about {factor:.1f}"
-    symptom = f"moved by {times} × the reference's step {suspect.scope_text()}"
+    symptom = f"updated by {times} × the reference step {suspect.scope_text()}"
     if factor < 0:
         cause = "the update goes in the opposite direction"
     elif limit == EXACT and abs(factor - round(factor)) < EXACT:
         cause = f"the step was taken {round(factor)} times, or with {round(factor)} times the learning rate"
     else:
-        cause = "another learning rate, or another number of steps"
+        cause = "a different learning rate or number of steps"
     return Diagnosis(FaultKind.STEP_SCALED, symptom, cause, factor=factor)
 
 
@@ -155,13 +154,13 @@ def _weight_decay(suspect: SuspectTensor, off: Array, weights: Array, limit: flo
     if rate is None:
         return None
     sign = "+" if rate > 0 else "−"
-    symptom = f"off by {sign}{abs(rate):.2g} × the weights themselves {suspect.scope_text()}"
-    cause = "weight decay is missing" if rate > 0 else "weight decay is applied where none is due, or twice"
+    symptom = f"off by {sign}{abs(rate):.2g} × the weights {suspect.scope_text()}"
+    cause = "weight decay is missing" if rate > 0 else "weight decay is applied where it should not be, or twice"
     return Diagnosis(FaultKind.WEIGHT_DECAY, symptom, cause, factor=rate)
 
 
 def _coefficient(value: Array, basis: Array, off: Array, limit: float) -> float | None:
-    """c of value ≈ c · of, when what it leaves over is small beside what there is to explain."""
+    """Return c with value ≈ c · basis, or None if the residual is not small relative to the error `off`."""
     energy = float(basis @ basis)
     if energy == 0.0:
         return None

@@ -1,4 +1,4 @@
-"""Curves of a training with and without the sum of shared gradients, as a picture."""
+"""Figure of the drift experiment: training with and without summed gradients of shared parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SYNCED, UNSYNCED = (0.18, 0.40, 0.69), (0.78, 0.36, 0.11)
 
 
 def draw_drift(drift: DriftResult, path: Path, *, title: str) -> None:
-    """Write a picture, as .svg or .png: the copies above, where they come apart; the losses below, where they don't.
+    """Write a figure as .svg or .png: distances between copies above, losses below.
 
     Args:
-        drift: what was seen.
-        path: the picture.
-        title: its first line stands out, the others explain.
+        drift: result of the experiment.
+        path: file to write.
+        title: headline in the first line, explanation in the following ones.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: the figure cannot be written to `path`.
     """
     save_picture(lambda: _figure(drift, title), path)
 
@@ -37,7 +37,7 @@ def _figure(drift: DriftResult, title: str) -> Figure:
     figure = Figure(figsize=(8.0, 5.6))
     above = figure.add_axes((0.11, 0.42, 0.86, 0.43))
     below = figure.add_axes((0.11, 0.10, 0.86, 0.25), sharex=above)
-    _add_copies(above, drift)
+    _add_distances(above, drift)
     _add_losses(below, drift)
     headline, _, others = title.partition("\n")
     figure.text(0.02, 0.975, headline, fontsize=12, fontweight="bold", color=INK, va="top")
@@ -45,8 +45,8 @@ def _figure(drift: DriftResult, title: str) -> Figure:
     return figure
 
 
-def _add_copies(axes: Axes, drift: DriftResult) -> None:
-    """On a logarithmic axis, whose lowest line is zero."""
+def _add_distances(axes: Axes, drift: DriftResult) -> None:
+    """Plot the distances on a logarithmic axis whose lowest tick is zero."""
     apart = [value for curve in (drift.synced, drift.unsynced) for value in curve.distances if value > 0]
     lowest = math.floor(math.log10(min(apart))) if apart else -1
     highest = math.ceil(math.log10(max(apart))) if apart else 0
@@ -64,7 +64,8 @@ def _add_copies(axes: Axes, drift: DriftResult) -> None:
     synced = "exactly 0, bitwise equal" if not any(drift.synced.distances) else f"{drift.synced.distances[-1]:.1e}"
     axes.annotate(f"with SYNC_SHARED: {synced}", (last, drift.synced.distances[-1] or zero), (0, 6),
                   textcoords="offset points", ha="right", fontsize=9, color=SYNCED)  # fmt: skip
-    axes.annotate(f"without: {drift.unsynced.distances[-1]:.1%} apart", (last, drift.unsynced.distances[-1] or zero), (0, -16),
+    unsynced = drift.unsynced.distances[-1]
+    axes.annotate(f"without: {unsynced:.1%} apart", (last, unsynced or zero), (0, -16),
                   textcoords="offset points", ha="right", fontsize=9, color=UNSYNCED)  # fmt: skip
     axes.set_ylabel("copies apart", fontsize=9, color=INK)
     axes.tick_params(labelbottom=False)
@@ -72,7 +73,7 @@ def _add_copies(axes: Axes, drift: DriftResult) -> None:
 
 
 def _add_losses(axes: Axes, drift: DriftResult) -> None:
-    """Over each other: the thin line lies on the wide one as long as they are the same."""
+    """Plot both losses; the thin line covers the wide one while they are equal."""
     from matplotlib.ticker import MaxNLocator
 
     _line(axes, drift.synced.losses, SYNCED, label="with SYNC_SHARED", linewidth=4.0, alpha=0.45)

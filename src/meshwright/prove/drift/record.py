@@ -1,4 +1,4 @@
-"""The training of a layout with and without the sum of shared gradients, and how far the copies came apart."""
+"""Training with and without summed gradients of shared parameters, and the distances between their copies."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
 TensorsByKey = dict[str, Tensor]
-"""A stage's pieces of shared parameters, by key."""
+"""Local shards of the shared parameters of a stage, by key."""
 
 
 def record_drift(context: RankContext, spec: DriftSpec) -> None:
-    """Train both ways as one rank; rank 0 leaves the curves where the spec says."""
+    """Run both trainings as one rank; rank 0 writes the result."""
     config = spec.config
     with process_group(
         rank=context.rank,
@@ -46,7 +46,7 @@ def record_drift(context: RankContext, spec: DriftSpec) -> None:
 
 
 def train_twice(config: RunConfig, context: RankContext, corpus: TrainingData, *, num_steps: int) -> DriftResult:
-    """With SYNC_SHARED and without, on the CPU, as this rank of an existing process group."""
+    """Train with SYNC_SHARED and without, on the CPU, as one rank of an existing process group."""
     task = config.family.task(run_facts(config), corpus, torch.device("cpu"))
     synced, unsynced = (_train(config, context, task, num_steps=num_steps, syncs=syncs) for syncs in (True, False))
     return DriftResult(synced, unsynced, task.unit.name)
@@ -67,7 +67,7 @@ def _train(config: RunConfig, context: RankContext, task: Task, *, num_steps: in
 
 
 def without_sync(table: Schedule) -> Schedule:
-    """The table with no SYNC_SHARED in it."""
+    """Return the schedule without its SYNC_SHARED actions."""
     rows = (
         tuple(action for action in row if action.parts()[0].kind is not ActionKind.SYNC_SHARED) for row in table.actions
     )
@@ -75,16 +75,17 @@ def without_sync(table: Schedule) -> Schedule:
 
 
 def largest_distance(job: Job) -> float:
-    """How far a stage's copies are from the first ones, as a share of the norm of those: the largest of all stages.
+    """Return the largest distance of any stage's copies from the first copies, relative to the norm of the latter.
 
-    All shared parameters of a stage together, as a bias that started at zero is infinitely far away at once.
+    All shared parameters of a stage are measured together: the relative distance of a bias initialized to zero would be
+    infinite.
     """
     parts = job.parts().items()
     local = {stage: _copies(part.local_copies(), dict(part.module.named_parameters())) for stage, part in parts}
     gathered = all_gather_object(local)
     num_pipelines = len(gathered) // job.axes.pp
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for pipeline in range(num_pipelines):  # of a pipeline's ranks, which hold the same pieces
+    for pipeline in range(num_pipelines):  # ranks of one pipeline hold the same shards
         stages = {
             stage: copies
             for stages_of_rank in gathered[pipeline::num_pipelines]

@@ -1,4 +1,4 @@
-"""Request and result of the drift experiment, as values. Torch-free."""
+"""Specification and result of the drift experiment. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from meshwright.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class DriftCurve:
-    """A training, by step."""
+    """Losses and distances of one training, per step."""
 
     losses: tuple[float, ...]
     distances: tuple[float, ...]
-    """After the step: the largest distance of a stage's copies from the first ones, as a share of their norm."""
+    """Largest relative distance of any stage's copies from the first copies after each step."""
 
 
 @dataclass(frozen=True)
 class DriftResult:
-    """The same training twice."""
+    """Training with and without summed gradients of shared parameters."""
 
     synced: DriftCurve
-    """As it is: SYNC_SHARED is in the table."""
+    """Training with SYNC_SHARED."""
     unsynced: DriftCurve
-    """Without it."""
+    """Training without SYNC_SHARED."""
     loss_unit: str
 
 
 @dataclass(frozen=True)
 class DriftSpec:
-    """What the ranks are asked."""
+    """Parameters of the experiment for the ranks."""
 
     config: RunConfig
     num_steps: int
@@ -39,12 +39,12 @@ class DriftSpec:
 
 
 def as_json(drift: DriftResult) -> str:
-    """As `from_json` reads it."""
+    """Serialize the result."""
     return json.dumps(asdict(drift))
 
 
 def from_json(text: str) -> DriftResult:
-    """What `as_json` wrote."""
+    """Deserialize the output of `as_json`."""
     found = json.loads(text)
     synced, unsynced = (
         DriftCurve(tuple(curve["losses"]), tuple(curve["apart"])) for curve in (found["synced"], found["unsynced"])
