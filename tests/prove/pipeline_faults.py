@@ -275,13 +275,13 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "two micro-batches are swapped on the way to stage 1": Fault(
         rows(swap_microbatches(K.FORWARD, K.SEND_FORWARD, K.FREE_OUTPUT), pp=0),
         PIPE,
-        ("rank 0 read", "with micro-batches in another order"),
+        ("rank 0 read", "with micro-batches in a different order"),
         UP,
     ),
     "a W is lost": Fault(
         rows(without("1W1"), pp=1),
         (*PIPE, SPLIT),
-        ("micro-batch 1 is lost on stage 1 (pp rank 1)", "put-off weight gradients", "1W1"),
+        ("micro-batch 1 is missing on stage 1 (pp rank 1)", "deferred weight gradients", "1W1"),
         UP,
     ),
     "a W is run twice": Fault(
@@ -294,24 +294,24 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         UP_0,
     ),
     "the last micro-batch's backward is skipped": Fault(
-        rows(without("0B3"), pp=0), PIPE, ("micro-batch 3 is lost on stage 0 (pp rank 0)", "0B3"), UP_0
+        rows(without("0B3"), pp=0), PIPE, ("micro-batch 3 is missing on stage 0 (pp rank 0)", "0B3"), UP_0
     ),
     "a gradient is lost on the way from stage 2 to stage 1": Fault(
         channel(SendsZeros, K.SEND_BACKWARD, pp=2, number=2),
         LONG,
-        ("micro-batch 2 is lost on stages 0 and 1 (pp ranks 0 and 1)", "from stage 2 to stage 1"),
+        ("micro-batch 2 is missing on stages 0 and 1 (pp ranks 0 and 1)", "from stage 2 to stage 1"),
         UP_0,
     ),
     "a gradient is sent twice and the next one never": Fault(
         channel(SendsThePrevious, K.SEND_BACKWARD, pp=1, number=2),
         PIPE,
-        ("wrong up to stage 0 (pp rank 0)", "right from stage 1 (pp rank 1) on", "1SEND_B", "0RECV_B"),
+        ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "1SEND_B", "0RECV_B"),
         UP_0,
     ),
     "a stage gets the gradients of other micro-batches": Fault(
         rows(swap_microbatches(K.RECV_BACKWARD, K.BACKWARD, K.FREE_GRADIENT), pp=0),
         GPIPE,
-        ("wrong up to stage 0 (pp rank 0)", "right from stage 1 (pp rank 1) on", "0RECV_B"),
+        ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "0RECV_B"),
         UP_0,
     ),
     "a gradient's buffer is stale": Fault(
@@ -329,7 +329,7 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "shared gradients are not added up": Fault(
         sync_shared(0),
         (*PIPE, TIED),
-        ("the sum over pp is missing", "shared parameter are due, summed, on stages 0 and 1"),
+        ("the sum over pp is missing", "a shared parameter needs the sum of its gradients on stages 0 and 1"),
         "embed.weight",
     ),
     "shared gradients are not added up, far apart": Fault(
@@ -346,12 +346,12 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         rows(without("1REDUCE"), pp=1), (*SHARDED, SPLIT), ("no gradient", "stage 1 (pp rank 1)"), UP
     ),
     "a stage is reduced before its last W": Fault(
-        rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT), ("micro-batch 3 is lost on stage 1",), UP
+        rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT), ("micro-batch 3 is missing on stage 1",), UP
     ),
     "one rank of a stage loses a W": Fault(
         on_ranks([3], rows(without("1W2"), pp=1)),
         (*SHARDED, SPLIT),
-        ("of data-parallel share 1 (ranks 1 and 3) micro-batch 2 is lost on stage 1 (pp rank 1)",),
+        ("for data-parallel rank 1 (ranks 1 and 3), micro-batch 2 is missing on stage 1 (pp rank 1)",),
         UP,
     ),
     "one stage is not summed over its ranks": Fault(
@@ -373,10 +373,10 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         loss_on_every_rank, PIPE, ("2.000 × the reference", "summed over pp (2 ranks)")
     ),
     "the last stage reads another micro-batch's targets": Fault(
-        targets_of_the_next, PIPE, ("with micro-batches in another order", "rank 1 read"), UP
+        targets_of_the_next, PIPE, ("with micro-batches in a different order", "rank 1 read"), UP
     ),
     "the norm leaves out a stage": Fault(
-        norm_without_stage_1, SHARDED, ("left out of the norm", "ranks 2 and 3 hold (pp = 1)")
+        norm_without_stage_1, SHARDED, ("left out of the norm", "the shards of ranks 2 and 3 (pp = 1)")
     ),
     "the norm counts both copies of the tied embedding": Fault(
         norm_with_copies, (*PIPE, TIED), ("counted pp (2) times", "embed.weight")

@@ -25,7 +25,7 @@ from meshwright.prove.record.evidence import ReferenceEvidence
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.spec import as_proof
-from meshwright.prove.stage_placement import stages_of
+from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.testing.gang import GangPool
 from meshwright.train import optimizer, pipeline_stages, train_step
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
@@ -119,7 +119,7 @@ def restored(*modules: ModuleType) -> Iterator[None]:
 @cache
 def reference(config: RunConfig) -> ReferenceEvidence:
     """The reference of a configuration, computed once."""
-    data, stages = few_pictures(config) or open_data(config), stages_of(make_plan(config))
+    data, stages = few_pictures(config) or open_data(config), stage_placement_of(make_plan(config))
     return compute_reference(config, data, num_steps=NUM_STEPS, stages=stages)
 
 

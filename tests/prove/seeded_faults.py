@@ -264,7 +264,7 @@ FAULTS: dict[str, Fault] = {
     "gradients are twice the mean": Fault(
         divide_by(0.5),
         SHARD2,
-        ("2.000 × the reference", "summed over dp_shard (2 ranks) where a mean was due"),
+        ("2.000 × the reference", "summed over dp_shard (2 ranks) instead of averaged"),
         "norm.weight",
     ),
     "gradients are divided twice": Fault(
@@ -277,7 +277,7 @@ FAULTS: dict[str, Fault] = {
         "norm.weight",
     ),
     "reduced pieces go to the wrong ranks": Fault(
-        scatter_to_wrong_ranks, SHARD2, ("ranks 0 and 1 hold each other's piece",), "blocks.0.attention.wq.weight"
+        scatter_to_wrong_ranks, SHARD2, ("ranks 0 and 1 hold each other's shard",), "blocks.0.attention.wq.weight"
     ),
     "one gradient is counted twice": Fault(
         after_backward(double_one), SHARD2, ("2.000 × the reference",), "blocks.1.ffn.up.weight"
@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault] = {
     "one element is wrong on one rank": Fault(
         after_backward(one_rank_off, only_first=True),
         SHARD2,
-        ("only rank 1's piece differs",),
+        ("only rank 1's shard differs",),
         "blocks.0.ffn.gate.weight",
     ),
     "micro-batch 0 runs in the place of 1": Fault(
@@ -302,12 +302,14 @@ FAULTS: dict[str, Fault] = {
         ("only the last micro-batch",),
         "blocks.0.ffn.up.weight",
     ),
-    "every rank reads share 0": Fault(read_same_share, SHARD2, ("rank 1 read", "rank 0's share"), "embed.weight"),
+    "every rank reads share 0": Fault(
+        read_same_share, SHARD2, ("rank 1 read", "(the samples of rank 0)"), "embed.weight"
+    ),
     "step 2 reads step 1's samples": Fault(read_previous_batch, SHARD2, ("the sampler is 1 step behind",)),
     "a rank is given another rank's samples": Fault(
         serve_share_0_everywhere,
         SHARD2,
-        ("rank 1 read another rank's samples: those of share 0",),
+        ("rank 1 read the samples of data-parallel rank 0",),
         "blocks.0.ffn.up.weight",
     ),
     "shares' means are summed": Fault(
@@ -327,7 +329,7 @@ FAULTS: dict[str, Fault] = {
     "the learning rate is doubled": Fault(
         double_learning_rate,
         SHARD2,
-        ("moved by 2.000 × the reference's step", "2 times the learning rate"),
+        ("updated by 2.000 × the reference step", "2 times the learning rate"),
         "embed.weight",
     ),
     "norm weights decay": Fault(decay_norms, SHARD2, ("weight decay",), "norm.weight"),
@@ -335,6 +337,6 @@ FAULTS: dict[str, Fault] = {
         other_seed_on_rank_1, SHARD2, ("initial weights differ", "rank 1"), "embed.weight"
     ),
     "rank 1 does not update": Fault(
-        skip_update_on_rank_1, HYBRID, ("never updated", "the optimizer skipped rank 1's piece"), "embed.weight"
+        skip_update_on_rank_1, HYBRID, ("never updated", "the optimizer skipped rank 1's shard"), "embed.weight"
     ),
 }

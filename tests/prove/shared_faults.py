@@ -141,11 +141,11 @@ TIED_V = ("llama-tiny", "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers
 LABELS, BIAS_1, BIAS_2 = "label_embed.weight", "time_embed.fc1.bias", "time_embed.fc2.bias"
 EMBED = "embed.weight"
 BOTH_SUMS = "the sum over pp and over the chunks of a rank is missing"
-COPIES_COUNTED = "parameters shared by so many stages, once for each copy"
-DUE = "the gradients of a shared parameter are due, summed, on stages 0, 1, 2 and 3"
+COPIES_COUNTED = "shared parameters, once per stage that holds a copy"
+DUE = "a shared parameter needs the sum of its gradients on stages 0, 1, 2 and 3"
 
 SHARED_FAULTS: dict[str, Fault] = {
-    "off": Fault(sync_times(0), DIT, (BOTH_SUMS, DUE, "only the part of its own first stage"), LABELS),
+    "off": Fault(sync_times(0), DIT, (BOTH_SUMS, DUE, "only the contribution of its own first stage"), LABELS),
     "off, sharded": Fault(sync_times(0), SHARDED, (BOTH_SUMS,), BIAS_1),
     "off, pp 4": Fault(sync_times(0), DIT_4, ("the sum over pp is missing", DUE), BIAS_2),
     "off, pp 4, videos": Fault(
@@ -156,70 +156,74 @@ SHARED_FAULTS: dict[str, Fault] = {
     "off, tied, pp 4": Fault(sync_times(0), TIED_4, ("the sum over pp is missing", "on stages 0 and 7"), EMBED),
     "off, tied, on one rank": Fault(sync_times(0), TIED_V, ("the sum over the chunks of a rank is missing",), EMBED),
     "twice": Fault(
-        sync_times(2), DIT, ("4.000 × the reference", "added up twice over its 4 copies", DUE), LABELS
+        sync_times(2), DIT, ("4.000 × the reference", "summed twice over its 4 copies", DUE), LABELS
     ),
     "twice, pp 4": Fault(sync_times(2), DIT_4, ("4.000 × the reference", "summed over pp (4 ranks)"), LABELS),
     "twice, tied": Fault(sync_times(2), TIED, ("2.000 × the reference", "summed over pp (2 ranks)"), EMBED),
     "averaged over ranks": Fault(
-        average_over_ranks, DIT, ("0.500 × the reference", "averaged over pp (2 ranks) where a sum was due"), LABELS
+        average_over_ranks, DIT, ("0.500 × the reference", "averaged over pp (2 ranks) instead of summed"), LABELS
     ),
     "averaged over copies": Fault(
-        average_over_copies, DIT, ("0.250 × the reference", "averaged over its 4 copies where a sum was due"), LABELS
+        average_over_copies, DIT, ("0.250 × the reference", "averaged over its 4 copies instead of summed"), LABELS
     ),
     "averaged over copies, sharded": Fault(
-        average_over_copies, SHARDED, ("averaged over its 4 copies where a sum was due",), LABELS
+        average_over_copies, SHARDED, ("averaged over its 4 copies instead of summed",), LABELS
     ),
     "averaged, pp 4": Fault(
-        average_over_ranks, DIT_4, ("0.250 × the reference", "averaged over pp (4 ranks) where a sum was due"), LABELS
+        average_over_ranks, DIT_4, ("0.250 × the reference", "averaged over pp (4 ranks) instead of summed"), LABELS
     ),
     "averaged, tied": Fault(
-        average_over_ranks, TIED, ("0.500 × the reference", "averaged over pp (2 ranks) where a sum was due"), EMBED
+        average_over_ranks, TIED, ("0.500 × the reference", "averaged over pp (2 ranks) instead of summed"), EMBED
     ),
     "a key is missing on rank 1": Fault(
         on_pp_rank(1, adds_zeros(LABELS)), DIT,
-        ("label_embed.weight", "the parts of stages 1 and 3 (pp rank 1) are missing", "does not enter the sum over pp"),
+        ("label_embed.weight", "the contributions of stages 1 and 3 (pp rank 1) are missing",
+         "do not enter the sum over pp"),
         LABELS
     ),
     "a key is missing on rank 2 of 4": Fault(
-        on_pp_rank(2, adds_zeros(BIAS_1)), DIT_4, (BIAS_1, "the part of stage 2 (pp rank 2) is missing"), BIAS_1
+        on_pp_rank(2, adds_zeros(BIAS_1)), DIT_4, (BIAS_1, "the contribution of stage 2 (pp rank 2) is missing"), BIAS_1
     ),
     "a key is missing on rank 1, sharded": Fault(
-        on_pp_rank(1, adds_zeros(BIAS_1)), SHARDED, ("the parts of stages 1 and 3 (pp rank 1) are missing",), BIAS_1
+        on_pp_rank(1, adds_zeros(BIAS_1)), SHARDED,
+        ("the contributions of stages 1 and 3 (pp rank 1) are missing",), BIAS_1
     ),
     "a key is missing on rank 1, tied": Fault(
-        on_pp_rank(1, adds_zeros(EMBED)), TIED, ("the part of stage 1 (pp rank 1) is missing",), EMBED
+        on_pp_rank(1, adds_zeros(EMBED)), TIED, ("the contribution of stage 1 (pp rank 1) is missing",), EMBED
     ),
     "rank 1 does not get a key's sum": Fault(
-        on_pp_rank(1, keeps_its_own(LABELS)), DIT, ("rank 1 holds only the part of stage 1 (pp rank 1)",), LABELS
+        on_pp_rank(1, keeps_its_own(LABELS)), DIT,
+        ("rank 1 holds only the contribution of stage 1 (pp rank 1)",), LABELS
     ),
     "rank 1 does not get a key's sum, sharded": Fault(
         on_pp_rank(1, keeps_its_own(LABELS)), SHARDED,
-        ("ranks 2 and 3 hold only the part of stage 1 (pp rank 1)", "the sum over pp"), LABELS
+        ("ranks 2 and 3 hold only the contribution of stage 1 (pp rank 1)", "the sum over pp"), LABELS
     ),
     "rank 1 does not get a key's sum, tied": Fault(
-        on_pp_rank(1, keeps_its_own(EMBED)), TIED, ("rank 1 holds only the part of stage 1 (pp rank 1)",), EMBED
+        on_pp_rank(1, keeps_its_own(EMBED)), TIED, ("rank 1 holds only the contribution of stage 1 (pp rank 1)",), EMBED
     ),
     "two keys are exchanged on rank 1": Fault(
         on_pp_rank(1, exchange(BIAS_1, BIAS_2)), DIT,
-        ("parts of time_embed.fc2.bias stand in the place", "pp ranks 0 and 1 add up", "in different orders"), BIAS_1
+        ("contributions of time_embed.fc2.bias replace its own", "pp ranks 0 and 1 reduce", "in different orders"),
+        BIAS_1
     ),
     "two keys are exchanged on rank 2 of 4": Fault(
         on_pp_rank(2, exchange(BIAS_1, BIAS_2)), DIT_4,
-        ("parts of time_embed.fc1.bias stand in the place", "pp rank 2", "in another order"), BIAS_2
+        ("contributions of time_embed.fc1.bias replace its own", "pp rank 2", "in a different order"), BIAS_2
     ),
     "two keys are exchanged on rank 1, sharded": Fault(
         on_pp_rank(1, exchange(BIAS_1, BIAS_2)), SHARDED, ("in different orders",), BIAS_1
     ),
     "chunks are not added up": Fault(
         leave_out_chunks, DIT,
-        ("the parts of stages 2 and 3", "the sum over the chunks of a rank is missing"), LABELS
+        ("the contributions of stages 2 and 3", "the sum over the chunks of a rank is missing"), LABELS
     ),
     "chunks are not added up, one process": Fault(
         leave_out_chunks, ONE, ("the sum over the chunks of a rank is missing",), LABELS
     ),
     "the second chunk does not get the sum": Fault(
         hand_out_to_the_first, DIT,
-        ("time_embed.fc2.bias", "on stages 0 and 2 of rank 0", "also where a rank has several")
+        ("time_embed.fc2.bias", "on stages 0 and 2 of rank 0", "including several copies on one rank")
     ),
     "the second chunk does not get the sum, one process": Fault(
         hand_out_to_the_first, ONE, ("time_embed.fc2.bias", "on stages 0 and 1 of rank 0 differ")

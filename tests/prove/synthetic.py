@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence, Shard
+from meshwright.prove.record.evidence import LayoutEvidence, RecordedShard, ReferenceEvidence
 
 STEPS = 3
 SAMPLES_PER_CELL = 2
@@ -118,10 +118,10 @@ def cut(full: Tensor, name: str, rank: int, axes: Axes) -> Tensor:
     return full[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))].clone()
 
 
-def shards(fulls: dict[str, Tensor], axes: Axes) -> dict[str, list[Shard]]:
+def shards(fulls: dict[str, Tensor], axes: Axes) -> dict[str, list[RecordedShard]]:
     """Every rank's pieces."""
     return {
-        name: [Shard(r, box(name, r, axes)[0], cut(full, name, r, axes)) for r in range(axes.num_ranks())]
+        name: [RecordedShard(r, box(name, r, axes)[0], cut(full, name, r, axes)) for r in range(axes.num_ranks())]
         for name, full in fulls.items()
     }
 
@@ -148,13 +148,15 @@ def make_layout(reference: ReferenceEvidence, axes: Axes) -> LayoutEvidence:
     )
 
 
-def hold(pieces: dict[str, list[Shard]], axes: Axes, name: str, full: Callable[[int], Tensor]) -> None:
+def hold(pieces: dict[str, list[RecordedShard]], axes: Axes, name: str, full: Callable[[int], Tensor]) -> None:
     """Let every rank hold its piece of `full(rank)` instead."""
     for shard in pieces[name]:
         shard.value.copy_(cut(full(shard.rank), name, shard.rank, axes))
 
 
-def scale(pieces: dict[str, list[Shard]], names: list[str], factor: float, ranks: set[int] | None = None) -> None:
+def scale(
+    pieces: dict[str, list[RecordedShard]], names: list[str], factor: float, ranks: set[int] | None = None
+) -> None:
     """Multiply the pieces of some ranks, or of all."""
     for name in names:
         for shard in pieces[name]:

@@ -55,11 +55,13 @@ CASES = {
     f"parameter not finite in the reference: {MATRIX}": change(
         "reference.parameters", lambda old: {**old, MATRIX: old[MATRIX] * float("nan")}
     ),
-    f"the parts of {MATRIX} do not add up": change(
+    f"the partial gradients of {MATRIX} do not sum": change(
         "reference.partial_gradients", lambda old: {**old, MATRIX: old[MATRIX] * 1.1}
     ),
-    f"parts of {MATRIX} of shape": change("reference.partial_gradients", lambda old: {**old, MATRIX: old[MATRIX][:1]}),
-    "is not that of its gradients": change("reference.grad_norms", lambda old: [old[0] * 2, *old[1:]]),
+    f"partial gradients of {MATRIX} have shape": change(
+        "reference.partial_gradients", lambda old: {**old, MATRIX: old[MATRIX][:1]}
+    ),
+    "is not the norm of its gradients": change("reference.grad_norms", lambda old: [old[0] * 2, *old[1:]]),
 }
 
 

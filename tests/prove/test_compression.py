@@ -43,6 +43,6 @@ def test_the_way_of_compressed_gradients_is_proved(gang, name):
     ],
 )
 def test_what_loses_digits_is_not_proved(words, fix):
-    with pytest.raises(ConfigError, match="lose digits") as caught:
+    with pytest.raises(ConfigError, match="lossy") as caught:
         as_proof(load("llama-tiny", words))
     assert caught.value.fix == fix

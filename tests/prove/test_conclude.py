@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from meshwright.prove.report import to_json
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference
 
@@ -26,7 +26,7 @@ AXES = [
     Axes(dp_shard=4, tp=4),
 ]
 DRAWN = AXES[:-2]
-HONEST = {Kind.UNRECOGNISED, Kind.COPIES_DIFFER}
+HONEST = {FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER}
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
@@ -36,7 +36,7 @@ def test_a_faultless_layout_passes(axes, micro):
     result = compare(make_layout(reference, axes), reference)
     assert result.passed
     for parameter in result.parameters:
-        assert parameter.gradient.copies_equal
+        assert parameter.gradient.replicas_equal
         over = {axis for axis in axes.used() if axis in ("dp_replicate", "cp")}
         over |= {"tp"} & set(axes.used()) if parameter.name in REPLICATED_OVER_TP else set()
         assert set(parameter.gradient.replicated) == over
@@ -170,7 +170,7 @@ def test_noise_in_the_parameters_is_no_step_and_no_decay(axes, seed, size):
         noise = 10**size * due.abs().max() * torch.randn(due.shape, generator=draw, dtype=torch.float64)
         hold(layout.parameters, axes, name, lambda rank, full=due + noise: full)
     kinds = {p.final.diagnosis.kind for p in compare(layout, reference).parameters if not p.final.ok}
-    assert kinds == {Kind.UNRECOGNISED}
+    assert kinds == {FaultKind.UNRECOGNISED}
 
 
 def test_a_gradient_of_rounding_only_is_measured_against_the_largest():

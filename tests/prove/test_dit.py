@@ -83,5 +83,5 @@ def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang
     shared = [p for p in result.parameters if p.name in ("time_embed.fc1.weight", "label_embed.weight")]
     assert len(shared) == 2
     for parameter in shared:
-        assert parameter.gradient.replicated == ("pp",) and parameter.gradient.copies_equal
-        assert parameter.final.copies_equal
+        assert parameter.gradient.replicated == ("pp",) and parameter.gradient.replicas_equal
+        assert parameter.final.replicas_equal

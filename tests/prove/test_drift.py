@@ -10,7 +10,7 @@ from meshwright.plan.pipeline_table import lowered_table
 from meshwright.prove.drift.draw import draw_drift
 from meshwright.prove.drift.experiment import DEFAULT, load_sharing
 from meshwright.prove.drift.record import train_twice, without_sync
-from meshwright.prove.drift.result import Curve, Drift, as_json, from_json
+from meshwright.prove.drift.result import DriftCurve, DriftResult, as_json, from_json
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.helpers import alternatives, open_data
 from tests.prove.proofs import SMALL, SOURCE
@@ -95,7 +95,9 @@ def test_a_layout_that_no_word_helps_names_one_that_works():
     assert load_sharing(source, words)
 
 
-SEEN = Drift(Curve((1.0, 0.9, 0.8), (0.0, 0.0, 0.0)), Curve((1.0, 0.9, 0.81), (0.0, 2e-5, 0.3)), "squared error")
+SEEN = DriftResult(
+    DriftCurve((1.0, 0.9, 0.8), (0.0, 0.0, 0.0)), DriftCurve((1.0, 0.9, 0.81), (0.0, 2e-5, 0.3)), "squared error"
+)
 
 
 @pytest.mark.parametrize("name", ["a.svg", "a.png"])
@@ -110,6 +112,6 @@ def test_pictures(tmp_path, name):
 
 
 def test_curves_of_one_step_and_of_zeros_are_drawn(tmp_path):
-    flat = Curve((1.0,), (0.0,))
-    draw_drift(Drift(flat, flat, "nats"), tmp_path / "a.svg", title="flat")
+    flat = DriftCurve((1.0,), (0.0,))
+    draw_drift(DriftResult(flat, flat, "nats"), tmp_path / "a.svg", title="flat")
     assert (tmp_path / "a.svg").stat().st_size > 1000

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.diagnose.factors import Counts, factor_cause
-from meshwright.prove.diagnose.fit_contributions import Puzzle, cell_weights, usual_weights
+from meshwright.prove.diagnose.factors import LayoutCounts, factor_cause
+from meshwright.prove.diagnose.fit_contributions import FitProblem, contribution_weights, typical_weights
 
-COUNTS = Counts(Axes(dp_replicate=2, dp_shard=2), 2, 16)
+COUNTS = LayoutCounts(Axes(dp_replicate=2, dp_shard=2), 2, 16)
 
 
 def puzzle(weights, num, *, seed=0, counts=COUNTS, rank=None, noise=0.0):
     draw = np.random.default_rng(seed)
     parts = draw.normal(size=(*weights.shape, num))
     value = np.tensordot(weights, parts, axes=2) + noise * draw.normal(size=num)
-    return Puzzle(value, parts, counts, num, rank)
+    return FitProblem(value, parts, counts, num, rank)
 
 
 @given(
@@ -27,7 +27,7 @@ def puzzle(weights, num, *, seed=0, counts=COUNTS, rank=None, noise=0.0):
 )
 def test_any_weights_are_recovered_where_elements_suffice(weights, seed):
     wanted = np.array(weights).reshape(4, 2)
-    found = cell_weights(puzzle(wanted, 40, seed=seed))
+    found = contribution_weights(puzzle(wanted, 40, seed=seed))
     if (wanted == 1).all():
         assert found is None
     else:
@@ -36,8 +36,8 @@ def test_any_weights_are_recovered_where_elements_suffice(weights, seed):
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_usual_weights_are_recovered_even_from_one_element(rank):
-    for wanted in usual_weights(COUNTS, rank):
-        found = cell_weights(puzzle(wanted, 1, seed=7, rank=rank))
+    for wanted in typical_weights(COUNTS, rank):
+        found = contribution_weights(puzzle(wanted, 1, seed=7, rank=rank))
         assert found is not None
         assert np.array_equal(found, wanted)
 
@@ -49,24 +49,24 @@ def test_usual_weights_are_recovered_even_from_one_element(rank):
     cells=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
 )
 def test_noise_has_no_weights(num, noise, seed, cells):
-    counts = Counts(Axes(dp_shard=cells[0]), cells[1], 16)
-    assert cell_weights(puzzle(np.ones(cells), num, seed=seed, counts=counts, rank=0, noise=noise)) is None
+    counts = LayoutCounts(Axes(dp_shard=cells[0]), cells[1], 16)
+    assert contribution_weights(puzzle(np.ones(cells), num, seed=seed, counts=counts, rank=0, noise=noise)) is None
 
 
 def test_elements_that_are_copies_are_no_evidence():
     parts = np.repeat(np.random.default_rng(0).normal(size=(4, 2, 3)), 8, axis=2)
     value = np.repeat(np.random.default_rng(1).normal(size=3), 8)
-    assert cell_weights(Puzzle(value, parts, COUNTS, 3)) is None
+    assert contribution_weights(FitProblem(value, parts, COUNTS, 3)) is None
 
 
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
         (2.0, "summed over dp_replicate (2 ranks), over dp_shard (2 ranks) or over the 2 micro-batches"),
-        (4.0, "summed over dp_replicate × dp_shard (4 ranks) where a mean was due"),
+        (4.0, "summed over dp_replicate × dp_shard (4 ranks) instead of averaged"),
         (8.0, "summed over dp_replicate × dp_shard (4 ranks) and the 2 micro-batches"),
         (16.0, "summed over the 16 samples of the batch"),
-        (0.25, "averaged over dp_replicate × dp_shard (4 ranks) where a sum was due"),
+        (0.25, "averaged over dp_replicate × dp_shard (4 ranks) instead of summed"),
         (1 / 16, "averaged over the 16 samples of the batch"),
         (-1.0, "the sign is flipped"),
         (-0.25, "the sign is flipped, and averaged over dp_replicate × dp_shard (4 ranks)"),
@@ -85,7 +85,7 @@ def test_factors_are_named(factor, words):
     micro=st.integers(1, 4),
 )
 def test_every_axis_and_every_product_of_axes_has_a_cause(axes, micro):
-    counts = Counts(axes, micro, 32)
+    counts = LayoutCounts(axes, micro, 32)
     for axis, size in axes.used().items():
         assert f"{axis} ({size} ranks)" in factor_cause(float(size), counts)
         assert f"{axis} ({size} ranks)" in factor_cause(1.0 / size, counts)

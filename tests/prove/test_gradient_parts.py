@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.gradient_case import ALL, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold
 
@@ -17,7 +17,9 @@ def test_every_rank_keeps_its_own_part(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts[case.share(rank)].sum(0))
     over = " and ".join(axis for axis in axes.used() if axis.startswith("dp_"))
-    case.says(f"each rank holds only its own share's part: the sum over {over} is missing", kind=Kind.SUM_MISSING)
+    case.says(
+        f"each rank holds only its local contribution: the sum over {over} is missing", kind=FaultKind.SUM_MISSING
+    )
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -26,7 +28,7 @@ def test_every_rank_keeps_the_mean_of_its_own_share(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts[case.share(rank)].sum(0) * axes.data_parallel())
     over = " and ".join(axis for axis in axes.used() if axis.startswith("dp_"))
-    case.says(f"× its own share's part: the mean over {over} is missing", kind=Kind.SUM_MISSING)
+    case.says(f"× its local contribution: the mean over {over} is missing", kind=FaultKind.SUM_MISSING)
 
 
 @pytest.mark.parametrize("axes", [HSDP, ALL], ids=str)
@@ -41,7 +43,7 @@ def test_one_of_two_data_axes_is_not_summed(axes, micro, axis):
         return parts[keep].sum((0, 1))
 
     case.give(group)
-    case.says(f"the sum over {axis} is missing", f"its own {axis} group", kind=Kind.SUM_MISSING)
+    case.says(f"the sum over {axis} is missing", f"its own {axis} coordinate", kind=FaultKind.SUM_MISSING)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -49,15 +51,15 @@ def test_one_of_two_data_axes_is_not_summed(axes, micro, axis):
 def test_a_share_is_dropped(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[1].sum(0))
-    case.says("the parts of data-parallel share 1 are missing", kind=Kind.PARTS)
+    case.says("the contribution of data-parallel rank 1 is missing", kind=FaultKind.CONTRIBUTIONS)
 
 
 def test_the_only_share_there_is_names_the_missing_sum():
     case = Case(FSDP_TP)
     case.give(lambda rank, parts: parts[0].sum(0))
     case.says(
-        "the parts of data-parallel share 1 are missing",
-        "the sum over dp_shard is missing: only the parts of share 0 (ranks 0 and 1) are there",
+        "the contribution of data-parallel rank 1 is missing",
+        "the sum over dp_shard is missing: only contributions of data-parallel rank 0 (ranks 0 and 1) are included",
     )
 
 
@@ -66,7 +68,11 @@ def test_the_only_share_there_is_names_the_missing_sum():
 def test_a_rank_works_through_another_ranks_samples(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[1].sum(0) + parts[0].sum(0))
-    case.says("share 1 missing and share 0 counted twice", "read another rank's samples", kind=Kind.PARTS)
+    case.says(
+        "data-parallel rank 1 missing and data-parallel rank 0 counted twice",
+        "read the samples of data-parallel rank 0",
+        kind=FaultKind.CONTRIBUTIONS,
+    )
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -75,7 +81,7 @@ def test_only_the_last_microbatch_is_kept(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts[:, -1].sum(0))
     words = "only the last micro-batch", "accumulation is missing"
-    case.says(*words, kind=Kind.PARTS)
+    case.says(*words, kind=FaultKind.CONTRIBUTIONS)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -83,37 +89,46 @@ def test_only_the_last_microbatch_is_kept(axes, micro):
 def test_a_microbatch_is_lost_or_counted_twice(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts.sum((0, 1)) + parts[:, 0].sum(0))
-    case.says("micro-batch 0 counted twice", kind=Kind.PARTS)
+    case.says("micro-batch 0 counted twice", kind=FaultKind.CONTRIBUTIONS)
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[:, 1].sum(0))
-    case.says("micro-batch 1 is lost", kind=Kind.PARTS)
+    case.says("micro-batch 1 is missing", kind=FaultKind.CONTRIBUTIONS)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_a_microbatch_in_another_ones_place(axes):
     case = Case(axes, 3)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[:, 1].sum(0) + parts[:, 0].sum(0))
-    case.says("micro-batch 1 is lost and micro-batch 0 counted twice", kind=Kind.PARTS)
+    case.says("micro-batch 1 is missing and micro-batch 0 counted twice", kind=FaultKind.CONTRIBUTIONS)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_a_microbatch_lost_on_one_share(axes):
     case = Case(axes, 2)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[1, 0])
-    case.says("of data-parallel share 1 (rank", "only the last micro-batch (1) is there", kind=Kind.PARTS)
+    case.says(
+        "for data-parallel rank 1 (rank", "only the last micro-batch (1) is present", kind=FaultKind.CONTRIBUTIONS
+    )
 
 
 def test_cells_of_two_shares_exchanged_for_one_another():
     case = Case(FSDP, 2)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[1, 0] + parts[2, 1])
-    case.says("share 1's micro-batch 0 is missing and share 2's micro-batch 1 counted twice")
+    case.says(
+        "micro-batch 0 of data-parallel rank 1 is missing and micro-batch 1 of data-parallel rank 2 counted twice"
+    )
 
 
 def test_any_other_combination_lists_the_weights():
     case = Case(FSDP, 2)
     names = [name for name, (shape, _) in SHAPES.items() if len(shape) > 1]
     case.give(lambda rank, parts: parts.sum((0, 1)) + 2 * parts[1, 0] - 0.5 * parts[2, 1], names)
-    case.says("share 1 micro-batch 0 × 3.000", "share 2 micro-batch 1 × 0.5", kind=Kind.PARTS, names=names)
+    case.says(
+        "data-parallel rank 1 micro-batch 0 × 3.000",
+        "data-parallel rank 2 micro-batch 1 × 0.5",
+        kind=FaultKind.CONTRIBUTIONS,
+        names=names,
+    )
 
 
 @pytest.mark.parametrize("axes", [FSDP_TP, ODD, ALL, Axes(tp=2), Axes(tp=4)], ids=str)
@@ -126,7 +141,7 @@ def test_copies_that_add_up_to_the_reference(axes):
         some[-1] = full - some[:-1].sum(0)
         hold(case.layout.gradients, axes, name, lambda rank, some=some: some[axes.coordinate(rank)["tp"]])
     words = "replicas differ between ranks 0 and 1 along tp: the sum over tp is missing"
-    case.says(words, kind=Kind.SUM_MISSING, names=REPLICATED_OVER_TP)
+    case.says(words, kind=FaultKind.SUM_MISSING, names=REPLICATED_OVER_TP)
 
 
 def test_copies_whose_mean_is_the_reference():
@@ -135,7 +150,7 @@ def test_copies_whose_mean_is_the_reference():
         full, some = case.reference.gradients[name], torch.randn(SHAPES[name][0], dtype=torch.float64)
         both = some, 2 * full - some
         hold(case.layout.gradients, case.axes, name, lambda rank, both=both: both[case.axes.coordinate(rank)["tp"]])
-    case.says("the mean over tp is missing", kind=Kind.SUM_MISSING, names=REPLICATED_OVER_TP)
+    case.says("the mean over tp is missing", kind=FaultKind.SUM_MISSING, names=REPLICATED_OVER_TP)
 
 
 def test_two_missing_sums_at_once():
@@ -149,4 +164,6 @@ def test_two_missing_sums_at_once():
             return halves[ALL.coordinate(rank)["tp"]][case.share(rank)]
 
         hold(case.layout.gradients, ALL, name, mine)
-    case.says("the sum over tp is missing, and in the copies' sum", "its own share", names=REPLICATED_OVER_TP)
+    case.says(
+        "the sum over tp is missing, and in the sum of the replicas", "its local contribution", names=REPLICATED_OVER_TP
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.synthetic import make_layout, make_reference
 
 LAYOUTS = [Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2)]
@@ -46,9 +46,9 @@ def test_a_loss_of_the_own_share(axes, micro):
     case = Case(axes, micro)
     parts = case.reference.partial_losses
     case.lose(lambda rank: parts[axes.data_index(rank)].sum())
-    case.loss_says("each rank holds only its own share's part: the sum over", kind=Kind.SUM_MISSING)
+    case.loss_says("each rank holds only its local contribution: the sum over", kind=FaultKind.SUM_MISSING)
     case.lose(lambda rank: parts[axes.data_index(rank)].sum() * axes.data_parallel())
-    case.loss_says("its own share's part: the mean over", kind=Kind.SUM_MISSING)
+    case.loss_says("its local contribution: the mean over", kind=FaultKind.SUM_MISSING)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -57,46 +57,48 @@ def test_losses_that_add_up_need_no_partial_losses(axes):
     parts = case.reference.partial_losses.sum(1)
     case.lose(lambda rank: parts[axes.data_index(rank)] * axes.data_parallel())
     object.__setattr__(case.reference, "partial_losses", None)
-    case.loss_says("ranks report different losses, each its own part", "the mean over", kind=Kind.SUM_MISSING)
+    case.loss_says(
+        "ranks report different losses, each its local contribution", "the mean over", kind=FaultKind.SUM_MISSING
+    )
     case.lose(lambda rank: parts[axes.data_index(rank)])
-    case.loss_says("the sum over", kind=Kind.SUM_MISSING)
+    case.loss_says("the sum over", kind=FaultKind.SUM_MISSING)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_losses_summed_over_microbatches(axes):
     case = Case(axes, 5)
     case.lose(lambda rank: case.reference.losses[0] * 5)
-    case.loss_says("5.000 × the reference on every rank: summed over the 5 micro-batches", kind=Kind.SCALED)
+    case.loss_says("5.000 × the reference on every rank: summed over the 5 micro-batches", kind=FaultKind.SCALED)
     case.lose(lambda rank: case.reference.losses[0] / 5)
-    case.loss_says("averaged over the 5 micro-batches where a sum was due", kind=Kind.SCALED)
+    case.loss_says("averaged over the 5 micro-batches instead of summed", kind=FaultKind.SCALED)
 
 
 def test_the_last_microbatchs_loss_only():
     case = Case(LAYOUTS[0], 3)
     case.lose(lambda rank: case.reference.partial_losses[:, -1].sum())
-    case.loss_says("only the last micro-batch (2)", kind=Kind.PARTS)
+    case.loss_says("only the last micro-batch (2)", kind=FaultKind.CONTRIBUTIONS)
     case.lose(lambda rank: case.reference.partial_losses[:, -1].sum() * 3)
-    case.loss_says("only the last micro-batch (2) is there, counted 3 times", kind=Kind.PARTS)
+    case.loss_says("only the last micro-batch (2) is present, counted 3 times", kind=FaultKind.CONTRIBUTIONS)
 
 
 def test_a_loss_that_nothing_explains():
     case = Case(LAYOUTS[1])
     case.lose(lambda rank: case.reference.losses[0] * 1.01)
-    case.loss_says("not recognised: the forward pass differs", kind=Kind.UNRECOGNISED)
+    case.loss_says("not recognised: the forward pass differs", kind=FaultKind.UNRECOGNISED)
     case.lose(lambda rank: case.reference.losses[0] * (1 + 0.01 * (rank == 2)))
-    case.loss_says("report different losses", "on rank 2", kind=Kind.UNRECOGNISED)
+    case.loss_says("report different losses", "on rank 2", kind=FaultKind.UNRECOGNISED)
     case.lose(lambda rank: float("inf") if rank == 1 else case.reference.losses[0])
-    case.loss_says("not finite only on rank 1", kind=Kind.NON_FINITE)
+    case.loss_says("not finite only on rank 1", kind=FaultKind.NON_FINITE)
 
 
 def test_later_losses():
     case = Case(LAYOUTS[0])
     for losses in case.layout.losses:
         losses[1:] = losses[:-1]
-    case.loss_says("loss of step 2 is the reference's of step 1: one step behind", kind=Kind.OUT_OF_STEP)
+    case.loss_says("loss of step 2 is that of the reference in step 1: one step behind", kind=FaultKind.OUT_OF_STEP)
     case = Case(LAYOUTS[0])
     case.layout.losses[1][2] += 1e-3
-    case.loss_says("loss right in step 1, wrong from step 3 on", "not recognised")
+    case.loss_says("loss correct in step 1, wrong from step 3 on", "not recognised")
 
 
 def test_a_rank_reads_another_ranks_share():
@@ -104,7 +106,7 @@ def test_a_rank_reads_another_ranks_share():
     for rank in (2, 3):
         case.layout.samples[rank] = [list(batch) for batch in case.layout.samples[0]]
     case.samples_say(
-        "rank 2 read samples 0…3 where 4…7 were due (ranks 0 and 1's share): a rank reads another rank's samples",
+        "rank 2 read samples 0…3 instead of 4…7 (the samples of ranks 0 and 1): a rank reads another rank's samples",
         "in every step, on ranks 2 and 3",
     )
 
@@ -112,37 +114,35 @@ def test_a_rank_reads_another_ranks_share():
 def test_microbatches_in_another_order():
     case = Case(Axes(dp_shard=2), 2)
     case.layout.samples[1][0] = [6, 7, 4, 5]
-    case.samples_say("rank 1 read samples 6, 7, 4, 5 where 4…7 were due", "micro-batches in another order", "step 1")
+    case.samples_say("rank 1 read samples 6, 7, 4, 5 instead of 4…7", "micro-batches in a different order", "step 1")
 
 
 def test_samples_in_another_order():
     case = Case(Axes(dp_shard=2), 2)
     case.layout.samples[1][2] = [21, 20, 22, 23]
-    case.samples_say("its own samples, in another order", "in step 3")
+    case.samples_say("the correct samples, in a different order", "in step 3")
     case.layout.samples[1][2] = [23, 22, 21, 20]
-    case.samples_say("its own samples, backwards")
+    case.samples_say("the correct samples, in reverse order")
 
 
 def test_samples_of_the_step_before():
     case = Case(Axes(dp_shard=2))
     for rank in (0, 1):
         case.layout.samples[rank][1] = list(case.layout.samples[rank][0])
-    case.samples_say(
-        "rank 0 read samples 0, 1 where 4, 5 were due (its share of step 1)", "the sampler is 1 step behind"
-    )
+    case.samples_say("rank 0 read samples 0, 1 instead of 4, 5 (its samples of step 1)", "the sampler is 1 step behind")
 
 
 def test_a_batch_that_is_not_divided_or_divided_otherwise():
     case = Case(Axes(dp_shard=2), 2)
     for rank in (0, 1):
         case.layout.samples[rank][0] = list(range(8))
-    case.samples_say("read 8 samples (0…7) where 4 (0…3) were due", "the rank reads all of it")
+    case.samples_say("read 8 samples (0…7) instead of 4 (0…3)", "the rank reads all of it")
     for rank in (0, 1):
         case.layout.samples[rank][0] = list(range(rank, 8, 2))
-    case.samples_say("samples are dealt out in turn where contiguous blocks were due")
+    case.samples_say("samples are interleaved instead of split into contiguous blocks")
     case.layout.samples[0][0] = [0, 1, 1, 2]
     case.samples_say("samples are read more than once")
     case.layout.samples[0][0] = [0, 1, 2, 300]
-    case.samples_say("samples from outside the step's batch")
+    case.samples_say("samples from outside the batch of the step")
     case.layout.samples[0][0] = []
-    case.samples_say("read 0 samples (none) where 4 (0…3) were due")
+    case.samples_say("read 0 samples (none) instead of 4 (0…3)")

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference, scale
 
 LAYOUTS = [
@@ -61,24 +61,24 @@ class Norms:
 def test_a_parameter_left_out(axes, name):
     case = Norms(axes)
     case.report(lambda rank: case.due**2 - case.square(name))
-    case.says(f"left out of the norm: {name}", kind=Kind.NORM_MEMBERS)
+    case.says(f"left out of the norm: {name}", kind=FaultKind.NORM_MEMBERS)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_a_parameter_counted_twice(axes):
     case = Norms(axes)
     case.report(lambda rank: case.due**2 + case.square("head.weight"))
-    case.says("counted twice: head.weight", kind=Kind.NORM_MEMBERS)
+    case.says("counted twice: head.weight", kind=FaultKind.NORM_MEMBERS)
 
 
 def test_a_class_of_parameters_left_out():
     case = Norms(LAYOUTS[2])
     case.report(lambda rank: case.due**2 - sum(map(case.square, REPLICATED_OVER_TP)))
-    case.says("left out of the norm: parameters replicated over tp", kind=Kind.NORM_MEMBERS)
+    case.says("left out of the norm: parameters replicated over tp", kind=FaultKind.NORM_MEMBERS)
     for label, picked in (
         ("blocks.*.attn.q.weight", lambda name: name.endswith("attn.q.weight")),
         ("blocks.1.*", lambda name: name.startswith("blocks.1.")),
-        ("parameters divided over tp", lambda name: name not in REPLICATED_OVER_TP),
+        ("parameters sharded over tp", lambda name: name not in REPLICATED_OVER_TP),
     ):
         members = [name for name in SHAPES if picked(name)]
         case.report(lambda rank, members=members: case.due**2 - sum(map(case.square, members)))
@@ -90,20 +90,20 @@ def test_replicated_parameters_counted_once_a_rank(axes):
     case = Norms(axes)
     extra = (axes.tp - 1) * sum(map(case.square, REPLICATED_OVER_TP))
     case.report(lambda rank: case.due**2 + extra)
-    case.says(f"counted tp ({axes.tp}) times: parameters replicated over tp", kind=Kind.NORM_MEMBERS)
+    case.says(f"counted tp ({axes.tp}) times: parameters replicated over tp", kind=FaultKind.NORM_MEMBERS)
 
 
 def test_all_parameters_counted_once_a_replica():
     case = Norms(LAYOUTS[0])
     case.report(lambda rank: 2 * case.due**2)
-    case.says("counted dp_replicate (2) times: all parameters", kind=Kind.NORM_MEMBERS)
+    case.says("counted dp_replicate (2) times: all parameters", kind=FaultKind.NORM_MEMBERS)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_local_norms(axes):
     case = Norms(axes)
     case.report(case.local)
-    case.says("report different norms", "not reduced over", "dp_shard", kind=Kind.NORM_MEMBERS)
+    case.says("report different norms", "not reduced over", "dp_shard", kind=FaultKind.NORM_MEMBERS)
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "tp"])
@@ -117,30 +117,30 @@ def test_norms_reduced_over_one_axis_only(axis):
         return sum(case.local(r, lambda name: 1 / case.copies(name)) for r in line)
 
     case.report(squares)
-    case.says(f"local norms not reduced over {axis}", kind=Kind.NORM_MEMBERS)
+    case.says(f"local norms not reduced over {axis}", kind=FaultKind.NORM_MEMBERS)
 
 
 def test_what_a_rank_holds_left_out():
     case = Norms(Axes(dp_shard=4))
     case.report(lambda rank: case.due**2 - case.local(2))
-    case.says("left out of the norm: what rank 2 holds")
+    case.says("left out of the norm: the shards of rank 2")
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_the_right_sum_in_a_wrong_form(axes):
     case = Norms(axes)
     case.report(lambda rank: case.due**4)
-    case.says("the square root is missing", kind=Kind.NORM_FORM)
+    case.says("the square root is missing", kind=FaultKind.NORM_FORM)
     case.report(lambda rank: case.due)
-    case.says("the square root is taken twice", kind=Kind.NORM_FORM)
+    case.says("the square root is taken twice", kind=FaultKind.NORM_FORM)
     case.report(lambda rank: sum(math.sqrt(case.square(name)) for name in SHAPES) ** 2)
-    case.says("norms of parameters are added instead of their squares", kind=Kind.NORM_FORM)
+    case.says("norms of parameters are added instead of their squares", kind=FaultKind.NORM_FORM)
 
 
 def test_a_factor():
     case = Norms(Axes(dp_shard=3, tp=2))
     case.report(lambda rank: 9 * case.due**2)
-    case.says("3.000 × the norm of the reference", "summed over dp_shard (3 ranks) where a mean was due")
+    case.says("3.000 × the norm of the reference", "summed over dp_shard (3 ranks) instead of averaged")
     case.report(lambda rank: 3 * case.due**2)
     case.says("3.000 × the sum of squares of the reference", "dp_shard (3 ranks)")
 
@@ -148,35 +148,37 @@ def test_a_factor():
 def test_one_rank_with_another_norm():
     case = Norms(Axes(dp_shard=4))
     case.layout.grad_norms[2][0] *= 1.01
-    case.says("wrong only on rank 2: not recognised", "1.010 ×", kind=Kind.UNRECOGNISED)
+    case.says("wrong only on rank 2: not recognised", "ratio 1.010", kind=FaultKind.UNRECOGNISED)
 
 
 def test_a_norm_that_is_not_finite():
     case = Norms(Axes(dp_shard=2))
     case.layout.grad_norms[1][0] = float("nan")
-    case.says("not finite only on rank 1", kind=Kind.NON_FINITE)
+    case.says("not finite only on rank 1", kind=FaultKind.NON_FINITE)
 
 
 def test_no_cause_is_made_up():
     case = Norms(Axes(dp_shard=2, tp=2))
     case.report(lambda rank: 1.2345 * case.due**2)
-    case.says("not recognised", kind=Kind.UNRECOGNISED)
+    case.says("not recognised", kind=FaultKind.UNRECOGNISED)
 
 
 def test_the_norm_of_wrong_gradients_follows_from_them():
     case = Norms(Axes(dp_shard=2, tp=2))
     scale(case.layout.gradients, list(SHAPES), 2.0)
     case.report(lambda rank: 4 * case.due**2)
-    case.says("follows from the wrong gradients", kind=Kind.CONSEQUENCE)
+    case.says("follows from the wrong gradients", kind=FaultKind.CONSEQUENCE)
 
 
 def test_later_norms():
     case = Norms(Axes(dp_shard=2))
     for norms in case.layout.grad_norms:
         norms[1] = case.reference.grad_norms[0]
-    case.says("gradient norm of step 2 is the reference's of step 1", "one step behind", kind=Kind.OUT_OF_STEP)
+    case.says(
+        "gradient norm of step 2 is that of the reference in step 1", "one step behind", kind=FaultKind.OUT_OF_STEP
+    )
     case = Norms(Axes(dp_shard=2))
     case.layout.grad_norms[0][2] *= 1.5
-    case.says("gradient norm right in step 1, wrong from step 3 on", "not recognised")
+    case.says("gradient norm correct in step 1, wrong from step 3 on", "not recognised")
     hold(case.layout.after_first, case.axes, "head.weight", lambda rank: case.reference.initial["head.weight"])
-    case.says("follows from a wrong update", kind=Kind.CONSEQUENCE)
+    case.says("follows from a wrong update", kind=FaultKind.CONSEQUENCE)

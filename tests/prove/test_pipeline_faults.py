@@ -12,7 +12,7 @@ from meshwright.config.facts_for_family import model_facts
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.report import render, to_json
-from meshwright.prove.stage_placement import Stages, stages_of
+from meshwright.prove.stage_placement import StagePlacement, stage_placement_of
 from meshwright.testing.gang import GangError, GangPool
 from tests.prove.pipeline_faults import LOUD_FAULTS, PIPELINE_FAULTS
 from tests.prove.proofs import prove_with, record_on_rank, small_config
@@ -76,7 +76,7 @@ def test_a_table_with_micro_batches_in_another_order_is_no_fault(gang: GangPool,
 LAYERS = (range(3), range(3, 5), range(5, 5), range(5, 12))
 HOLDERS = {f"blocks.{layer}.{name}": (stage,) for stage, layers in enumerate(LAYERS) for layer in layers
            for name in ("x", "ffn.up.weight")}  # fmt: skip
-VEE = Stages((0, 1, 1, 0), LAYERS, {**HOLDERS, "norm.weight": (3,), "head.weight": (3,)},
+VEE = StagePlacement((0, 1, 1, 0), LAYERS, {**HOLDERS, "norm.weight": (3,), "head.weight": (3,)},
              (SharedParameter("embed.weight", ((0, "embed.weight"), (3, "head.weight"))),))  # fmt: skip
 
 
@@ -94,9 +94,9 @@ def test_stages_in_words() -> None:
 
 
 def test_only_a_pipeline_has_stages() -> None:
-    assert stages_of(make_plan(small_config())) is None
+    assert stage_placement_of(make_plan(small_config())) is None
     config = small_config("mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true")
-    found = stages_of(make_plan(config))
+    found = stage_placement_of(make_plan(config))
     assert found is not None and found.ranks == (0, 1) and found.layers == (range(1), range(1, 2))
     assert found.shared == (SharedParameter("embed.weight", ((0, "embed.weight"), (1, "head.weight"))),)
     assert sorted(found.holders) == sorted(model_facts(config).parameter_names())

@@ -11,8 +11,8 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Diagnosis, Kind, ParameterResult, ProofResult, TensorResult
-from meshwright.prove.compare.tensor_shards import Error
+from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, TensorResult
+from meshwright.prove.compare.tensor_shards import Deviation
 from meshwright.prove.report import MAX_LINES, WIDTH, render, to_json
 from tests.prove.synthetic import SHAPES, make_layout, make_reference, scale
 
@@ -56,7 +56,7 @@ def test_one_cause_of_all_parameters_is_told_once():
     result = compare(layout, reference)
     lines = render(result)
     assert lines[0] == "✗ all 13 gradients   4.000 × the reference on every rank"
-    assert lines[1] == "  cause   summed over dp_replicate × dp_shard (4 ranks) where a mean was due"
+    assert lines[1] == "  cause   summed over dp_replicate × dp_shard (4 ranks) instead of averaged"
     assert sum(line.startswith("✗") for line in lines) == 1
     report = to_json(result)
     assert all("summed over dp_replicate × dp_shard (4 ranks)" in one["cause"] for one in report["parameters"])
@@ -118,14 +118,14 @@ def test_consequences_stay_off_the_screen_when_their_cause_is_known():
 
 def big_result(num_causes):
     """A result with 300 wrong parameters that have `num_causes` causes between them."""
-    wrong = Error(1.0, 0.5, 3, (4, 5), 2.0, 1.0)
+    wrong = Deviation(1.0, 0.5, 3, (4, 5), 2.0, 1.0)
 
     def parameter(at):
         cause = Diagnosis(
-            Kind.UNRECOGNISED, "not recognised", f"cause {at % num_causes} " + "long " * 40, "detail " * 30
+            FaultKind.UNRECOGNISED, "not recognised", f"cause {at % num_causes} " + "long " * 40, "detail " * 30
         )
         tensor = TensorResult(wrong, 1e-12, False, diagnosis=cause)
-        right = TensorResult(Error(0.0, 0.0), 1e-9, True)
+        right = TensorResult(Deviation(0.0, 0.0), 1e-9, True)
         return ParameterResult(f"blocks.{at}.some.module.with.a.name.weight", (8, 8), tensor, right)
 
     reference, layout = sides()
@@ -144,7 +144,7 @@ def test_a_screen_is_never_more_than_a_screen(num_causes):
     if num_causes == 1:
         assert lines[0].startswith("✗ all 300 gradients")
     if num_causes == 300:
-        assert any("more findings: all are in the JSON" in line for line in lines)
+        assert any("more findings: see the JSON" in line for line in lines)
     assert len(to_json(result)["causes"]) == num_causes
 
 

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Kind
+from meshwright.prove.compare.result import FaultKind
 from tests.prove.synthetic import SHAPES, Optimizer, hold, make_layout, make_reference, optimize, scale
 
 MATRIX = "blocks.0.attn.q.weight"
@@ -54,14 +54,14 @@ class Case:
 def test_a_parameter_that_is_never_updated(axes, first):
     case = Case(axes, after_first=first)
     case.optimize_with([MATRIX, "gate.bias"], num_steps=0)
-    words = "never updated, still the initial weights on every rank: the optimizer does not know this parameter"
-    case.says(words, names=[MATRIX, "gate.bias"], kind=Kind.NOT_UPDATED, first=first)
+    words = "never updated, still at its initial value on every rank: the parameter is not in the optimizer"
+    case.says(words, names=[MATRIX, "gate.bias"], kind=FaultKind.NOT_UPDATED, first=first)
 
 
 def test_a_parameter_that_misses_the_first_step_only():
     case = Case(LAYOUTS[0])
     hold(case.layout.after_first, case.axes, MATRIX, lambda rank: case.reference.initial[MATRIX])
-    case.says("not updated in step 1, still the initial weights", names=[MATRIX], kind=Kind.NOT_UPDATED)
+    case.says("not updated in step 1, still at its initial value", names=[MATRIX], kind=FaultKind.NOT_UPDATED)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -70,8 +70,8 @@ def test_one_ranks_piece_is_not_updated(first):
     for pieces in (case.layout.after_first, case.layout.parameters):
         if pieces:
             pieces[MATRIX][1].value.copy_(case.layout.initial[MATRIX][1].value)
-    words = "never updated, still the initial weights only on rank 1: the optimizer skipped rank 1's piece"
-    case.says(words, names=[MATRIX], kind=Kind.NOT_UPDATED, first=first)
+    words = "never updated, still at its initial value only on rank 1: the optimizer skipped rank 1's shard"
+    case.says(words, names=[MATRIX], kind=FaultKind.NOT_UPDATED, first=first)
 
 
 def test_what_differs_elsewhere_may_follow_from_a_rank_that_is_not_updated():
@@ -79,7 +79,7 @@ def test_what_differs_elsewhere_may_follow_from_a_rank_that_is_not_updated():
     for name in EVERY:
         scale(case.layout.parameters, [name], 1.001, ranks={0, 2, 3})
         case.layout.parameters[name][1].value.copy_(case.layout.initial[name][1].value)
-    words = "never updated", "rank 1", "differ too, which may follow from it"
+    words = "never updated", "rank 1", "differ too, which may be a consequence"
     names = [name for name in EVERY if case.layout.initial[name][1].value.numel()]
     result = compare(case.layout, case.reference)
     for parameter in result.parameters:
@@ -91,35 +91,35 @@ def test_what_differs_elsewhere_may_follow_from_a_rank_that_is_not_updated():
 def test_twice_the_learning_rate(axes):
     case = Case(axes)
     case.optimize_with(lr=2e-3)
-    words = "moved by 2.000 × the reference's step on every rank", "2 times the learning rate"
-    result = case.says(*words, names=EVERY, kind=Kind.STEP_SCALED)
+    words = "updated by 2.000 × the reference step on every rank", "2 times the learning rate"
+    result = case.says(*words, names=EVERY, kind=FaultKind.STEP_SCALED)
     assert all("follows from its wrong update in step 1" in p.final.diagnosis.text for p in result.parameters)
 
 
 def test_another_learning_rate_is_only_about_known_after_several_steps():
     case = Case(Axes(dp_shard=2), after_first=False)
     case.optimize_with(MATRICES, lr=0.5e-3)
-    case.says("moved by about 0.5 × the reference's step", names=MATRICES, kind=Kind.STEP_SCALED, first=False)
+    case.says("updated by about 0.5 × the reference step", names=MATRICES, kind=FaultKind.STEP_SCALED, first=False)
 
 
 def test_an_update_in_the_opposite_direction():
     case = Case(Axes(dp_shard=2))
     case.optimize_with(lr=-1e-3)
-    case.says("moved by −1.000 ×", "opposite direction", names=EVERY, kind=Kind.STEP_SCALED)
+    case.says("updated by −1.000 ×", "opposite direction", names=EVERY, kind=FaultKind.STEP_SCALED)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_weight_decay_is_missing(first):
     case = Case(Axes(dp_shard=2, tp=2), after_first=first)
     case.optimize_with(decay=0.0)
-    case.says("weight decay is missing", names=MATRICES, kind=Kind.WEIGHT_DECAY, first=first)
+    case.says("weight decay is missing", names=MATRICES, kind=FaultKind.WEIGHT_DECAY, first=first)
 
 
 def test_weight_decay_where_none_is_due():
     case = Case(Axes(dp_shard=2, tp=2))
     case.optimize_with(decay_all=True)
-    words = "off by −0.0001 × the weights themselves", "weight decay is applied where none is due"
-    case.says(*words, names=VECTORS, kind=Kind.WEIGHT_DECAY)
+    words = "off by −0.0001 × the weights", "weight decay is applied where it should not be"
+    case.says(*words, names=VECTORS, kind=FaultKind.WEIGHT_DECAY)
 
 
 def test_updated_pieces_exchanged_between_ranks():
@@ -129,22 +129,22 @@ def test_updated_pieces_exchanged_between_ranks():
         first = held[2].value.clone()
         held[2].value.copy_(held[3].value)
         held[3].value.copy_(first)
-    case.says("ranks 2 and 3 hold each other's piece", names=[MATRIX], kind=Kind.MOVED)
+    case.says("ranks 2 and 3 hold each other's shard", names=[MATRIX], kind=FaultKind.MISPLACED)
 
 
 def test_replicas_that_drift_apart():
     case = Case(Axes(dp_replicate=2, dp_shard=2))
     case.layout.parameters[MATRIX][3].value.add_(1e-6 * torch.randn(4, 6, dtype=torch.float64))
     words = "replicas differ between ranks 1 and 3 along dp_replicate: only rank 3 differs from the reference"
-    result = case.says(words, names=[MATRIX], kind=Kind.COPIES_DIFFER, first=False)
-    assert not next(p for p in result.parameters if p.name == MATRIX).final.copies_agree
+    result = case.says(words, names=[MATRIX], kind=FaultKind.REPLICAS_DIFFER, first=False)
+    assert not next(p for p in result.parameters if p.name == MATRIX).final.replicas_agree
 
 
 def test_an_unknown_fault_of_the_optimizer():
     case = Case(Axes(dp_shard=2))
     case.layout.parameters[MATRIX][1].value.add_(1e-6 * torch.randn(4, 6, dtype=torch.float64))
-    words = "not recognised: only rank 1's piece differs; everything is right up to the first update"
-    case.says(words, names=[MATRIX], kind=Kind.UNRECOGNISED, first=False)
+    words = "not recognised: only rank 1's shard differs; everything is correct up to the first update"
+    case.says(words, names=[MATRIX], kind=FaultKind.UNRECOGNISED, first=False)
 
 
 def test_weights_after_wrong_gradients_follow_from_them():
@@ -154,11 +154,11 @@ def test_weights_after_wrong_gradients_follow_from_them():
         scale(case.layout.parameters, [name], 1.01)
     result = compare(case.layout, case.reference)
     for parameter in result.parameters:
-        assert parameter.final.diagnosis.kind is Kind.CONSEQUENCE
+        assert parameter.final.diagnosis.kind is FaultKind.CONSEQUENCE
         own = parameter.name == MATRIX
         words = "follows from its wrong gradient" if own else "follows from wrong gradients of other parameters"
         assert words in parameter.final.diagnosis.text
-    assert next(p for p in result.parameters if p.name == MATRIX).root.diagnosis.kind is Kind.SCALED
+    assert next(p for p in result.parameters if p.name == MATRIX).root.diagnosis.kind is FaultKind.SCALED
 
 
 def test_initial_weights_that_differ():
@@ -166,7 +166,9 @@ def test_initial_weights_that_differ():
     for pieces in (case.layout.initial, case.layout.gradients):
         pieces[MATRIX][2].value.add_(torch.randn(2, 6, dtype=torch.float64))
     (wrong,) = (p for p in compare(case.layout, case.reference).parameters if not p.ok)
-    assert wrong.initial.diagnosis.text.startswith("initial weights differ on rank 2: ranks start from other weights")
+    assert wrong.initial.diagnosis.text.startswith(
+        "initial weights differ on rank 2: ranks start from different weights"
+    )
     assert "follows from initial weights that differ" in wrong.gradient.diagnosis.text
 
 

@@ -13,7 +13,7 @@ from meshwright.cli.config_arguments import split_words
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
-    from meshwright.prove.drift.result import Curve, Drift
+    from meshwright.prove.drift.result import DriftCurve, DriftResult
 
 WORDS_HELP = "A preset or a TOML file, then section.key=value …; default: dit-digits mesh.pp=2 pipeline.chunks=2."
 
@@ -55,12 +55,12 @@ def drift(
         print(f"figure    {out}")
 
 
-def _summary(curve: Curve, drift: Drift) -> str:
-    first = next((step for step, apart in enumerate(curve.apart, start=1) if apart > 0), None)
+def _summary(curve: DriftCurve, drift: DriftResult) -> str:
+    first = next((step for step, apart in enumerate(curve.distances, start=1) if apart > 0), None)
     if first is None:
-        replicas = f"replicas bitwise equal after all {len(curve.apart)} steps"
+        replicas = f"replicas bitwise equal after all {len(curve.distances)} steps"
     else:
-        replicas = f"replicas differ from step {first} on, by {curve.apart[-1]:.2%} after {len(curve.apart)}"
+        replicas = f"replicas differ from step {first} on, by {curve.distances[-1]:.2%} after {len(curve.distances)}"
     return f"{replicas} · loss {curve.losses[0]:.4f} → {curve.losses[-1]:.4f} {drift.loss_unit}"
 
 

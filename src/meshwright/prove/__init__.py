@@ -1,6 +1,6 @@
-"""The proof: a layout computes the same losses, gradients and parameters as one device, with evidence.
+"""Proofs that a layout computes the same losses, gradients and parameters as one device.
 
-Calling the room is `meshwright.api.prove`: `meshwright.prove(config)`.
+Calling the package itself, `meshwright.prove(config)`, runs `meshwright.api.prove`.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""The two parts of a proof as processes: the layout's ranks, then the reference with the comparison.
+"""Entry points of the processes of a proof: first the ranks of the layout, then the reference and the comparison.
 
-Both write into a folder that `cli/prove` reads; tensors travel as safe files, never as pickled code.
+Both write to a folder that `api.prove` reads; tensors are loaded with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from meshwright.prove.record.layout_run import RankRecord, gather_evidence, reco
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import ProofSpec
-from meshwright.prove.stage_placement import stages_of
+from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train.launch.rank_context import RankContext
 
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
-    """Train as one rank of the layout under proof and leave the record in the spec's folder."""
+    """Train as one rank of the layout under proof and save the record in the folder of the spec."""
     config, plan = spec.config, spec.plan
     group = process_group(
         rank=context.rank,
@@ -44,7 +44,7 @@ def record_layout(context: RankContext, spec: ProofSpec) -> None:
 
 
 def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
-    """Compute the reference, compare the ranks' records with it, and leave the result in the spec's folder."""
+    """Compute the reference, compare the records of the ranks with it, and save the result in the same folder."""
     context.post("comparing")
     num_ranks = spec.config.mesh.axes().num_ranks()
     records = [RankRecord(**torch.load(spec.record(rank), weights_only=True)) for rank in range(num_ranks)]
@@ -56,8 +56,8 @@ def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
 def conclude(
     config: RunConfig, records: list[RankRecord], *, num_steps: int, plan: RunPlan | None = None
 ) -> ProofResult:
-    """Compare the ranks' records, by rank, with the reference."""
+    """Compare the records, one per rank, with the reference."""
     plan = plan or make_plan(config)
     data = config.family.open_data(run_facts(config))
-    reference = compute_reference(config, data, num_steps=num_steps, stages=stages_of(plan))
+    reference = compute_reference(config, data, num_steps=num_steps, stages=stage_placement_of(plan))
     return compare(gather_evidence(config, records, plan=plan), reference)

@@ -1,9 +1,9 @@
-"""A proof's result for a program (JSON) and for a person (one screen of plain lines).
+"""Report of a proof as JSON and as at most one screen of text.
 
-JSON keys: `passed`, `losses`, `parameters`, `grad_norm`, and more. A number that is not finite is null: JSON has no
-token for it, and the cause says what it is. A parameter's `max_abs_error`, `relative_error` and `cause` are of its
-gradient at step 1; where that is right, of its earliest value that is wrong (`about` says which). All three are
-nested under `initial`, `gradient`, `after_first_step` and `after_steps`.
+The JSON has the keys `passed`, `losses`, `parameters`, `grad_norm` and more. A non-finite number is null, and the cause
+describes it. The `max_abs_error`, `relative_error` and `cause` of a parameter refer to its gradient at step 1, or if
+that is correct to its earliest wrong value (named by `about`). All three are repeated under `initial`, `gradient`,
+`after_first_step` and `after_steps`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.prove.compare.result import (
-    Diagnosis,
-    Kind,
-    ParameterResult,
-    ProofResult,
-    StepValue,
-    TensorResult,
-)
+from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, StepValue, TensorResult
 
 MAX_LINES = 24
 WIDTH = 110
@@ -29,7 +22,7 @@ MAX_NAMES = 2
 
 
 def to_json(result: ProofResult) -> dict[str, Any]:
-    """The result as plain values that are valid JSON."""
+    """Convert the result to values that serialize to valid JSON."""
     found: dict[str, Any] = {
         "passed": result.passed,
         "losses": [_step(step, result.losses.diagnosis) for step in result.losses.steps],
@@ -38,18 +31,16 @@ def to_json(result: ProofResult) -> dict[str, Any]:
             **_verdict(result.grad_norm.ok, result.grad_norm.diagnosis),
             "steps": [_step(step, result.grad_norm.diagnosis) for step in result.grad_norm.steps],
         },
-        "samples": {"verdict": _word(not result.samples), "findings": [one.text for one in result.samples]},
+        "samples": {
+            "verdict": _verdict_word(not result.samples),
+            "findings": [finding.text for finding in result.samples],
+        },
         "checks": {check.name: check.ok for check in checks(result)},
         "causes": [
-            {
-                "kind": g.diagnosis.kind.value,
-                "about": g.about,
-                "cause": g.diagnosis.text,
-                "members": list(g.members),
-            }
-            for g in groups(result)
+            {"kind": g.diagnosis.kind.value, "about": g.about, "cause": g.diagnosis.text, "members": list(g.members)}
+            for g in reported_findings(result)
         ],
-        "evidence": [one.text for one in result.findings],
+        "evidence": [finding.text for finding in result.findings],
         "notes": list(result.notes),
         "axes": asdict(result.axes),
         "num_ranks": result.axes.num_ranks(),
@@ -71,14 +62,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _word(ok: bool) -> str:
+def _verdict_word(ok: bool) -> str:
     return "ok" if ok else "wrong"
 
 
 def _verdict(ok: bool, diagnosis: Diagnosis | None) -> dict[str, Any]:
     wrong = not ok and diagnosis is not None
     return {
-        "verdict": _word(ok),
+        "verdict": _verdict_word(ok),
         "cause": diagnosis.text if wrong and diagnosis is not None else "",
         "kind": diagnosis.kind.value if wrong and diagnosis is not None else "",
     }
@@ -87,8 +78,8 @@ def _verdict(ok: bool, diagnosis: Diagnosis | None) -> dict[str, Any]:
 def _step(step: StepValue, diagnosis: Diagnosis | None) -> dict[str, Any]:
     return {
         "step": step.step,
-        "reference": step.due,
-        "layout": list(step.found),
+        "reference": step.expected,
+        "layout": list(step.observed),
         "relative_error": step.relative_error,
         "worst_rank": step.rank,
         "tolerance": step.tolerance,
@@ -98,7 +89,7 @@ def _step(step: StepValue, diagnosis: Diagnosis | None) -> dict[str, Any]:
 
 def _parameter(parameter: ParameterResult) -> dict[str, Any]:
     root = parameter.root
-    about = next(about for about, tensor in _sorts(parameter).items() if tensor is root)
+    about = next(about for about, tensor in _tensors_by_kind(parameter).items() if tensor is root)
     return {
         "name": parameter.name,
         "max_abs_error": root.error.max_abs,
@@ -106,12 +97,12 @@ def _parameter(parameter: ParameterResult) -> dict[str, Any]:
         **_verdict(parameter.ok, root.diagnosis),
         "about": about,
         "shape": list(parameter.shape),
-        **{about: None if tensor is None else _tensor(tensor) for about, tensor in _sorts(parameter).items()},
+        **{about: None if tensor is None else _tensor(tensor) for about, tensor in _tensors_by_kind(parameter).items()},
     }
 
 
-def _sorts(parameter: ParameterResult) -> dict[str, TensorResult | None]:
-    """What is known of a parameter, by key, in the order a fault would travel."""
+def _tensors_by_kind(parameter: ParameterResult) -> dict[str, TensorResult | None]:
+    """Return the verdicts on a parameter by JSON key, in the order in which a fault propagates."""
     return {
         "initial": parameter.initial,
         "gradient": parameter.gradient,
@@ -122,7 +113,7 @@ def _sorts(parameter: ParameterResult) -> dict[str, TensorResult | None]:
 
 def _tensor(tensor: TensorResult) -> dict[str, Any]:
     error = tensor.error
-    worst = {"rank": error.rank, "index": list(error.index), "found": error.found, "due": error.due}
+    worst = {"rank": error.rank, "index": list(error.index), "found": error.observed, "due": error.expected}
     return {
         "max_abs_error": error.max_abs,
         "relative_error": error.relative,
@@ -130,78 +121,78 @@ def _tensor(tensor: TensorResult) -> dict[str, Any]:
         **_verdict(tensor.ok, tensor.diagnosis),
         "worst": None if error.rank is None else worst,
         "replicated_over": list(tensor.replicated),
-        "num_copies": tensor.num_copies,
-        "copies_bitwise_equal": tensor.copies_equal,
-        "copy_difference": tensor.copy_difference,
+        "num_copies": tensor.num_replicas,
+        "copies_bitwise_equal": tensor.replicas_equal,
+        "copy_difference": tensor.max_replica_difference,
     }
 
 
-QUIET = ("replicas", "first", "initial")
-"""Checks that the screen mentions only when they fail."""
+SHOWN_ON_FAILURE = ("replicas", "first", "initial")
+"""Checks that the summary line lists only if they fail."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that was looked at."""
+class ReportCheck:
+    """Entry of the summary line."""
 
     name: str
-    words: str
+    label: str
     ok: bool
 
 
-def checks(result: ProofResult) -> list[Check]:
-    """Everything that was looked at, in the order of the summary line."""
+def checks(result: ProofResult) -> list[ReportCheck]:
+    """Return all checks in the order of the summary line."""
     losses, norms, num = result.losses, result.grad_norm, len(result.parameters)
     gradients = [p.gradient for p in result.parameters if p.gradient is not None]
     right, final = sum(gradient.ok for gradient in gradients), sum(p.final.ok for p in result.parameters)
     initial = [p.initial for p in result.parameters if p.initial is not None]
-    copied = [tensor for p in result.parameters for tensor in p.tensors() if tensor.num_copies > 1]
+    copied = [tensor for p in result.parameters for tensor in p.tensors() if tensor.num_replicas > 1]
     first = [p.first for p in result.parameters if p.first is not None]
     steps = f"{result.num_steps} step{'s' if result.num_steps != 1 else ''}"
     limit = f"{result.gradient_tolerance:.0e}".replace("e-0", "e-")
     after = f"parameters after {steps}"
     found = [
-        Check("loss", f"loss {losses.num_right()} of {steps}", losses.ok),
-        Check("gradients", f"gradients {right} of {len(gradients)} ≤ {limit}", 0 < right == len(gradients)),
-        Check("grad_norm", "norm" if norms.ok else f"norm {norms.num_right()} of {steps}", norms.ok),
-        Check("parameters", after if final == num else f"{after} {final} of {num}", 0 < final == num),
-        Check("samples", "sample order", not result.samples),
+        ReportCheck("loss", f"loss {losses.num_right()} of {steps}", losses.ok),
+        ReportCheck("gradients", f"gradients {right} of {len(gradients)} ≤ {limit}", 0 < right == len(gradients)),
+        ReportCheck("grad_norm", "norm" if norms.ok else f"norm {norms.num_right()} of {steps}", norms.ok),
+        ReportCheck("parameters", after if final == num else f"{after} {final} of {num}", 0 < final == num),
+        ReportCheck("samples", "sample order", not result.samples),
     ]
     if copied:
-        found.append(Check("replicas", "replicas", all(tensor.copies_agree for tensor in copied)))
-    for name, words, tensors in (("first", "parameters after step 1", first), ("initial", "initial weights", initial)):
+        found.append(ReportCheck("replicas", "replicas", all(tensor.replicas_agree for tensor in copied)))
+    for name, label, tensors in (("first", "parameters after step 1", first), ("initial", "initial weights", initial)):
         if tensors:
             num_ok = sum(tensor.ok for tensor in tensors)
-            found.append(Check(name, f"{words} {num_ok} of {len(tensors)}", num_ok == len(tensors)))
+            found.append(ReportCheck(name, f"{label} {num_ok} of {len(tensors)}", num_ok == len(tensors)))
     return found
 
 
-SORTS = {
+TENSOR_KINDS = {
     "initial": ("initial weights", ""),
     "gradient": ("gradients", ""),
     "after_first_step": ("parameters", " after step 1"),
     "after_steps": ("parameters", " after the last step"),
 }
-"""What the sorts of tensors are called, and when they were looked at."""
+"""Name of each kind of tensor, and the time of its comparison."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """One finding and all that have it."""
+class ReportedFinding:
+    """Diagnosis with all parameters that it applies to."""
 
     about: str
-    """What sort of thing: `gradient`, `loss`, …"""
+    """Kind of value: `gradient`, `loss`, …"""
     diagnosis: Diagnosis
     members: tuple[str, ...] = ()
-    """Parameters, when it is about parameters."""
+    """Affected parameters; empty for other kinds of values."""
     num_all: int = 0
-    """Parameters of which the layout has such a tensor."""
+    """Number of parameters with a tensor of this kind."""
 
     def title(self) -> str:
-        """`all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`."""
+        """Format the members: `all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`."""
         if not self.members:
             return self.about
-        sort, after = SORTS[self.about]
+        sort, after = TENSOR_KINDS[self.about]
         num = len(self.members)
         if num == self.num_all > 1:
             return f"all {num} {sort}{after}"
@@ -211,57 +202,59 @@ class Group:
         return f"{shown} and {num - MAX_NAMES} more ({num} of {self.num_all} {sort}{after})"
 
 
-def groups(result: ProofResult) -> list[Group]:
-    """The findings, causes before consequences; parameters with one cause are one finding."""
-    found = [Group("evidence", one) for one in result.findings]
-    found += [Group("sample order", one) for one in result.samples]
-    for about in SORTS:
-        found += _by_cause(about, [(p.name, _sorts(p)[about]) for p in result.parameters])
+def reported_findings(result: ProofResult) -> list[ReportedFinding]:
+    """Group parameters with the same diagnosis; causes come before consequences."""
+    found = [ReportedFinding("evidence", finding) for finding in result.findings]
+    found += [ReportedFinding("sample order", finding) for finding in result.samples]
+    for about in TENSOR_KINDS:
+        found += _by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
         if about == "gradient":
             series = (("norm", result.grad_norm), ("loss", result.losses))
-            found += [Group(name, one.diagnosis) for name, one in series if one.diagnosis is not None]
-    return sorted(found, key=lambda group: group.diagnosis.kind is Kind.CONSEQUENCE)
+            found += [
+                ReportedFinding(name, finding.diagnosis) for name, finding in series if finding.diagnosis is not None
+            ]
+    return sorted(found, key=lambda group: group.diagnosis.kind is FaultKind.CONSEQUENCE)
 
 
-def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> list[Group]:
-    members: dict[tuple[Kind, str, str], list[tuple[str, TensorResult]]] = {}
+def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> list[ReportedFinding]:
+    members: dict[tuple[FaultKind, str, str], list[tuple[str, TensorResult]]] = {}
     for name, tensor in tensors:
         if tensor is not None and tensor.diagnosis is not None:
-            one = tensor.diagnosis
-            members.setdefault((one.kind, one.seen, one.cause), []).append((name, tensor))
+            finding = tensor.diagnosis
+            members.setdefault((finding.kind, finding.symptom, finding.cause), []).append((name, tensor))
     num_all, found = sum(tensor is not None for _, tensor in tensors), []
-    for same in members.values():
-        # The worst of them stands for all: its detail is shown.
-        same.sort(key=lambda pair: -pair[1].error.relative)
-        diagnosis = same[0][1].diagnosis
+    for group in members.values():
+        # The member with the largest error provides the detail.
+        group.sort(key=lambda pair: -pair[1].error.relative)
+        diagnosis = group[0][1].diagnosis
         assert diagnosis is not None, "only tensors with a diagnosis are grouped"
-        found.append(Group(about, diagnosis, tuple(name for name, _ in same), num_all))
+        found.append(ReportedFinding(about, diagnosis, tuple(name for name, _ in group), num_all))
     return sorted(found, key=lambda group: -len(group.members))
 
 
 def render(result: ProofResult) -> list[str]:
-    """At most one screen of plain lines: findings, then a line that sums up what was looked at."""
+    """Render the findings and the summary line as at most one screen of text."""
     summary = _wrapped(_summary(result), "  ")
     tail = [line for note in result.notes for line in _wrapped(f"  note    {note}", " " * 10)] + summary
     if result.passed:
         return [*_margins(result), *tail]
-    told = groups(result)
-    # Consequences fill no screen when a cause is known; the summary line counts them.
-    causes = [group for group in told if group.diagnosis.kind is not Kind.CONSEQUENCE] or told
+    findings = reported_findings(result)
+    # Consequences are hidden if a cause is known; the summary line counts them.
+    causes = [group for group in findings if group.diagnosis.kind is not FaultKind.CONSEQUENCE] or findings
     lines: list[str] = []
     for at, group in enumerate(causes):
         entry = list(_entry(group))
         left = len(causes) - at
         if lines and len(lines) + len(entry) + len(tail) + (left > 1) > MAX_LINES:
-            lines.append(f"… {left} more finding{'s' if left > 1 else ''}: all are in the JSON")
+            lines.append(f"… {left} more finding{'s' if left > 1 else ''}: see the JSON")
             break
         lines += entry
     return lines + tail
 
 
-def _entry(group: Group) -> Iterator[str]:
+def _entry(group: ReportedFinding) -> Iterator[str]:
     diagnosis = group.diagnosis
-    yield from _wrapped(f"✗ {group.title()}   {diagnosis.seen}", " " * 4)
+    yield from _wrapped(f"✗ {group.title()}   {diagnosis.symptom}", " " * 4)
     yield from _wrapped(f"  cause   {diagnosis.cause}", " " * 10)
     if diagnosis.detail:
         where = f"in {group.members[0]}: " if len(group.members) > 1 else ""
@@ -281,18 +274,18 @@ def _wrapped(line: str, indent: str) -> list[str]:
 
 
 def _summary(result: ProofResult) -> str:
-    shown = [check for check in checks(result) if check.name not in QUIET or not check.ok]
-    return " · ".join(f"{check.words} {'✓' if check.ok else '✗'}" for check in shown)
+    shown = [check for check in checks(result) if check.name not in SHOWN_ON_FAILURE or not check.ok]
+    return " · ".join(f"{check.label} {'✓' if check.ok else '✗'}" for check in shown)
 
 
 def _margins(result: ProofResult) -> list[str]:
-    """How far from the tolerances a pass is."""
+    """Return the largest relative errors of a proof that passed."""
     gradients = [(p.gradient.error.relative, p.name) for p in result.parameters if p.gradient is not None]
     final = [(p.final.error.relative, p.name) for p in result.parameters]
-    told = [
+    findings = [
         f"{what} {error:.1e} ({name})"
         for what, found in (("gradient", gradients), ("parameter", final))
         if found
         for error, name in [max(found)]
     ]
-    return [f"largest relative error: {' · '.join(told)}"]
+    return [f"largest relative error: {' · '.join(findings)}"]

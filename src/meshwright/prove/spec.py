@@ -1,4 +1,4 @@
-"""What a proof is asked. Torch-free: the launcher makes it."""
+"""Specification of a proof, created by the launcher without importing torch."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from meshwright.settings.violation import as_words
 
 @dataclass(frozen=True)
 class ProofSpec:
-    """What is proved, and where its parts meet."""
+    """Configuration and plan to prove, and the folder that the processes exchange files through."""
 
     config: RunConfig
     plan: RunPlan
     num_steps: int
     folder: Path
-    """Ranks leave their records here, the comparison its result."""
+    """Folder for the records of the ranks and the result of the comparison."""
 
     def record(self, rank: int) -> Path:
-        """The file of a rank's record."""
+        """Return the path of the record of a rank."""
         return self.folder / f"rank-{rank}.pt"
 
     @property
     def result(self) -> Path:
-        """The file of the result, as JSON: `report`, the interface, and `lines`, what a person reads."""
+        """Path of the JSON result: `report` for programs and `lines` for the terminal."""
         return self.folder / "result.json"
 
 
 def as_proof(config: RunConfig) -> RunConfig:
-    """The run as it is proved: float64, on the CPU, everything else as given.
+    """Return the configuration as it is proved: float64, on the CPU, otherwise unchanged.
 
-    But for what the family sets: behind gates that start at zero nearly all gradients of the first step are zero, and a
-    proof of zeros proves nothing.
+    The model family may override more: with gates initialised to zero nearly all gradients of the first step are zero,
+    and comparing zeros proves nothing.
 
     Raises:
-        ConfigError: gradients or weights lose digits between ranks.
+        ConfigError: gradients or weights are communicated with lossy compression.
     """
     _refuse_lossy(lossy_keys(config))
     train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False}
@@ -50,32 +50,32 @@ def as_proof(config: RunConfig) -> RunConfig:
 
 
 def plan_in_float64(plan: RunPlan) -> RunPlan:
-    """A plan as it is proved: every float is float64, and nothing is compiled.
+    """Return the plan as it is proved: every dtype is float64, and nothing is compiled.
 
     Raises:
-        ConfigError: gradients or weights lose digits between ranks.
+        ConfigError: gradients or weights are communicated with lossy compression.
     """
     units = [unit for stage in plan.stages for unit in plan.units(stage)]
     lossy = [f"comm.{use}" for use in ("gradients", "weights") if any(is_lossy(getattr(u, use)) for u in units)]
     _refuse_lossy(lossy)
-    found: RunPlan = _in_float64(plan)
-    return replace(found, kinds=tuple(replace(kind, compiled=False) for kind in found.kinds))
+    proved: RunPlan = _in_float64(plan)
+    return replace(proved, kinds=tuple(replace(kind, compiled=False) for kind in proved.kinds))
 
 
 def _in_float64(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type | Schedule):
         return replace(value, **{field.name: _in_float64(getattr(value, field.name)) for field in fields(value)})
     if isinstance(value, tuple):
-        return tuple(_in_float64(one) for one in value)
+        return tuple(_in_float64(item) for item in value)
     return "float64" if value in ("float32", "bfloat16") else value
 
 
 def _refuse_lossy(lossy: list[str]) -> None:
     if lossy:
         raise ConfigError(
-            f"a proof with {' and '.join(lossy)} that lose digits on the way",
+            f"cannot prove a layout with lossy {' and '.join(lossy)}",
             where=", ".join(lossy),
-            rule="a layout is proved to compute what one device does; exact-via-all-to-all goes the way of compressed "
-            "gradients, without loss",
+            rule="a proof needs lossless communication; exact-via-all-to-all takes the code path of compressed "
+            "gradients without losing precision",
             fix=as_words({key: lossless_value(key) for key in lossy}),
         )

@@ -1,6 +1,6 @@
-"""Where a pipeline has its parameters: which stages hold one, and on which rank of the pipeline a stage is.
+"""Placement of parameters on pipeline stages, and of stages on pipeline ranks.
 
-Names from the plan, nothing else, so that a finding about some parameters can be one about a stage.
+Taken from the plan alone; lets a finding about parameters name the stage at fault.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ from meshwright.prove.diagnose.phrases import join_words
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The stages of a pipeline, in the model's order."""
+class StagePlacement:
+    """Stages of a pipeline, in model order."""
 
     ranks: tuple[int, ...]
-    """Of each stage, its rank of the pipeline."""
+    """Pipeline rank of each stage."""
     layers: tuple[range, ...]
-    """Of each stage, its blocks."""
+    """Blocks of each stage."""
     holders: Mapping[str, tuple[int, ...]]
-    """The stages that hold a parameter, by its name."""
+    """Stages that hold a parameter, by parameter name."""
     shared: tuple[SharedParameter, ...] = ()
-    """Parameters with copies on several stages."""
+    """Parameters that several stages share."""
     splits_backward: bool = False
-    """Gradients of weights are deferred: B is I and W."""
+    """The backward pass B is split into I (input gradients) and W (deferred weight gradients)."""
 
     @property
     def last(self) -> int:
-        """The last stage."""
+        """Index of the last stage."""
         return len(self.ranks) - 1
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of pipeline ranks."""
         return max(self.ranks) + 1
 
-    def of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a parameter."""
-        return self.sharing(name) or self.holders.get(name, (self.last,))
+    def stages_with(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold the parameter."""
+        return self.sharing_stages(name) or self.holders.get(name, (self.last,))
 
-    def sharing(self, name: str) -> tuple[int, ...]:
-        """The stages that have copies of a shared parameter; none if it isn't shared."""
+    def sharing_stages(self, name: str) -> tuple[int, ...]:
+        """Return the stages that share the parameter, or an empty tuple if it is not shared."""
         return next((parameter.stages() for parameter in self.shared if parameter.key == name), ())
 
-    def holding(self, names: Iterable[str]) -> tuple[int, ...]:
-        """The stages that hold any of some parameters."""
-        return tuple(sorted({stage for name in names for stage in self.of(name)}))
+    def stages_with_any(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return the stages that hold at least one of the parameters."""
+        return tuple(sorted({stage for name in names for stage in self.stages_with(name)}))
 
-    def words(self, stages: Iterable[int]) -> str:
-        """`stage 1 (pp rank 1)`, `stages 0 and 3 (pp rank 0)`."""
-        found = sorted(set(stages))
-        ranks = sorted({self.ranks[stage] for stage in found})
-        return f"{_numbered('stage', found)} ({_numbered('pp rank', ranks)})"
+    def describe(self, stages: Iterable[int]) -> str:
+        """Format stages with their pipeline ranks: `stage 1 (pp rank 1)`, `stages 0 and 3 (pp rank 0)`."""
+        unique = sorted(set(stages))
+        ranks = sorted({self.ranks[stage] for stage in unique})
+        return f"{_numbered('stage', unique)} ({_numbered('pp rank', ranks)})"
 
 
-def stages_of(plan: RunPlan) -> Stages | None:
-    """A plan's stages; None without a pipeline."""
+def stage_placement_of(plan: RunPlan) -> StagePlacement | None:
+    """Return the stage placement of a plan, or None without a pipeline."""
     if len(plan.stages) == 1:
         return None
     holders: dict[str, list[int]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
         for kind, layer, parameter in plan.parameters(stage):
             holders[kind.key(parameter, layer)].append(number)
-    return Stages(
+    return StagePlacement(
         plan.schedule.stage_ranks,
         tuple(range(*stage.layers) for stage in plan.stages),
-        {name: tuple(found) for name, found in holders.items()},
+        {name: tuple(stages) for name, stages in holders.items()},
         shared=plan.shared_parameters(),
         splits_backward=plan.schedule.splits_backward,
     )

@@ -1,1 +1,1 @@
-"""Compare the two sides of a proof: tensors and scalars, each with a verdict."""
+"""Comparison of the two sides of a proof: a verdict on each tensor and scalar."""

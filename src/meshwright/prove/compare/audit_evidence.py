@@ -1,6 +1,6 @@
-"""Whether the evidence is fit to prove anything: nothing missing, nothing that contradicts itself, nothing vacuous.
+"""Audit of the evidence: reports what is missing, inconsistent or vacuous.
 
-A comparison of two empty dictionaries succeeds, and so does one with a reference whose gradients are all zero.
+Without it, comparing two empty dictionaries, or comparing with all-zero reference gradients, would pass.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from meshwright.prove.compare.result import Diagnosis, Kind
+from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import join_words, rank_words
 from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, UnequalCopies
-from meshwright.prove.stage_placement import Stages
+from meshwright.prove.stage_placement import StagePlacement
 
 MAX_NAMES = 4
-COPIES_START = "all copies of a shared parameter start from the weights of the first"
-COPIES_STAY = "the gradients of a shared parameter are due, summed, on every copy, also where a rank has several"
+COPIES_START = "all copies of a shared parameter must start from the weights of the first copy"
+COPIES_STAY = "every copy of a shared parameter needs the summed gradient, including several copies on one rank"
 ROUNDING = 1e-9
-"""How far sums that are one and the same may be apart, relative; only a mistake is further."""
+"""Relative tolerance between sums that are equal except for rounding."""
 
 
 def audit(layout: LayoutEvidence, reference: ReferenceEvidence) -> tuple[Diagnosis, ...]:
-    """What makes the evidence unfit; nothing when it is fit."""
+    """Return the findings that make the evidence unusable, or an empty tuple."""
     found = [
         *_presence(layout, reference),
         *_names(layout, reference),
@@ -32,35 +32,36 @@ def audit(layout: LayoutEvidence, reference: ReferenceEvidence) -> tuple[Diagnos
         *_batches(layout, reference),
         *_reference(layout, reference),
     ]
-    return (*(Diagnosis(Kind.EVIDENCE, seen, cause) for seen, cause in found), *_unequal(layout.unequal))
+    return (*(Diagnosis(FaultKind.EVIDENCE, symptom, cause) for symptom, cause in found), *_unequal(layout.unequal))
 
 
 def _unequal(copies: Iterable[UnequalCopies]) -> Iterator[Diagnosis]:
-    """One finding for all that is found at one time; what is unequal later may follow from it."""
-    by_time: dict[str, list[UnequalCopies]] = defaultdict(list)
-    for one in copies:
-        by_time[one.what].append(one)
-    for at, (what, found) in enumerate(by_time.items()):
-        names, places = (list(dict.fromkeys(values)) for values in ([f.name for f in found], map(_place, found)))
-        seen = f"{what}: the copies of {_cut(names)} {_cut(places)} differ by up to {max(f.largest for f in found):.2g}"
-        kind = Kind.CONSEQUENCE if at else Kind.COPIES_DIFFER
+    """Yield one finding per compared value; later ones may follow from the first."""
+    by_value: dict[str, list[UnequalCopies]] = defaultdict(list)
+    for pair in copies:
+        by_value[pair.what].append(pair)
+    for at, (what, found) in enumerate(by_value.items()):
+        names, locations = (list(dict.fromkeys(values)) for values in ([f.name for f in found], map(_location, found)))
+        largest = max(f.largest for f in found)
+        symptom = f"{what}: the copies of {_truncated(names)} {_truncated(locations)} differ by up to {largest:.2g}"
+        kind = FaultKind.CONSEQUENCE if at else FaultKind.REPLICAS_DIFFER
         cause = COPIES_START if what == INITIAL else COPIES_STAY
-        yield Diagnosis(kind, seen, f"may follow from copies whose {next(iter(by_time))} differs" if at else cause)
+        yield Diagnosis(kind, symptom, f"may follow from differing copies: {next(iter(by_value))}" if at else cause)
 
 
-def _place(copies: UnequalCopies) -> str:
+def _location(copies: UnequalCopies) -> str:
     return f"on stages {copies.stages[0]} and {copies.stages[1]} of rank {copies.rank}"
 
 
-def _cut(words: list[str]) -> str:
+def _truncated(words: list[str]) -> str:
     more = [f"{len(words) - MAX_NAMES} more"] if len(words) > MAX_NAMES else []
     return join_words(words[:MAX_NAMES] + more)
 
 
-Found = Iterator[tuple[str, str]]
+Symptoms = Iterator[tuple[str, str]]
 
 
-def _presence(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
+def _presence(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
     nothing = "nothing was proved"
     for side, what, values in (
         ("reference", "steps", reference.losses),
@@ -75,7 +76,7 @@ def _presence(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
         yield "all gradients of the reference are zero", nothing
 
 
-def _names(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
+def _names(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
     pairs: list[tuple[str, Collection[str], Collection[str]]] = [
         ("gradient", layout.gradients, reference.gradients),
         ("parameter", layout.parameters, reference.parameters),
@@ -84,31 +85,29 @@ def _names(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
         pairs.append(("initial weight", layout.initial, reference.initial))
     if layout.after_first and reference.after_first:
         pairs.append(("parameter after step 1", layout.after_first, reference.after_first))
-    for what, mine, theirs in pairs:
-        if mine and theirs:
-            yield from _difference(f"{what} in the reference but not in the layout", theirs, mine, layout.stages)
-            yield from _difference(f"{what} in the layout but not in the reference", mine, theirs)
-    yield from _difference("gradient of no parameter in the reference", reference.gradients, reference.parameters)
+    for what, layout_names, reference_names in pairs:
+        if layout_names and reference_names:
+            yield from _difference(
+                f"{what} in the reference but not in the layout", reference_names, layout_names, layout.stages
+            )
+            yield from _difference(f"{what} in the layout but not in the reference", layout_names, reference_names)
+    yield from _difference("gradient without a parameter in the reference", reference.gradients, reference.parameters)
 
 
-def _difference(what: str, have: Collection[str], lack: Collection[str], stages: Stages | None = None) -> Found:
+def _difference(
+    what: str, have: Collection[str], lack: Collection[str], stages: StagePlacement | None = None
+) -> Symptoms:
     names = [name for name in have if name not in lack]
     if names:
-        due = "" if stages is None else f": due on {stages.words(stages.holding(names))}"
-        yield (
-            f"{what}: {_cut(names)}",
-            f"the two sides do not hold the same parameters{due}",
-        )
+        expected = "" if stages is None else f": expected on {stages.describe(stages.stages_with_any(names))}"
+        yield (f"{what}: {_truncated(names)}", f"the two sides do not hold the same parameters{expected}")
 
 
-def _series(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
+def _series(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
     num_ranks, num_steps = layout.axes.num_ranks(), len(reference.losses)
     for what, length in (("gradient norms", len(reference.grad_norms)), ("batches", len(reference.samples))):
         if length != num_steps:
-            yield (
-                f"the reference has {num_steps} losses and {length} {what}",
-                "one of each is due for every step",
-            )
+            yield (f"the reference has {num_steps} losses and {length} {what}", "every step needs one of each")
     for what, by_rank in (
         ("losses", [len(values) for values in layout.losses]),
         ("gradient norms", [len(values) for values in layout.grad_norms]),
@@ -118,25 +117,22 @@ def _series(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
             yield f"{what} of {len(by_rank)} ranks", f"the layout has {num_ranks} ranks ({layout.axes})"
         off = [rank for rank, length in enumerate(by_rank) if length != num_steps]
         if off:
-            yield (
-                f"{what} of {by_rank[off[0]]} steps on {rank_words(off)}",
-                f"the reference has {num_steps} steps",
-            )
+            yield (f"{what} of {by_rank[off[0]]} steps on {rank_words(off)}", f"the reference has {num_steps} steps")
 
 
-def _batches(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
-    cells = layout.axes.data_parallel() * layout.num_microbatches
+def _batches(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
+    num_contributions = layout.axes.data_parallel() * layout.num_microbatches
     for step, batch in enumerate(reference.samples, 1):
-        if not batch or len(batch) % cells:
+        if not batch or len(batch) % num_contributions:
             yield (
                 f"the batch of step {step} has {len(batch)} samples",
-                f"data-parallel shares × micro-batches ({cells}) divides a batch",
+                f"data-parallel ranks × micro-batches ({num_contributions}) must divide the batch",
             )
             return
 
 
-def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
-    """The reference is finite and agrees with itself; what is compared with it would be judged wrongly."""
+def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
+    """Yield findings on a reference that is not finite or is inconsistent, which would give wrong verdicts."""
     cause = "the reference is at fault, not the layout"
     series: Mapping[str, list[float]] = {"loss": reference.losses, "gradient norm": reference.grad_norms}
     for what, values in series.items():
@@ -152,30 +148,31 @@ def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Found:
         bad = [name for name, value in by_name.items() if not bool(torch.isfinite(value).all())]
         if bad:
             yield f"{what} not finite in the reference: {join_words(bad[:MAX_NAMES])}", cause
-    cells = (layout.axes.data_parallel(), layout.num_microbatches)
-    for name, parts in reference.partial_gradients.items():
+    grid = (layout.axes.data_parallel(), layout.num_microbatches)
+    for name, contributions in reference.partial_gradients.items():
         full = reference.gradients.get(name)
         if full is None:
             continue
-        if parts.shape != (*cells, *full.shape):
-            yield f"parts of {name} of shape {tuple(parts.shape)}", f"{(*cells, *full.shape)} is due"
-        elif not _adds_up(parts.sum((0, 1)), full, parts):
-            yield f"the parts of {name} do not add up to its gradient", cause
-    for name, parts in reference.stage_gradients.items():
-        full = reference.gradients.get(name)
-        if full is not None and not _adds_up(parts.sum(0), full, parts):
-            yield f"the stages' parts of {name} do not add up to its gradient", cause
-    if reference.grad_norms and reference.gradients:
-        own = sum(float((g.double() ** 2).sum()) for g in reference.gradients.values()) ** 0.5
-        if not abs(own - reference.grad_norms[0]) <= ROUNDING * own:
+        if contributions.shape != (*grid, *full.shape):
             yield (
-                f"the reference's norm {reference.grad_norms[0]:.6g} is not that of its gradients ({own:.6g})",
-                cause,
+                f"partial gradients of {name} have shape {tuple(contributions.shape)}",
+                f"expected {(*grid, *full.shape)}",
             )
+        elif not _sums_to(contributions.sum((0, 1)), full, contributions):
+            yield f"the partial gradients of {name} do not sum to its gradient", cause
+    for name, contributions in reference.stage_gradients.items():
+        full = reference.gradients.get(name)
+        if full is not None and not _sums_to(contributions.sum(0), full, contributions):
+            yield f"the per-stage gradients of {name} do not sum to its gradient", cause
+    if reference.grad_norms and reference.gradients:
+        norm = sum(float((g.double() ** 2).sum()) for g in reference.gradients.values()) ** 0.5
+        if not abs(norm - reference.grad_norms[0]) <= ROUNDING * norm:
+            recorded = f"{reference.grad_norms[0]:.6g}"
+            yield f"the reference's gradient norm {recorded} is not the norm of its gradients ({norm:.6g})", cause
 
 
-def _adds_up(total: Tensor, full: Tensor, parts: Tensor) -> bool:
+def _sums_to(total: Tensor, full: Tensor, contributions: Tensor) -> bool:
     if not full.numel():
         return True
-    size = float(parts.abs().max())
+    size = float(contributions.abs().max())
     return bool(float((total - full).abs().max()) <= ROUNDING * size) or not bool(full.isfinite().all())

@@ -1,7 +1,7 @@
-"""The proof's conclusion: every number of the layout beside the reference's, and why those that differ do.
+"""Compare the evidence of the layout with that of the reference and diagnose each difference.
 
-In the order in which a fault travels: samples, initial weights, gradients, norm and loss of step 1, the first
-update, everything after it. A finding that follows from an earlier one says so.
+Values are compared in the order in which a fault propagates: samples, initial weights, gradients, norm and loss of
+step 1, the first update, then later steps. A finding that follows from an earlier one says so.
 """
 
 from __future__ import annotations
@@ -12,38 +12,45 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from meshwright.prove.compare.audit_evidence import audit
-from meshwright.prove.compare.result import Diagnosis, Kind, ParameterResult, ProofResult, SeriesResult, TensorResult
+from meshwright.prove.compare.result import (
+    Diagnosis,
+    FaultKind,
+    ParameterResult,
+    ProofResult,
+    SeriesResult,
+    TensorResult,
+)
 from meshwright.prove.compare.scalar_verdict import (
-    Limits,
+    Tolerances,
+    compare_series,
     explain_first_norm,
     explain_later_norms,
     explain_losses,
-    weigh_series,
 )
 from meshwright.prove.compare.tensor_shards import Array
-from meshwright.prove.compare.tensor_verdict import ByName, any_wrong, to_arrays, weigh_all
-from meshwright.prove.diagnose.contributions import scaled
-from meshwright.prove.diagnose.factors import Counts, close
-from meshwright.prove.diagnose.gradients import Surroundings, diagnose_gradient
+from meshwright.prove.compare.tensor_verdict import TensorVerdicts, any_wrong, compare_tensors, to_arrays
+from meshwright.prove.diagnose.contributions import scale_diagnosis
+from meshwright.prove.diagnose.factors import LayoutCounts, close
+from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
 from meshwright.prove.diagnose.notes import notes_on
-from meshwright.prove.diagnose.phrases import join_words, place_words, rank_words
-from meshwright.prove.diagnose.pipeline import located
+from meshwright.prove.diagnose.phrases import join_words, rank_words, scope_words
+from meshwright.prove.diagnose.pipeline import locate_stages
 from meshwright.prove.diagnose.samples import diagnose_samples
-from meshwright.prove.diagnose.shared_parameters import SharedParts
-from meshwright.prove.diagnose.weights import History, diagnose_initial, diagnose_update
-from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, Shard
+from meshwright.prove.diagnose.shared_parameters import StageContributions
+from meshwright.prove.diagnose.weights import UpdateHistory, diagnose_initial, diagnose_update
+from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, RecordedShard, ReferenceEvidence
 
 
 @dataclass(frozen=True)
 class _Sides:
-    """What is compared, and how strictly."""
+    """Both sides of a proof with the tolerances and the context of a diagnosis."""
 
     layout: LayoutEvidence
     reference: ReferenceEvidence
-    counts: Counts
-    limits: Limits
-    around: Surroundings
-    """What was wrong before the first gradient."""
+    counts: LayoutCounts
+    tolerances: Tolerances
+    context: DiagnosisContext
+    """Faults found before the first gradient."""
 
 
 def compare(
@@ -53,25 +60,25 @@ def compare(
     gradient_tolerance: float = 1e-12,
     later_tolerance: float = 1e-9,
 ) -> ProofResult:
-    """Compare what the ranks saw with what one process computed.
+    """Compare the evidence of the ranks with that of the single-process reference.
 
     Args:
-        gradient_tolerance: for what precedes the first optimizer step: initial weights, and loss, gradients and norm
-            of step 1. The few roundings in which the two sides differ stay far below it.
-        later_tolerance: for what follows; an optimizer step divides by small numbers.
+        gradient_tolerance: applies up to the first optimizer step: initial weights, and loss, gradients and norm of
+            step 1. Rounding differences between the two sides stay far below it.
+        later_tolerance: applies to everything later; an optimizer step divides by small numbers.
     """
-    counts = Counts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
-    sides = _Sides(layout, reference, counts, Limits(gradient_tolerance, later_tolerance), Surroundings({}))
-    initial = _initial(sides)
+    counts = LayoutCounts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
+    sides = _Sides(layout, reference, counts, Tolerances(gradient_tolerance, later_tolerance), DiagnosisContext({}))
+    initial = _compare_initial(sides)
     initial_wrong = any_wrong(initial) or any(copies.what == INITIAL for copies in layout.unequal)
-    around = Surroundings({}, bool(_strays(sides, num_steps=1)), initial_wrong)
-    sides = replace(sides, around=around)
-    step_1 = _step_1(sides)
-    first = _first_update(sides, step_1) if layout.after_first and reference.after_first else {}
-    samples = _strays(sides)
-    later_wrong = step_1.wrong or ("wrong samples" if samples else "") or _updates_wrong(first)
-    later_wrong = later_wrong or ("copies on one rank that differ" if layout.unequal else "")
-    final = _final(sides, step_1, first, later_wrong)
+    context = DiagnosisContext({}, bool(_sample_findings(sides, num_steps=1)), initial_wrong)
+    sides = replace(sides, context=context)
+    step_1 = _compare_step_1(sides)
+    first = _compare_first_update(sides, step_1) if layout.after_first and reference.after_first else {}
+    samples = _sample_findings(sides)
+    later_wrong = step_1.upstream_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
+    later_wrong = later_wrong or ("copies of shared parameters that differ within a rank" if layout.unequal else "")
+    final = _compare_final(sides, step_1, first, later_wrong)
     update_wrong = bool(later_wrong) or any_wrong(final)
     result = ProofResult(
         axes=layout.axes,
@@ -81,219 +88,234 @@ def compare(
         num_steps=len(reference.losses),
         findings=audit(layout, reference),
         samples=samples,
-        losses=_losses(sides, update_wrong),
+        losses=_compare_losses(sides, update_wrong),
         grad_norm=explain_later_norms(step_1.norms, update_wrong=update_wrong),
         parameters=_parameters(reference, step_1.gradients, final, initial, first),
     )
     return replace(result, notes=notes_on(result, layout.stages))
 
 
-def _strays(sides: _Sides, *, num_steps: int | None = None) -> tuple[Diagnosis, ...]:
+def _sample_findings(sides: _Sides, *, num_steps: int | None = None) -> tuple[Diagnosis, ...]:
     layout, batches = sides.layout, sides.reference.samples[:num_steps]
     return diagnose_samples(layout.samples, batches, layout.axes, layout.num_microbatches)
 
 
 def _parameters(
-    reference: ReferenceEvidence, gradients: ByName, final: ByName, initial: ByName, first: ByName
+    reference: ReferenceEvidence,
+    gradients: TensorVerdicts,
+    final: TensorVerdicts,
+    initial: TensorVerdicts,
+    first: TensorVerdicts,
 ) -> tuple[ParameterResult, ...]:
-    def of(weighed: ByName, name: str) -> TensorResult | None:
-        return weighed[name].result if name in weighed else None
+    def result_of(verdicts: TensorVerdicts, name: str) -> TensorResult | None:
+        return verdicts[name].result if name in verdicts else None
 
     return tuple(
         ParameterResult(
             name=name,
             shape=tuple(value.shape),
-            gradient=of(gradients, name),
+            gradient=result_of(gradients, name),
             final=final[name].result,
-            initial=of(initial, name),
-            first=of(first, name),
+            initial=result_of(initial, name),
+            first=result_of(first, name),
         )
         for name, value in reference.parameters.items()
     )
 
 
-def _initial(sides: _Sides) -> ByName:
+def _compare_initial(sides: _Sides) -> TensorVerdicts:
     if not sides.layout.initial:
         return {}
-    dues = to_arrays(sides.reference.initial)
-    weighed, around = weigh_all(sides.layout.initial, dues, sides.counts, sides.limits.first), Surroundings(dues)
+    references = to_arrays(sides.reference.initial)
+    verdicts = compare_tensors(sides.layout.initial, references, sides.counts, sides.tolerances.first)
+    context = DiagnosisContext(references)
     return {
-        name: one if one.result.ok else one.diagnosed(diagnose_initial(one.subject, around))
-        for name, one in weighed.items()
+        name: verdict if verdict.result.ok else verdict.with_diagnosis(diagnose_initial(verdict.suspect, context))
+        for name, verdict in verdicts.items()
     }
 
 
-def _gradients(sides: _Sides) -> ByName:
+def _compare_gradients(sides: _Sides) -> TensorVerdicts:
     layout, counts = sides.layout, sides.counts
-    dues, cells = to_arrays(sides.reference.gradients), (counts.axes.data_parallel(), counts.num_microbatches)
-    parts = {
+    references, grid = (to_arrays(sides.reference.gradients), (counts.axes.data_parallel(), counts.num_microbatches))
+    contributions = {
         name: value
         for name, value in to_arrays(sides.reference.partial_gradients).items()
-        if name in dues and value.shape == (*cells, *dues[name].shape)
+        if name in references and value.shape == (*grid, *references[name].shape)
     }
     shards = {
-        name: _with_empty_pieces(found, layout.parameters.get(name, [])) for name, found in layout.gradients.items()
+        name: _with_empty_shards(found, layout.parameters.get(name, [])) for name, found in layout.gradients.items()
     }
-    weighed = weigh_all(shards, dues, counts, sides.limits.first, parts)
-    around = replace(sides.around, others=dues, shared=_shared_parts(sides, dues))
-    for name, one in weighed.items():
-        if not one.result.ok:
-            absent = _absent(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
-            weighed[name] = one.diagnosed(absent or diagnose_gradient(one.subject, around))
-    return located(_narrowed(weighed, counts), layout.stages)
+    verdicts = compare_tensors(shards, references, counts, sides.tolerances.first, contributions)
+    context = replace(sides.context, references=references, shared=_stage_contributions(sides, references))
+    for name, verdict in verdicts.items():
+        if not verdict.result.ok:
+            absent = _missing_gradient(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
+            verdicts[name] = verdict.with_diagnosis(absent or diagnose_gradient(verdict.suspect, context))
+    return locate_stages(_narrow_to_axis(verdicts, counts), layout.stages)
 
 
-def _shared_parts(sides: _Sides, dues: Mapping[str, Array]) -> SharedParts | None:
+def _stage_contributions(sides: _Sides, references: Mapping[str, Array]) -> StageContributions | None:
     stages = sides.layout.stages
     if stages is None:
         return None
-    found = to_arrays(sides.reference.stage_gradients)
-    shape = {name: (len(stages.ranks), *due.shape) for name, due in dues.items()}
-    return SharedParts(stages, {name: parts for name, parts in found.items() if parts.shape == shape.get(name)})
+    by_stage = to_arrays(sides.reference.stage_gradients)
+    shape = {name: (len(stages.ranks), *expected.shape) for name, expected in references.items()}
+    valid = {name: value for name, value in by_stage.items() if value.shape == shape.get(name)}
+    return StageContributions(stages, valid)
 
 
-def _with_empty_pieces(gradient: list[Shard], parameter: list[Shard]) -> list[Shard]:
-    """A rank whose piece of the parameter is empty may have no gradient at all."""
+def _with_empty_shards(gradient: list[RecordedShard], parameter: list[RecordedShard]) -> list[RecordedShard]:
+    """Add the empty parameter shards: a rank that holds an empty shard may have no gradient at all."""
     have = {shard.rank for shard in gradient}
     return gradient + [shard for shard in parameter if shard.rank not in have and not shard.value.numel()]
 
 
-def _absent(gradient: list[Shard], parameter: list[Shard], counts: Counts) -> Diagnosis | None:
-    """Ranks that hold a piece of the parameter and have no gradient for it, not even zeros."""
+def _missing_gradient(
+    gradient: list[RecordedShard], parameter: list[RecordedShard], counts: LayoutCounts
+) -> Diagnosis | None:
+    """Diagnose ranks that hold a parameter shard but no gradient for it, not even zeros."""
     holders = {shard.rank for shard in parameter if shard.value.numel()}
-    lack = holders - {shard.rank for shard in gradient}
-    if not lack:
+    lacking = holders - {shard.rank for shard in gradient}
+    if not lacking:
         return None
-    place = place_words(lack, holders, counts.axes)
-    whose = "this parameter" if lack == holders else f"{rank_words(lack)}'s piece of it"
-    return Diagnosis(Kind.ZERO, f"no gradient {place}", f"no gradient reached {whose}")
+    scope = scope_words(lacking, holders, counts.axes)
+    whose = "this parameter" if lacking == holders else f"{rank_words(lacking)}'s shard of it"
+    return Diagnosis(FaultKind.ZERO, f"no gradient {scope}", f"no gradient reached {whose}")
 
 
-def _narrowed(weighed: ByName, counts: Counts) -> ByName:
-    """Blames the axis over which exactly the parameters with one wrong factor are replicated."""
+def _narrow_to_axis(verdicts: TensorVerdicts, counts: LayoutCounts) -> TensorVerdicts:
+    """Narrow a wrong factor down to the axis over which exactly the affected parameters are replicated."""
     members: dict[float, set[str]] = {}
-    for name, one in weighed.items():
-        if one.result.diagnosis is not None and one.result.diagnosis.factor is not None:
-            members.setdefault(one.result.diagnosis.factor, set()).add(name)
-    narrowed = dict(weighed)
+    for name, verdict in verdicts.items():
+        if verdict.result.diagnosis is not None and verdict.result.diagnosis.factor is not None:
+            members.setdefault(verdict.result.diagnosis.factor, set()).add(name)
+    narrowed = dict(verdicts)
     for factor, names in members.items():
         fitting = [
             axis
             for axis, size in counts.axes.used().items()
             if (close(factor, size) or close(factor, 1 / size))
-            and names == {name for name, one in weighed.items() if axis in one.result.replicated}
+            and names == {name for name, verdict in verdicts.items() if axis in verdict.result.replicated}
         ]
-        if len(fitting) == 1 and len(names) < len(weighed):
+        if len(fitting) == 1 and len(names) < len(verdicts):
             for name in names:
-                blamed = scaled(factor, weighed[name].subject.place(), counts, only_axis=fitting[0])
+                blamed = scale_diagnosis(factor, verdicts[name].suspect.scope_text(), counts, only_axis=fitting[0])
                 scope = f"{blamed.cause}, on exactly the parameters replicated over {fitting[0]}"
-                narrowed[name] = weighed[name].diagnosed(replace(blamed, cause=scope))
+                narrowed[name] = verdicts[name].with_diagnosis(replace(blamed, cause=scope))
     return narrowed
 
 
 @dataclass(frozen=True)
 class _Step1:
-    """What is known before the first update."""
+    """Results of step 1, up to the first update."""
 
-    gradients: ByName
+    gradients: TensorVerdicts
     norms: SeriesResult
-    wrong: str
-    """What makes the update wrong, in words; empty when nothing does."""
+    upstream_fault: str
+    """Description of the fault that makes the update wrong; empty if there is none."""
 
-    def own_wrong(self, name: str) -> str:
+    def own_fault(self, name: str) -> str:
         return "its wrong gradient" if name in self.gradients and not self.gradients[name].result.ok else ""
 
-    def skipped(self) -> bool:
-        """Whether the norm is such that the step must be skipped."""
-        return self.norms.diagnosis is not None and self.norms.diagnosis.kind is Kind.NON_FINITE
+    def is_step_skipped(self) -> bool:
+        """Return whether a non-finite norm makes the step skip its update."""
+        return self.norms.diagnosis is not None and self.norms.diagnosis.kind is FaultKind.NON_FINITE
 
 
-def _step_1(sides: _Sides) -> _Step1:
-    gradients = _gradients(sides)
-    norms = _first_norms(sides, gradients)
-    wrong = sides.around.words() or ("wrong gradients of other parameters" if any_wrong(gradients) else "")
+def _compare_step_1(sides: _Sides) -> _Step1:
+    gradients = _compare_gradients(sides)
+    norms = _compare_norms(sides, gradients)
+    wrong = sides.context.upstream_fault() or ("wrong gradients of other parameters" if any_wrong(gradients) else "")
     return _Step1(gradients, norms, wrong or ("a wrong gradient norm" if norms.diagnosis is not None else ""))
 
 
-def _first_norms(sides: _Sides, gradients: ByName) -> SeriesResult:
+def _compare_norms(sides: _Sides, gradients: TensorVerdicts) -> SeriesResult:
     num_ranks = sides.counts.axes.num_ranks()
-    norms = weigh_series(sides.layout.grad_norms, sides.reference.grad_norms, num_ranks, sides.limits)
-    assemblies = {name: one.subject.assembly for name, one in gradients.items()}
+    norms = compare_series(sides.layout.grad_norms, sides.reference.grad_norms, num_ranks, sides.tolerances)
+    assemblies = {name: verdict.suspect.assembly for name, verdict in gradients.items()}
     wrong = any_wrong(gradients)
     return explain_first_norm(norms, assemblies, sides.counts, sides.layout.stages, gradients_wrong=wrong)
 
 
-def _first_update(sides: _Sides, step_1: _Step1) -> ByName:
-    dues = to_arrays(sides.reference.after_first)
-    weighed = weigh_all(sides.layout.after_first, dues, sides.counts, sides.limits.later)
-    if not any_wrong(weighed):
-        return weighed
-    last = weigh_all(sides.layout.parameters, to_arrays(sides.reference.parameters), sides.counts, sides.limits.later)
-    for name, one in weighed.items():
-        if not one.result.ok:
-            history = History(
-                initial=_start(sides, name, one.subject.due),
-                last=last[name].subject.assembly if name in last else None,
-                own_wrong=step_1.own_wrong(name),
-                others_wrong=step_1.wrong,
-                skipped=step_1.skipped(),
+def _compare_first_update(sides: _Sides, step_1: _Step1) -> TensorVerdicts:
+    references = to_arrays(sides.reference.after_first)
+    verdicts = compare_tensors(sides.layout.after_first, references, sides.counts, sides.tolerances.later)
+    if not any_wrong(verdicts):
+        return verdicts
+    last = compare_tensors(
+        sides.layout.parameters, to_arrays(sides.reference.parameters), sides.counts, sides.tolerances.later
+    )
+    for name, verdict in verdicts.items():
+        if not verdict.result.ok:
+            history = UpdateHistory(
+                initial=_initial_value(sides, name, verdict.suspect.expected),
+                last=last[name].suspect.assembly if name in last else None,
+                own_fault=step_1.own_fault(name),
+                upstream_fault=step_1.upstream_fault,
+                is_step_skipped=step_1.is_step_skipped(),
             )
-            around = replace(sides.around, others=dues)
-            weighed[name] = one.diagnosed(diagnose_update(one.subject, around, history))
-    return weighed
+            context = replace(sides.context, references=references)
+            verdicts[name] = verdict.with_diagnosis(diagnose_update(verdict.suspect, context, history))
+    return verdicts
 
 
-def _updates_wrong(weighed: ByName) -> str:
-    wrong = [name for name, one in weighed.items() if not one.result.ok]
+def _wrong_updates(verdicts: TensorVerdicts) -> str:
+    wrong = [name for name, verdict in verdicts.items() if not verdict.result.ok]
     more = [f"{len(wrong) - 2} more"] if len(wrong) > 2 else []
     return f"the wrong update of {join_words(wrong[:2] + more)}" if wrong else ""
 
 
-def _final(sides: _Sides, step_1: _Step1, first: ByName, later_wrong: str) -> ByName:
-    dues = to_arrays(sides.reference.parameters)
-    weighed = weigh_all(sides.layout.parameters, dues, sides.counts, sides.limits.later)
-    around = replace(sides.around, others=dues)
-    right = "the gradients and the norm of step 1 are right"
-    for name, one in weighed.items():
-        if one.result.ok:
+def _compare_final(sides: _Sides, step_1: _Step1, first: TensorVerdicts, later_wrong: str) -> TensorVerdicts:
+    references = to_arrays(sides.reference.parameters)
+    verdicts = compare_tensors(sides.layout.parameters, references, sides.counts, sides.tolerances.later)
+    context = replace(sides.context, references=references)
+    right = "the gradients and the norm of step 1 are correct"
+    for name, verdict in verdicts.items():
+        if verdict.result.ok:
             continue
-        own = step_1.own_wrong(name)
+        own = step_1.own_fault(name)
         if not own and name in first and not first[name].result.ok:
             own = "its wrong update in step 1"
-        history = History(
-            initial=_start(sides, name, one.subject.due),
-            own_wrong=own,
-            others_wrong=later_wrong,
-            skipped=step_1.skipped(),
-            known_right="everything is right up to the first update" if first else right,
+        history = UpdateHistory(
+            initial=_initial_value(sides, name, verdict.suspect.expected),
+            own_fault=own,
+            upstream_fault=later_wrong,
+            is_step_skipped=step_1.is_step_skipped(),
+            known_right="everything is correct up to the first update" if first else right,
         )
-        weighed[name] = one.diagnosed(diagnose_update(one.subject, around, history))
-    return weighed if first else _fed_back(weighed)
+        verdicts[name] = verdict.with_diagnosis(diagnose_update(verdict.suspect, context, history))
+    return verdicts if first else _mark_feedback(verdicts)
 
 
-def _fed_back(weighed: ByName) -> ByName:
-    """Without evidence after the first step, what is not recognised may follow from an update that is."""
-    roots = {Kind.NOT_UPDATED, Kind.STEP_SCALED, Kind.WEIGHT_DECAY, Kind.MOVED}
-    unknown = {Kind.UNRECOGNISED, Kind.COPIES_DIFFER}
-    kinds = {name: one.result.diagnosis.kind for name, one in weighed.items() if one.result.diagnosis is not None}
-    blamed = _updates_wrong({name: weighed[name] for name, kind in kinds.items() if kind in roots})
-    result = dict(weighed)
+def _mark_feedback(verdicts: TensorVerdicts) -> TensorVerdicts:
+    """Mark unrecognised faults as possible consequences of a recognised one; used without evidence of step 1."""
+    recognised = {FaultKind.NOT_UPDATED, FaultKind.STEP_SCALED, FaultKind.WEIGHT_DECAY, FaultKind.MISPLACED}
+    unknown = {FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER}
+    kinds = {
+        name: verdict.result.diagnosis.kind
+        for name, verdict in verdicts.items()
+        if verdict.result.diagnosis is not None
+    }
+    blamed = _wrong_updates({name: verdicts[name] for name, kind in kinds.items() if kind in recognised})
+    result = dict(verdicts)
     for name in [name for name, kind in kinds.items() if blamed and kind in unknown]:
-        seen, cause = f"wrong {weighed[name].subject.place()}", f"may follow from {blamed}"
-        result[name] = weighed[name].diagnosed(Diagnosis(Kind.CONSEQUENCE, seen, cause))
+        symptom, cause = f"wrong {verdicts[name].suspect.scope_text()}", f"may follow from {blamed}"
+        result[name] = verdicts[name].with_diagnosis(Diagnosis(FaultKind.CONSEQUENCE, symptom, cause))
     return result
 
 
-def _start(sides: _Sides, name: str, due: Array) -> Array | None:
-    found: Mapping[str, Tensor] = sides.reference.initial
-    if name not in found or tuple(found[name].shape) != due.shape:
+def _initial_value(sides: _Sides, name: str, expected: Array) -> Array | None:
+    initial: Mapping[str, Tensor] = sides.reference.initial
+    if name not in initial or tuple(initial[name].shape) != expected.shape:
         return None
-    return to_arrays({name: found[name]})[name]
+    return to_arrays({name: initial[name]})[name]
 
 
-def _losses(sides: _Sides, update_wrong: bool) -> SeriesResult:
+def _compare_losses(sides: _Sides, update_wrong: bool) -> SeriesResult:
     counts, reference = sides.counts, sides.reference
-    losses = weigh_series(sides.layout.losses, reference.losses, counts.axes.num_ranks(), sides.limits)
-    parts, cells = reference.partial_losses, (counts.axes.data_parallel(), counts.num_microbatches)
-    known = None if parts is None or tuple(parts.shape) != cells else to_arrays({"": parts})[""]
-    return explain_losses(losses, known, counts, follows=sides.around.words(), update_wrong=update_wrong)
+    losses = compare_series(sides.layout.losses, reference.losses, counts.axes.num_ranks(), sides.tolerances)
+    partial, grid = reference.partial_losses, (counts.axes.data_parallel(), counts.num_microbatches)
+    contributions = None if partial is None or tuple(partial.shape) != grid else to_arrays({"": partial})[""]
+    fault = sides.context.upstream_fault()
+    return explain_losses(losses, contributions, counts, upstream_fault=fault, update_wrong=update_wrong)

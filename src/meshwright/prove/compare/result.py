@@ -1,4 +1,4 @@
-"""What a proof concludes, as values: verdicts, errors, and causes in words."""
+"""Result of a proof as values: verdicts, deviations and diagnoses."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from enum import Enum
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.tensor_shards import Error
+from meshwright.prove.compare.tensor_shards import Deviation
 
 
-class Kind(Enum):
-    """What sort of fault a diagnosis names."""
+class FaultKind(Enum):
+    """Kind of fault that a diagnosis reports."""
 
     EVIDENCE = "evidence"
-    """Something is missing, or the pieces do not make up the tensor."""
+    """Evidence is missing, or the shards do not make up the tensor."""
     NON_FINITE = "non-finite"
     ZERO = "zero"
     SCALED = "scaled"
-    PARTS = "parts"
-    """Shares or micro-batches are missing, counted twice or exchanged."""
+    CONTRIBUTIONS = "parts"
+    """Contributions of data-parallel ranks or micro-batches are missing, duplicated or swapped."""
     SUM_MISSING = "sum-missing"
-    COPIES_DIFFER = "copies-differ"
-    MOVED = "moved"
-    """The right numbers in a wrong place."""
+    REPLICAS_DIFFER = "copies-differ"
+    MISPLACED = "moved"
+    """Correct values in the wrong place."""
     NOT_UPDATED = "not-updated"
     STEP_SCALED = "step-scaled"
     WEIGHT_DECAY = "weight-decay"
     NORM_MEMBERS = "norm-members"
-    """A norm that leaves parameters or ranks out, or counts them more than once."""
+    """A norm omits parameters or ranks, or counts them more than once."""
     NORM_FORM = "norm-form"
     SAMPLES = "samples"
     OUT_OF_STEP = "out-of-step"
@@ -38,61 +38,61 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A likely cause. Findings with equal `kind`, `seen` and `cause` are one finding on the screen."""
+    """Symptom and likely cause of a fault; findings with equal `kind`, `symptom` and `cause` are printed once."""
 
-    kind: Kind
-    seen: str
-    """What the numbers show: `2.000 × the reference on every rank`."""
+    kind: FaultKind
+    symptom: str
+    """Observed deviation, such as `2.000 × the reference on every rank`."""
     cause: str
-    """What does that: `summed over dp_shard (2 ranks) where a mean was due`."""
+    """Likely cause, such as `summed over dp_shard (2 ranks) instead of averaged`."""
     detail: str = ""
-    """What is particular to this tensor."""
+    """Details specific to this tensor."""
     factor: float | None = None
-    """The multiple of the reference, where that is all that is wrong."""
+    """Ratio to the reference, if the values are an exact multiple of it."""
     microbatches: tuple[int, ...] = ()
-    """Those that are missing (`is_lost`) or counted more than once on every share, where that is all that is wrong."""
-    is_lost: bool = False
+    """Micro-batches that are missing (`is_missing`) or counted more than once on every data-parallel rank."""
+    is_missing: bool = False
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
-        return self.seen + ": " + "; ".join(part for part in (self.cause, self.detail) if part)
+        """Symptom, cause and detail in one line."""
+        return self.symptom + ": " + "; ".join(part for part in (self.cause, self.detail) if part)
 
 
 @dataclass(frozen=True)
 class TensorResult:
-    """One tensor of a parameter: its gradient, or its value before the first or after the last step."""
+    """Verdict on one tensor of a parameter: its gradient, or its value at one point of the training."""
 
-    error: Error
+    error: Deviation
     tolerance: float
     ok: bool
     replicated: tuple[str, ...] = ()
-    num_copies: int = 1
-    copies_equal: bool = True
-    """Bitwise."""
-    copies_agree: bool = True
-    """Within twice the tolerance, as copies that are both right do."""
-    copy_difference: float = 0.0
+    num_replicas: int = 1
+    replicas_equal: bool = True
+    """Whether all replicas are bitwise equal."""
+    replicas_agree: bool = True
+    """Whether replicas agree within twice the tolerance, as any two correct replicas do."""
+    max_replica_difference: float = 0.0
     diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True)
 class ParameterResult:
-    """A parameter passes when all that is known of it passes."""
+    """Verdict on a parameter, which passes if all of its recorded tensors pass."""
 
     name: str
     shape: tuple[int, ...]
     gradient: TensorResult | None
-    """Of step 1; None for a parameter that takes no gradient in the reference."""
+    """Gradient of step 1; None if the parameter has no gradient in the reference."""
     final: TensorResult
-    """After the last step."""
+    """Value after the last step."""
     initial: TensorResult | None = None
-    """Before the first step; None when it was not recorded."""
+    """Value before the first step; None if not recorded."""
     first: TensorResult | None = None
-    """After the first step; None when it was not recorded."""
+    """Value after the first step; None if not recorded."""
 
     def tensors(self) -> list[TensorResult]:
-        """In the order a fault would travel."""
+        """Return the recorded tensors in the order in which a fault propagates."""
         return [t for t in (self.initial, self.gradient, self.first, self.final) if t is not None]
 
     @property
@@ -101,8 +101,7 @@ class ParameterResult:
 
     @property
     def root(self) -> TensorResult:
-        """What the parameter's verdict, error and cause are about: its gradient, or where that is right (or there
-        is none) the earliest value that is not."""
+        """Tensor reported for the parameter: its gradient if wrong, else the earliest wrong value, else any."""
         if self.gradient is not None and not self.gradient.ok:
             return self.gradient
         wrong = [tensor for tensor in self.tensors() if not tensor.ok]
@@ -111,23 +110,24 @@ class ParameterResult:
 
 @dataclass(frozen=True)
 class StepValue:
-    """A number that every rank reports in every step."""
+    """Scalar that every rank reports in a step."""
 
     step: int
-    """From 1."""
-    due: float
-    found: tuple[float, ...]
-    """Per rank."""
+    """Step number, from 1."""
+    expected: float
+    observed: tuple[float, ...]
+    """Value of each rank."""
     relative_error: float
-    """The worst rank's."""
+    """Largest relative error of any rank."""
     rank: int
+    """Rank with the largest error."""
     tolerance: float
     ok: bool
 
 
 @dataclass(frozen=True)
 class SeriesResult:
-    """The losses, or the gradient norms."""
+    """Losses or gradient norms of all steps."""
 
     steps: tuple[StepValue, ...]
     diagnosis: Diagnosis | None = None
@@ -142,7 +142,7 @@ class SeriesResult:
 
 @dataclass(frozen=True)
 class ProofResult:
-    """The whole proof."""
+    """Result of a proof."""
 
     axes: Axes
     num_microbatches: int
@@ -150,14 +150,14 @@ class ProofResult:
     later_tolerance: float
     num_steps: int
     findings: tuple[Diagnosis, ...]
-    """Evidence that is missing, contradicts itself, or proves nothing."""
+    """Evidence that is missing, inconsistent or vacuous."""
     samples: tuple[Diagnosis, ...]
-    """Ranks that read what they should not have."""
+    """Ranks that read the wrong samples."""
     losses: SeriesResult
     grad_norm: SeriesResult
     parameters: tuple[ParameterResult, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on the whole that help to find a fault, or qualify a pass."""
+    """Remarks that help to locate a fault or that qualify a pass."""
 
     @property
     def passed(self) -> bool:

@@ -1,7 +1,7 @@
-"""A tensor as the ranks of a layout hold it: pieces, copies, and where copies part.
+"""Local shards of a tensor, its replicas, and mismatches between replicas.
 
-Values only, and no torch: whatever asks "what went wrong" works on these, so a diagnosis can be tested on plain
-arrays. `assemble` builds them from the evidence.
+Torch-free: diagnoses work on these NumPy arrays and can be tested without a model. `assemble` builds them from the
+evidence.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Array = npt.NDArray[np.float64]
 
 @cache
 def coordinates(axes: Axes) -> tuple[dict[str, int], ...]:
-    """Every rank's position on every axis; asked for thousands of times in a diagnosis."""
+    """Return the mesh coordinate of every rank; cached because a diagnosis needs it thousands of times."""
     return tuple(axes.coordinate(rank) for rank in range(axes.num_ranks()))
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """What one rank holds of a tensor: `value` sits at `start` in the full tensor."""
+class LocalShard:
+    """Non-empty local shard of a rank; `value` starts at index `start` of the full tensor."""
 
     rank: int
     start: tuple[int, ...]
@@ -35,140 +35,140 @@ class Piece:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """One past the piece's last index, per dim."""
+        """End of the shard in the full tensor, per dim, exclusive."""
         return tuple(a + n for a, n in zip(self.start, self.value.shape, strict=True))
 
-    def box(self) -> tuple[slice, ...]:
-        """The piece as an index into the full tensor."""
+    def slices(self) -> tuple[slice, ...]:
+        """Return the slices of the full tensor that the shard covers."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
-    def of(self, full: Array) -> Array:
-        """The same place in a full tensor."""
-        return full[self.box()]
+    def slice_of(self, full: Array) -> Array:
+        """Return the region of a full tensor that the shard covers."""
+        return full[self.slices()]
 
 
 @dataclass(frozen=True, eq=False)
-class Copy:
-    """The full tensor as one coordinate of the replicated axes sees it; NaN where no rank holds it."""
+class FullReplica:
+    """Full tensor at one coordinate on the replicated axes; NaN where no rank holds a value."""
 
     coordinate: dict[str, int]
     value: Array
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Two ranks that should hold equal copies and do not."""
+class ReplicaMismatch:
+    """Difference between ranks along a replicated axis."""
 
     axis: str
     ranks: tuple[int, int]
-    """The first two that clearly differ."""
+    """First two ranks that clearly differ."""
     largest: float
-    """Largest difference between any two along the axis; infinite where one of them is not finite."""
+    """Largest absolute difference along the axis; infinite if a value is not finite."""
     index: tuple[int, ...]
-    """Where that is in the full tensor."""
+    """Index of the largest difference in the full tensor."""
 
 
 @dataclass(frozen=True, eq=False)
-class Assembly:
-    """All pieces of one tensor."""
+class AssembledTensor:
+    """All shards of a tensor, with their replicated axes and faults."""
 
     name: str
     shape: tuple[int, ...]
     axes: Axes
-    pieces: tuple[Piece, ...]
-    """Pieces that fit and are not empty, in rank order."""
+    shards: tuple[LocalShard, ...]
+    """Non-empty shards within bounds, in rank order."""
     replicated: tuple[str, ...]
-    """Axes along which ranks hold the same piece."""
-    gaps: tuple[Gap, ...]
-    """Copies that are not bitwise equal, the largest difference along each axis first."""
+    """Axes along which ranks hold the same shard."""
+    mismatches: tuple[ReplicaMismatch, ...]
+    """Replicas that are not bitwise equal, one entry per axis, in order of decreasing difference."""
     faults: tuple[str, ...]
-    """Why the pieces do not make up the tensor; empty when they do."""
+    """Reasons why the shards do not make up the tensor; empty if they do."""
 
     def ranks(self) -> list[int]:
-        """Ranks that hold a piece."""
-        return sorted({piece.rank for piece in self.pieces})
+        """Return the ranks that hold a shard."""
+        return sorted({shard.rank for shard in self.shards})
 
-    def lines(self, axes: tuple[str, ...]) -> list[list[Piece]]:
-        """Pieces of the same place on ranks that differ only along `axes`."""
-        found: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            rest = tuple(v for k, v in coordinates(self.axes)[piece.rank].items() if k not in axes)
-            found[(rest, piece.start, piece.stop)].append(piece)
-        return list(found.values())
+    def replica_groups(self, axes: tuple[str, ...]) -> list[list[LocalShard]]:
+        """Group shards of the same region by ranks that differ only along `axes`."""
+        groups: dict[tuple[object, ...], list[LocalShard]] = defaultdict(list)
+        for shard in self.shards:
+            rest = tuple(v for k, v in coordinates(self.axes)[shard.rank].items() if k not in axes)
+            groups[(rest, shard.start, shard.stop)].append(shard)
+        return list(groups.values())
 
-    def num_copies(self) -> int:
-        """How many times every element is held."""
-        return max(1, len(by_copy(self.pieces, self.replicated, self.axes)))
+    def num_replicas(self) -> int:
+        """Return the number of replicas of each element."""
+        return max(1, len(group_by_replica(self.shards, self.replicated, self.axes)))
 
-    def copies(self) -> Iterator[Copy]:
-        """The full tensor, as each coordinate of the replicated axes sees it."""
-        for coordinate, members in by_copy(self.pieces, self.replicated, self.axes):
+    def replicas(self) -> Iterator[FullReplica]:
+        """Yield the full tensor at each coordinate on the replicated axes."""
+        for coordinate, members in group_by_replica(self.shards, self.replicated, self.axes):
             value = np.full(self.shape, np.nan)
-            for piece in members:
-                value[piece.box()] = piece.value
-            yield Copy(coordinate, value)
+            for shard in members:
+                value[shard.slices()] = shard.value
+            yield FullReplica(coordinate, value)
 
 
-def by_copy(
-    pieces: tuple[Piece, ...], replicated: tuple[str, ...], axes: Axes
-) -> list[tuple[dict[str, int], list[Piece]]]:
-    """The pieces that make up each copy, with its coordinate on the replicated axes."""
-    groups: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        groups[tuple(coordinates(axes)[piece.rank][axis] for axis in replicated)].append(piece)
-    return [(dict(zip(replicated, key, strict=True)), members) for key, members in sorted(groups.items())]
+def group_by_replica(
+    shards: tuple[LocalShard, ...], replicated: tuple[str, ...], axes: Axes
+) -> list[tuple[dict[str, int], list[LocalShard]]]:
+    """Group shards by replica, identified by its coordinate on the replicated axes."""
+    replicas: dict[tuple[int, ...], list[LocalShard]] = defaultdict(list)
+    for shard in shards:
+        replicas[tuple(coordinates(axes)[shard.rank][axis] for axis in replicated)].append(shard)
+    return [(dict(zip(replicated, key, strict=True)), members) for key, members in sorted(replicas.items())]
 
 
 @dataclass(frozen=True)
-class Error:
-    """The largest deviation of a tensor from the reference, and where it sits."""
+class Deviation:
+    """Largest deviation of a tensor from the reference and its location."""
 
     max_abs: float
-    """Infinite when a value is not finite or missing."""
+    """Largest absolute difference; infinite if a value is missing or not finite."""
     relative: float
-    """`max_abs` over the tensor's scale, see `compare`."""
+    """`max_abs` over the scale of the tensor, see `tensor_verdict`."""
     rank: int | None = None
     index: tuple[int, ...] = ()
-    found: float = 0.0
-    due: float = 0.0
+    observed: float = 0.0
+    expected: float = 0.0
 
 
-MISSING = Error(float("inf"), float("inf"))
-"""The error of what is not there."""
+MISSING = Deviation(float("inf"), float("inf"))
+"""Deviation of a missing or incomplete tensor."""
 
 
-def largest(values: Array) -> float:
-    """Largest magnitude; 0 of nothing, infinite with a value that is not finite."""
+def max_magnitude(values: Array) -> float:
+    """Return the largest magnitude: 0 for an empty array, infinity if a value is not finite."""
     if values.size == 0:
         return 0.0
     top = float(np.abs(values).max())
     return top if np.isfinite(top) else float("inf")
 
 
-def difference(value: Array, due: Array) -> tuple[float, tuple[int, ...]]:
-    """Largest |value − due| and its index; infinite at the first entry that is not finite on either side."""
+def max_difference(value: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
+    """Return the largest |value − expected| and its index; infinity at the first entry that is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
-        gap = np.abs(value - due)
-    gap = np.where(np.isfinite(gap), gap, np.inf)
-    index = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
-    return float(gap[index]), index
+        deviation = np.abs(value - expected)
+    deviation = np.where(np.isfinite(deviation), deviation, np.inf)
+    index = tuple(int(i) for i in np.unravel_index(int(deviation.argmax()), deviation.shape))
+    return float(deviation[index]), index
 
 
-def measure(assembly: Assembly, due: Array, scale: float) -> Error:
-    """The worst deviation over every rank's piece."""
-    worst = Error(0.0, 0.0)
-    for piece in assembly.pieces:
-        target = piece.of(due)
-        gap, index = difference(piece.value, target)
-        if gap > worst.max_abs:
-            full = tuple(a + i for a, i in zip(piece.start, index, strict=True))
-            found, expected = float(piece.value[index]), float(target[index])
-            worst = Error(gap, over(gap, scale), piece.rank, full, found, expected)
-    return MISSING if not assembly.pieces and due.size else worst
+def measure_deviation(assembly: AssembledTensor, expected: Array, scale: float) -> Deviation:
+    """Return the largest deviation over all shards."""
+    worst = Deviation(0.0, 0.0)
+    for shard in assembly.shards:
+        target = shard.slice_of(expected)
+        deviation, index = max_difference(shard.value, target)
+        if deviation > worst.max_abs:
+            full = tuple(a + i for a, i in zip(shard.start, index, strict=True))
+            values = float(shard.value[index]), float(target[index])
+            worst = Deviation(deviation, safe_ratio(deviation, scale), shard.rank, full, *values)
+    return MISSING if not assembly.shards and expected.size else worst
 
 
-def over(gap: float, scale: float) -> float:
-    """`gap / scale`, with 0/0 = 0 and anything else over 0 infinite."""
-    if gap == 0.0:
+def safe_ratio(deviation: float, scale: float) -> float:
+    """Return `deviation / scale`, with 0/0 = 0 and infinity for any other division by zero."""
+    if deviation == 0.0:
         return 0.0
-    return gap / scale if scale > 0.0 else float("inf")
+    return deviation / scale if scale > 0.0 else float("inf")

@@ -1,9 +1,8 @@
-"""Verdicts on tensors: how far every rank's piece is from the reference, and whether that is within tolerance.
+"""Verdicts on tensors: the deviation of all shards from the reference, and whether it is within tolerance.
 
-The error of a tensor is the largest deviation of any rank's piece, over the largest magnitude in the reference's
-tensor (its scale). A tensor of which the reference holds nothing but rounding (below `NOISE` of the largest of all,
-exact zero included: a key's bias under softmax has no other gradient) has no scale of its own, and is measured
-against the largest of all tensors of its sort.
+The relative error of a tensor is the largest deviation of any shard over the largest magnitude of the reference tensor
+(its scale). A reference tensor of pure rounding noise or zeros (below `NOISE` times the largest of all tensors, such as
+the gradient of a key bias under softmax) uses the largest magnitude of all tensors as its scale.
 """
 
 from __future__ import annotations
@@ -16,84 +15,84 @@ from torch import Tensor
 
 from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.compare.result import Diagnosis, TensorResult
-from meshwright.prove.compare.tensor_shards import MISSING, Array, largest, measure, over
-from meshwright.prove.diagnose.factors import Counts
-from meshwright.prove.diagnose.suspect import Subject
-from meshwright.prove.record.evidence import Shard
+from meshwright.prove.compare.tensor_shards import MISSING, Array, max_magnitude, measure_deviation, safe_ratio
+from meshwright.prove.diagnose.factors import LayoutCounts
+from meshwright.prove.diagnose.suspect import SuspectTensor
+from meshwright.prove.record.evidence import RecordedShard
 
 NOISE = 1e-14
-"""Sums of cancelling terms leave about 1e-16 of the terms; a real gradient this small moves nothing."""
+"""Cancelling sums leave about 1e-16 of their terms; a true gradient this small has no effect."""
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
-    """A tensor's verdict, and what a diagnosis needs if it is wrong."""
+class TensorVerdict:
+    """Verdict on a tensor, with the data needed to diagnose it."""
 
     result: TensorResult
-    subject: Subject
+    suspect: SuspectTensor
 
-    def diagnosed(self, diagnosis: Diagnosis) -> Weighed:
-        """The same with a cause."""
+    def with_diagnosis(self, diagnosis: Diagnosis) -> TensorVerdict:
+        """Return a copy with the diagnosis."""
         return replace(self, result=replace(self.result, diagnosis=diagnosis))
 
 
-ByName = dict[str, Weighed]
+TensorVerdicts = dict[str, TensorVerdict]
 
 
-def any_wrong(weighed: ByName) -> bool:
-    """Whether one of them is out of tolerance."""
-    return not all(one.result.ok for one in weighed.values())
+def any_wrong(verdicts: TensorVerdicts) -> bool:
+    """Return whether any tensor is out of tolerance."""
+    return not all(verdict.result.ok for verdict in verdicts.values())
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Tensors as float64 arrays."""
+    """Convert tensors to float64 arrays."""
     return {
         name: np.asarray(value.detach().double().cpu().numpy(), dtype=np.float64) for name, value in tensors.items()
     }
 
 
-def weigh_all(
-    shards: Mapping[str, list[Shard]],
-    dues: Mapping[str, Array],
-    counts: Counts,
+def compare_tensors(
+    shards: Mapping[str, list[RecordedShard]],
+    references: Mapping[str, Array],
+    counts: LayoutCounts,
     tolerance: float,
-    parts: Mapping[str, Array] | None = None,
-) -> ByName:
-    """The verdict on every tensor of one sort that the reference has."""
-    scales = _scales(dues)
-    subjects = {
-        name: Subject(
-            assemble(name, shards.get(name, []), due.shape, counts.axes),
-            due,
+    contributions: Mapping[str, Array] | None = None,
+) -> TensorVerdicts:
+    """Compare the shards with every reference tensor of one kind, such as gradients."""
+    scales = _scales(references)
+    suspects = {
+        name: SuspectTensor(
+            assemble(name, shards.get(name, []), expected.shape, counts.axes),
+            expected,
             scales[name],
             tolerance,
             counts,
-            (parts or {}).get(name),
+            (contributions or {}).get(name),
         )
-        for name, due in dues.items()
+        for name, expected in references.items()
     }
-    return {name: Weighed(_verdict(subject), subject) for name, subject in subjects.items()}
+    return {name: TensorVerdict(_verdict(suspect), suspect) for name, suspect in suspects.items()}
 
 
-def _verdict(subject: Subject) -> TensorResult:
-    assembly = subject.assembly
-    whole = bool(assembly.pieces or not subject.due.size) and not assembly.faults
-    sound = whole and bool(np.isfinite(subject.due).all())
-    error = measure(assembly, subject.due, subject.scale) if sound else MISSING
-    gap = assembly.gaps[0].largest if assembly.gaps else 0.0
+def _verdict(suspect: SuspectTensor) -> TensorResult:
+    assembly = suspect.assembly
+    is_complete = bool(assembly.shards or not suspect.expected.size) and not assembly.faults
+    is_comparable = is_complete and bool(np.isfinite(suspect.expected).all())
+    error = measure_deviation(assembly, suspect.expected, suspect.scale) if is_comparable else MISSING
+    replica_difference = assembly.mismatches[0].largest if assembly.mismatches else 0.0
     return TensorResult(
         error=error,
-        tolerance=subject.tolerance,
-        ok=sound and error.relative <= subject.tolerance,
+        tolerance=suspect.tolerance,
+        ok=is_comparable and error.relative <= suspect.tolerance,
         replicated=assembly.replicated,
-        num_copies=assembly.num_copies(),
-        copies_equal=not assembly.gaps,
-        copies_agree=over(gap, subject.scale) <= 2 * subject.tolerance,
-        copy_difference=gap,
+        num_replicas=assembly.num_replicas(),
+        replicas_equal=not assembly.mismatches,
+        replicas_agree=safe_ratio(replica_difference, suspect.scale) <= 2 * suspect.tolerance,
+        max_replica_difference=replica_difference,
     )
 
 
-def _scales(dues: Mapping[str, Array]) -> dict[str, float]:
-    own = {name: largest(due) for name, due in dues.items()}
-    most = max((scale for scale in own.values() if np.isfinite(scale)), default=0.0)
-    return {name: scale if scale > NOISE * most else most for name, scale in own.items()}
+def _scales(references: Mapping[str, Array]) -> dict[str, float]:
+    magnitudes = {name: max_magnitude(expected) for name, expected in references.items()}
+    overall = max((scale for scale in magnitudes.values() if np.isfinite(scale)), default=0.0)
+    return {name: scale if scale > NOISE * overall else overall for name, scale in magnitudes.items()}

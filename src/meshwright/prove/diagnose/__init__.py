@@ -1,1 +1,1 @@
-"""Diagnose what differs: from the numbers to the cause, in words."""
+"""Diagnosis of differences: derives the likely cause from the values."""

@@ -1,76 +1,76 @@
-"""Says what a combination of the batch's cells means: `the parts of data-parallel share 1 are missing`.
+"""Diagnosis of fitted weights: `the contribution of data-parallel rank 1 is missing`.
 
-Weights come from `fit`: how often each (data-parallel share, micro-batch) cell is in what a rank holds, 1
-everywhere when all is well. Shares and micro-batches are counted from 0, as ranks are.
+`fit_contributions` finds how often the gradient contribution of each micro-batch of each data-parallel rank occurs in a
+local tensor: exactly once each if the tensor is correct. Data-parallel ranks and micro-batches count from 0.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.prove.compare.result import Diagnosis, Kind
+from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import Array
-from meshwright.prove.diagnose.factors import NOTHING_FITS, Counts, close, factor_cause
-from meshwright.prove.diagnose.fit_contributions import own_masks
-from meshwright.prove.diagnose.phrases import EVERYWHERE, index_words, join_words, number_words, place_words, rank_words
+from meshwright.prove.diagnose.factors import NOTHING_FITS, LayoutCounts, close, factor_cause
+from meshwright.prove.diagnose.fit_contributions import local_masks
+from meshwright.prove.diagnose.phrases import EVERYWHERE, index_words, join_words, number_words, rank_words, scope_words
 
-MAX_CELLS = 4
-Words = tuple[str, str]
-"""What is seen, and its cause."""
+MAX_LISTED = 4
+SymptomAndCause = tuple[str, str]
+"""Symptom and cause of a diagnosis."""
 
 
-def weights_diagnosis(weights: dict[int, Array], speaking: list[int], counts: Counts) -> Diagnosis:
-    """The finding for wrong ranks that hold the parts with `weights`; `speaking` ranks hold anything at all."""
-    place = place_words(weights, speaking, counts.axes)
-    only = "" if place == EVERYWHERE else f", {place}"
+def weights_diagnosis(weights: dict[int, Array], informative_ranks: list[int], counts: LayoutCounts) -> Diagnosis:
+    """Diagnose wrong ranks from the `weights` of their contributions; all other informative ranks are correct."""
+    scope = scope_words(weights, informative_ranks, counts.axes)
+    only = "" if scope == EVERYWHERE else f", {scope}"
     first = next(iter(weights.values()))
     uniform = all(np.array_equal(first, other) for other in weights.values())
     if uniform and (first == first.flat[0]).all():
-        return scaled(float(first.flat[0]), place, counts)
-    # Ranks of one share alone are no case of "share 0 everywhere": it is their own.
-    one_share = len({counts.axes.data_index(rank) for rank in weights}) == 1
-    own = _own_words(weights, counts) if one_share or not uniform else None
-    if own is not None:
-        return Diagnosis(Kind.SUM_MISSING, own[0] + only, own[1])
+        return scale_diagnosis(float(first.flat[0]), scope, counts)
+    # If all wrong ranks have one data-parallel rank, its contribution is their local one.
+    is_one_dp_rank = len({counts.axes.data_index(rank) for rank in weights}) == 1
+    local = _local_words(weights, counts) if is_one_dp_rank or not uniform else None
+    if local is not None:
+        return Diagnosis(FaultKind.SUM_MISSING, local[0] + only, local[1])
     if uniform:
-        seen, cause = uniform_words(first, counts)
-        numbers, is_lost = _odd_microbatches(first)
-        return Diagnosis(Kind.PARTS, seen + only, cause, microbatches=numbers, is_lost=is_lost)
-    return _each_its_own(weights, only, counts)
+        symptom, cause = uniform_words(first, counts)
+        numbers, is_missing = _odd_microbatches(first)
+        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom + only, cause, microbatches=numbers, is_missing=is_missing)
+    return _differing_ranks(weights, only, counts)
 
 
-def scaled(factor: float, place: str, counts: Counts, *, only_axis: str | None = None) -> Diagnosis:
-    """The finding for a plain multiple of the reference."""
-    seen = f"{number_words(factor)} × the reference {place}"
+def scale_diagnosis(factor: float, scope: str, counts: LayoutCounts, *, only_axis: str | None = None) -> Diagnosis:
+    """Diagnose an exact multiple of the reference."""
+    symptom = f"{number_words(factor)} × the reference {scope}"
     cause = factor_cause(factor, counts, only_axis=only_axis) or NOTHING_FITS
-    return Diagnosis(Kind.SCALED, seen, cause, factor=factor)
+    return Diagnosis(FaultKind.SCALED, symptom, cause, factor=factor)
 
 
-def uniform_words(weights: Array, counts: Counts) -> Words:
-    """Words for one combination, held by all."""
+def uniform_words(weights: Array, counts: LayoutCounts) -> SymptomAndCause:
+    """Describe weights that are equal on all wrong ranks."""
     unit = _unit(weights)
     base = weights / unit
     if _constant_along(base, 1):
-        words = _share_words(base[:, 0], counts)
+        words = _dp_rank_words(base[:, 0], counts)
     elif _constant_along(base, 0):
-        words = _micro_words(base[0])
+        words = _microbatch_words(base[0])
     else:
-        words = _cell_words(base, counts)
-    seen, cause = words
+        words = _mixed_words(base, counts)
+    symptom, cause = words
     if unit != 1.0:
-        seen += f", and all of it {number_words(unit)} ×"
-        cause += f"; besides, {factor_cause(unit, counts) or NOTHING_FITS}"
-    return seen, cause
+        symptom += f", and the rest scaled by {number_words(unit)}"
+        cause += f"; in addition, {factor_cause(unit, counts) or NOTHING_FITS}"
+    return symptom, cause
 
 
 def _unit(weights: Array) -> float:
-    """The factor that stands before whole counts: 0.5 for [0.5, 0, 0.5], 3 for [3, 3, 0].
+    """Return the common factor of integer counts: 0.5 for [0.5, 0, 0.5], 3 for [3, 3, 0].
 
-    1 for [2, 0, 1], and for [3, 0, 0]: that are as many parts as were due, so some stand in the place of others.
+    The factor is 1 for [2, 0, 1] and for [3, 0, 0], whose total is right: some contributions replace others.
     """
     values, nums = np.unique(weights[weights != 0], return_counts=True)
-    whole = bool((weights >= 0).all() and (weights == np.round(weights)).all())
-    if whole and (len(values) != 1 or values[0] * nums[0] == weights.size):
+    is_whole = bool((weights >= 0).all() and (weights == np.round(weights)).all())
+    if is_whole and (len(values) != 1 or values[0] * nums[0] == weights.size):
         return 1.0
     return float(values[nums.argmax()])
 
@@ -79,98 +79,98 @@ def _constant_along(base: Array, dim: int) -> bool:
     return base.shape[1 - dim] > 1 and bool((base == base.take([0], axis=dim)).all())
 
 
-def _share_words(base: Array, counts: Counts) -> Words:
-    """`base` has one weight a share."""
+def _dp_rank_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
+    """Describe one weight per data-parallel rank."""
     lost, extra = _lost_and_extra(base)
     if lost and extra:
-        (a, b) = ("shares " if len(lost) > 1 else "share ") + index_words(lost), index_words(extra)
-        seen = f"data-parallel {a} missing and share {b} counted {_times(base[extra[0]])}"
-        return seen, f"{_ranks_of(lost, counts)} read another rank's samples: those of share {b}"
+        a, b = ("ranks " if len(lost) > 1 else "rank ") + index_words(lost), index_words(extra)
+        symptom = f"data-parallel {a} missing and data-parallel rank {b} counted {_times(base[extra[0]])}"
+        return symptom, f"{_ranks_of(lost, counts)} read the samples of data-parallel rank {b}"
     if lost:
-        seen = f"the parts of data-parallel {_share_list(lost)} are missing"
+        plural = ("s", "are") if len(lost) > 1 else ("", "is")
+        symptom = f"the contribution{plural[0]} of data-parallel {_dp_rank_list(lost)} {plural[1]} missing"
         left = [k for k in range(len(base)) if base[k] != 0]
-        return seen, _missing_cause(left, lost, counts)
+        return symptom, _missing_cause(left, lost, counts)
     if extra and len({float(base[k]) for k in extra}) == 1:
-        seen = f"data-parallel {_share_list(extra)} counted {_times(base[extra[0]])}"
-        return seen, f"the parts of {_ranks_of(extra, counts)} enter the sum more than once"
+        symptom = f"data-parallel {_dp_rank_list(extra)} counted {_times(base[extra[0]])}"
+        return symptom, f"contributions of {_ranks_of(extra, counts)} enter the sum more than once"
     return _weight_list(base[:, None], counts)
 
 
 def _odd_microbatches(weights: Array) -> tuple[tuple[int, ...], bool]:
-    """Micro-batches missing on every share, or else counted more than once; and whether it is the former."""
+    """Return micro-batches missing or duplicated on every data-parallel rank, and whether they are missing."""
     if weights.shape[1] == 1 or (weights != weights[:1]).any():
         return (), False
     lost, extra = _lost_and_extra(weights[0])
     return ((), False) if lost and extra else (tuple(lost or extra), bool(lost))
 
 
-def _missing_cause(left: list[int], lost: list[int], counts: Counts) -> str:
+def _missing_cause(left: list[int], lost: list[int], counts: LayoutCounts) -> str:
     for rank in range(counts.axes.num_ranks()):
-        for mask, missing in own_masks(counts, rank):
+        for mask, missing in local_masks(counts, rank):
             if np.flatnonzero(mask[:, 0]).tolist() == left:
-                only = f"only the parts of {_share_list(left)} ({_ranks_of(left, counts)}) are there"
-                return f"the sum over {' and '.join(missing)} is missing: {only}"
-    return f"what {_ranks_of(lost, counts)} computed does not enter the sum"
+                included = f"data-parallel {_dp_rank_list(left)} ({_ranks_of(left, counts)})"
+                return f"the sum over {' and '.join(missing)} is missing: only contributions of {included} are included"
+    return f"the sum does not include {_ranks_of(lost, counts)}"
 
 
-def _micro_words(base: Array) -> Words:
-    """`base` has one weight a micro-batch."""
+def _microbatch_words(base: Array) -> SymptomAndCause:
+    """Describe one weight per micro-batch."""
     lost, extra = _lost_and_extra(base)
     last = len(base) - 1
     if lost and extra and len(lost) == len(extra) == 1:
-        seen = f"micro-batch {lost[0]} is lost and micro-batch {extra[0]} counted {_times(base[extra[0]])}"
-        return seen, "one micro-batch is worked through in another's place"
+        symptom = f"micro-batch {lost[0]} is missing and micro-batch {extra[0]} counted {_times(base[extra[0]])}"
+        return symptom, "one micro-batch is processed in place of another"
     if lost == list(range(last)):
         times = "" if base[last] == 1 else f", counted {_times(base[last])}"
         return (
-            f"only the last micro-batch ({last}) is there{times}",
-            "each micro-batch's gradient overwrites the one before: accumulation is missing",
+            f"only the last micro-batch ({last}) is present{times}",
+            "each micro-batch overwrites the gradient of the previous one: accumulation is missing",
         )
     if lost:
-        seen = (
-            f"micro-batch {index_words(lost)} is lost"
-            if len(lost) == 1
-            else (f"micro-batches {index_words(lost)} are lost")
-        )
-        return seen, "gradient accumulation leaves it out" if len(lost) == 1 else "accumulation leaves them out"
+        one = len(lost) == 1
+        symptom = f"micro-batch{'' if one else 'es'} {index_words(lost)} {'is' if one else 'are'} missing"
+        return symptom, f"gradient accumulation skips {'it' if one else 'them'}"
     if extra and len({float(base[k]) for k in extra}) == 1:
-        seen = f"micro-batch {index_words(extra)} counted {_times(base[extra[0]])}"
-        return seen, "gradient accumulation adds it more than once"
-    return "micro-batches weigh " + ", ".join(number_words(float(w)) for w in base), "they should weigh the same"
+        symptom = f"micro-batch {index_words(extra)} counted {_times(base[extra[0]])}"
+        return symptom, "gradient accumulation adds it more than once"
+    return "micro-batch weights are " + ", ".join(number_words(float(w)) for w in base), "they should be equal"
 
 
-def _cell_words(base: Array, counts: Counts) -> Words:
-    """Neither whole shares nor whole micro-batches."""
+def _mixed_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
+    """Describe weights that vary over both data-parallel ranks and micro-batches."""
     odd = [d for d in range(len(base)) if (base[d] != 1).any()]
     if len(odd) == 1:
-        seen, cause = _micro_words(base[odd[0]])
-        return f"of data-parallel share {odd[0]} ({_ranks_of(odd, counts)}) {seen}", cause
+        symptom, cause = _microbatch_words(base[odd[0]])
+        return f"for data-parallel rank {odd[0]} ({_ranks_of(odd, counts)}), {symptom}", cause
     if len(odd) < len(base) or not all(np.array_equal(base[d], base[odd[0]]) for d in odd):
         lost, extra = np.argwhere(base == 0), np.argwhere(base == 2)
         if len(lost) == len(extra) == 1 and (base != 1).sum() == 2:
-            a, b = (f"share {d}'s micro-batch {m}" for d, m in (lost[0], extra[0]))
-            return f"{a} is missing and {b} counted twice", f"{b} stands in the place of {a}"
+            a, b = (f"micro-batch {m} of data-parallel rank {d}" for d, m in (lost[0], extra[0]))
+            return f"{a} is missing and {b} counted twice", f"{b} replaces {a}"
     return _weight_list(base, counts)
 
 
-def _weight_list(base: Array, counts: Counts) -> Words:
+def _weight_list(base: Array, counts: LayoutCounts) -> SymptomAndCause:
     odd = np.argwhere(base != 1)
-    listed = [f"share {d} micro-batch {m} × {number_words(float(base[d, m]))}" for d, m in odd[:MAX_CELLS]]
-    if len(odd) > MAX_CELLS:
-        listed.append(f"{len(odd) - MAX_CELLS} more")
-    seen = "the reference's parts with other weights, " + ", ".join(listed)
-    return seen, "parts enter the sum the wrong number of times"
+    listed = [
+        f"data-parallel rank {d} micro-batch {m} × {number_words(float(base[d, m]))}" for d, m in odd[:MAX_LISTED]
+    ]
+    if len(odd) > MAX_LISTED:
+        listed.append(f"{len(odd) - MAX_LISTED} more")
+    symptom = "contributions have wrong weights, " + ", ".join(listed)
+    return symptom, "contributions enter the sum the wrong number of times"
 
 
-def _own_words(weights: dict[int, Array], counts: Counts) -> Words | None:
-    """Words for ranks that each hold the parts of their own share or of their own group of shares."""
-    num_options = len(own_masks(counts, 0))
+def _local_words(weights: dict[int, Array], counts: LayoutCounts) -> SymptomAndCause | None:
+    """Describe ranks that each hold only their local contribution or that of a data-parallel subgroup."""
+    num_options = len(local_masks(counts, 0))
     if any(found.shape != (counts.axes.data_parallel(), counts.num_microbatches) for found in weights.values()):
         return None
     for option in range(num_options):
-        missing, factors, columns = own_masks(counts, 0)[option][1], set(), set()
+        missing, factors, columns = local_masks(counts, 0)[option][1], set(), set()
         for rank, found in weights.items():
-            mask = own_masks(counts, rank)[option][0]
+            mask = local_masks(counts, rank)[option][0]
             inside = found[mask[:, 0] > 0]
             if (found[mask == 0] != 0).any() or (inside != inside[0]).any():
                 break
@@ -182,49 +182,49 @@ def _own_words(weights: dict[int, Array], counts: Counts) -> Words | None:
     return None
 
 
-def _missing_sum_words(missing: tuple[str, ...], factor: float, column: Array, counts: Counts) -> Words:
+def _missing_sum_words(missing: tuple[str, ...], factor: float, column: Array, counts: LayoutCounts) -> SymptomAndCause:
     over = " and ".join(missing)
     size = 1
     for axis in missing:
         size *= counts.axes.size(axis)
-    owner = (
-        "its own share's part"
+    held = (
+        "its local contribution"
         if set(missing) >= {a for a in counts.axes.used() if a.startswith("dp_")}
-        else (f"the parts of its own {over} group")
+        else f"the contributions at its own {over} coordinate"
     )
-    what, times = "sum", ""
-    # _unit reads [2, 2] of whole numbers as counts of two, not as a factor; here the factor is meant.
+    reduction, times = "sum", ""
+    # _unit treats [2, 2] as counts of two; here it is a factor.
     if (column == column[0]).all():
         factor, column = factor * float(column[0]), column / column[0]
     if close(factor, size):
-        what, times = "mean", f"{number_words(factor)} × "
+        reduction, times = "mean", f"{number_words(factor)} × "
     elif factor != 1.0:
         times = f"{number_words(factor)} × "
-    seen = f"each rank holds only {times}{owner}"
-    cause = f"the {what} over {over} is missing"
-    if times and what == "sum":
+    symptom = f"each rank holds only {times}{held}"
+    cause = f"the {reduction} over {over} is missing"
+    if times and reduction == "sum":
         cause += f", and {factor_cause(factor, counts) or NOTHING_FITS}"
     if (column != 1).any():
-        cause += "; besides, " + ": ".join(_micro_words(column))
-    return seen, cause
+        cause += "; in addition, " + ": ".join(_microbatch_words(column))
+    return symptom, cause
 
 
-def _each_its_own(weights: dict[int, Array], only: str, counts: Counts) -> Diagnosis:
+def _differing_ranks(weights: dict[int, Array], only: str, counts: LayoutCounts) -> Diagnosis:
     groups: dict[bytes, list[int]] = {}
     for rank, found in weights.items():
         groups.setdefault(found.tobytes(), []).append(rank)
-    told = []
-    for ranks in list(groups.values())[:MAX_CELLS]:
+    listed = []
+    for ranks in list(groups.values())[:MAX_LISTED]:
         found = weights[ranks[0]]
         constant = bool((found == found.flat[0]).all())
         multiple = f"{number_words(float(found.flat[0]))} × the reference"
-        told.append(f"{rank_words(ranks)}: {multiple if constant else uniform_words(found, counts)[0]}")
-    seen = "different combinations of the reference's parts on different ranks" + only
-    return Diagnosis(Kind.PARTS, seen, "; ".join(told))
+        listed.append(f"{rank_words(ranks)}: {multiple if constant else uniform_words(found, counts)[0]}")
+    symptom = "different combinations of contributions on different ranks" + only
+    return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, "; ".join(listed))
 
 
 def _lost_and_extra(base: Array) -> tuple[list[int], list[int]]:
-    """Lines with weight 0 and with weight 2 or more; both empty when there are weights other than whole counts."""
+    """Return the indices of weights of 0 and of 2 or more; both are empty if a weight is not an integer count."""
     if (base < 0).any() or (base != np.round(base)).any():
         return [], []
     return np.flatnonzero(base == 0).tolist(), np.flatnonzero(base >= 2).tolist()
@@ -234,10 +234,10 @@ def _times(weight: float) -> str:
     return "twice" if weight == 2 else f"{weight:.0f} times"
 
 
-def _share_list(shares: list[int]) -> str:
-    return f"share {shares[0]}" if len(shares) == 1 else "shares " + join_words([str(s) for s in shares])
+def _dp_rank_list(dp_ranks: list[int]) -> str:
+    return f"rank {dp_ranks[0]}" if len(dp_ranks) == 1 else "ranks " + join_words([str(s) for s in dp_ranks])
 
 
-def _ranks_of(shares: list[int], counts: Counts) -> str:
+def _ranks_of(dp_ranks: list[int], counts: LayoutCounts) -> str:
     axes = counts.axes
-    return rank_words(rank for rank in range(axes.num_ranks()) if axes.data_index(rank) in shares)
+    return rank_words(rank for rank in range(axes.num_ranks()) if axes.data_index(rank) in dp_ranks)

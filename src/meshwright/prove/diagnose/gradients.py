@@ -1,7 +1,6 @@
-"""Why a gradient is wrong: from ratios, from the parts of the reference's gradient, and from sums of copies.
+"""Diagnosis of wrong gradients from ratios, contributions to the reference gradient, and sums over replicas.
 
-Causes are tried from the plain to the intricate, each one checked to rounding, and the first that explains every
-wrong piece is named.
+Causes are tried from simple to complex, and the first that explains every wrong shard to within rounding is reported.
 """
 
 from __future__ import annotations
@@ -14,162 +13,169 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.prove.compare.result import Diagnosis, Kind
-from meshwright.prove.compare.tensor_shards import Array, Piece, difference
-from meshwright.prove.diagnose.contributions import scaled, weights_diagnosis
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.compare.tensor_shards import Array, LocalShard, max_difference
+from meshwright.prove.diagnose.contributions import scale_diagnosis, weights_diagnosis
 from meshwright.prove.diagnose.factors import NOTHING_FITS, close, factor_cause
-from meshwright.prove.diagnose.fit_contributions import SPARE, Puzzle, cell_weights, scale_factor
-from meshwright.prove.diagnose.phrases import EVERYWHERE, box_words, number_words, place_words, rank_words
-from meshwright.prove.diagnose.shared_parameters import SharedParts, diagnose_shared
+from meshwright.prove.diagnose.fit_contributions import MIN_SPARE, FitProblem, common_factor, contribution_weights
+from meshwright.prove.diagnose.phrases import EVERYWHERE, box_words, number_words, rank_words, scope_words
+from meshwright.prove.diagnose.shared_parameters import StageContributions, diagnose_shared
 from meshwright.prove.diagnose.suspect import (
-    Subject,
-    copies_differ,
-    moved,
+    SuspectTensor,
+    incomplete,
+    misplaced,
     non_finite,
+    replicas_differ,
     unrecognised,
-    unsound,
     wrong_mask,
 )
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What else is known when a tensor is examined."""
+class DiagnosisContext:
+    """Facts about the rest of the proof that the diagnosis of a tensor uses."""
 
-    others: Mapping[str, Array]
-    """The reference's tensors of the same sort, by name."""
+    references: Mapping[str, Array]
+    """Reference tensors of the same kind, by name."""
     samples_wrong: bool = False
     initial_wrong: bool = False
-    shared: SharedParts | None = None
-    """What stages add to parameters that they share."""
+    shared: StageContributions | None = None
+    """Contributions of the stages to the gradients of shared parameters."""
 
-    def words(self) -> str:
-        """What makes everything after it wrong; empty when nothing does."""
+    def upstream_fault(self) -> str:
+        """Describe the fault that makes all later values wrong; empty if there is none."""
         return "initial weights that differ" if self.initial_wrong else "wrong samples" if self.samples_wrong else ""
 
 
-def diagnose_gradient(subject: Subject, around: Surroundings) -> Diagnosis:
-    """The likely cause of a wrong gradient."""
+def diagnose_gradient(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis:
+    """Return the likely cause of a wrong gradient."""
     return (
-        unsound(subject)
-        or non_finite(subject)
-        or _no_gradient(subject)
-        or _combination(subject)
-        or _sum_of_copies(subject)
-        or diagnose_shared(subject, around.shared)
-        or moved(subject, around.others)
-        or _confined(subject)
-        or follows(subject, around)
-        or copies_differ(subject)
-        or unrecognised(subject)
+        incomplete(suspect)
+        or non_finite(suspect)
+        or _no_gradient(suspect)
+        or _weighted_contributions(suspect)
+        or _missing_reduction(suspect)
+        or diagnose_shared(suspect, context.shared)
+        or misplaced(suspect, context.references)
+        or _wrong_region(suspect)
+        or consequence(suspect, context)
+        or replicas_differ(suspect)
+        or unrecognised(suspect)
     )
 
 
-def follows(subject: Subject, around: Surroundings) -> Diagnosis | None:
-    """Another finding makes this one inevitable."""
-    words = around.words()
-    return Diagnosis(Kind.CONSEQUENCE, f"wrong {subject.place()}", f"follows from {words}") if words else None
-
-
-def _no_gradient(subject: Subject) -> Diagnosis | None:
-    if any(piece.value.any() for piece in subject.wrong):
+def consequence(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis | None:
+    """Diagnose an error as the consequence of an upstream fault, if there is one."""
+    upstream_fault = context.upstream_fault()
+    if not upstream_fault:
         return None
-    place = subject.place()
-    whose = "this parameter" if place == EVERYWHERE else f"{rank_words(subject.wrong_ranks)}'s piece of it"
-    return Diagnosis(Kind.ZERO, f"zero {place}", f"no gradient reached {whose}")
+    return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", f"follows from {upstream_fault}")
 
 
-def _combination(subject: Subject) -> Diagnosis | None:
-    """A multiple of the reference, or other shares and micro-batches than all once."""
-    weights = weights_by_rank(subject, subject.wrong)
+def _no_gradient(suspect: SuspectTensor) -> Diagnosis | None:
+    if any(shard.value.any() for shard in suspect.wrong_shards):
+        return None
+    scope = suspect.scope_text()
+    whose = "this parameter" if scope == EVERYWHERE else f"{rank_words(suspect.wrong_ranks)}'s shard of it"
+    return Diagnosis(FaultKind.ZERO, f"zero {scope}", f"no gradient reached {whose}")
+
+
+def _weighted_contributions(suspect: SuspectTensor) -> Diagnosis | None:
+    """Diagnose a multiple of the reference, or missing or duplicated contributions."""
+    weights = weights_by_rank(suspect, suspect.wrong_shards)
     if weights is None:
         return None
-    return weights_diagnosis(weights, subject.speaking, subject.counts)
+    return weights_diagnosis(weights, suspect.informative_ranks, suspect.counts)
 
 
 def weights_by_rank(
-    subject: Subject, pieces: Iterable[Piece], *, most_error: float = math.inf
+    suspect: SuspectTensor, shards: Iterable[LocalShard], *, max_error: float = math.inf
 ) -> dict[int, Array] | None:
-    """How much of each cell the ranks hold, when that explains all `pieces`.
+    """Return the weights of the contributions on each rank, or None unless they explain all `shards`.
 
-    Pieces are pooled as far as they agree, since a small tensor alone may not have enough elements to tell.
+    Shards with equal weights are fitted together, as a small shard may have too few elements for a fit.
 
     Args:
-        most_error: the error that needs an explanation, where it is smaller than that of `pieces`.
+        max_error: upper bound of the error to explain, if smaller than that of `shards`.
     """
-    chosen, axes = list(pieces), subject.counts.axes
+    chosen, axes = list(shards), suspect.counts.axes
     for key in (lambda rank: 0, axes.data_index, lambda rank: rank):
-        pools: dict[int, list[Piece]] = defaultdict(list)
-        for piece in chosen:
-            pools[key(piece.rank)].append(piece)
+        pools: dict[int, list[LocalShard]] = defaultdict(list)
+        for shard in chosen:
+            pools[key(shard.rank)].append(shard)
         found: dict[int, Array] = {}
         for pool in pools.values():
-            one_share = len({axes.data_index(piece.rank) for piece in pool}) == 1
-            weights = cell_weights(_puzzle(subject, pool, pool[0].rank if one_share else None, most_error))
+            is_local = len({axes.data_index(shard.rank) for shard in pool}) == 1
+            weights = contribution_weights(_fit_problem(suspect, pool, pool[0].rank if is_local else None, max_error))
             if weights is None:
                 break
-            found |= {piece.rank: weights for piece in pool}
+            found |= {shard.rank: weights for shard in pool}
         else:
             return dict(sorted(found.items()))
     return None
 
 
-def _puzzle(subject: Subject, pool: list[Piece], rank: int | None, most_error: float) -> Puzzle:
-    value_n = np.concatenate([piece.value.reshape(-1) for piece in pool])
-    parts = subject.due[None, None] if subject.parts is None else subject.parts
+def _fit_problem(suspect: SuspectTensor, pool: list[LocalShard], rank: int | None, max_error: float) -> FitProblem:
+    value_n = np.concatenate([shard.value.reshape(-1) for shard in pool])
+    contributions = suspect.expected[None, None] if suspect.contributions is None else suspect.contributions
     inside = []
-    for piece in pool:
-        inside.append(parts[(slice(None), slice(None), *piece.box())].reshape(*parts.shape[:2], -1))
-    num_places = sum({(piece.start, piece.stop): piece.value.size for piece in pool}.values())
-    return Puzzle(value_n, np.concatenate(inside, axis=2), subject.counts, num_places, rank, most_error)
+    for shard in pool:
+        inside.append(contributions[(slice(None), slice(None), *shard.slices())].reshape(*contributions.shape[:2], -1))
+    num_distinct = sum({(shard.start, shard.stop): shard.value.size for shard in pool}.values())
+    return FitProblem(value_n, np.concatenate(inside, axis=2), suspect.counts, num_distinct, rank, max_error)
 
 
-def _sum_of_copies(subject: Subject) -> Diagnosis | None:
-    """Copies that differ along some axes and add up to the reference there: the sum was not done."""
-    apart = [gap.axis for gap in subject.wide_gaps]
-    for num in range(1, len(apart) + 1):
-        for chosen in itertools.combinations(apart, num):
-            cause = _sum_cause(subject, chosen)
+def _missing_reduction(suspect: SuspectTensor) -> Diagnosis | None:
+    """Diagnose replicas that differ along some axes and whose sum there is the reference: the reduction is missing."""
+    axes_apart = [mismatch.axis for mismatch in suspect.large_mismatches]
+    for num in range(1, len(axes_apart) + 1):
+        for chosen in itertools.combinations(axes_apart, num):
+            cause = _reduction_cause(suspect, chosen)
             if cause is not None:
-                gap = next(gap for gap in subject.wide_gaps if gap.axis in chosen)
-                seen = f"replicas differ between {rank_words(gap.ranks)} along {' and '.join(chosen)}"
-                return Diagnosis(Kind.SUM_MISSING, seen, cause, f"by up to {gap.largest:.2g} at {list(gap.index)}")
+                mismatch = next(mismatch for mismatch in suspect.large_mismatches if mismatch.axis in chosen)
+                symptom = f"replicas differ between {rank_words(mismatch.ranks)} along {' and '.join(chosen)}"
+                detail = f"by up to {mismatch.largest:.2g} at {list(mismatch.index)}"
+                return Diagnosis(FaultKind.SUM_MISSING, symptom, cause, detail)
     return None
 
 
-def _sum_cause(subject: Subject, chosen: tuple[str, ...]) -> str | None:
-    wrong = {id(piece) for piece in subject.wrong}
-    lines = [line for line in subject.assembly.lines(chosen) if any(id(piece) in wrong for piece in line)]
-    size, over = math.prod(subject.counts.axes.size(axis) for axis in chosen), " and ".join(chosen)
-    sums = [Piece(line[0].rank, line[0].start, np.sum([p.value for p in line], axis=0)) for line in lines]
-    error = max((difference(piece.value, piece.of(subject.due))[0] for piece in subject.wrong), default=0.0)
-    if all(subject.matches(piece.value, piece.of(subject.due), error) for piece in sums):
-        return f"the sum over {over} is missing: the copies add up to the reference"
-    weights = weights_by_rank(subject, sums, most_error=error)
+def _reduction_cause(suspect: SuspectTensor, chosen: tuple[str, ...]) -> str | None:
+    wrong = {id(shard) for shard in suspect.wrong_shards}
+    groups = [group for group in suspect.assembly.replica_groups(chosen) if any(id(shard) in wrong for shard in group)]
+    size, over = math.prod(suspect.counts.axes.size(axis) for axis in chosen), " and ".join(chosen)
+    sums = [LocalShard(group[0].rank, group[0].start, np.sum([p.value for p in group], axis=0)) for group in groups]
+    error = max(
+        (max_difference(shard.value, shard.slice_of(suspect.expected))[0] for shard in suspect.wrong_shards),
+        default=0.0,
+    )
+    if all(suspect.matches(shard.value, shard.slice_of(suspect.expected), error) for shard in sums):
+        return f"the sum over {over} is missing: the replicas sum to the reference"
+    weights = weights_by_rank(suspect, sums, max_error=error)
     if weights is None:
         return None
     first = next(iter(weights.values()))
     if all((found == first.flat[0]).all() for found in weights.values()):
         factor = float(first.flat[0])
         if close(factor, size):
-            return f"the mean over {over} is missing: the copies' mean is the reference"
-        why = factor_cause(factor, subject.counts) or NOTHING_FITS
-        return f"the sum over {over} is missing: the copies add up to {number_words(factor)} × the reference ({why})"
-    rest = weights_diagnosis(weights, [piece.rank for piece in sums], subject.counts)
-    return f"the sum over {over} is missing, and in the copies' sum {rest.seen}: {rest.cause}"
+            return f"the mean over {over} is missing: the replicas average to the reference"
+        why = factor_cause(factor, suspect.counts) or NOTHING_FITS
+        return f"the sum over {over} is missing: the replicas sum to {number_words(factor)} × the reference ({why})"
+    rest = weights_diagnosis(weights, [shard.rank for shard in sums], suspect.counts)
+    return f"the sum over {over} is missing, and in the sum of the replicas {rest.symptom}: {rest.cause}"
 
 
-def _confined(subject: Subject) -> Diagnosis | None:
-    """A multiple of the reference, or nothing, in a part of the tensor; right elsewhere."""
-    mask = wrong_mask(subject)
+def _wrong_region(suspect: SuspectTensor) -> Diagnosis | None:
+    """Diagnose a tensor that is zero or a multiple of the reference in one region and correct elsewhere."""
+    mask = wrong_mask(suspect)
     where = box_words(mask)
-    if where == "everywhere" or int(mask.sum()) < SPARE:
+    if where == "everywhere" or int(mask.sum()) < MIN_SPARE:
         return None
-    inside = [mask[piece.box()] for piece in subject.wrong]
-    value_n = np.concatenate([piece.value[at] for piece, at in zip(subject.wrong, inside, strict=True)])
-    due_n = np.concatenate([piece.of(subject.due)[at] for piece, at in zip(subject.wrong, inside, strict=True)])
-    place = f"at {where}, {place_words(subject.wrong_ranks, subject.speaking, subject.counts.axes)}"
+    inside = [mask[shard.slices()] for shard in suspect.wrong_shards]
+    value_n = np.concatenate([shard.value[at] for shard, at in zip(suspect.wrong_shards, inside, strict=True)])
+    expected = [shard.slice_of(suspect.expected)[at] for shard, at in zip(suspect.wrong_shards, inside, strict=True)]
+    expected_n = np.concatenate(expected)
+    scope = f"at {where}, {scope_words(suspect.wrong_ranks, suspect.informative_ranks, suspect.counts.axes)}"
     if not value_n.any():
-        return Diagnosis(Kind.ZERO, f"zero {place}", "no gradient reached this part of the parameter")
-    factor = scale_factor(Puzzle(value_n, due_n[None, None], subject.counts, int(mask.sum())))
-    return None if factor is None else scaled(factor, place, subject.counts)
+        return Diagnosis(FaultKind.ZERO, f"zero {scope}", "no gradient reached this region of the parameter")
+    factor = common_factor(FitProblem(value_n, expected_n[None, None], suspect.counts, int(mask.sum())))
+    return None if factor is None else scale_diagnosis(factor, scope, suspect.counts)

@@ -1,4 +1,4 @@
-"""How a proof's findings name ranks, places, numbers and lists."""
+"""Formatting of ranks, regions, numbers and lists in findings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EVERYWHERE = "on every rank"
 
 
 def join_words(words: Sequence[str], *, last: str = "and") -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join words: `a`, `a and b`, `a, b and c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else "nothing"
 
 
 def rank_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0 and 2`, `64 ranks (0, 1, 2, … 63)`."""
+    """Format ranks: `rank 3`, `ranks 0 and 2`, `64 ranks (0, 1, 2, … 63)`."""
     found = sorted(set(ranks))
     if len(found) == 1:
         return f"rank {found[0]}"
@@ -30,7 +30,7 @@ def rank_words(ranks: Iterable[int]) -> str:
 
 
 def index_words(indices: Sequence[int]) -> str:
-    """`4…7`, `3`, `0, 5, 2`; what is long is cut."""
+    """Format indices: `4…7`, `3`, `0, 5, 2`; long lists are truncated."""
     values = list(indices)
     if len(values) > 2 and values == list(range(values[0], values[0] + len(values))):
         return f"{values[0]}…{values[-1]}"
@@ -39,12 +39,12 @@ def index_words(indices: Sequence[int]) -> str:
 
 
 def coordinate_words(coordinate: dict[str, int]) -> str:
-    """`dp_replicate = 1, tp = 0`."""
+    """Format a mesh coordinate: `dp_replicate = 1, tp = 0`."""
     return ", ".join(f"{axis} = {position}" for axis, position in coordinate.items())
 
 
-def place_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str:
-    """`on every rank`, `only on rank 3`, `only on ranks 1 and 3 (tp = 1)`."""
+def scope_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str:
+    """Format the wrong ones of the ranks: `on every rank`, `only on rank 3`, `only on ranks 1 and 3 (tp = 1)`."""
     some, every, at_rank = set(wrong), set(holders), coordinates(axes)
     if some >= every:
         return EVERYWHERE
@@ -58,7 +58,7 @@ def place_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str
 
 
 def number_words(value: float) -> str:
-    """`2.000`, `0.333`, `0.00391`, `1 + 3.0e-10`: enough digits to tell the value from 1."""
+    """Format a factor with enough digits to distinguish it from 1: `2.000`, `0.00391`, `1 + 3.0e-10`."""
     if value == 1.0 or not np.isfinite(value):
         return f"{value:.3f}"
     if abs(value - 1.0) < 5e-3:
@@ -68,7 +68,7 @@ def number_words(value: float) -> str:
 
 
 def box_words(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
-    """The smallest box around the true entries: `element [3, 4]`, `dim 0: 2…3`, `everywhere`."""
+    """Format the bounding box of the true entries: `element [3, 4]`, `dim 0: 2…3`, `everywhere`."""
     if mask.ndim == 0:
         return "everywhere"
     at = np.argwhere(mask)

@@ -1,8 +1,8 @@
-"""What wrong gradients say of a pipeline: the stages that a fault is confined to, and the actions that can do that.
+"""Location of gradient faults in a pipeline: the affected stages and the actions that can cause the fault.
 
-A stage's gradients need its own backward and everything behind it. So a micro-batch that is missing on the first
-stages only got lost on the way to them; missing on one stage in the middle it is that stage's own; and where only
-matrices miss it, their put-off product.
+The gradients of a stage depend on its own backward pass and on those of all later stages. A micro-batch missing
+on the first stages only was lost before it reached them; if missing on one middle stage, that stage dropped it; if
+missing from matrices only, their deferred weight gradients are at fault.
 """
 
 from __future__ import annotations
@@ -10,79 +10,90 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from meshwright.prove.compare.result import Diagnosis, Kind
-from meshwright.prove.compare.tensor_verdict import ByName
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.compare.tensor_verdict import TensorVerdicts
 from meshwright.prove.diagnose.factors import close
 from meshwright.prove.diagnose.phrases import EVERYWHERE, join_words
-from meshwright.prove.stage_placement import Stages
+from meshwright.prove.stage_placement import StagePlacement
 
-LOCATED = (Kind.PARTS, Kind.SUM_MISSING, Kind.SCALED, Kind.ZERO, Kind.NON_FINITE, Kind.UNRECOGNISED)
-"""Findings of which it helps to know the stage."""
+LOCATED = (
+    FaultKind.CONTRIBUTIONS,
+    FaultKind.SUM_MISSING,
+    FaultKind.SCALED,
+    FaultKind.ZERO,
+    FaultKind.NON_FINITE,
+    FaultKind.UNRECOGNISED,
+)
+"""Kinds of faults whose stage is reported."""
 
 
-def located(weighed: ByName, stages: Stages | None) -> ByName:
-    """The findings on gradients, with the stages they are confined to and what of a pipeline does that."""
+def locate_stages(verdicts: TensorVerdicts, stages: StagePlacement | None) -> TensorVerdicts:
+    """Add the affected stages, and the actions that can be at fault, to the diagnoses of gradients."""
     if stages is None:
-        return weighed
-    groups: dict[tuple[Kind, str, str], list[str]] = defaultdict(list)
-    for name, one in weighed.items():
-        if (found := one.result.diagnosis) is not None and found.kind in LOCATED:
-            groups[found.kind, found.seen, found.cause].append(name)
-    result = dict(weighed)
+        return verdicts
+    groups: dict[tuple[FaultKind, str, str], list[str]] = defaultdict(list)
+    for name, verdict in verdicts.items():
+        if (found := verdict.result.diagnosis) is not None and found.kind in LOCATED:
+            groups[found.kind, found.symptom, found.cause].append(name)
+    result = dict(verdicts)
     for names in groups.values():
-        where = stages.holding(names)
-        only_shared = all(len(stages.sharing(name)) > 1 for name in names)
+        where = stages.stages_with_any(names)
+        only_shared = all(len(stages.sharing_stages(name)) > 1 for name in names)
         for name in names:
-            found = weighed[name].result.diagnosis
+            found = verdicts[name].result.diagnosis
             assert found is not None, "only findings are grouped"
-            shared = stages.sharing(name)
-            if len(shared) > 1 and (only_shared or "along pp" in found.seen):
-                due = f"the gradients of a shared parameter are due, summed, on {stages.words(shared)}"
-                cause = f"{_of_copies(found, len(shared), stages)}; {due}"
-                result[name] = weighed[name].diagnosed(replace(found, cause=cause))
+            shared = stages.sharing_stages(name)
+            if len(shared) > 1 and (only_shared or "along pp" in found.symptom):
+                rule = f"a shared parameter needs the sum of its gradients on {stages.describe(shared)}"
+                cause = f"{_copy_cause(found, len(shared), stages)}; {rule}"
+                result[name] = verdicts[name].with_diagnosis(replace(found, cause=cause))
             elif len(where) < len(stages.ranks):
-                cause = _cause(found, names, where, weighed, stages) or _placed(found.cause, stages.words(where))
-                seen = _placed(found.seen, stages.words(where), always=cause == found.cause or bool(found.microbatches))
-                result[name] = weighed[name].diagnosed(replace(found, seen=seen, cause=cause))
+                text = stages.describe(where)
+                cause = _cause(found, names, where, verdicts, stages) or _with_stages(found.cause, text)
+                always = cause == found.cause or bool(found.microbatches)
+                symptom = _with_stages(found.symptom, text, always=always)
+                result[name] = verdicts[name].with_diagnosis(replace(found, symptom=symptom, cause=cause))
     return result
 
 
-def _of_copies(found: Diagnosis, num_copies: int, stages: Stages) -> str:
-    """The cause, where a factor is that of the copies and not of the ranks."""
+def _copy_cause(found: Diagnosis, num_copies: int, stages: StagePlacement) -> str:
+    """Return the cause of a factor that is the number of copies of a shared parameter, not of ranks."""
     if found.factor is not None and num_copies != stages.num_ranks:
         if close(found.factor, num_copies):
-            return f"added up twice over its {num_copies} copies"
+            return f"summed twice over its {num_copies} copies"
         if close(found.factor, 1 / num_copies):
-            return f"averaged over its {num_copies} copies where a sum was due"
+            return f"averaged over its {num_copies} copies instead of summed"
     return found.cause
 
 
-def _placed(text: str, where: str, *, always: bool = False) -> str:
+def _with_stages(text: str, where: str, *, always: bool = False) -> str:
     if text.endswith(EVERYWHERE):
         return f"{text.removesuffix(EVERYWHERE)}on {where}"
     return f"{text} on {where}" if always else text
 
 
-def _cause(found: Diagnosis, names: list[str], where: tuple[int, ...], weighed: ByName, stages: Stages) -> str:
-    """What leaves a micro-batch out on some stages, or counts it more than once; empty when it is something else."""
+def _cause(
+    found: Diagnosis, names: list[str], where: tuple[int, ...], verdicts: TensorVerdicts, stages: StagePlacement
+) -> str:
+    """Describe the actions that lose or duplicate a micro-batch on some stages; empty for any other fault."""
     if not found.microbatches:
         return ""
-    own = [name for name in weighed if set(stages.of(name)) <= set(where)]
-    right = [name for name in own if weighed[name].result.ok]
+    on_stages = [name for name in verdicts if set(stages.stages_with(name)) <= set(where)]
+    right = [name for name in on_stages if verdicts[name].result.ok]
     numbers, top = found.microbatches, where[-1]
     if right:
-        matrices = all(weighed[name].subject.due.ndim > 1 for name in names)
+        matrices = all(verdicts[name].suspect.expected.ndim > 1 for name in names)
         if not (stages.splits_backward and matrices and len(where) == 1):
             return ""
-        what = "did not run, or not before the reduction" if found.is_lost else "ran more than once"
-        return f"the put-off weight gradients: {_actions('W', top, numbers)} {what}"
+        fault = "did not run, or not before the reduction" if found.is_missing else "ran more than once"
+        return f"deferred weight gradients: {_actions('W', top, numbers)} {fault}"
     backward = _actions("I" if stages.splits_backward else "B", top, numbers)
-    if not found.is_lost:
-        return f"{backward} ran twice, or what it adds to was not empty before"
+    if not found.is_missing:
+        return f"{backward} ran twice, or it accumulates into gradients that were not zeroed"
     if where != tuple(range(top + 1)):
-        return f"{backward} did not run, or its gradients of weights are left out of the sum"
-    lost = f"{backward} did not run" if top == 0 else f"{backward} did not run or gave nothing"
-    return f"{lost}, or its gradient did not get from stage {top + 1} to stage {top}"
+        return f"{backward} did not run, or its weight gradients are left out of the sum"
+    lost = f"{backward} did not run" if top == 0 else f"{backward} did not run or produced no gradient"
+    return f"{lost}, or its gradient was lost from stage {top + 1} to stage {top}"
 
 
 def _actions(kind: str, stage: int, microbatches: tuple[int, ...]) -> str:

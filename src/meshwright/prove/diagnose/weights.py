@@ -1,9 +1,9 @@
-"""Why a parameter is wrong before the first step, after it, or after the last one.
+"""Diagnosis of wrong parameters before the first step, after it, and after the last step.
 
-After a step the first thing to know is whether it could have been right: a wrong gradient, norm or sample anywhere
-reaches every parameter through clipping and the next forward pass. What can still be told apart is named: not
-updated, updated by a multiple of the step, weight decay missing or where none is due. After the first step all that is
-exact; later a wrong update has fed back into itself and everything else, and the words say `about`.
+A wrong gradient, norm or sample reaches every parameter through clipping and the next forward pass, so an error after
+such a fault is reported as its consequence. Otherwise the diagnosis is a missing update, a multiple of the step, or
+wrong weight decay. It is exact after the first step; later a wrong update has affected everything else, and factors are
+reported as `about`.
 """
 
 from __future__ import annotations
@@ -13,151 +13,157 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.prove.compare.result import Diagnosis, Kind
-from meshwright.prove.compare.tensor_shards import Array, Assembly, Piece
-from meshwright.prove.diagnose.fit_contributions import believable
-from meshwright.prove.diagnose.gradients import Surroundings, follows
-from meshwright.prove.diagnose.phrases import EVERYWHERE, number_words, place_words, rank_words
-from meshwright.prove.diagnose.suspect import Subject, copies_differ, moved, non_finite, unrecognised, unsound
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.compare.tensor_shards import Array, AssembledTensor, LocalShard
+from meshwright.prove.diagnose.fit_contributions import is_significant
+from meshwright.prove.diagnose.gradients import DiagnosisContext, consequence
+from meshwright.prove.diagnose.phrases import EVERYWHERE, number_words, rank_words, scope_words
+from meshwright.prove.diagnose.suspect import (
+    SuspectTensor,
+    incomplete,
+    misplaced,
+    non_finite,
+    replicas_differ,
+    unrecognised,
+)
 
 EXACT = 1e-6
-"""What a fit may leave over to be called exact: one step, nothing fed back."""
+"""Largest relative residual of a fit after one step, without feedback."""
 ROUGH = 0.05
-"""… and to be called `about`: several steps, in which a wrong update feeds back."""
+"""Largest relative residual of a fit after several steps, with feedback; reported as `about`."""
 
 
 @dataclass(frozen=True, eq=False)
-class History:
-    """What is known of the steps that led to a parameter."""
+class UpdateHistory:
+    """Facts about the steps that led to a parameter value."""
 
     initial: Array | None
-    """The reference's value before the first step."""
-    last: Assembly | None = None
-    """The layout's value after the last step, when the one in question is an earlier one."""
-    own_wrong: str = ""
-    """What of this parameter was wrong before, in words: its gradient, its update in step 1."""
-    others_wrong: str = ""
-    """What was wrong elsewhere."""
-    skipped: bool = False
-    """Step 1 had no finite norm: a step that must be skipped."""
-    known_right: str = "the gradients and the norm of step 1 are right"
-    """What rules out other causes than the optimizer."""
+    """Reference value before the first step."""
+    last: AssembledTensor | None = None
+    """Value in the layout after the last step, when diagnosing an earlier value."""
+    own_fault: str = ""
+    """Earlier fault of this parameter: a wrong gradient, or a wrong update in step 1."""
+    upstream_fault: str = ""
+    """Earlier fault elsewhere."""
+    is_step_skipped: bool = False
+    """Whether step 1 must skip its update because of a non-finite norm."""
+    known_right: str = "the gradients and the norm of step 1 are correct"
+    """Evidence against causes outside the optimizer."""
 
 
-def diagnose_initial(subject: Subject, around: Surroundings) -> Diagnosis:
-    """The likely cause of wrong initial weights."""
-    found = unsound(subject) or non_finite(subject) or moved(subject, around.others)
+def diagnose_initial(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis:
+    """Return the likely cause of wrong initial weights."""
+    found = incomplete(suspect) or non_finite(suspect) or misplaced(suspect, context.references)
     if found is not None:
         return found
-    right = [rank for rank in subject.speaking if rank not in subject.wrong_ranks]
-    seen = f"initial weights differ {'on ' + rank_words(subject.wrong_ranks) if right else EVERYWHERE}"
-    cause = "ranks start from other weights than the reference (seed, order of initialisation, missing broadcast)"
-    base = copies_differ(subject) or unrecognised(subject)
-    detail = f"{base.seen}; {base.detail}" if base.kind is Kind.COPIES_DIFFER else base.detail
-    return Diagnosis(base.kind, seen, cause, detail)
+    right = [rank for rank in suspect.informative_ranks if rank not in suspect.wrong_ranks]
+    symptom = f"initial weights differ {'on ' + rank_words(suspect.wrong_ranks) if right else EVERYWHERE}"
+    cause = "ranks start from different weights than the reference (seed, order of initialization, missing broadcast)"
+    base = replicas_differ(suspect) or unrecognised(suspect)
+    detail = f"{base.symptom}; {base.detail}" if base.kind is FaultKind.REPLICAS_DIFFER else base.detail
+    return Diagnosis(base.kind, symptom, cause, detail)
 
 
-def diagnose_update(subject: Subject, around: Surroundings, history: History) -> Diagnosis:
-    """The likely cause of a parameter that is wrong after a step."""
-    found = unsound(subject) or non_finite(subject)
+def diagnose_update(suspect: SuspectTensor, context: DiagnosisContext, history: UpdateHistory) -> Diagnosis:
+    """Return the likely cause of a parameter that is wrong after a step."""
+    found = incomplete(suspect) or non_finite(suspect)
     if found is not None:
         return found
-    if not history.own_wrong:
-        found = _not_updated(subject, history) or moved(subject, around.others)
-        if found is not None and history.skipped and found.kind is Kind.NOT_UPDATED:
-            return Diagnosis(
-                Kind.CONSEQUENCE, found.seen, "follows from a norm that is not finite: the step is skipped"
-            )
+    if not history.own_fault:
+        found = _not_updated(suspect, history) or misplaced(suspect, context.references)
+        if found is not None and history.is_step_skipped and found.kind is FaultKind.NOT_UPDATED:
+            cause = "follows from a non-finite norm: the step is skipped"
+            return Diagnosis(FaultKind.CONSEQUENCE, found.symptom, cause)
         if found is not None:
             return found
-    if history.own_wrong or history.others_wrong:
-        cause = f"follows from {history.own_wrong or history.others_wrong}"
-        return follows(subject, around) or Diagnosis(Kind.CONSEQUENCE, f"wrong {subject.place()}", cause)
-    return _step(subject, history) or copies_differ(subject) or _optimizer(subject, history)
+    if history.own_fault or history.upstream_fault:
+        cause = f"follows from {history.own_fault or history.upstream_fault}"
+        return consequence(suspect, context) or Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", cause)
+    return _step_fault(suspect, history) or replicas_differ(suspect) or _optimizer_fault(suspect, history)
 
 
-def _optimizer(subject: Subject, history: History) -> Diagnosis:
-    base = unrecognised(subject)
-    cause = f"{base.cause}; {history.known_right}: look at the optimizer's step, at clipping and at later gradients"
-    return Diagnosis(base.kind, base.seen, cause, base.detail)
+def _optimizer_fault(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis:
+    base = unrecognised(suspect)
+    cause = f"{base.cause}; {history.known_right}: check the optimizer step, clipping and later gradients"
+    return Diagnosis(base.kind, base.symptom, cause, base.detail)
 
 
-def _not_updated(subject: Subject, history: History) -> Diagnosis | None:
+def _not_updated(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis | None:
     start = history.initial
     if start is None:
         return None
-    still = {piece.rank: np.array_equal(piece.value, piece.of(start)) for piece in subject.wrong}
+    still = {shard.rank: np.array_equal(shard.value, shard.slice_of(start)) for shard in suspect.wrong_shards}
     ranks = {rank for rank, same in still.items() if same}
     if not ranks:
         return None
-    place = place_words(ranks, subject.speaking, subject.counts.axes)
+    scope = scope_words(ranks, suspect.informative_ranks, suspect.counts.axes)
     when = "never updated"
     if history.last is not None and any(
-        piece.rank in ranks and not np.array_equal(piece.value, piece.of(start)) for piece in history.last.pieces
+        shard.rank in ranks and not np.array_equal(shard.value, shard.slice_of(start)) for shard in history.last.shards
     ):
         when = "not updated in step 1"
-    cause = "the optimizer does not know this parameter, or its gradient was taken away before the step"
-    if place != EVERYWHERE:
-        cause = f"the optimizer skipped {rank_words(ranks)}'s piece"
-    rest = sorted(set(subject.wrong_ranks) - ranks)
-    detail = f"{rank_words(rest)} differ{'s' if len(rest) == 1 else ''} too, which may follow from it" if rest else ""
-    return Diagnosis(Kind.NOT_UPDATED, f"{when}, still the initial weights {place}", cause, detail)
+    cause = "the parameter is not in the optimizer, or its gradient was cleared before the step"
+    if scope != EVERYWHERE:
+        cause = f"the optimizer skipped {rank_words(ranks)}'s shard"
+    rest = sorted(set(suspect.wrong_ranks) - ranks)
+    detail = f"{rank_words(rest)} differ{'s' if len(rest) == 1 else ''} too, which may be a consequence" if rest else ""
+    return Diagnosis(FaultKind.NOT_UPDATED, f"{when}, still at its initial value {scope}", cause, detail)
 
 
-def _step(subject: Subject, history: History) -> Diagnosis | None:
-    """The difference in terms of the step that was due and of the weights themselves."""
+def _step_fault(suspect: SuspectTensor, history: UpdateHistory) -> Diagnosis | None:
+    """Diagnose an error that is proportional to the expected step or to the weights."""
     if history.initial is None:
         return None
     start = history.initial
 
-    def joined(pick: Callable[[Piece], Array]) -> Array:
-        return np.concatenate([pick(piece).reshape(-1) for piece in subject.wrong])
+    def joined(pick: Callable[[LocalShard], Array]) -> Array:
+        return np.concatenate([pick(shard).reshape(-1) for shard in suspect.wrong_shards])
 
-    value_n, due_n = joined(lambda piece: piece.value), joined(lambda piece: piece.of(subject.due))
-    start_n = joined(lambda piece: piece.of(start))
-    # Copies are no further evidence.
-    num_places = sum({(piece.start, piece.stop): piece.value.size for piece in subject.wrong}.values())
-    taken, step, off = value_n - start_n, due_n - start_n, value_n - due_n
+    value_n, expected_n = joined(lambda shard: shard.value), joined(lambda shard: shard.slice_of(suspect.expected))
+    start_n = joined(lambda shard: shard.slice_of(start))
+    # Replicas add no evidence.
+    num_distinct = sum({(shard.start, shard.stop): shard.value.size for shard in suspect.wrong_shards}.values())
+    taken, step, off = value_n - start_n, expected_n - start_n, value_n - expected_n
     for limit in (EXACT, ROUGH):
-        if not believable(num_places - 1, 1.0, limit):
+        if not is_significant(num_distinct - 1, 1.0, limit):
             return None
-        found = _multiple(subject, taken, step, off, limit)
-        found = found or _decay(subject, off, start_n if limit == EXACT else (start_n + due_n) / 2, limit)
+        found = _scaled_step(suspect, taken, step, off, limit)
+        found = found or _weight_decay(suspect, off, start_n if limit == EXACT else (start_n + expected_n) / 2, limit)
         if found is not None:
             return found
     return None
 
 
-def _multiple(subject: Subject, taken: Array, step: Array, off: Array, limit: float) -> Diagnosis | None:
+def _scaled_step(suspect: SuspectTensor, taken: Array, step: Array, off: Array, limit: float) -> Diagnosis | None:
     factor = _coefficient(taken, step, off, limit)
     if factor is None:
         return None
     times = number_words(factor) if limit == EXACT else f"about {factor:.1f}"
-    seen = f"moved by {times} × the reference's step {subject.place()}"
+    symptom = f"updated by {times} × the reference step {suspect.scope_text()}"
     if factor < 0:
         cause = "the update goes in the opposite direction"
     elif limit == EXACT and abs(factor - round(factor)) < EXACT:
         cause = f"the step was taken {round(factor)} times, or with {round(factor)} times the learning rate"
     else:
-        cause = "another learning rate, or another number of steps"
-    return Diagnosis(Kind.STEP_SCALED, seen, cause, factor=factor)
+        cause = "a different learning rate or number of steps"
+    return Diagnosis(FaultKind.STEP_SCALED, symptom, cause, factor=factor)
 
 
-def _decay(subject: Subject, off: Array, weights: Array, limit: float) -> Diagnosis | None:
+def _weight_decay(suspect: SuspectTensor, off: Array, weights: Array, limit: float) -> Diagnosis | None:
     rate = _coefficient(off, weights, off, limit)
     if rate is None:
         return None
     sign = "+" if rate > 0 else "−"
-    seen = f"off by {sign}{abs(rate):.2g} × the weights themselves {subject.place()}"
-    cause = "weight decay is missing" if rate > 0 else "weight decay is applied where none is due, or twice"
-    return Diagnosis(Kind.WEIGHT_DECAY, seen, cause, factor=rate)
+    symptom = f"off by {sign}{abs(rate):.2g} × the weights {suspect.scope_text()}"
+    cause = "weight decay is missing" if rate > 0 else "weight decay is applied where it should not be, or twice"
+    return Diagnosis(FaultKind.WEIGHT_DECAY, symptom, cause, factor=rate)
 
 
-def _coefficient(value: Array, of: Array, off: Array, limit: float) -> float | None:
-    """c of value ≈ c · of, when what it leaves over is small beside what there is to explain."""
-    energy = float(of @ of)
+def _coefficient(value: Array, basis: Array, off: Array, limit: float) -> float | None:
+    """Return c with value ≈ c · basis, or None if the residual is not small relative to the error `off`."""
+    energy = float(basis @ basis)
     if energy == 0.0:
         return None
-    factor = float(value @ of) / energy
-    left = float(np.linalg.norm(value - factor * of))
-    return factor if left <= limit * float(np.linalg.norm(off)) else None
+    factor = float(value @ basis) / energy
+    residual = float(np.linalg.norm(value - factor * basis))
+    return factor if residual <= limit * float(np.linalg.norm(off)) else None

@@ -1,1 +1,1 @@
-"""Drift of shared parameters whose gradients are not summed: the experiment behind ."""
+"""Drift experiment: copies of shared parameters diverge when their gradients are not summed."""

@@ -1,4 +1,4 @@
-"""Curves of a training with and without the sum of shared gradients, as a picture."""
+"""Figure of the drift experiment: training with and without summed gradients of shared parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.figure import GREY, INK, plain, save_picture
-from meshwright.prove.drift.result import Drift
+from meshwright.prove.drift.result import DriftResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 SYNCED, UNSYNCED = (0.18, 0.40, 0.69), (0.78, 0.36, 0.11)
 
 
-def draw_drift(drift: Drift, path: Path, *, title: str) -> None:
-    """Write a picture, as .svg or .png: the copies above, where they come apart; the losses below, where they don't.
+def draw_drift(drift: DriftResult, path: Path, *, title: str) -> None:
+    """Write a figure as .svg or .png: distances between copies above, losses below.
 
     Args:
-        drift: what was seen.
-        path: the picture.
-        title: its first line stands out, the others explain.
+        drift: result of the experiment.
+        path: file to write.
+        title: headline in the first line, explanation in the following ones.
 
     Raises:
-        InputError: a picture can't be written there.
+        InputError: the figure cannot be written to `path`.
     """
     save_picture(lambda: _figure(drift, title), path)
 
 
-def _figure(drift: Drift, title: str) -> Figure:
+def _figure(drift: DriftResult, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 5.6))
     above = figure.add_axes((0.11, 0.42, 0.86, 0.43))
     below = figure.add_axes((0.11, 0.10, 0.86, 0.25), sharex=above)
-    _add_copies(above, drift)
+    _add_distances(above, drift)
     _add_losses(below, drift)
     headline, _, others = title.partition("\n")
     figure.text(0.02, 0.975, headline, fontsize=12, fontweight="bold", color=INK, va="top")
@@ -45,34 +45,35 @@ def _figure(drift: Drift, title: str) -> Figure:
     return figure
 
 
-def _add_copies(axes: Axes, drift: Drift) -> None:
-    """On a logarithmic axis, whose lowest line is zero."""
-    apart = [value for curve in (drift.synced, drift.unsynced) for value in curve.apart if value > 0]
+def _add_distances(axes: Axes, drift: DriftResult) -> None:
+    """Plot the distances on a logarithmic axis whose lowest tick is zero."""
+    apart = [value for curve in (drift.synced, drift.unsynced) for value in curve.distances if value > 0]
     lowest = math.floor(math.log10(min(apart))) if apart else -1
     highest = math.ceil(math.log10(max(apart))) if apart else 0
     zero = 10.0 ** (lowest - 1)
-    steps = range(1, len(drift.synced.apart) + 1)
+    steps = range(1, len(drift.synced.distances) + 1)
     axes.set_yscale("log")
     axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(zero / 2, 2 * 10.0**highest))
     decades = range(lowest, highest + 1, max(1, (highest - lowest) // 5))
     axes.set_yticks([zero, *(10.0**power for power in decades)])
     axes.set_yticklabels(["0", *(f"{10.0**power:.{max(0, -power - 2)}%}" for power in decades)])
     axes.minorticks_off()
-    _line(axes, [value or zero for value in drift.unsynced.apart], UNSYNCED)
-    _line(axes, [value or zero for value in drift.synced.apart], SYNCED)
+    _line(axes, [value or zero for value in drift.unsynced.distances], UNSYNCED)
+    _line(axes, [value or zero for value in drift.synced.distances], SYNCED)
     last = len(steps)
-    synced = "exactly 0, bitwise equal" if not any(drift.synced.apart) else f"{drift.synced.apart[-1]:.1e}"
-    axes.annotate(f"with SYNC_SHARED: {synced}", (last, drift.synced.apart[-1] or zero), (0, 6),
+    synced = "exactly 0, bitwise equal" if not any(drift.synced.distances) else f"{drift.synced.distances[-1]:.1e}"
+    axes.annotate(f"with SYNC_SHARED: {synced}", (last, drift.synced.distances[-1] or zero), (0, 6),
                   textcoords="offset points", ha="right", fontsize=9, color=SYNCED)  # fmt: skip
-    axes.annotate(f"without: {drift.unsynced.apart[-1]:.1%} apart", (last, drift.unsynced.apart[-1] or zero), (0, -16),
+    unsynced = drift.unsynced.distances[-1]
+    axes.annotate(f"without: {unsynced:.1%} apart", (last, unsynced or zero), (0, -16),
                   textcoords="offset points", ha="right", fontsize=9, color=UNSYNCED)  # fmt: skip
     axes.set_ylabel("copies apart", fontsize=9, color=INK)
     axes.tick_params(labelbottom=False)
     plain(axes)
 
 
-def _add_losses(axes: Axes, drift: Drift) -> None:
-    """Over each other: the thin line lies on the wide one as long as they are the same."""
+def _add_losses(axes: Axes, drift: DriftResult) -> None:
+    """Plot both losses; the thin line covers the wide one while they are equal."""
     from matplotlib.ticker import MaxNLocator
 
     _line(axes, drift.synced.losses, SYNCED, label="with SYNC_SHARED", linewidth=4.0, alpha=0.45)

@@ -1,6 +1,6 @@
-"""What becomes of copies of shared parameters when their gradients aren't added up: what is asked, what was seen.
+"""Drift experiment: distances between copies of shared parameters whose gradients are not summed.
 
-Torch-free: the launcher asks, `drift_record` runs on the ranks, `drift_draw` makes the picture.
+Torch-free launcher side; `record` runs on the ranks and `draw` draws the figure.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove.drift.result import Drift, DriftSpec, from_json
+from meshwright.prove.drift.result import DriftResult, DriftSpec, from_json
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
-DEFAULT = ("dit-digits", ("mesh.pp=2", "pipeline.chunks=2"))
-"""Preset and words where none are given."""
+DEFAULT_LAYOUT = ("dit-digits", ("mesh.pp=2", "pipeline.chunks=2"))
+"""Default preset and overrides."""
 
-WAYS = (
+SHARING_OVERRIDES = (
     ("mesh.pp=2",),
     ("model.tie_embeddings=true",),
     ("mesh.pp=2", "model.tie_embeddings=true"),
     ("mesh.pp=2", "train.num_microbatches=2"),
     ("mesh.pp=2", "train.num_microbatches=2", "model.tie_embeddings=true"),
 )
-"""Words that make a layout share something, the fewest first."""
+"""Overrides that make stages share a parameter, shortest first."""
 
 
 def load_sharing(source: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The layout to train, on the CPU.
+    """Load the layout to train, on the CPU.
 
     Raises:
-        LayoutError: it has no parameter with several copies.
-        MeshwrightError: it is none.
+        LayoutError: no parameter is shared between stages.
+        MeshwrightError: the configuration is invalid.
     """
     if source is None and not overrides:
-        source, overrides = DEFAULT
-    source = source or DEFAULT[0]
+        source, overrides = DEFAULT_LAYOUT
+    source = source or DEFAULT_LAYOUT[0]
     config = load(source, overrides)
-    if not _shares(config):
+    if not _has_shared_parameters(config):
         raise LayoutError(
-            "no parameter of this layout is on several stages, so nothing can drift",
+            "no parameter is shared between stages, so nothing can drift",
             where=" ".join(["command line,", source, *overrides]),
-            rule="what every stage needs is shared by all of them, tied embeddings (model.tie_embeddings) by the first "
-            "and the last; stages come from mesh.pp or pipeline.chunks",
-            fix=" ".join(_way_to_share(source, overrides)),
+            rule="embedders that every stage uses are shared by all stages, tied embeddings "
+            "(model.tie_embeddings) by the first and the last; stages come from mesh.pp or pipeline.chunks",
+            fix=" ".join(_suggest_overrides(source, overrides)),
         )
     train = config.train.model_copy(update={"device": "cpu", "compile": False, "trace": False})
     return config.model_copy(update={"train": train})
 
 
-def measure_drift(config: RunConfig, *, num_steps: int) -> Drift:
-    """Train the layout with and without the sum of shared gradients, on processes of this machine."""
+def measure_drift(config: RunConfig, *, num_steps: int) -> DriftResult:
+    """Train with and without summing the gradients of shared parameters, on local processes."""
     steps = max(num_steps, config.train.steps)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     config.family.open_data(run_facts(config))
@@ -66,22 +66,22 @@ def measure_drift(config: RunConfig, *, num_steps: int) -> Drift:
 
 
 def drift_body(context: RankContext, spec: DriftSpec) -> None:
-    """What each rank runs; imports torch only there."""
+    """Run one rank of the experiment; imports torch only there."""
     from meshwright.prove.drift.record import record_drift
 
     record_drift(context, spec)
 
 
-def _shares(config: RunConfig) -> bool:
+def _has_shared_parameters(config: RunConfig) -> bool:
     return bool(make_plan(config).shared)
 
 
-def _way_to_share(source: str, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Words to add, or where none helps, the command that works."""
-    for way in WAYS:
+def _suggest_overrides(source: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides that make stages share a parameter, or else the default command."""
+    for extra in SHARING_OVERRIDES:
         try:
-            if _shares(load(source, [*overrides, *way])):
-                return way
+            if _has_shared_parameters(load(source, [*overrides, *extra])):
+                return extra
         except MeshwrightError:
             continue
-    return ("meshwright", "draw", "drift", DEFAULT[0], *DEFAULT[1])
+    return ("meshwright", "draw", "drift", DEFAULT_LAYOUT[0], *DEFAULT_LAYOUT[1])

@@ -1,4 +1,4 @@
-"""The training of a layout with and without the sum of shared gradients, and how far the copies came apart."""
+"""Training with and without summed gradients of shared parameters, and the distances between their copies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove.drift.result import Curve, Drift, DriftSpec, as_json
+from meshwright.prove.drift.result import DriftCurve, DriftResult, DriftSpec, as_json
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
-Copies = dict[str, Tensor]
-"""A stage's pieces of shared parameters, by key."""
+TensorsByKey = dict[str, Tensor]
+"""Local shards of the shared parameters of a stage, by key."""
 
 
 def record_drift(context: RankContext, spec: DriftSpec) -> None:
-    """Train both ways as one rank; rank 0 leaves the curves where the spec says."""
+    """Run both trainings as one rank; rank 0 writes the result."""
     config = spec.config
     with process_group(
         rank=context.rank,
@@ -45,29 +45,29 @@ def record_drift(context: RankContext, spec: DriftSpec) -> None:
         spec.result.write_text(as_json(drift), "utf-8")
 
 
-def train_twice(config: RunConfig, context: RankContext, corpus: TrainingData, *, num_steps: int) -> Drift:
-    """With SYNC_SHARED and without, on the CPU, as this rank of an existing process group."""
+def train_twice(config: RunConfig, context: RankContext, corpus: TrainingData, *, num_steps: int) -> DriftResult:
+    """Train with SYNC_SHARED and without, on the CPU, as one rank of an existing process group."""
     task = config.family.task(run_facts(config), corpus, torch.device("cpu"))
     synced, unsynced = (_train(config, context, task, num_steps=num_steps, syncs=syncs) for syncs in (True, False))
-    return Drift(synced, unsynced, task.unit.name)
+    return DriftResult(synced, unsynced, task.unit.name)
 
 
-def _train(config: RunConfig, context: RankContext, task: Task, *, num_steps: int, syncs: bool) -> Curve:
+def _train(config: RunConfig, context: RankContext, task: Task, *, num_steps: int, syncs: bool) -> DriftCurve:
     plan = make_plan(config)
     if not syncs:
         plan = replace(plan, schedule=without_sync(plan.schedule))
     job = build_job(config, plan, context, torch.device("cpu"))
     run_step = TrainStep(job, task, stop_requested=lambda: False)
-    losses, apart = [], []
+    losses, distances = [], []
     for step in range(1, num_steps + 1):
         context.post("step", step)
         losses.append(run_step(step).loss * task.unit.scale)
-        apart.append(largest_distance(job))
-    return Curve(tuple(losses), tuple(apart))
+        distances.append(largest_distance(job))
+    return DriftCurve(tuple(losses), tuple(distances))
 
 
 def without_sync(table: Schedule) -> Schedule:
-    """The table with no SYNC_SHARED in it."""
+    """Return the schedule without its SYNC_SHARED actions."""
     rows = (
         tuple(action for action in row if action.parts()[0].kind is not ActionKind.SYNC_SHARED) for row in table.actions
     )
@@ -75,25 +75,30 @@ def without_sync(table: Schedule) -> Schedule:
 
 
 def largest_distance(job: Job) -> float:
-    """How far a stage's copies are from the first ones, as a share of the norm of those: the largest of all stages.
+    """Return the largest distance of any stage's copies from the first copies, relative to the norm of the latter.
 
-    All shared parameters of a stage together, as a bias that started at zero is infinitely far away at once.
+    All shared parameters of a stage are measured together: the relative distance of a bias initialized to zero would be
+    infinite.
     """
     parts = job.parts().items()
-    own = {stage: _copies(part.shared_parameter_keys(), dict(part.module.named_parameters())) for stage, part in parts}
-    everyone = all_gather_object(own)
-    num_lines = len(everyone) // job.axes.pp
+    local = {stage: _copies(part.shared_parameter_keys(), dict(part.module.named_parameters())) for stage, part in parts}
+    gathered = all_gather_object(local)
+    num_pipelines = len(gathered) // job.axes.pp
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for line in range(num_lines):  # of a pipeline's ranks, which hold the same pieces
-        stages = {stage: copies for held in everyone[line::num_lines] for stage, copies in held.items()}
-        first: Copies = {}
+    for pipeline in range(num_pipelines):  # ranks of one pipeline hold the same shards
+        stages = {
+            stage: copies
+            for stages_of_rank in gathered[pipeline::num_pipelines]
+            for stage, copies in stages_of_rank.items()
+        }
+        first: TensorsByKey = {}
         for stage in sorted(stages):
             for key, copy in stages[stage].items():
                 original = first.setdefault(key, copy)
                 squares[stage][0] += float((copy - original).square().sum())
                 squares[stage][1] += float(original.square().sum())
-    return max(math.sqrt(apart / norm) if norm else 0.0 for apart, norm in squares.values())
+    return max(math.sqrt(distances / norm) if norm else 0.0 for distances, norm in squares.values())
 
 
-def _copies(names: dict[str, str], parameters: dict[str, torch.nn.Parameter]) -> Copies:
+def _copies(names: dict[str, str], parameters: dict[str, torch.nn.Parameter]) -> TensorsByKey:
     return {key: to_local(parameters[name].detach()).double() for name, key in names.items()}

@@ -1,4 +1,4 @@
-"""Request and result of the drift experiment, as values. Torch-free."""
+"""Specification and result of the drift experiment. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from meshwright.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A training, by step."""
+class DriftCurve:
+    """Losses and distances of one training, per step."""
 
     losses: tuple[float, ...]
-    apart: tuple[float, ...]
-    """After the step: the largest distance of a stage's copies from the first ones, as a share of their norm."""
+    distances: tuple[float, ...]
+    """Largest relative distance of any stage's copies from the first copies after each step."""
 
 
 @dataclass(frozen=True)
-class Drift:
-    """The same training twice."""
+class DriftResult:
+    """Training with and without summed gradients of shared parameters."""
 
-    synced: Curve
-    """As it is: SYNC_SHARED is in the table."""
-    unsynced: Curve
-    """Without it."""
+    synced: DriftCurve
+    """Training with SYNC_SHARED."""
+    unsynced: DriftCurve
+    """Training without SYNC_SHARED."""
     loss_unit: str
 
 
 @dataclass(frozen=True)
 class DriftSpec:
-    """What the ranks are asked."""
+    """Parameters of the experiment for the ranks."""
 
     config: RunConfig
     num_steps: int
     result: Path
 
 
-def as_json(drift: Drift) -> str:
-    """As `from_json` reads it."""
+def as_json(drift: DriftResult) -> str:
+    """Serialize the result."""
     return json.dumps(asdict(drift))
 
 
-def from_json(text: str) -> Drift:
-    """What `as_json` wrote."""
+def from_json(text: str) -> DriftResult:
+    """Deserialize the output of `as_json`."""
     found = json.loads(text)
     synced, unsynced = (
-        Curve(tuple(curve["losses"]), tuple(curve["apart"])) for curve in (found["synced"], found["unsynced"])
+        DriftCurve(tuple(curve["losses"]), tuple(curve["apart"])) for curve in (found["synced"], found["unsynced"])
     )
-    return Drift(synced, unsynced, found["loss_unit"])
+    return DriftResult(synced, unsynced, found["loss_unit"])

@@ -1,1 +1,1 @@
-"""Record both sides of a proof: the layout on its ranks, and the reference on one device."""
+"""Recording of both sides of a proof: the layout on its ranks and the reference on one device."""

@@ -1,7 +1,7 @@
-"""What a proof looks at: the numbers that the layout's ranks and the reference each wrote down.
+"""Evidence of a proof: the values recorded by the ranks of the layout and by the reference.
 
-Plain values. The ranks record what they hold, without any collective, so that a fault in a collective can't hide
-itself; `compare` puts the pieces together.
+Ranks record their local shards without any collective, so that a faulty collective cannot hide itself; `compare`
+assembles the shards.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.stage_placement import Stages
+from meshwright.prove.stage_placement import StagePlacement
 
 DTYPE = torch.float64
-"""In which both sides of a proof compute."""
+"""Dtype of both sides of a proof."""
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The piece of a tensor that one rank holds."""
+class RecordedShard:
+    """Local shard of a tensor as one rank recorded it."""
 
     rank: int
     offset: tuple[int, ...]
-    """First index of the piece in the full tensor, per dim."""
+    """Start of the shard in the full tensor, per dim."""
     value: Tensor
-    """The piece; its shape may hold a 0 where the tensor is smaller than the number of ranks."""
+    """Local values; empty on some ranks if the sharded dim is smaller than the number of ranks."""
 
 
 INITIAL = "initial weight"
@@ -40,58 +40,59 @@ class UnequalCopies:
     name: str
     stages: tuple[int, int]
     what: str
-    """`initial weight`, `gradient of step 1`, `parameter after the last step`."""
+    """Compared value: `initial weight`, `gradient of step 1` or `parameter after the last step`."""
     largest: float
+    """Largest absolute difference."""
 
 
 @dataclass(frozen=True)
 class LayoutEvidence:
-    """What the ranks of the layout under proof saw, indexed by rank."""
+    """Values recorded by the ranks of the layout under proof, indexed by rank."""
 
     axes: Axes
     num_microbatches: int
     losses: list[list[float]]
-    """[rank][step]: the loss each rank reports, in nats a token, a mean over the whole batch."""
+    """[rank][step]: loss that each rank reports, the mean over the global batch."""
     grad_norms: list[list[float]]
     """[rank][step]: the global gradient norm before clipping."""
     samples: list[list[list[int]]]
-    """[rank][step]: indices of the samples the rank worked through, in order, micro-batch after micro-batch."""
-    gradients: dict[str, list[Shard]]
-    """Per parameter: every rank's piece of the gradient of step 1, before clipping."""
-    parameters: dict[str, list[Shard]]
-    """Per parameter: every rank's piece after the last step."""
-    initial: dict[str, list[Shard]] = field(default_factory=dict)
-    """Per parameter: every rank's piece before the first step; empty when it was not recorded."""
-    after_first: dict[str, list[Shard]] = field(default_factory=dict)
-    """Per parameter: every rank's piece after the first step; empty when it was not recorded. What the optimizer does
-    wrong shows here before it has changed everything else."""
-    stages: Stages | None = None
-    """Of a pipeline."""
+    """[rank][step]: indices of the samples the rank processed, in micro-batch order."""
+    gradients: dict[str, list[RecordedShard]]
+    """Per parameter: shards of the gradient of step 1, before clipping."""
+    parameters: dict[str, list[RecordedShard]]
+    """Per parameter: shards after the last step."""
+    initial: dict[str, list[RecordedShard]] = field(default_factory=dict)
+    """Per parameter: shards before the first step; empty if not recorded."""
+    after_first: dict[str, list[RecordedShard]] = field(default_factory=dict)
+    """Per parameter: shards after the first step; empty if not recorded. Shows an optimizer fault before it affects
+    everything else."""
+    stages: StagePlacement | None = None
+    """Stage placement of a pipeline."""
     unequal: tuple[UnequalCopies, ...] = ()
-    """Further copies of shared parameters that are not as the rank's first, which is the one that is compared."""
+    """Copies of shared parameters that differ from the first copy on the same rank; only the first one is compared."""
 
 
 @dataclass(frozen=True)
 class ReferenceEvidence:
-    """What one process with a plain module and a plain loop computed on the same samples."""
+    """Values computed by one process with a plain module and a plain loop on the same samples."""
 
     losses: list[float]
     grad_norms: list[float]
     samples: list[list[int]]
-    """[step]: the samples of the whole batch, in order."""
+    """[step]: indices of the samples of the global batch, in order."""
     gradients: dict[str, Tensor]
     """Full gradients of step 1, before clipping."""
     partial_gradients: dict[str, Tensor]
-    """Per parameter, [data_parallel, num_microbatches, *shape]: the part of the gradient that comes from the samples
-    of each cell (share of the batch, micro-batch). Their sum is `gradients`."""
+    """Per parameter, [data_parallel, num_microbatches, *shape]: gradient contribution of each micro-batch of each
+    data-parallel rank. They sum to `gradients`."""
     parameters: dict[str, Tensor]
     """Full parameters after the last step."""
     initial: dict[str, Tensor]
     """Full parameters before the first step."""
     partial_losses: Tensor | None = None
-    """[data_parallel, num_microbatches]: what each cell adds to the loss of step 1; their sum is `losses[0]`."""
+    """[data_parallel, num_microbatches]: contributions to the loss of step 1; they sum to `losses[0]`."""
     after_first: dict[str, Tensor] = field(default_factory=dict)
-    """Full parameters after the first step; empty when they were not kept."""
+    """Full parameters after the first step; empty if not recorded."""
     stage_gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Per parameter that stages share, [stage, *shape]: the part of the gradient of step 1 that comes from each stage's
-    use of it. Their sum is `gradients`."""
+    """Per shared parameter, [stage, *shape]: contribution of each stage to the gradient of step 1. They sum to
+    `gradients`."""

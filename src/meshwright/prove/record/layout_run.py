@@ -1,6 +1,6 @@
-"""The layout's side of a proof: each rank trains as a run would, and writes down what it holds.
+"""Layout side of a proof: each rank trains as in a normal run and records its local shards.
 
-No collective of ours takes part in the recording: a rank records its pieces and where they sit.
+Recording uses no collective: a rank records its shards and their offsets.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from meshwright.models.contract.task import Batch, Task
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.record.evidence import DTYPE, INITIAL, LayoutEvidence, Shard, UnequalCopies
-from meshwright.prove.stage_placement import stages_of
+from meshwright.prove.record.evidence import DTYPE, INITIAL, LayoutEvidence, RecordedShard, UnequalCopies
+from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
-Pieces = dict[str, tuple[tuple[int, ...], Tensor]]
-"""Per parameter: offset and value of this rank's piece."""
+ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
+"""Per parameter: offset and value of the local shard."""
 
 
 @dataclass
 class RankRecord:
-    """What one rank saw. Plain numbers and tensors, so that it travels without pickled code."""
+    """Values recorded by one rank: plain numbers and tensors, which `torch.load` accepts with `weights_only=True`."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
-    gradients: Pieces = field(default_factory=dict)
-    parameters: Pieces = field(default_factory=dict)
-    initial: Pieces = field(default_factory=dict)
-    after_first: Pieces = field(default_factory=dict)
+    gradients: ShardsByName = field(default_factory=dict)
+    parameters: ShardsByName = field(default_factory=dict)
+    initial: ShardsByName = field(default_factory=dict)
+    after_first: ShardsByName = field(default_factory=dict)
     unequal: list[tuple[str, int, int, str, float]] = field(default_factory=list)
-    """As `UnequalCopies`, of this rank."""
+    """Fields of `UnequalCopies` except the rank: name, both stages, compared value, largest difference."""
 
 
 class RecordingTask(Task):
-    """A task that remembers which samples it was asked for."""
+    """Wrapper of a task that records the indices of requested samples."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -54,29 +54,29 @@ class RecordingTask(Task):
         self.read: list[int] = []
 
     def batch(self, samples: range) -> Batch:
-        """As the task's, and remembered."""
+        """Return the batch of the wrapped task and record its samples."""
         self.read.extend(samples)
         return self._task.batch(samples)
 
     def count(self, samples: range) -> int:
-        """As the task's."""
+        """Delegate to the wrapped task."""
         return self._task.count(samples)
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """As the task's."""
+        """Delegate to the wrapped task."""
         return self._task.loss_sum(out, targets)
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """As the task's."""
+        """Delegate to the wrapped task."""
         return self._task.validation(batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
 
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As the task's."""
+        """Delegate to the wrapped task."""
         return self._task.validation_sums(out, targets)
 
 
 Tamper = Callable[[Job, TrainStep], None]
-"""Damages a built job, to show that the proof sees it."""
+"""Function that seeds a fault in a built job, to test that the proof detects it."""
 
 
 def record_rank(
@@ -88,15 +88,15 @@ def record_rank(
     plan: RunPlan | None = None,
     tamper: Tamper | None = None,
 ) -> RankRecord:
-    """Train `num_steps` steps of `config` as this rank of an existing process group, on CPU.
+    """Train `num_steps` steps of `config` as this rank of an existing process group, on the CPU.
 
     Args:
-        config: of the run, as it is proved.
-        context: of the rank.
-        corpus: what it trains on.
-        num_steps: at least one.
-        plan: of the layout; made from the configuration when None.
-        tamper: called on the job before the first step; only the seeded-fault suite passes one.
+        config: configuration of the run, from `as_proof`.
+        context: context of this rank.
+        corpus: training data.
+        num_steps: number of steps, at least one.
+        plan: plan of the layout; made from the configuration if None.
+        tamper: called on the job before the first step; used only by the seeded-fault tests.
     """
     job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
     task = RecordingTask(config.family.task(run_facts(config), corpus, job.device))
@@ -105,15 +105,15 @@ def record_rank(
     if tamper is not None:
         tamper(job, run_step)
     record.initial = _weights(job)
-    record.unequal += _unequal(job, INITIAL, lambda parameter: parameter.detach())
+    record.unequal += _unequal_copies(job, INITIAL, lambda parameter: parameter.detach())
     for step in range(1, num_steps + 1):
         context.post("step", step)
         task.read = []
         loss = run_step.accumulate(step)
         if step == 1:
             gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
-            record.gradients = _pieces(gradients)
-            record.unequal += _unequal(job, "gradient of step 1", lambda parameter: parameter.grad)
+            record.gradients = _local_shards(gradients)
+            record.unequal += _unequal_copies(job, "gradient of step 1", lambda parameter: parameter.grad)
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)
@@ -121,16 +121,16 @@ def record_rank(
         if step == 1:
             record.after_first = _weights(job)
     record.parameters = _weights(job)
-    record.unequal += _unequal(job, "parameter after the last step", lambda parameter: parameter.detach())
+    record.unequal += _unequal_copies(job, "parameter after the last step", lambda parameter: parameter.detach())
     return record
 
 
-def _unequal(
+def _unequal_copies(
     job: Job, what: str, value: Callable[[nn.Parameter], Tensor | None]
 ) -> list[tuple[str, int, int, str, float]]:
-    """This rank's copies of shared parameters that are not bitwise as its first."""
+    """Return the copies of shared parameters that are not bitwise equal to the first copy on this rank."""
     first: dict[str, tuple[int, nn.Parameter]] = {}
-    found = []
+    unequal = []
     for stage, part in job.parts().items():
         for name, parameter in part.named_parameters():
             at, original = first.setdefault(name, (stage, parameter))
@@ -138,14 +138,14 @@ def _unequal(
             if original is parameter or (a is None and b is None):
                 continue
             if a is None or b is None:
-                found.append((name, at, stage, what, math.inf))
+                unequal.append((name, at, stage, what, math.inf))
             elif not torch.equal(to_local(a), to_local(b)):
-                found.append((name, at, stage, what, float((to_local(a) - to_local(b)).abs().max())))
-    return found
+                unequal.append((name, at, stage, what, float((to_local(a) - to_local(b)).abs().max())))
+    return unequal
 
 
 def _by_microbatch(read: list[int], job: Job) -> list[int]:
-    """The samples in the order of the micro-batches, which the table may run in another one."""
+    """Return the samples in micro-batch order; the schedule may run micro-batches in a different order."""
     row = (part for action in job.schedule.actions[job.pipeline_rank] for part in action.parts())
     order = list(dict.fromkeys(part.microbatch for part in row if part.kind is ActionKind.FORWARD))
     size, rest = divmod(len(read), len(order))
@@ -154,23 +154,23 @@ def _by_microbatch(read: list[int], job: Job) -> list[int]:
     return [sample for m in sorted(order) for sample in read[order.index(m) * size :][:size]]
 
 
-def _weights(job: Job) -> Pieces:
+def _weights(job: Job) -> ShardsByName:
     buffers = {name: buffer.to(DTYPE) for name, buffer in job.model.named_buffers(saved_only=True)}
-    return _pieces({**{name: parameter.detach() for name, parameter in job.model.named_parameters()}, **buffers})
+    return _local_shards({**{name: parameter.detach() for name, parameter in job.model.named_parameters()}, **buffers})
 
 
-def _pieces(tensors: dict[str, Tensor]) -> Pieces:
+def _local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
     return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}
 
 
 def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPlan | None = None) -> LayoutEvidence:
-    """The ranks' records, by rank, as one value."""
+    """Combine the records of all ranks."""
 
-    def by_name(kind: str) -> dict[str, list[Shard]]:
-        shards: dict[str, list[Shard]] = {}
+    def by_name(kind: str) -> dict[str, list[RecordedShard]]:
+        shards: dict[str, list[RecordedShard]] = {}
         for rank, record in enumerate(records):
             for name, (offset, value) in getattr(record, kind).items():
-                shards.setdefault(name, []).append(Shard(rank, tuple(offset), value))
+                shards.setdefault(name, []).append(RecordedShard(rank, tuple(offset), value))
         return shards
 
     return LayoutEvidence(
@@ -183,7 +183,7 @@ def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPl
         parameters=by_name("parameters"),
         initial=by_name("initial"),
         after_first=by_name("after_first"),
-        stages=stages_of(plan or make_plan(config)),
+        stages=stage_placement_of(plan or make_plan(config)),
         unequal=tuple(
             UnequalCopies(rank, name, (a, b), what, largest)
             for rank, record in enumerate(records)

@@ -1,7 +1,7 @@
-"""The reference's gradients of shared parameters, stage by stage: what each copy's own backward should give.
+"""Reference gradients of shared parameters per stage.
 
-Cut where the layout cuts the model, but run one after another in one process. A proof rests on none of it: it tells
-which stages' parts are in a wrong gradient.
+The model is split into the stages of the layout, which run one after another in one process. Used only to diagnose
+which stages contribute to a wrong gradient, never to decide whether a proof passes.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.prove.record.evidence import DTYPE
-from meshwright.prove.stage_placement import Stages
+from meshwright.prove.stage_placement import StagePlacement
 
 
-class _Parts(nn.Module):
-    """A model's parts, each fed with what the one before gives."""
+class _StageSequence(nn.Module):
+    """Stages of a model, each applied to the output of the previous one."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, x: Tensor, *told: Any) -> Tensor:
+    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
         for part in self.parts:
-            x = part(x, *told)
+            x = part(x, *inputs)
         return x
 
 
 def stage_gradients(
-    config: RunConfig, stages: Stages | None, weights: dict[str, Tensor], samples: Reference, indices: list[int]
+    config: RunConfig, stages: StagePlacement | None, weights: dict[str, Tensor], samples: Reference, indices: list[int]
 ) -> dict[str, Tensor]:
-    """By key, [stage, *shape]; of parameters that are trained and on several stages.
+    """Compute the gradient contribution of each stage to each shared parameter: by key, [stage, *shape].
 
     Args:
-        config: of the run.
-        stages: that the model is divided into.
-        weights: the whole model's, which it starts from.
-        samples: of the run.
-        indices: the samples of the batch.
+        config: configuration of the run.
+        stages: stages that the model is split into.
+        weights: initial weights of the full model.
+        samples: reference loss over samples of the run.
+        indices: samples of the batch.
     """
     if stages is None or not any(len(parameter.sites) > 1 for parameter in stages.shared):
         return {}
     scale = 1.0 / config.train.global_batch
-    parts = [_part(config, stages, stage, weights) for stage in range(len(stages.ranks))]
-    for _, handle in (one for part in parts for one in auxiliary_losses(part)):
+    parts = [_build_stage(config, stages, stage, weights) for stage in range(len(stages.ranks))]
+    for _, handle in (parameter for part in parts for parameter in auxiliary_losses(part)):
         handle.scale = scale
     copies = [
         (parameter.key, stage, parts[stage].get_parameter(name))
         for parameter in stages.shared
         for stage, name in parameter.sites
     ]
-    loss = samples.loss(_Parts(parts), indices)
+    loss = samples.loss(_StageSequence(parts), indices)
     found = torch.autograd.grad(loss, [copy for *_, copy in copies], allow_unused=True, materialize_grads=True)
     result: dict[str, Tensor] = {}
     for (key, stage, copy), gradient in zip(copies, found, strict=True):
@@ -65,12 +65,12 @@ def stage_gradients(
     return result
 
 
-def _part(config: RunConfig, stages: Stages, stage: int, weights: dict[str, Tensor]) -> nn.Module:
+def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights: dict[str, Tensor]) -> nn.Module:
     part = Part(stages.layers[stage], stage=stage, num_stages=len(stages.ranks))
     model = build_part(config.family, run_facts(config), dtype=DTYPE, part=part)
     model.to_empty(device="cpu")
     tie(model, model_facts(config))
-    keys = {name: one.key for one in stages.shared for at, name in one.sites if at == stage}
+    keys = {name: parameter.key for parameter in stages.shared for at, name in parameter.sites if at == stage}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[keys.get(name, name)])

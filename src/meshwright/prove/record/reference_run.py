@@ -1,7 +1,7 @@
-"""The reference of a proof: one process, a plain module, a plain loop, and none of the distributed code.
+"""Reference of a proof: one process, a plain module and a plain loop, without the distributed code.
 
-Nothing here may come from `parallel`, `pipeline`, `mesh` or the training step: what is proved must not be compared
-with itself. Samples are read one by one, gradients are added up cell by cell, AdamW is written out as in the paper.
+Must not import `parallel`, `pipeline`, `mesh` or the training step, as the code under proof must not be compared with
+itself. Gradients are computed per micro-batch of each data-parallel rank; AdamW is written out as in the paper.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
 from meshwright.prove.record.reference_by_stage import stage_gradients
-from meshwright.prove.stage_placement import Stages
+from meshwright.prove.stage_placement import StagePlacement
 from meshwright.train.lr_schedule import learning_rate
 
-ByName = dict[str, Tensor]
+TensorsByName = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """One step's losses and gradients, cell by cell."""
+class _BatchGradients:
+    """Losses and gradients of one step, per micro-batch of each data-parallel rank."""
 
     partial_losses: Tensor
     """[data_parallel, num_microbatches]"""
-    partial_gradients: ByName
+    partial_gradients: TensorsByName
     """Per parameter, [data_parallel, num_microbatches, *shape]."""
 
 
 def compute_reference(
-    config: RunConfig, data: TrainingData, *, num_steps: int, stages: Stages | None = None
+    config: RunConfig, data: TrainingData, *, num_steps: int, stages: StagePlacement | None = None
 ) -> ReferenceEvidence:
-    """Train `num_steps` steps as `config` says, in float64, and keep what a proof compares with.
+    """Train `num_steps` steps in float64 and return the values that a proof compares with.
 
     Args:
-        config: of the run, as it is proved.
-        data: what it trains on.
-        num_steps: at least one.
-        stages: of the layout, to say which stage's part of a shared gradient is wrong; no proof rests on them.
+        config: configuration of the run, from `as_proof`.
+        data: training data.
+        num_steps: number of steps, at least one.
+        stages: stage placement of the layout, used only to diagnose gradients of shared parameters.
     """
     train = config.train
     model, samples_of = _build(config), config.family.reference(run_facts(config), data)
@@ -59,8 +59,8 @@ def compute_reference(
     for _, handle in auxiliary_losses(model):
         handle.scale = 1.0 / train.global_batch
     losses, norms, samples = [], [], []
-    first: _Batch | None = None
-    after_first: ByName = {}
+    first: _BatchGradients | None = None
+    after_first: TensorsByName = {}
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
         batch = _forward_backward(model, config, samples_of, indices)
@@ -112,43 +112,43 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _values(model: nn.Module) -> ByName:
-    """Parameters and saved buffers."""
+def _values(model: nn.Module) -> TensorsByName:
+    """Copy the parameters and the saved buffers."""
     saved = model.state_dict()
-    tensors = chain(model.named_parameters(), model.named_buffers())  # of what is tied once
+    tensors = chain(model.named_parameters(), model.named_buffers())  # tied parameters only once
     return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
 
 
-def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, indices: list[int]) -> _Batch:
-    """Losses and gradients of a batch, for each share of it and each micro-batch apart."""
+def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, indices: list[int]) -> _BatchGradients:
+    """Compute losses and gradients per micro-batch of each data-parallel rank."""
     train, axes = config.train, config.mesh.axes()
-    cells = (axes.data_parallel(), train.num_microbatches)
-    per_cell = train.global_batch // math.prod(cells)
+    grid = (axes.data_parallel(), train.num_microbatches)
+    samples_per_cell = train.global_batch // math.prod(grid)
     names, parameters = zip(*_trained(model).items(), strict=True)
-    partial = {name: p.new_zeros((*cells, *p.shape)) for name, p in zip(names, parameters, strict=True)}
-    losses = torch.zeros(cells, dtype=DTYPE)
-    for cell in range(math.prod(cells)):
-        share, microbatch = divmod(cell, train.num_microbatches)
-        loss = samples.loss(model, indices[cell * per_cell : (cell + 1) * per_cell])
+    partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
+    losses = torch.zeros(grid, dtype=DTYPE)
+    for cell in range(math.prod(grid)):
+        dp_rank, microbatch = divmod(cell, train.num_microbatches)
+        loss = samples.loss(model, indices[cell * samples_per_cell : (cell + 1) * samples_per_cell])
         auxiliary = [value for _, handle in auxiliary_losses(model) if (value := handle.take()) is not None]
-        losses[share, microbatch] = loss.detach() + sum(auxiliary)
+        losses[dp_rank, microbatch] = loss.detach() + sum(auxiliary)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         for name, gradient in zip(names, gradients, strict=True):
-            partial[name][share, microbatch] = gradient
-    return _Batch(losses, partial)
+            partial[name][dp_rank, microbatch] = gradient
+    return _BatchGradients(losses, partial)
 
 
 @torch.no_grad()
 def _adamw(
     model: nn.Module,
-    gradients: ByName,
+    gradients: TensorsByName,
     moments: dict[str, tuple[Tensor, Tensor]],
     config: RunConfig,
     *,
     step: int,
     clip: float,
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2), with clipped gradients."""
+    """Apply one step of AdamW (Loshchilov and Hutter 2019, algorithm 2) with clipped gradients."""
     train = config.train
     lr = learning_rate(step, train)
     for name, p in _trained(model).items():
