@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright.dtensor_ops.incorrect_ops import CHECKS, is_broken
-from meshwright.dtensor_ops.run_replicated import Call
+from meshwright.dtensor_ops.incorrect_ops import CHECKS, is_incorrect
+from meshwright.dtensor_ops.run_replicated import OpCall
 from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional
@@ -134,9 +134,9 @@ def test_dtensor_alone_gets_them_wrong(gang):
 def test_what_draws_by_itself_is_seen_before_it_runs():
     x = torch.empty(2, device="meta")
     attention = aten._scaled_dot_product_flash_attention.default
-    assert not is_broken(Call(attention, (x, x, x)))
-    assert not is_broken(Call(attention, (x, x, x, 0.0)))
-    assert is_broken(Call(attention, (x, x, x, 0.1)))
-    assert is_broken(Call(attention, (x, x, x), {"dropout_p": 0.1}))
-    assert is_broken(Call(aten.multinomial.default, (x, 1)))
-    assert not is_broken(Call(aten.native_dropout.default, (x, 0.5, True))), "DTensor sees to it"
+    assert not is_incorrect(OpCall(attention, (x, x, x)))
+    assert not is_incorrect(OpCall(attention, (x, x, x, 0.0)))
+    assert is_incorrect(OpCall(attention, (x, x, x, 0.1)))
+    assert is_incorrect(OpCall(attention, (x, x, x), {"dropout_p": 0.1}))
+    assert is_incorrect(OpCall(aten.multinomial.default, (x, 1)))
+    assert not is_incorrect(OpCall(aten.native_dropout.default, (x, 0.5, True))), "DTensor sees to it"

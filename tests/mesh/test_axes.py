@@ -1,4 +1,4 @@
-"""Ranks and coordinates are two names of one thing."""
+"""Mesh axes: ranks and coordinates are inverses."""
 
 from __future__ import annotations
 

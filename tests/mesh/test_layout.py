@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout, held_by_both
+from meshwright.mesh.layout import Layout, overlap_numels
 from meshwright.mesh.reduction import Reduction
 from meshwright.mesh.shard_intervals import Split
 
@@ -55,13 +55,13 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("S0", "1 words for 2 mesh axes"),
-        ("S0 R R", "3 words"),
-        ("S0 Q", "'Q' is not a placement"),
-        ("S0 S9", "cuts dim 9 of a tensor of 2 dims"),
-        ("S0 shard(1)", "not a placement"),
-        ("S0 P(mean)", "mean is not a reduction"),
-        ("S0 SS1/0", "no parts"),
+        ("S0", "1 placements for 2 mesh axes"),
+        ("S0 R R", "3 placements"),
+        ("S0 Q", "'Q' is not a valid placement"),
+        ("S0 S9", "shards dim 9 of a tensor with 2 dims"),
+        ("S0 shard(1)", "not a valid placement"),
+        ("S0 P(mean)", "'mean' is not a reduction"),
+        ("S0 SS1/0", "SS1/0 has split factor 0"),
     ],
 )
 def test_errors_name_a_fix_that_works(text: str, message: str) -> None:
@@ -77,9 +77,9 @@ def test_errors_name_a_fix_that_works(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "order", "message"),
     [
-        ("S0@0 S0", None, "places 0, none"),
-        ("S0@1 S0@1", None, "places 1, 1"),
-        ("S0 S0", {0: [0]}, "which 'S0 S0' cuts by axes [0, 1]"),
+        ("S0@0 S0", None, "positions 0, none"),
+        ("S0@1 S0@1", None, "positions 1, 1"),
+        ("S0 S0", {0: [0]}, "which 'S0 S0' shards over axes [0, 1]"),
         ("S0 S0", {7: [0]}, "names dim 7"),
     ],
 )
@@ -95,7 +95,7 @@ def test_an_axis_has_one_role() -> None:
             Layout((4, 4), (2,), splits, partial)
     with pytest.raises(LayoutError, match="used 1 times by a layout on 1 axes"):
         Layout((4,), (2,), ((Split(1),),), (None,))
-    with pytest.raises(LayoutError, match="dims of cuts"):
+    with pytest.raises(LayoutError, match="splits has 0 entries and partial has 1"):
         Layout((4,), (2,), (), (None,))
     for rank in (-1, 2):
         with pytest.raises(LayoutError, match="not on a mesh"):
@@ -174,7 +174,7 @@ def test_what_two_ranks_both_hold(data: st.DataObject) -> None:
         int(np.prod([len({*x} & {*y}) for x, y in zip(indices(a, i), indices(b, j), strict=True)], dtype=int))
         for i, j in pairs
     ]
-    assert held_by_both(a, b, at_a, at_b).tolist() == want
+    assert overlap_numels(a, b, at_a, at_b).tolist() == want
 
 
 @settings(max_examples=15)

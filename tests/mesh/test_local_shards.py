@@ -1,4 +1,4 @@
-"""The pieces of a tensor: over all ranks they are the tensor, each part as often as it has copies."""
+"""Local shards: over all ranks they tile the tensor, each element as often as it is replicated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.mesh.local_shards import Box, local_box, num_shards, to_local
+from meshwright.mesh.local_shards import TensorBox, local_box, num_shards, to_local
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job
 
@@ -92,5 +92,5 @@ def test_pieces_of_parameters_tile_them(gang, corpus, layout):
 
 
 def test_a_plain_tensor_is_one_piece():
-    assert local_box(torch.zeros(3, 2)) == Box((0, 0), (3, 2)) and num_shards(torch.zeros(3)) == 1
-    assert Box((1, 0), (2, 3)).slices() == (slice(1, 3), slice(0, 3)) and Box((0,), (0,)).numel() == 0
+    assert local_box(torch.zeros(3, 2)) == TensorBox((0, 0), (3, 2)) and num_shards(torch.zeros(3)) == 1
+    assert TensorBox((1, 0), (2, 3)).slices() == (slice(1, 3), slice(0, 3)) and TensorBox((0,), (0,)).numel() == 0
