@@ -16,7 +16,7 @@ from meshwright.dtensor_ops.refused_ops import OperatorError
 from tests.reshard.placing import numbers, place
 
 MANY_S = 120
-"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+"""Timeout for bodies of many operators, which take seconds, and ten times as long on a loaded machine."""
 
 LAYOUTS = {
     "even": ((4,), [Shard(0)]),
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def by_layout(rank, world_size):
-    """By layout: whether values and placements of the result are right, and what was written into a given one."""
+    """Check, by layout, the values and placements of results and of writes into an output tensor."""
     found = {}
     x = numbers(8, 6)
     for name, (mesh_shape, placements) in LAYOUTS.items():
@@ -101,7 +101,7 @@ def test_gradients_flow(gang):
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """A handler that collects log messages."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class Lines(logging.Handler):
 
 
 def said(rank, world_size):
-    """What is logged and raised: warned, silent, "error"."""
+    """Collect the log lines and the error for `warn` True, False and "error"."""
     mesh = init_device_mesh("cpu", (world_size,))
     d, seen = place(numbers(8, 6), mesh, [Shard(0)]), Lines()
     logger = logging.getLogger("meshwright.dtensor_ops.fallback")
@@ -186,7 +186,7 @@ def test_operators_that_cannot_fall_back_are_rejected(gang):
 
 
 def mixed(rank, world_size):
-    """Plain tensors that are the same on all ranks, a table read on the host, dims smaller than the mesh."""
+    """Check plain tensors that are the same on all ranks, indices read on the host, dims smaller than the mesh."""
     mesh = init_device_mesh("cpu", (world_size,))
     x, small = numbers(8, 6), numbers(3, 5)
     d, s = place(x, mesh, [Shard(0)]), place(small, mesh, [Shard(0)])
@@ -210,7 +210,7 @@ def test_plain_tensors_of_one_value_and_empty_pieces(gang):
 
 
 def left_behind(rank, world_size):
-    """Which of these raise DTensor's own error: outside, after a nested context, after an exception, in a thread."""
+    """Record the outcome outside, after a nested context, after an exception, and in another thread."""
     mesh = init_device_mesh("cpu", (world_size,))
     d, found = place(numbers(8, 6), mesh, [Shard(0)]), {}
 

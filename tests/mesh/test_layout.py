@@ -1,4 +1,4 @@
-"""Layouts: written and read, normal forms that change nothing, and the same pieces as DTensor's own."""
+"""Layouts: text round trips, canonical forms, and the same shards as DTensor."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_words() -> None:
     ],
 )
 def test_errors_name_a_fix_that_works(text: str, message: str) -> None:
-    """A whole layout, or words to choose from in place of the second one."""
+    """Parse every fix: a complete layout, or choices for the second placement."""
     with pytest.raises(LayoutError) as error:
         Layout.parse(text, (2, 2), (4, 4))
     assert message in str(error.value)
@@ -120,7 +120,7 @@ def test_the_same_is_what_every_rank_holds(data: st.DataObject) -> None:
 
 
 def test_equal_distributions_that_divide_have_equal_normal_forms() -> None:
-    """All orders and strides of a mesh: where each axis holds one digit of the index, the digits' order is the form."""
+    """Try all orders and strides of a mesh: if each axis holds one digit of the index, the form is their order."""
     mesh, size, rng = (2, 4, 2), 64, random.Random(0)
     forms: dict[str, Layout] = {}
     others = []
@@ -144,7 +144,7 @@ def test_equal_distributions_that_divide_have_equal_normal_forms() -> None:
 
 
 def test_a_stride_that_is_an_order_is_written_as_one() -> None:
-    """As FSDP2 lays out what tensor parallelism has cut: axis 0 cuts each of the 4 parts that axis 1 then takes."""
+    """Check the layout of FSDP2 on tensor parallelism: axis 0 splits each of the 4 shards of axis 1."""
     fsdp = Layout((64,), (2, 4), ((Split(0, 4), Split(1)),), (None, None))
     ordered = Layout.parse("S0@1 S0@0", (2, 4), (64,))
     assert fsdp != ordered and fsdp.same_as(ordered) and fsdp.canonical() == ordered
@@ -180,7 +180,7 @@ def test_what_two_ranks_both_hold(data: st.DataObject) -> None:
 @settings(max_examples=15)
 @given(layouts())
 def test_dtensor_cuts_the_same_pieces(layout: Layout) -> None:
-    """Its cuts in axis order, applied to the indices one after another, and its own shapes and offsets."""
+    """Compare with DTensor's splits, applied to the indices in axis order, and with its shapes and offsets."""
     import torch
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset

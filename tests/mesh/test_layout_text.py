@@ -79,7 +79,7 @@ def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> 
 
 
 def mistyped(text: str, draw: st.DataObject) -> str:
-    """A layout with a few things wrong."""
+    """Return the text of a layout with a few typos."""
     wrongs = [
         ("S", "s"),
         ("S", "Shard"),

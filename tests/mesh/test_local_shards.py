@@ -31,7 +31,7 @@ CASES = [(shape, mesh_shape, placements) for shape in SHAPES for mesh_shape, pla
 
 
 def boxes(rank, world_size):
-    """For each case this rank's box and the number of pieces; checks that what it holds is that box of the whole."""
+    """Return this rank's box and the number of shards, by case; check that the local shard is that box."""
     meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
     found = []
     for shape, mesh_shape, placements in CASES:
@@ -44,7 +44,7 @@ def boxes(rank, world_size):
 
 
 def assert_tiled(shape, boxes, num_pieces, what):
-    """Each element lies in as many boxes as there are copies of a piece."""
+    """Check that each element is in as many boxes as there are replicas of a shard."""
     count = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         count[box.slices()] += 1
@@ -62,7 +62,7 @@ def test_pieces_tile_the_tensor(gang):
 
 
 def parameters(rank, world_size, words):
-    """Of each parameter: this rank's piece, its box, and the number of pieces."""
+    """Return, by parameter, this rank's shard, its box, and the number of shards."""
     job, _ = make_job(rank, world_size, words)
     return {n: (to_local(p.detach()), local_box(p), num_shards(p)) for n, p in job.model.named_parameters()}
 
@@ -82,7 +82,7 @@ def parameters(rank, world_size, words):
     ids=" ".join,
 )  # fmt: skip
 def test_pieces_of_parameters_tile_them(gang, corpus, layout):
-    """Also where FSDP2 shards what tensor parallel sharded along the same dim (`_StridedShard`)."""
+    """Check the shards of parameters, including dims sharded by both FSDP2 and tensor parallelism."""
     plain = parameters(0, 1, [*corpus, *(word for word in layout if word.startswith("model."))])
     by_rank = gang(4).run(parameters, [*corpus, *layout])
     for name, (whole, _, _) in plain.items():

@@ -19,7 +19,7 @@ def chunk(indices: list[int], number: int, at: int) -> list[int]:
 
 
 def held(size: int, splits: tuple[Split, ...], place: tuple[int, ...]) -> list[int]:
-    """The rank's indices, by PyTorch's chunk rule on plain lists."""
+    """Return the rank's indices by PyTorch's chunk rule on plain lists."""
     indices = list(range(size))
     for split in splits:
         parts = [chunk(indices, split.parts, part) for part in range(split.parts)]
