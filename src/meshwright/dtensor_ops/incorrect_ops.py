@@ -21,9 +21,8 @@ def is_incorrect(call: OpCall) -> bool:
     check = CHECKS.get(name_of(call.operator))
     if check is not None and check(call):
         return True
-    return _draws(call) or any(
-        isinstance(value, complex) for value in call.args
-    )  # DTensor cannot hash complex arguments
+    # DTensor cannot hash complex arguments.
+    return _draws(call) or any(isinstance(value, complex) for value in call.args)
 
 
 def _draws(call: OpCall) -> bool:

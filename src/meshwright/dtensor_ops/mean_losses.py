@@ -65,11 +65,8 @@ def _mean_elementwise_loss(call: OpCall, run: RunOp) -> Any:
         return run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
     elements = run(_with_reduction(call, LossReduction.NONE))  # their sum may overflow float16
     total = run(OpCall(aten.sum.default, (elements,), {"dtype": torch.float32}))
-    return run(
-        OpCall(
-            aten._to_copy.default, (run(OpCall(aten.div.Scalar, (total, _num_elements(call.args)))),), {"dtype": dtype}
-        )
-    )
+    mean = run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
+    return run(OpCall(aten._to_copy.default, (mean,), {"dtype": dtype}))
 
 
 def _mean_class_loss(call: OpCall, run: RunOp) -> Any:

@@ -8,13 +8,13 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from meshwright.dtensor_ops.private import is_shard
 
-AxisSharding = tuple[list[Placement | None], list[Placement | None]]
+Sharding = tuple[list[Placement | None], list[Placement | None]]
 """Placements of the outputs and of the inputs, on one mesh axis."""
 Spec = Any
 """A tensor argument as DTensor passes it to a rule: `shape`, `ndim` and `placements`."""
 
 
-def all_replicated(num_outputs: int, num_inputs: int) -> AxisSharding:
+def all_replicated(num_outputs: int, num_inputs: int) -> Sharding:
     """Replicate all outputs and inputs, which is always correct."""
     return [Replicate()] * num_outputs, [Replicate()] * num_inputs
 

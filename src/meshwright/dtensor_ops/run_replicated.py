@@ -161,9 +161,8 @@ def _gather_float8(tensor: DTensor) -> Tensor:
     """Gather a float8 tensor as bytes or, if partial, as float32, because gloo supports only 8-bit integers."""
     if any(placement.is_partial() for placement in tensor.placements):
         local = local_tensor(tensor).float()
-        return gather_full(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor)).to(
-            tensor.dtype
-        )
+        full = gather_full(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor))
+        return full.to(tensor.dtype)
     return gather_full(dtensor_like(tensor, local_tensor(tensor).view(torch.uint8), tensor)).view(tensor.dtype)
 
 

@@ -143,9 +143,7 @@ def _run_elementwise(call: OpCall, run: RunOp, groups: Sequence[Sequence[Tensor]
             return originals[id(x)]
         if reference is None or has_default_order(reference) or not isinstance(x, DTensor):
             return x
-        assert x.placements == reference.placements and x.shape == reference.shape, (
-            "elementwise result has another layout"
-        )
+        assert x.placements == reference.placements and x.shape == reference.shape, "elementwise result moved"
         return new_dtensor(local_tensor(x), x.device_mesh, x.placements, spec_of(reference).shard_order, like=x)
 
     if isinstance(result, list | tuple) and len(result) == len(references):

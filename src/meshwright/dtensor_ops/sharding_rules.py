@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from meshwright.dtensor_ops.placement_rules import AxisSharding, Spec, all_replicated, dim_shards, partials
+from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, clear_sharding_cache, masked_partial, register_rule, with_dim
 from meshwright.dtensor_ops.sharding_rules_torch_2_11 import OLDER_RULES
 from meshwright.dtensor_ops.sharding_rules_windows import SHAPE_ARGUMENTS, WINDOW_RULES
@@ -28,26 +28,23 @@ from meshwright.dtensor_ops.sharding_rules_windows import SHAPE_ARGUMENTS, WINDO
 aten = torch.ops.aten
 
 
-def sort_along_rule(x: Spec, dim: int) -> list[AxisSharding]:
+def sort_along_rule(x: Spec, dim: int) -> list[Sharding]:
     """Return the placements of a sort along `dim`: values and indices are sharded as the input along other dims."""
-    return [all_replicated(2, 1)] + [
-        ([p, p], [p]) for d in range(x.ndim) if d != dim % x.ndim for p in dim_shards(d, x)
-    ]
+    other_dims = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return [all_replicated(2, 1)] + [([p, p], [p]) for d in other_dims for p in dim_shards(d, x)]
 
 
-def sort_rule(x: Spec, dim: int = -1, descending: bool = False) -> list[AxisSharding]:
+def sort_rule(x: Spec, dim: int = -1, descending: bool = False) -> list[Sharding]:
     """Sharding rule of `sort`."""
     return sort_along_rule(x, dim)
 
 
-def stable_sort_rule(
-    x: Spec, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> list[AxisSharding]:
+def stable_sort_rule(x: Spec, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> list[Sharding]:
     """Sharding rule of `sort` and `argsort` with `stable`."""
     return sort_along_rule(x, dim)
 
 
-def gather_rule(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> list[AxisSharding]:
+def gather_rule(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> list[Sharding]:
     """Sharding rule of `gather`: index and input are sharded alike along dims other than `dim`."""
     shardings = [all_replicated(1, 2)]
     if not x.ndim or not index.ndim:
@@ -63,7 +60,7 @@ def gather_rule(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) ->
     return shardings + [([p], [p, Replicate()]) for p in partials(x)]
 
 
-def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_: Any) -> list[AxisSharding]:
+def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_: Any) -> list[Sharding]:
     """Sharding rule of `scatter`, with a tensor or scalar `src`: all are sharded alike along dims other than `dim`."""
     others = [index, src] if hasattr(src, "placements") else [index]
     shardings = [all_replicated(1, 1 + len(others))]
@@ -75,7 +72,7 @@ def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_
     return shardings
 
 
-def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[AxisSharding]:
+def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[Sharding]:
     """Sharding rule of `scatter_add`: as `scatter_rule`, and sums may stay partial, with shards of `src` added."""
     shardings = scatter_rule(x, dim, index, src)
     if not can_be_partial(x):
@@ -87,7 +84,7 @@ def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[AxisShar
     return shardings
 
 
-def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[AxisSharding]:
+def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[Sharding]:
     """Sharding rule of `index_copy`: input and source are sharded alike along dims other than `dim`."""
     shardings = [all_replicated(1, 3)]
     if x.ndim and source.ndim == x.ndim:
@@ -96,7 +93,7 @@ def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[AxisShardin
     return shardings
 
 
-def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float = 1) -> list[AxisSharding]:
+def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float = 1) -> list[Sharding]:
     """Sharding rule of `index_add`: as `index_rule`, and sums may stay partial, with shards of `source` added."""
     shardings = index_rule(x, dim, index, source)
     if not can_be_partial(x):
@@ -116,19 +113,19 @@ def can_be_partial(x: Spec) -> bool:
 
 def scatter_reduce_rule(
     x: Spec, dim: int, index: Spec, src: Spec, reduce: str, *, include_self: bool = True
-) -> list[AxisSharding]:
+) -> list[Sharding]:
     """Sharding rule of `scatter_reduce`: a sum is `scatter_add`; other reductions are as `scatter`."""
     if reduce == "sum" and include_self:
         return scatter_add_rule(x, dim, index, src)
     return scatter_rule(x, dim, index, src)
 
 
-def masked_scatter_rule(x: Spec, mask: Spec, source: Spec) -> list[AxisSharding]:
+def masked_scatter_rule(x: Spec, mask: Spec, source: Spec) -> list[Sharding]:
     """Sharding rule of `masked_scatter`, replicated: each position depends on all earlier mask values."""
     return [all_replicated(1, 3)]
 
 
-def masked_scatter_backward_rule(grad: Spec, mask: Spec, sizes: list[int]) -> list[AxisSharding]:
+def masked_scatter_backward_rule(grad: Spec, mask: Spec, sizes: list[int]) -> list[Sharding]:
     """Sharding rule of `masked_scatter_backward`, replicated as the forward."""
     return [all_replicated(1, 2)]
 

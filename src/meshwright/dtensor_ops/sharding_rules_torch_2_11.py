@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
-from meshwright.dtensor_ops.placement_rules import AxisSharding, Spec, all_replicated, dim_shards, partials
+from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, with_dim
 from meshwright.dtensor_ops.sharding_rules_windows import pass_partials, unpadded_dims
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 def mean_rule(
     x: Spec, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> list[AxisSharding]:
+) -> list[Sharding]:
     """Sharding rule of `mean`: partial averages along sharded dims, if all shards have the same size on any axes."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
     reduced_dims = {d % x.ndim for d in dims} if x.ndim else set()
@@ -31,14 +31,12 @@ def mean_rule(
             output_dim = d if keepdim else d - sum(other < d for other in reduced_dims)
             shardings += [([with_dim(p, output_dim)], [p]) for p in dim_shards(d, x)]
         else:
-            equal_shards = [
-                p for p in dim_shards(d, x) if x.shape[d] % (x.mesh.size() * getattr(p, "split_factor", 1)) == 0
-            ]
-            shardings += [([Partial("avg")], [p]) for p in equal_shards]
+            equal = [p for p in dim_shards(d, x) if x.shape[d] % (x.mesh.size() * getattr(p, "split_factor", 1)) == 0]
+            shardings += [([Partial("avg")], [p]) for p in equal]
     return shardings
 
 
-def constant_pad_rule(x: Spec, padding: list[int], value: float = 0) -> list[AxisSharding]:
+def constant_pad_rule(x: Spec, padding: list[int], value: float = 0) -> list[Sharding]:
     """Sharding rule of constant padding: shards along unpadded dims; partial sums if the value is 0."""
     shardings = [all_replicated(1, 1)] + [([p], [p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, x)]
     return shardings + (linear_partials(x) if value == 0 else [])
@@ -46,7 +44,7 @@ def constant_pad_rule(x: Spec, padding: list[int], value: float = 0) -> list[Axi
 
 def slice_rule(
     x: Spec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> list[AxisSharding]:
+) -> list[Sharding]:
     """Sharding rule of `slice`: shards along dims that are kept in full."""
     dim = dim % x.ndim if x.ndim else 0
     is_full = not start and step == 1 and (end is None or (x.ndim > 0 and end >= x.shape[dim]))
@@ -54,14 +52,14 @@ def slice_rule(
     return [all_replicated(1, 1), *pass_partials(x)] + [([p], [p]) for d in kept for p in dim_shards(d, x)]
 
 
-def select_rule(x: Spec, dim: int, index: int) -> list[AxisSharding]:
+def select_rule(x: Spec, dim: int, index: int) -> list[Sharding]:
     """Sharding rule of `select`: shards along other dims."""
     shardings = [all_replicated(1, 1), *pass_partials(x)]
     other_dims = [d for d in range(x.ndim) if d != dim % x.ndim]
     return shardings + [([with_dim(p, d - (d > dim % x.ndim))], [p]) for d in other_dims for p in dim_shards(d, x)]
 
 
-def linear_partials(x: Spec) -> list[AxisSharding]:
+def linear_partials(x: Spec) -> list[Sharding]:
     """Return the placements that pass partial sums and averages through a linear operator."""
     return [([p], [p]) for p in partials(x) if p in (Partial("sum"), Partial("avg"))]
 

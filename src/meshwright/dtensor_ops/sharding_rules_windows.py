@@ -9,44 +9,41 @@ from typing import Any
 
 import torch
 
-from meshwright.dtensor_ops.placement_rules import AxisSharding, Spec, all_replicated, dim_shards, partials
+from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, packet_name
 
 aten = torch.ops.aten
 
 
-def padded_rule(x: Spec, padding: list[int]) -> list[AxisSharding]:
+def padded_rule(x: Spec, padding: list[int]) -> list[Sharding]:
     """Sharding rule of reflection and replication padding: shards along unpadded dims, and partial values."""
-    return (
-        [all_replicated(1, 1)]
-        + [([p], [p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, x)]
-        + pass_partials(x)
-    )
+    sharded: list[Sharding] = [([p], [p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, x)]
+    return [all_replicated(1, 1), *sharded, *pass_partials(x)]
 
 
-def padded_backward_rule(grad: Spec, x: Spec, padding: list[int]) -> list[AxisSharding]:
+def padded_backward_rule(grad: Spec, x: Spec, padding: list[int]) -> list[Sharding]:
     """Sharding rule of the padding backward: shards along unpadded dims."""
     return [all_replicated(1, 2)] + [([p], [p, p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, grad, x)]
 
 
-def unfold_rule(x: Spec, dim: int, size: int, step: int) -> list[AxisSharding]:
+def unfold_rule(x: Spec, dim: int, size: int, step: int) -> list[Sharding]:
     """Sharding rule of `unfold`: shards along dims other than `dim`; window elements are in a new last dim."""
     shardings = [all_replicated(1, 1), *pass_partials(x)]
     return shardings + [([p], [p]) for d in range(x.ndim) if d != dim % x.ndim for p in dim_shards(d, x)]
 
 
-def unfold_backward_rule(grad: Spec, shape: list[int], dim: int, size: int, step: int) -> list[AxisSharding]:
+def unfold_backward_rule(grad: Spec, shape: list[int], dim: int, size: int, step: int) -> list[Sharding]:
     """Sharding rule of `unfold_backward`: shards along dims other than `dim`."""
     other_dims = [d for d in range(len(shape)) if d != dim % max(len(shape), 1)]
     return [all_replicated(1, 1)] + [([p], [p]) for d in other_dims for p in dim_shards(d, grad)]
 
 
-def im2col_rule(x: Spec, *_: Any) -> list[AxisSharding]:
+def im2col_rule(x: Spec, *_: Any) -> list[Sharding]:
     """Sharding rule of `im2col`: shards along the batch dim, if there is one."""
     return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 4 else [])
 
 
-def col2im_rule(x: Spec, *_: Any) -> list[AxisSharding]:
+def col2im_rule(x: Spec, *_: Any) -> list[Sharding]:
     """Sharding rule of `col2im`: shards along the batch dim, if there is one."""
     return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 3 else [])
 
@@ -57,7 +54,7 @@ def unpadded_dims(x: Spec, padding: list[int]) -> list[int]:
     return [d for d in range(x.ndim) if d not in padded]
 
 
-def pass_partials(x: Spec) -> list[AxisSharding]:
+def pass_partials(x: Spec) -> list[Sharding]:
     """Return the placements that pass partial values through an operator that only selects values."""
     return [([p], [p]) for p in partials(x)]
 
