@@ -74,11 +74,11 @@ WORDS = ("--mesh", "4,8", "--shape", "16,16")
 @pytest.mark.parametrize(
     ("words", "error", "fix"),
     [
-        ((*WORDS, "S0", "S1 S0"), "'S0' has 1 words for 2 mesh axes", {"S0": "S0 R"}),
-        ((*WORDS, "S0 R", "S0 Q"), "'Q' is not a placement", {"S0 Q": "S0 R"}),
-        ((*WORDS, "S0 S2", "S1 S0"), "S2 cuts dim 2", {"S0 S2": "S0 S1"}),
-        ((*WORDS, "S0@1 S0", "S1 S0"), "have places 1, none", {"S0@1 S0": "S0@1 S0@0"}),
-        ((*WORDS, "P(med) R", "R R"), "med is not a reduction", {"P(med) R": "P(sum) R"}),
+        ((*WORDS, "S0", "S1 S0"), "'S0' has 1 placements for 2 mesh axes", {"S0": "S0 R"}),
+        ((*WORDS, "S0 R", "S0 Q"), "'Q' is not a valid placement", {"S0 Q": "S0 R"}),
+        ((*WORDS, "S0 S2", "S1 S0"), "S2 shards dim 2", {"S0 S2": "S0 S1"}),
+        ((*WORDS, "S0@1 S0", "S1 S0"), "have positions 1, none", {"S0@1 S0": "S0@1 S0@0"}),
+        ((*WORDS, "P(med) R", "R R"), "'med' is not a reduction", {"P(med) R": "P(sum) R"}),
         ((*WORDS, "S0 R", "R S0", "--dtype", "bf17"), "'bf17' is not a dtype", {"bf17": "bf16"}),
         ((*WORDS, "S0 R", "R S0", "--topology", "H10"), "H10 is not a cluster preset", {"H10": "H100"}),
         ((*WORDS, "S0 R", "R S0", "--memory-cap", "lots"), "--memory-cap 'lots'", {"lots": "100MB"}),

@@ -1,4 +1,4 @@
-"""Operators without a sharding rule: right values, in place, gradients, what is said and what is refused."""
+"""Operators without a sharding rule: correct values, in-place writes, gradients, warnings and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.dtensor_ops.refused_ops import OperatorError
 from tests.reshard.placing import numbers, place
 
 MANY_S = 120
-"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+"""Timeout for bodies of many operators, which take seconds, and ten times as long on a loaded machine."""
 
 LAYOUTS = {
     "even": ((4,), [Shard(0)]),
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def by_layout(rank, world_size):
-    """By layout: whether values and placements of the result are right, and what was written into a given one."""
+    """Check, by layout, the values and placements of results and of writes into an output tensor."""
     found = {}
     x = numbers(8, 6)
     for name, (mesh_shape, placements) in LAYOUTS.items():
@@ -101,7 +101,7 @@ def test_gradients_flow(gang):
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """A handler that collects log messages."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class Lines(logging.Handler):
 
 
 def said(rank, world_size):
-    """What is logged and raised: warned, silent, "error"."""
+    """Collect the log lines and the error for `warn` True, False and "error"."""
     mesh = init_device_mesh("cpu", (world_size,))
     d, seen = place(numbers(8, 6), mesh, [Shard(0)]), Lines()
     logger = logging.getLogger("meshwright.dtensor_ops.fallback")
@@ -171,22 +171,22 @@ def refused(rank, world_size):
 
 
 REFUSALS = {
-    "resize_": "looks at their memory", "set_": "looks at their memory", "data_ptr": "looks at their memory",
-    "strides of a transposed": "looks at their memory", "cauchy_": "draws random numbers",
+    "resize_": "depends on the memory", "set_": "depends on the memory", "data_ptr": "depends on the memory",
+    "strides of a transposed": "depends on the memory", "cauchy_": "draws random numbers",
     "normal": "draws random numbers", "poisson": "draws random numbers", "own plain tensor": "differ between ranks",
     "multinomial": "draws random numbers",
 
-    "out of another shape": "of shape (3, 3)", "two meshes": "several meshes",
+    "out of another shape": "of shape (3, 3)", "two meshes": "on several meshes",
 }  # fmt: skip
 
 
-def test_what_no_copies_can_give_is_refused(gang):
+def test_operators_that_cannot_fall_back_are_rejected(gang):
     for found in gang(4).run(refused, timeout_s=MANY_S):
         assert {name: what for name, what in found.items() if REFUSALS[name] not in what} == {}
 
 
 def mixed(rank, world_size):
-    """Plain tensors that are the same on all ranks, a table read on the host, dims smaller than the mesh."""
+    """Check plain tensors that are the same on all ranks, indices read on the host, dims smaller than the mesh."""
     mesh = init_device_mesh("cpu", (world_size,))
     x, small = numbers(8, 6), numbers(3, 5)
     d, s = place(x, mesh, [Shard(0)]), place(small, mesh, [Shard(0)])
@@ -210,7 +210,7 @@ def test_plain_tensors_of_one_value_and_empty_pieces(gang):
 
 
 def left_behind(rank, world_size):
-    """Which of these raise DTensor's own error: outside, after a nested context, after an exception, in a thread."""
+    """Record the outcome outside, after a nested context, after an exception, and in another thread."""
     mesh = init_device_mesh("cpu", (world_size,))
     d, found = place(numbers(8, 6), mesh, [Shard(0)]), {}
 

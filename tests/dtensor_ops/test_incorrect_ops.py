@@ -1,4 +1,4 @@
-"""Operators that DTensor gets wrong: right in the fallback, and still wrong without it."""
+"""Operators that DTensor computes incorrectly: correct in the fallback, and still incorrect without it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright.dtensor_ops.incorrect_ops import CHECKS, is_broken
-from meshwright.dtensor_ops.run_replicated import Call
+from meshwright.dtensor_ops.incorrect_ops import CHECKS, is_incorrect
+from meshwright.dtensor_ops.run_replicated import OpCall
 from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional
@@ -21,7 +21,7 @@ S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 
 
 def gradient(call):
-    """The first input's gradient under a call."""
+    """Return a function that computes the gradient of `call` with respect to its first input."""
 
     def of(x, *others):
         x = x.detach().requires_grad_()
@@ -33,7 +33,7 @@ def gradient(call):
 
 
 def parts_of_eight_bits(rank, world_size):
-    """A product with a tensor of 8 bits that is partial, which only its maker can answer for."""
+    """Multiply with a partial float8 tensor."""
     mesh = init_device_mesh("cpu", (world_size,))
     x, w = (torch.arange(256.0).view(16, 16) % 7).to(torch.float8_e4m3fn), torch.eye(16).to(torch.float8_e4m3fn)
     parts = DTensor.from_local(x if rank == 1 else torch.zeros(16, 16).to(x.dtype), mesh, [P])
@@ -82,13 +82,13 @@ CASES = {
     "vector and matrix": ("", lambda x, w: (x @ w) * 1, (numbers(10), S0), (numbers(10, 5), S0)),
     "smallest of nothing": ("", lambda x: torch.aminmax(x, dim=0)[0], (numbers(5, 0, 5), S0)),
 }  # fmt: skip
-"""By what is the matter: the operator that is looked up, a call of it, and its inputs with their placements."""
+"""By problem: the operator in `CHECKS`, a call of it, and its inputs with their placements."""
 WRONG_ALONE = ("kernel cut", "image cut", "partial, gradient", "det", "slogdet", "complex number")
-"""What DTensor alone gets wrong, or raises, without leaving ranks to wait for others."""
+"""Cases that DTensor alone computes incorrectly, or raises for, without leaving other ranks hanging."""
 
 
 def outcome(call, inputs, context, mesh):
-    """Whether a call on DTensors returns what it does on plain tensors, or the name of what it raised."""
+    """Return True if a call gives the same result on DTensors and plain tensors, or the name of its exception."""
     expected = call(*(x for x, _ in inputs))
     try:
         with context:
@@ -124,9 +124,9 @@ def alone(rank, world_size):
     return {name: outcome(CASES[name][1], CASES[name][2:], nullcontext(), mesh) for name in WRONG_ALONE}
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="says what 2.13 gets wrong")
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="lists operators that are incorrect in 2.13")
 def test_dtensor_alone_gets_them_wrong(gang):
-    """Why they are there: where this fails, PyTorch has mended one."""
+    """Justify the checks: if this fails, PyTorch has fixed one of the operators."""
     results = gang(4).run(alone, timeout_s=120.0)
     assert [name for name in WRONG_ALONE if all(found[name] is True for found in results)] == []
 
@@ -134,9 +134,9 @@ def test_dtensor_alone_gets_them_wrong(gang):
 def test_what_draws_by_itself_is_seen_before_it_runs():
     x = torch.empty(2, device="meta")
     attention = aten._scaled_dot_product_flash_attention.default
-    assert not is_broken(Call(attention, (x, x, x)))
-    assert not is_broken(Call(attention, (x, x, x, 0.0)))
-    assert is_broken(Call(attention, (x, x, x, 0.1)))
-    assert is_broken(Call(attention, (x, x, x), {"dropout_p": 0.1}))
-    assert is_broken(Call(aten.multinomial.default, (x, 1)))
-    assert not is_broken(Call(aten.native_dropout.default, (x, 0.5, True))), "DTensor sees to it"
+    assert not is_incorrect(OpCall(attention, (x, x, x)))
+    assert not is_incorrect(OpCall(attention, (x, x, x, 0.0)))
+    assert is_incorrect(OpCall(attention, (x, x, x, 0.1)))
+    assert is_incorrect(OpCall(attention, (x, x, x), {"dropout_p": 0.1}))
+    assert is_incorrect(OpCall(aten.multinomial.default, (x, 1)))
+    assert not is_incorrect(OpCall(aten.native_dropout.default, (x, 0.5, True))), "DTensor sees to it"

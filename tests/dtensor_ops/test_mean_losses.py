@@ -1,4 +1,4 @@
-"""Losses of pieces: values and gradients are those of one device, without gathering anything."""
+"""Losses of sharded inputs: values and gradients equal those on one device, without a gather."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional
 HAS_RULES = TorchVersion(torch.__version__) >= "2.13"
-"""Before, DTensor had no rules for some losses, and they are gathered."""
+"""True from 2.13 on; earlier, DTensor has no rules for some losses, and they are gathered."""
 CONTEXTS = {"replicate_fallback": lambda: replicate_fallback(warn="error" if HAS_RULES else False)}
 if HAS_RULES:
     CONTEXTS["for_dtensor"] = for_dtensor
@@ -46,13 +46,13 @@ ELEMENTS = {
 
 
 def laid(layout):
-    """Rows, mesh and placements of a layout."""
+    """Return the number of rows, mesh and placements of a layout."""
     n, mesh_shape, placements = LAYOUTS[layout]
     return n, init_device_mesh("cpu", mesh_shape), placements
 
 
 def of_elements(rank, world_size, cases):
-    """By context, layout and loss: whether value and gradients are right."""
+    """Check, by context, layout and loss, the value and gradients."""
     found, meshes = {}, {layout: laid(layout) for _, layout, _ in cases}
     for context, layout, name in cases:
         (n, mesh, placements), loss = meshes[layout], ELEMENTS[name]
@@ -74,7 +74,7 @@ QUICK_CONTEXT, QUICK_LAYOUTS = list(CONTEXTS)[-1], ("uneven", "nothing on some")
 
 
 def in_turn(*factors):
-    """With the quick context, each of the cases on one of the quick layouts, in turn."""
+    """Return the cases in the quick context, alternating between the quick layouts."""
     return [
         (QUICK_CONTEXT, QUICK_LAYOUTS[at % len(QUICK_LAYOUTS)], *case) for at, case in enumerate(product(*factors))
     ]  # fmt: skip
@@ -104,7 +104,7 @@ SHAPES = {"rows": (), "images": (3, 2)}
 
 
 def of_classes(rank, world_size, cases):
-    """By context, layout, shape and options: whether value and gradient are right."""
+    """Check, by context, layout, shape and options, the value and gradient."""
     found, meshes = {}, {layout: laid(layout) for _, layout, _, _ in cases}
     for context, layout, shape, name in cases:
         (n, mesh, placements), more, options = meshes[layout], SHAPES[shape], CLASSES[name]
@@ -138,7 +138,7 @@ def test_losses_of_classes(gang, cases):
 
 
 def cost(rank, world_size):
-    """What an average sends; a sum that float16 can't hold; PyTorch's own loss over classes that are cut."""
+    """Check the collectives of a mean, a sum that overflows float16, and `loss_parallel`."""
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
     x, y = numbers(7, 6), numbers(7, 6, seed=1)
     a, b = (place(t, mesh, [Shard(0)]).requires_grad_() for t in (x, y))
@@ -172,7 +172,7 @@ def test_what_an_average_costs(gang):
 
 
 def bare(rank, world_size):
-    """What DTensor makes of averages by itself."""
+    """Check the gradient of a mean loss by DTensor alone."""
     mesh = init_device_mesh("cpu", (world_size,))
     x, y = numbers(8, 6).requires_grad_(), numbers(8, 6, seed=1)
     d = DTensor.from_local(x.detach().chunk(world_size)[rank], mesh, [Shard(0)]).requires_grad_()
@@ -182,5 +182,5 @@ def bare(rank, world_size):
 
 
 def test_dtensor_alone_is_wrong(gang):
-    """Why the layer is there: where this fails, PyTorch has mended it."""
+    """Justify the layer: if this fails, PyTorch has fixed the loss."""
     assert gang(4).run(bare, timeout_s=120.0) == [False] * 4

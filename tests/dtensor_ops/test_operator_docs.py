@@ -1,4 +1,4 @@
-"""The page on operators: its example does what it says, its counts are those of the saved benchmark."""
+"""The page on operators: its example prints what it shows, and its counts match the saved benchmark."""
 
 from __future__ import annotations
 

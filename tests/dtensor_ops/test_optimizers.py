@@ -16,11 +16,11 @@ from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers, place
 
 MANY_S = 120
-"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+"""Timeout for bodies of many operators, which take seconds, and ten times as long on a loaded machine."""
 
 
 class MeansOfRowsAndColumns(torch.optim.Optimizer):
-    """Like Adafactor (Shazeer and Stern 2018): of a matrix it keeps the mean square of each row and each column."""
+    """An optimizer like Adafactor (Shazeer and Stern 2018), which keeps mean squares of matrix rows and columns."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05})
@@ -67,7 +67,7 @@ def loss(params):
 
 
 def trained(rank, world_size, name, context, layouts, num_steps):
-    """By layout: whether parameters and states are those of plain tensors, and where they lay."""
+    """Compare, by layout, parameters and states with those of plain tensors, and their layouts before and after."""
     found, mesh = {}, init_device_mesh("cpu", (2, 2))
     for layout in layouts:
         placements, order = LAYOUTS[layout]
@@ -98,7 +98,7 @@ def trained(rank, world_size, name, context, layouts, num_steps):
 
 NAMES = tuple(LAYOUTS)
 QUICK = [("adamw", "for_dtensor", NAMES[::2]), ("means", "replicate_fallback", NAMES[1::2])]
-"""Each layout with one of two optimizers that have little in common."""
+"""Each layout with one of two dissimilar optimizers."""
 
 
 @pytest.mark.parametrize(("name", "context", "layouts"), quick_and_slow(

@@ -1,4 +1,4 @@
-"""Operators on partial values that are done another way: numbers are read, and filled in."""
+"""Corrected operators on partial values: reading scalars, filling, and lookups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READERS = {
 
 
 def read(rank, world_size):
-    """By context and reader, with and without inference mode: the difference from a plain tensor's."""
+    """Compare, by context and reader, with and without inference mode, scalars with those of a plain tensor."""
     found = {}
     plain = numbers(7, 6)
     x = place(plain, init_device_mesh("cpu", (world_size,)), [Shard(0)])
@@ -68,7 +68,7 @@ FILLS = {
 
 
 def filled(rank, world_size):
-    """By context, placements and fill: whether the values are those of a plain tensor."""
+    """Compare, by context, placements and fill, the values with those of a plain tensor."""
     found, mesh = {}, init_device_mesh("cpu", (2, 2))
     for context, enter in CONTEXTS.items():
         for parts, placements in PARTS.items():
@@ -98,7 +98,7 @@ LOOKUPS = {
 
 
 def looked_up(rank, world_size):
-    """By context and lookup: whether two results at once, each used twice, and the gradient are right."""
+    """Check, by context and lookup, two live results, each used twice, and the gradient."""
     found, mesh = {}, init_device_mesh("cpu", (world_size,))
     plain = numbers(10, 6).requires_grad_()
     indices = [torch.arange(12).view(3, 4) % n for n in (5, 7)]
@@ -130,7 +130,7 @@ def alone(rank, world_size):
 
 
 def test_dtensor_alone_gets_them_wrong(gang):
-    """Why the layer is there: where this fails, PyTorch has mended it."""
+    """Justify the layer: if this fails, PyTorch has fixed the operators."""
     found = gang(4).run(alone, timeout_s=120.0)
     assert len({number for number, _ in found}) == 4
     assert all(values == [8.0, 8.0] for _, values in found)

@@ -1,4 +1,4 @@
-"""Operators on DTensors with an order of cuts of their own: right within the contexts, and DTensor alone loses it."""
+"""Operators on DTensors with a custom shard order: correct within the contexts, lost by DTensor alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers
 
 MANY_S = 120
-"""For bodies of many operators, which take seconds, and on a loaded machine ten times as long."""
+"""Timeout for bodies of many operators, which take seconds, and ten times as long on a loaded machine."""
 
 CONTEXTS = {"for_dtensor": for_dtensor, "replicate_fallback": lambda: replicate_fallback(warn=False)}
 ORDERS = {
@@ -27,13 +27,13 @@ ORDERS = {
 
 
 def ordered(x, mesh, placements, order):
-    """A DTensor of `x`, a plain tensor that all ranks have."""
+    """Distribute `x`, a plain tensor that all ranks hold, with a shard order."""
     copies = distribute_tensor(x.clone(), mesh, [Replicate()] * mesh.ndim)
     return redistribute(copies, placements, shard_order=order)
 
 
 def in_order(x, like):
-    """The same elements, cut in the axes' order."""
+    """Distribute `x` as `like`, in the default shard order."""
     return distribute_tensor(x, like.device_mesh, like.placements) if isinstance(like, DTensor) else x
 
 
@@ -76,7 +76,7 @@ OTHERS = {
 
 
 def found_by(context, mesh, placements, order):
-    """By operator: whether its values are right; and of those by element whether the order stayed."""
+    """Check, by operator, the values and, for elementwise ones, that the order is preserved."""
     whole, found = numbers(7, 5), {}
     with context():
         x = ordered(whole, mesh, placements, order)
@@ -103,7 +103,7 @@ def test_operators_keep_to_the_order(gang, name, where):
 
 
 def bare(rank, world_size):
-    """What DTensor makes of an order by itself."""
+    """Check which operators are correct by DTensor alone."""
     whole = numbers(8, 4)
     x = ordered(whole, init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(0)], {0: (1, 0)})
     return [torch.equal(call(x).full_tensor(), call(whole)) for call in
@@ -111,7 +111,7 @@ def bare(rank, world_size):
 
 
 def test_dtensor_alone_loses_it(gang):
-    """Why the mode is there: where this fails, PyTorch has mended it."""
+    """Justify the layer: if this fails, PyTorch preserves shard orders."""
     for found in gang(4).run(bare):
         assert found == [True, False, False, False]
 
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_plain_tensors(gang, name):
 
 
 def memory(rank, world_size):
-    """Writes through a detached tensor and a view; turned in place; and partial values beside an order."""
+    """Check writes through a detached tensor and a view, in-place transposition, and partial values."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = numbers(7, 5)
     x = ordered(whole, mesh, [Shard(0), Shard(0)], {0: (1, 0)})

@@ -1,4 +1,4 @@
-"""Rules: right values on even, uneven and strided layouts, no message where the work is along a dim that isn't cut."""
+"""Sharding rules: correct values on all layouts, and no communication for work along unsharded dims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def indices(high, *shape):
 
 
 def distinct(size, *shape):
-    """Indices along dim 1 that differ within a row, as scatter needs for one answer."""
+    """Return indices along dim 1 that are distinct within a row, so that scatter is deterministic."""
     rows = [torch.randperm(size, generator=torch.Generator().manual_seed(row))[: shape[1]] for row in range(shape[0])]
     return torch.stack(rows)
 
@@ -70,7 +70,7 @@ OPERATORS = {
     "im2col": (lambda x: F.unfold(x, (2, 3), padding=1), lambda n: [numbers(n, 2, 5, 6)]),
     "col2im": (lambda x: F.fold(x, (4, 5), (2, 2)), lambda n: [numbers(n, 8, 12)]),
 }  # fmt: skip
-"""Works along dims after the first, whose size is `n`; the first dim of inputs of that size is cut."""
+"""Operators that work along dims after the first, whose size is `n` and which is sharded."""
 
 LAYOUTS = {
     "even": (8, (4,), [Shard(0)]),
@@ -82,7 +82,7 @@ LAYOUTS = {
 
 
 def in_turn(layouts, operators, num_layouts):
-    """Pairs of a layout and an operator: `num_layouts` for each operator, so that all layouts are taken alike."""
+    """Return pairs of a layout and an operator, with `num_layouts` per operator, all layouts equally often."""
     layouts = list(layouts)
     return [
         (layouts[(at + more) % len(layouts)], name)
@@ -91,12 +91,12 @@ def in_turn(layouts, operators, num_layouts):
 
 
 def meshes_of(layouts):
-    """One mesh for each shape that occurs."""
+    """Return a mesh for each distinct mesh shape."""
     return {shape: init_device_mesh("cpu", shape) for shape in dict.fromkeys(layout[-2] for layout in layouts.values())}
 
 
 def along_other_dims(rank, world_size, pairs):
-    """By layout and operator: the largest difference from plain tensors, messages, fallbacks."""
+    """Record, by layout and operator, correctness, collectives and fallbacks."""
     found, meshes = {}, meshes_of(LAYOUTS)
     for layout, name in pairs:
         (n, mesh_shape, placements), (operator, inputs) = LAYOUTS[layout], OPERATORS[name]
@@ -148,7 +148,7 @@ CUT = {"chunks": ((4,), [Shard(0)]), "strided": ((2, 2), [_StridedShard(0, split
 
 
 def along_the_cut_dim(rank, world_size, pairs):
-    """By layout and operator: whether the values are right, and fallbacks."""
+    """Record, by layout and operator, correctness and fallbacks."""
     found, meshes = {}, meshes_of(CUT)
     for layout, name in pairs:
         (mesh_shape, placements), (operator, inputs) = CUT[layout], ALONG_THE_CUT_DIM[name]
@@ -184,7 +184,7 @@ SLICES = {
 
 
 def slices(rank, world_size, dtypes, choose):
-    """By operator, type and placements of tensor, index and source: whether slices along the first dim go right."""
+    """Check, by operator, dtype and placements of tensor, index and source, slices along the first dim."""
     mesh, found = init_device_mesh("cpu", (world_size,)), {}
     whole = Replicate()
     cases = choose(product(SLICES, (Shard(0), Shard(1), whole), (Shard(0), whole), (Shard(0), whole)))
@@ -214,7 +214,7 @@ def test_slices_go_where_the_whole_index_says(gang, dtypes, choose):
 
 
 def what_moves(rank, world_size):
-    """Collectives of a sum of rows that each rank has some of, until the sum is whole; a padding's gradient."""
+    """Count the collectives of a `scatter_add` of sharded rows."""
     mesh = init_device_mesh("cpu", (world_size,))
     into, index, rows = numbers(5, 6), indices(5, 10, 6), numbers(10, 6, seed=1)
     placed = [place(into, mesh, [Replicate()]), place(index, mesh, [Shard(0)]), place(rows, mesh, [Shard(0)])]
@@ -244,7 +244,7 @@ CUTS_OF_TWO = ((Shard(0), Shard(0)), (Shard(0), Replicate()), (Replicate(), Shar
 
 
 def gradients(rank, world_size, num_cuts):
-    """By operator and cut: whether gradients are those of plain tensors."""
+    """Compare, by operator and placements, gradients with those of plain tensors."""
     found, mesh = {}, init_device_mesh("cpu", (world_size,))
     for cuts, name in in_turn(CUTS_OF_TWO, GRADIENTS, num_cuts):
         operator = GRADIENTS[name]

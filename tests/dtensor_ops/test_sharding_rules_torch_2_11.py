@@ -1,4 +1,4 @@
-"""Rules for older releases, whatever the release: each way that they list is right on every rank of a mesh."""
+"""Sharding rules for older releases, tested on any release: every listed sharding is correct on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = (2, 3)
 
 
 def pieces(whole, placements):
-    """What each rank of the mesh holds."""
+    """Yield the local shard of each rank of the mesh."""
     placements = tuple(Replicate() if p.is_partial() else p for p in placements)
     layout = layout_of_placements(placements, None, tuple(whole.shape), AXES)
     for rank in range(math.prod(AXES)):
@@ -31,7 +31,7 @@ def pieces(whole, placements):
 
 
 def is_right(operator, x, before, after):
-    """Whether the operator on the pieces of `x` gives the pieces of its result, parts of an average averaged."""
+    """Check that the operator on the shards of `x` gives the shards of its result, with partial averages reduced."""
     found = torch.stack([operator(piece) for piece in pieces(x, before)])
     found = found.unflatten(0, AXES)
     for axis, placement in enumerate(after):
@@ -42,7 +42,7 @@ def is_right(operator, x, before, after):
 
 
 def combinations(rule, x, now, *args, **options):
-    """Placements before and after, as the rule allows them on both axes."""
+    """Yield the placements before and after that the rule allows on both axes."""
     spec = SimpleNamespace(
         shape=x.shape, ndim=x.ndim, placements=now, mesh=SimpleNamespace(size=lambda: math.prod(AXES))
     )

@@ -1,4 +1,4 @@
-"""Ranks and coordinates are two names of one thing."""
+"""Mesh axes: ranks and coordinates are inverses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_coordinate_and_rank_are_inverses(axes):
 
 @given(axes)
 def test_neighbours_differ_on_the_last_axis_first(axes):
-    """Ranks of one node share the fastest links, so the innermost axis counts fastest."""
+    """Check that the innermost axis varies fastest, since ranks of one node share the fastest links."""
     for rank in range(axes.num_ranks() - 1):
         here, there = (tuple(axes.coordinate(r).values()) for r in (rank, rank + 1))
         assert here < there
@@ -35,7 +35,7 @@ def test_neighbours_differ_on_the_last_axis_first(axes):
 
 @given(axes)
 def test_data_shares(axes):
-    """Ranks that differ on data-parallel axes have different shares; those that differ elsewhere have the same."""
+    """Check that the data index depends on the data-parallel axes only."""
     shares = {}
     for rank in range(axes.num_ranks()):
         position = axes.coordinate(rank)
@@ -67,7 +67,7 @@ def test_only_used_axes_are_named():
 
 
 def test_it_is_the_order_of_pytorchs_meshes():
-    """`init_device_mesh` counts ranks as we do: the last axis fastest."""
+    """Check the rank order of `init_device_mesh`: the last axis varies fastest."""
     import torch
 
     axes = Axes(dp_replicate=2, dp_shard=3, tp=2)

@@ -1,4 +1,4 @@
-"""`Layout.canonical` is another name for the same distribution, and the same name for what divides evenly alike."""
+"""`Layout.canonical` keeps the distribution, and is unique for layouts that divide evenly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.mesh.shard_intervals import Split
 
 @st.composite
 def cuts(draw):
-    """A dim with several cuts, strided ones among them."""
+    """A layout of one dim with several splits, some of them strided."""
     axis_sizes = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3)))
     order = draw(st.permutations(range(len(axis_sizes))))[: draw(st.integers(1, len(axis_sizes)))]
     splits = tuple(Split(axis, draw(st.sampled_from([1, 1, 2, 3, 4, 6, 8]))) for axis in order)

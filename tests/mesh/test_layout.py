@@ -1,4 +1,4 @@
-"""Layouts: written and read, normal forms that change nothing, and the same pieces as DTensor's own."""
+"""Layouts: text round trips, canonical forms, and the same shards as DTensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout, held_by_both
+from meshwright.mesh.layout import Layout, overlap_numels
 from meshwright.mesh.reduction import Reduction
 from meshwright.mesh.shard_intervals import Split
 
@@ -55,17 +55,17 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("S0", "1 words for 2 mesh axes"),
-        ("S0 R R", "3 words"),
-        ("S0 Q", "'Q' is not a placement"),
-        ("S0 S9", "cuts dim 9 of a tensor of 2 dims"),
-        ("S0 shard(1)", "not a placement"),
-        ("S0 P(mean)", "mean is not a reduction"),
-        ("S0 SS1/0", "no parts"),
+        ("S0", "1 placements for 2 mesh axes"),
+        ("S0 R R", "3 placements"),
+        ("S0 Q", "'Q' is not a valid placement"),
+        ("S0 S9", "shards dim 9 of a tensor with 2 dims"),
+        ("S0 shard(1)", "not a valid placement"),
+        ("S0 P(mean)", "'mean' is not a reduction"),
+        ("S0 SS1/0", "SS1/0 has split factor 0"),
     ],
 )
 def test_errors_name_a_fix_that_works(text: str, message: str) -> None:
-    """A whole layout, or words to choose from in place of the second one."""
+    """Parse every fix: a complete layout, or choices for the second placement."""
     with pytest.raises(LayoutError) as error:
         Layout.parse(text, (2, 2), (4, 4))
     assert message in str(error.value)
@@ -77,9 +77,9 @@ def test_errors_name_a_fix_that_works(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "order", "message"),
     [
-        ("S0@0 S0", None, "places 0, none"),
-        ("S0@1 S0@1", None, "places 1, 1"),
-        ("S0 S0", {0: [0]}, "which 'S0 S0' cuts by axes [0, 1]"),
+        ("S0@0 S0", None, "positions 0, none"),
+        ("S0@1 S0@1", None, "positions 1, 1"),
+        ("S0 S0", {0: [0]}, "which 'S0 S0' shards over axes [0, 1]"),
         ("S0 S0", {7: [0]}, "names dim 7"),
     ],
 )
@@ -95,7 +95,7 @@ def test_an_axis_has_one_role() -> None:
             Layout((4, 4), (2,), splits, partial)
     with pytest.raises(LayoutError, match="used 1 times by a layout on 1 axes"):
         Layout((4,), (2,), ((Split(1),),), (None,))
-    with pytest.raises(LayoutError, match="dims of cuts"):
+    with pytest.raises(LayoutError, match="splits has 0 entries and partial has 1"):
         Layout((4,), (2,), (), (None,))
     for rank in (-1, 2):
         with pytest.raises(LayoutError, match="not on a mesh"):
@@ -120,7 +120,7 @@ def test_the_same_is_what_every_rank_holds(data: st.DataObject) -> None:
 
 
 def test_equal_distributions_that_divide_have_equal_normal_forms() -> None:
-    """All orders and strides of a mesh: where each axis holds one digit of the index, the digits' order is the form."""
+    """Try all orders and strides of a mesh: if each axis holds one digit of the index, the form is their order."""
     mesh, size, rng = (2, 4, 2), 64, random.Random(0)
     forms: dict[str, Layout] = {}
     others = []
@@ -144,7 +144,7 @@ def test_equal_distributions_that_divide_have_equal_normal_forms() -> None:
 
 
 def test_a_stride_that_is_an_order_is_written_as_one() -> None:
-    """As FSDP2 lays out what tensor parallelism has cut: axis 0 cuts each of the 4 parts that axis 1 then takes."""
+    """Check the layout of FSDP2 on tensor parallelism: axis 0 splits each of the 4 shards of axis 1."""
     fsdp = Layout((64,), (2, 4), ((Split(0, 4), Split(1)),), (None, None))
     ordered = Layout.parse("S0@1 S0@0", (2, 4), (64,))
     assert fsdp != ordered and fsdp.same_as(ordered) and fsdp.canonical() == ordered
@@ -174,13 +174,13 @@ def test_what_two_ranks_both_hold(data: st.DataObject) -> None:
         int(np.prod([len({*x} & {*y}) for x, y in zip(indices(a, i), indices(b, j), strict=True)], dtype=int))
         for i, j in pairs
     ]
-    assert held_by_both(a, b, at_a, at_b).tolist() == want
+    assert overlap_numels(a, b, at_a, at_b).tolist() == want
 
 
 @settings(max_examples=15)
 @given(layouts())
 def test_dtensor_cuts_the_same_pieces(layout: Layout) -> None:
-    """Its cuts in axis order, applied to the indices one after another, and its own shapes and offsets."""
+    """Compare with DTensor's splits, applied to the indices in axis order, and with its shapes and offsets."""
     import torch
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset

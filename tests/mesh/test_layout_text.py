@@ -1,4 +1,4 @@
-"""Texts that are no layout: every fix that is a layout can be read, and says what was evidently meant."""
+"""Invalid layout texts: every fix that is a layout can be parsed and is what the text evidently meant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mesh.test_layout import layouts
 
 AXIS_SIZES, SHAPE = (2, 3), (4, 4)
 A_LAYOUT = re.compile(r"[RSP]\S*( [RSP]\S*)*")
-"""How a fix looks that is a layout and not a sentence: all its words begin like placements."""
+"""Pattern of a fix that is a layout and not a sentence: all its words begin like placements."""
 
 
 def error_of(text: object, axis_sizes: tuple[int, ...] = AXIS_SIZES, shape: tuple[int, ...] = SHAPE) -> LayoutError:
@@ -41,7 +41,7 @@ MEANT = {
     "S9 R": None, "shard(9) R": None, "SS0/0 R": None, "": None, "S0 R extra": None, "S0 1": None, "RSVP R": None,
     "S" + "9" * 5000 + " R": None, "P(max R": None,
 }  # fmt: skip
-"""Texts that are refused, and what was evidently meant, if anything."""
+"""Invalid texts, and the layout that each evidently means, or None."""
 
 
 @pytest.mark.parametrize("text", MEANT)
@@ -72,14 +72,14 @@ def test_each_word_of_a_choice_can_be_read_in_its_place(text: str, choice: str) 
 
 @pytest.mark.parametrize(
     ("shape", "choice"),
-    [((), "R, for a tensor without dims"), ((8,), "S0, for a tensor of one dim"), ((1,) * 6, "S0 … S5")],
+    [((), "R, for a tensor without dims"), ((8,), "S0, for a 1-d tensor"), ((1,) * 6, "S0 … S5")],
 )
 def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> None:
     assert error_of("S9 R", shape=shape).fix == choice
 
 
 def mistyped(text: str, draw: st.DataObject) -> str:
-    """A layout with a few things wrong."""
+    """Return the text of a layout with a few typos."""
     wrongs = [
         ("S", "s"),
         ("S", "Shard"),
@@ -122,14 +122,20 @@ def test_whatever_is_tried_a_fix_that_is_a_layout_can_be_read(data: st.DataObjec
 
 @pytest.mark.parametrize(
     ("text", "fix"),
-    [(["S0", "R"], "S0 R"), (("shard(0)", "p"), "S0 P"), (None, "a text of 2 words"), (7, "a text"), ([1], "a text")],
+    [
+        (["S0", "R"], "S0 R"),
+        (("shard(0)", "p"), "S0 P"),
+        (None, "a string of 2 placements"),
+        (7, "a string"),
+        ([1], "a string"),
+    ],
 )
-def test_a_text_is_a_text(text: object, fix: str) -> None:
+def test_a_layout_is_a_string(text: object, fix: str) -> None:
     error = error_of(text)
-    assert error.fix.startswith(fix) and "not a text" in error.what
+    assert error.fix.startswith(fix) and "not a string" in error.what
 
 
-def test_placements_are_not_a_text_either() -> None:
+def test_placements_are_not_a_string_either() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -1,4 +1,4 @@
-"""Sizes and orders of cuts as callers give them: taken in any form that is one, refused with what would do."""
+"""Sizes and shard orders as callers pass them: accepted in any valid form, otherwise rejected with a fix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.layout_validate import normal_order, whole_numbers
+from meshwright.mesh.layout_validate import normalize_shard_order, normalize_sizes
 
 
-def test_sizes_in_any_form_are_plain_whole_numbers() -> None:
+def test_sizes_in_any_form_become_plain_ints() -> None:
     for value in ((4, 8), [4, 8], range(4, 12, 4), np.array([4, 8]), iter((4, 8))):
-        found = whole_numbers(value, "shape")
+        found = normalize_sizes(value, "shape")
         assert found == (4, 8) and all(type(size) is int for size in found)
-    assert whole_numbers((), "shape") == ()
+    assert normalize_sizes((), "shape") == ()
 
 
 @pytest.mark.parametrize(
@@ -28,20 +28,20 @@ def test_sizes_in_any_form_are_plain_whole_numbers() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["axis_sizes", "shape"])
-def test_what_is_no_sequence_of_whole_numbers_is_refused(value: Any, fix: tuple[int, ...], name: str) -> None:
+def test_anything_but_a_sequence_of_ints_is_rejected(value: Any, fix: tuple[int, ...], name: str) -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.parse("R", **{"axis_sizes": (4,), "shape": (8,), name: value})
     error = caught.value
-    assert error.what.startswith(f"{name} = ") and error.where == name and "whole numbers" in error.rule
+    assert error.what.startswith(f"{name} = ") and error.where == name and "sequence of ints" in error.rule
     assert error.fix == f"{name}={fix}"
-    assert whole_numbers(fix, name) == fix
+    assert normalize_sizes(fix, name) == fix
 
 
 def test_an_order_in_any_form_has_dims_from_0() -> None:
     mappings = {0: [1, 0]}, {-2: (1, 0)}, {0: np.array([1, 0])}
     for order in (*mappings, [(0, (1, 0))], ((-2, [1, 0]),), iter([(0, [1, 0])])):
-        assert normal_order(order, 2) == {0: (1, 0)}
-    assert normal_order({}, 0) == {}
+        assert normalize_shard_order(order, 2) == {0: (1, 0)}
+    assert normalize_shard_order({}, 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_an_order_in_any_form_has_dims_from_0() -> None:
         ({0: [1.0, 0]}, "shard_order = {0", "no shard_order"),
         ({0: [True, 0]}, "shard_order = {0", "no shard_order"),
         ({0: {0, 1}}, "shard_order = {0", "no shard_order"),
-        ({2: [0, 1]}, "names dim 2 of a tensor of 2 dims", "without dim 2"),
-        ({-3: [0, 1]}, "names dim -3 of a tensor of 2 dims", "without dim -3"),
+        ({2: [0, 1]}, "names dim 2 of a tensor with 2 dims", "without dim 2"),
+        ({-3: [0, 1]}, "names dim -3 of a tensor with 2 dims", "without dim -3"),
         ({0: [0, 1], -2: [0, 1]}, "names dim 0 twice", "dim 0 once"),
     ],
 )
-def test_what_is_no_order_is_refused(order: Any, what: str, fix: str) -> None:
+def test_invalid_orders_are_rejected(order: Any, what: str, fix: str) -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.parse("S0 S0", (2, 2), (4, 4), order)
     error = caught.value

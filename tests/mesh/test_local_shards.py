@@ -1,4 +1,4 @@
-"""The pieces of a tensor: over all ranks they are the tensor, each part as often as it has copies."""
+"""Local shards: over all ranks they tile the tensor, each element as often as it is replicated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.mesh.local_shards import Box, local_box, num_shards, to_local
+from meshwright.mesh.local_shards import TensorBox, local_box, num_shards, to_local
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job
 
@@ -31,7 +31,7 @@ CASES = [(shape, mesh_shape, placements) for shape in SHAPES for mesh_shape, pla
 
 
 def boxes(rank, world_size):
-    """For each case this rank's box and the number of pieces; checks that what it holds is that box of the whole."""
+    """Return this rank's box and the number of shards, by case; check that the local shard is that box."""
     meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
     found = []
     for shape, mesh_shape, placements in CASES:
@@ -44,7 +44,7 @@ def boxes(rank, world_size):
 
 
 def assert_tiled(shape, boxes, num_pieces, what):
-    """Each element lies in as many boxes as there are copies of a piece."""
+    """Check that each element is in as many boxes as there are replicas of a shard."""
     count = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         count[box.slices()] += 1
@@ -62,7 +62,7 @@ def test_pieces_tile_the_tensor(gang):
 
 
 def parameters(rank, world_size, words):
-    """Of each parameter: this rank's piece, its box, and the number of pieces."""
+    """Return, by parameter, this rank's shard, its box, and the number of shards."""
     job, _ = make_job(rank, world_size, words)
     return {n: (to_local(p.detach()), local_box(p), num_shards(p)) for n, p in job.model.named_parameters()}
 
@@ -82,7 +82,7 @@ def parameters(rank, world_size, words):
     ids=" ".join,
 )  # fmt: skip
 def test_pieces_of_parameters_tile_them(gang, corpus, layout):
-    """Also where FSDP2 shards what tensor parallel sharded along the same dim (`_StridedShard`)."""
+    """Check the shards of parameters, including dims sharded by both FSDP2 and tensor parallelism."""
     plain = parameters(0, 1, [*corpus, *(word for word in layout if word.startswith("model."))])
     by_rank = gang(4).run(parameters, [*corpus, *layout])
     for name, (whole, _, _) in plain.items():
@@ -92,5 +92,5 @@ def test_pieces_of_parameters_tile_them(gang, corpus, layout):
 
 
 def test_a_plain_tensor_is_one_piece():
-    assert local_box(torch.zeros(3, 2)) == Box((0, 0), (3, 2)) and num_shards(torch.zeros(3)) == 1
-    assert Box((1, 0), (2, 3)).slices() == (slice(1, 3), slice(0, 3)) and Box((0,), (0,)).numel() == 0
+    assert local_box(torch.zeros(3, 2)) == TensorBox((0, 0), (3, 2)) and num_shards(torch.zeros(3)) == 1
+    assert TensorBox((1, 0), (2, 3)).slices() == (slice(1, 3), slice(0, 3)) and TensorBox((0,), (0,)).numel() == 0

@@ -1,4 +1,4 @@
-"""Process groups: alone, at a file, and the parts of a mesh."""
+"""Process groups: a single rank, a file store, and submeshes."""
 
 from __future__ import annotations
 

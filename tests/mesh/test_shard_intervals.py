@@ -1,4 +1,4 @@
-"""Cuts of one dim: every rank's intervals against lists of indices, chunked one cut after another."""
+"""Splits of one dim: every rank's intervals against lists of indices, chunked one split after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.mesh.shard_intervals import Split, cut, overlap
+from meshwright.mesh.shard_intervals import Split, overlap, shard_intervals
 
 MESH = (2, 3, 4)
 
@@ -19,7 +19,7 @@ def chunk(indices: list[int], number: int, at: int) -> list[int]:
 
 
 def held(size: int, splits: tuple[Split, ...], place: tuple[int, ...]) -> list[int]:
-    """The rank's indices, by PyTorch's chunk rule on plain lists."""
+    """Return the rank's indices by PyTorch's chunk rule on plain lists."""
     indices = list(range(size))
     for split in splits:
         parts = [chunk(indices, split.parts, part) for part in range(split.parts)]
@@ -40,7 +40,7 @@ def places() -> itertools.product:
 @settings(max_examples=50)
 @given(st.integers(0, 40), orders())
 def test_every_rank_holds_what_the_chunk_rule_gives_it(size: int, splits: tuple[Split, ...]) -> None:
-    found = cut(size, splits, MESH)
+    found = shard_intervals(size, splits, MESH)
     assert found.axes == tuple(split.axis for split in splits)
     for place in places():
         row = found.row(place)
@@ -51,8 +51,8 @@ def test_every_rank_holds_what_the_chunk_rule_gives_it(size: int, splits: tuple[
 
 @settings(max_examples=50)
 @given(st.integers(0, 40), orders())
-def test_cuts_lose_and_repeat_nothing(size: int, splits: tuple[Split, ...]) -> None:
-    found = cut(size, splits, MESH)
+def test_splits_neither_lose_nor_repeat_indices(size: int, splits: tuple[Split, ...]) -> None:
+    found = shard_intervals(size, splits, MESH)
     rows = itertools.product(*(range(MESH[axis]) for axis in found.axes))
     pairs = [(found.starts[row], found.stops[row]) for row in rows]
     indices = [i for starts, stops in pairs for a, b in zip(starts, stops, strict=True) for i in range(a, b)]
@@ -65,5 +65,5 @@ def test_overlaps_are_those_of_the_lists(size: int, one: tuple[Split, ...], othe
     ranks = list(places())
     pairs = list(itertools.product(ranks, ranks))[::7]
     at = [tuple(np.array([pair[end][axis] for pair in pairs]) for axis in range(len(MESH))) for end in (0, 1)]
-    counts = overlap(cut(size, one, MESH), cut(size, other, MESH), *at)
+    counts = overlap(shard_intervals(size, one, MESH), shard_intervals(size, other, MESH), *at)
     assert counts.tolist() == [len({*held(size, one, a)} & {*held(size, other, b)}) for a, b in pairs]

@@ -1,6 +1,6 @@
-"""DTensor operators made right: sharding rules, corrections, and a fallback to replicated tensors.
+"""Corrected DTensor operators: sharding rules, fixes for incorrect results, and a fallback to replicated tensors.
 
-`for_dtensor` and `replicate_fallback` are the two contexts; `register_rules` alone adds the sharding rules.
+`for_dtensor` and `replicate_fallback` are context managers; `register_rules` only registers the sharding rules.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.dtensor_ops.sharding_rules import register_rules
 
 _FILES = {"for_dtensor": "dispatch_mode", "register_rules": "sharding_rules", "replicate_fallback": "fallback"}
-"""Public names, and the files that they are in; all of them import torch."""
+"""Public names and the modules that define them, imported lazily because they import torch."""
 
 __all__ = ["for_dtensor", "register_rules", "replicate_fallback"]
 

@@ -1,4 +1,4 @@
-"""One number that all ranks of a mesh agree on."""
+"""Consensus among the ranks of a mesh on a flag or an integer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 
-def on_any_rank(is_so: bool, mesh: DeviceMesh) -> bool:
-    """Whether it is so on any rank of the mesh; every rank asks."""
-    return reduced(int(is_so), mesh, "max") == 1
+def any_rank(condition: bool, mesh: DeviceMesh) -> bool:
+    """Return True if `condition` holds on any rank of the mesh; a collective call."""
+    return all_reduce_int(int(condition), mesh, "max") == 1
 
 
-def reduced(number: int, mesh: DeviceMesh, by: str) -> int:
-    """The least ("min") or greatest ("max") of all ranks' numbers."""
-    own = torch.tensor([number], device=mesh.device_type)
-    return int(DTensor.from_local(own, mesh, [Partial(by)] * mesh.ndim, run_check=False).full_tensor().item())
+def all_reduce_int(value: int, mesh: DeviceMesh, op: str) -> int:
+    """Return the minimum ("min") or maximum ("max") of `value` over all ranks of the mesh."""
+    local = torch.tensor([value], device=mesh.device_type)
+    return int(DTensor.from_local(local, mesh, [Partial(op)] * mesh.ndim, run_check=False).full_tensor().item())

@@ -1,7 +1,7 @@
-"""One dispatch mode for all that sees operators before DTensor does, within `for_dtensor` and `replicate_fallback`.
+"""The dispatch mode that intercepts operators before DTensor, within `for_dtensor` and `replicate_fallback`.
 
-What has to be seen to comes in layers, each of which runs an operator by the next one, and the last by DTensor. A mode
-for each would cost every operator about as much as DTensor's own dispatch.
+Corrections are layers: each layer calls the next one, and the last calls DTensor. A separate mode for each would
+cost every operator about as much as DTensor's own dispatch.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from meshwright.dtensor_ops.gathered_views import Gathers, Views
-from meshwright.dtensor_ops.mean_losses import losses
-from meshwright.dtensor_ops.partial_ops import mended
+from meshwright.dtensor_ops.gathered_views import GatheredViews, OnGather
+from meshwright.dtensor_ops.mean_losses import correct_mean_losses
+from meshwright.dtensor_ops.partial_ops import correct_partial_ops
 from meshwright.dtensor_ops.private import OpOverload, TorchDispatchMode, active_modes
-from meshwright.dtensor_ops.run_replicated import Call, Run
-from meshwright.dtensor_ops.shard_order_ops import Orders
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
+from meshwright.dtensor_ops.shard_order_ops import ShardOrders
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.reshard.dtensor import redistribution_hook
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
-Layer = Callable[[Call, Run], Any]
-"""Returns what an operator returns, by a `Run`."""
+OpLayer = Callable[[OpCall, RunOp], Any]
+"""Computes the result of an operator call, given the next layer."""
 
 
-class ContextMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of this thread before DTensor does.
+class OpDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that intercepts every operator of this thread before DTensor.
 
     Attributes:
-        views: what it knows of views.
-        is_suspended: a context inside this one is in charge.
+        views: the layer that tracks gathered views.
+        is_suspended: True while a nested context is active.
     """
 
-    def __init__(self, views: Views, layers: Sequence[Layer]) -> None:
+    def __init__(self, views: GatheredViews, layers: Sequence[OpLayer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.views = views
         self.is_suspended = False
-        self._run: Run = Call.run
-        every: list[Layer] = [views, *layers]
-        for layer in reversed(every):
-            self._run = partial(_through, layer, self._run)
+        self._run: RunOp = OpCall.run
+        all_layers: list[OpLayer] = [views, *layers]
+        for layer in reversed(all_layers):
+            self._run = partial(_run_layer, layer, self._run)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Functions are compiled within it as without it; what they compute is not seen."""
+        """Return True: compiled functions run unchanged, and their operators are not intercepted."""
         return True
 
     def __torch_dispatch__(
@@ -54,32 +54,35 @@ class ContextMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self.is_suspended or not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **(kwargs or {}))
-        return self._run(Call(func, args, kwargs or {}))
+        return self._run(OpCall(func, args, kwargs or {}))
 
 
-def _through(layer: Layer, run: Run, call: Call) -> Any:
+def _run_layer(layer: OpLayer, run: RunOp, call: OpCall) -> Any:
     return layer(call, run)
 
 
-def active_context() -> ContextMode | None:
-    """The one that is in charge on this thread."""
-    return next((mode for mode in active_modes() if isinstance(mode, ContextMode) and not mode.is_suspended), None)
+def active_context() -> OpDispatchMode | None:
+    """Return the active mode of this thread, if any."""
+    return next((mode for mode in active_modes() if isinstance(mode, OpDispatchMode) and not mode.is_suspended), None)
 
 
 @contextmanager
-def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
-    """Within the block, this thread's redistributions go by plans, and its operators through `layers`.
+def dispatch_context(*layers: OpLayer, on_gather: OnGather | None = None) -> Iterator[None]:
+    """Run this thread's redistributions by Meshwright's plans and its operators through `layers`, within the block.
 
     Args:
-        layers: after those for views, losses, mended operators and orders of cuts, which are always there.
-        gathers: see `Views`.
+        layers: layers to run after the standard ones for views, losses, partial values and shard orders.
+        on_gather: called before a write to a gathered view (see `GatheredViews`).
     """
     outer, mover = active_context(), Redistributor()
-    views = Views(mover, gathers, outer.views.origins if outer else None)
+    views = GatheredViews(mover, on_gather, outer.views.origins if outer else None)
     if outer:
         outer.is_suspended = True
     try:
-        with redistribution_hook(mover), ContextMode(views, [losses, mended, Orders(mover), *layers]):
+        with (
+            redistribution_hook(mover),
+            OpDispatchMode(views, [correct_mean_losses, correct_partial_ops, ShardOrders(mover), *layers]),
+        ):
             yield
     finally:
         if outer:
@@ -88,17 +91,17 @@ def entered(*layers: Layer, gathers: Gathers | None = None) -> Iterator[None]:
 
 @contextmanager
 def for_dtensor() -> Iterator[None]:
-    """Within the block, DTensor's own redistributions in this thread are planned and run by Meshwright.
+    """Plan and run DTensor's redistributions in this thread with Meshwright, within the block.
 
-    That goes for operators that need other placements, `DTensor.redistribute`, `full_tensor`, and the backward if it
-    runs within the block. PyTorch's own planner still has what has no layout (`_MaskPartial`), asynchronous
-    redistributions, tracing, symbolic sizes, and reductions that `reduce` refuses. All ranks of a mesh enter it, or
-    none. Operators get the rules of `rules`, which stay when the block ends, and keep to orders of cuts (`orders`) and
-    views (`views`). Within another such block it changes nothing.
+    This covers redistributions for operators, `DTensor.redistribute`, `full_tensor`, and the backward pass if it
+    runs within the block. PyTorch's own planner still handles placements without a layout (`_MaskPartial`),
+    asynchronous redistributions, tracing, symbolic sizes, and unsupported reductions. All ranks of a mesh must enter
+    the block, or none. Operators use the rules of `sharding_rules`, which stay registered when the block ends, and
+    preserve shard orders (`shard_order_ops`) and views (`gathered_views`). A nested block changes nothing.
     """
     register_rules()
     if active_context():
         yield
     else:
-        with entered():
+        with dispatch_context():
             yield

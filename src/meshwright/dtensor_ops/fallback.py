@@ -1,14 +1,14 @@
-"""Operators without a sharding rule, on whole copies: `with replicate_fallback(): …`.
+"""Fallback to replicated tensors for operators without a sharding rule: `with replicate_fallback(): …`.
 
-DTensor refuses an operator that nobody wrote a rule for, and one that is given plain tensors beside DTensors. In
-this context such an operator is computed from its gathered inputs instead (`copies`), with a warning that says what
-that costs. It works below autograd, so the backward of an operator falls back like its forward.
+DTensor raises for operators without a sharding rule, and for plain tensors mixed with DTensors. In this context such
+an operator is computed from its gathered inputs instead (`run_replicated`), with a warning that states the cost. The
+fallback works below autograd, so it applies to the backward pass of an operator as well.
 
-It sees each operator before DTensor does, on this thread only, and changes nothing of DTensor's. What DTensor can do
-by itself it does: an operator is computed from copies only after DTensor failed while it was still planning, which it
-does the same way on all ranks. A failure while computing is one rank's alone and is raised, but for one case that can
-be known beforehand: where some rank's piece is empty (a dim of 3 cut over 4 ranks), many operators fail on that rank
-and leave the others waiting. There the ranks agree first on whether anyone failed.
+Each operator of this thread is intercepted before DTensor, which is itself left unmodified. DTensor runs whatever it
+can: an operator falls back only if DTensor failed during planning, which is deterministic across ranks. A failure
+during computation is specific to one rank and is raised, with one exception that is known in advance: if some rank's
+shard is empty (a dim of 3 sharded over 4 ranks), many operators fail on that rank and leave the others hanging. In
+that case the ranks first agree on whether any of them failed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.dtensor_ops.consensus import on_any_rank, reduced
-from meshwright.dtensor_ops.dispatch_mode import entered
-from meshwright.dtensor_ops.function_mode import FunctionMode
-from meshwright.dtensor_ops.incorrect_ops import is_broken
+from meshwright.dtensor_ops.consensus import all_reduce_int, any_rank
+from meshwright.dtensor_ops.dispatch_mode import dispatch_context
+from meshwright.dtensor_ops.function_mode import OpFunctionMode
+from meshwright.dtensor_ops.incorrect_ops import is_incorrect
 from meshwright.dtensor_ops.private import (
     OpOverload,
-    as_copies,
+    as_replicated,
     failed_in_planning,
-    has_handler,
-    is_cut,
-    own_tensor,
+    has_custom_handler,
+    is_shard,
+    local_tensor,
     schema_of,
     tree_leaves,
     tree_map_only,
@@ -42,11 +42,11 @@ from meshwright.dtensor_ops.refused_ops import (
     OperatorError,
     is_storage,
     name_of,
-    plain_refused,
-    storage_refused,
+    plain_tensor_error,
+    storage_error,
 )
-from meshwright.dtensor_ops.run_replicated import Call, Run, gather_bytes, run_on_copies
-from meshwright.dtensor_ops.shard_order_ops import works_by_element
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, gather_bytes, run_replicated
+from meshwright.dtensor_ops.shard_order_ops import is_elementwise
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.log import get_logger
 from meshwright.reshard.dtensor.placements import layout_ignoring_partial
@@ -55,17 +55,17 @@ from meshwright.units import format_bytes
 _log = get_logger(__name__)
 
 Warn = bool | Literal["error"]
-KEEP_PIECES = ("new_", "slice", "select")
-"""Names that begin like this, and what works element by element: nothing of an empty piece can fail."""
-HANDLED = ("aten.as_strided.default",)
-"""Operators that DTensor refuses by code of its own, before it plans."""
+EMPTY_SAFE_PREFIXES = ("new_", "slice", "select")
+"""Name prefixes of operators that, like elementwise ones, cannot fail on an empty shard."""
+REFUSED_BEFORE_PLANNING = ("aten.as_strided.default",)
+"""Operators that DTensor's own handlers refuse before planning."""
 
 
-class Fallbacks:
-    """What was computed from whole copies in one `replicate_fallback`.
+class FallbackCounts:
+    """The fallbacks within one `replicate_fallback`.
 
     Attributes:
-        counts: how often, by operator.
+        counts: number of fallbacks by operator name.
     """
 
     def __init__(self) -> None:
@@ -73,142 +73,144 @@ class Fallbacks:
 
 
 @contextmanager
-def replicate_fallback(warn: Warn = True) -> Iterator[Fallbacks]:
-    """Compute operators without a sharding rule from gathered copies of their inputs, on this thread.
+def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
+    """Compute operators without a sharding rule from their gathered inputs, on this thread.
 
-    Results are laid out as the input of their shape is, else as copies. A plain tensor beside DTensors is taken as a
-    copy if every rank has the same values. All else is as within `for_dtensor`: rules, plans, orders of cuts.
+    Results take the placements of the sharded input of their shape, or are replicated. A plain tensor mixed with
+    DTensors is treated as replicated if all ranks hold the same values. Otherwise the block acts as `for_dtensor`.
 
     Args:
-        warn: True logs a warning at the first time of each operator, with the bytes that a rank receives; False says
-            nothing; "error" raises instead of gathering, and nothing is moved.
+        warn: True logs a warning on the first fallback of each operator, with the bytes each rank receives; False
+            logs nothing; "error" raises instead of gathering, before any communication.
 
     Raises:
-        OperatorError: inside, for what no copies can give: operators on storage, random numbers, ….
+        OperatorError: within the block, for operators that cannot fall back: on storage, with random numbers, ….
     """
     register_rules()
-    fallback = _Fallback(warn)
-    with FunctionMode(), entered(fallback, gathers=fallback.count):
+    fallback = _FallbackLayer(warn)
+    with OpFunctionMode(), dispatch_context(fallback, on_gather=fallback.record):
         yield fallback.fallbacks
 
 
-class _Fallback:
-    """A layer that computes from copies what DTensor can't."""
+class _FallbackLayer:
+    """The layer that runs operators on gathered inputs if DTensor cannot run them."""
 
     def __init__(self, warn: Warn) -> None:
-        self.fallbacks = Fallbacks()
+        self.fallbacks = FallbackCounts()
         self._warn = warn
 
-    def __call__(self, call: Call, run: Run) -> Any:
-        """What `call` returns, by `run` where that works."""
-        call = self._with_copies(call)
-        if is_broken(call):
+    def __call__(self, call: OpCall, run: RunOp) -> Any:
+        """Compute the result of `call` by `run`, or from gathered inputs if that fails."""
+        call = self._replicate_plain_tensors(call)
+        if is_incorrect(call):
             return self._from_copies(call)
-        if _has_empty_pieces(call) and not _keeps_to_elements(call.operator):
-            return self._from_copies(call) if has_handler(call.operator) else self._all_or_none(call, run)
+        if _has_empty_shards(call) and not _is_safe_on_empty(call.operator):
+            return (
+                self._from_copies(call) if has_custom_handler(call.operator) else self._run_on_empty_shards(call, run)
+            )
         try:
             return run(call)
         except Exception as error:
-            if not _may_be_gathered(error) and name_of(call.operator) not in HANDLED:
+            if not _can_fall_back(error) and name_of(call.operator) not in REFUSED_BEFORE_PLANNING:
                 raise
         return self._from_copies(call)
 
-    def _with_copies(self, call: Call) -> Call:
-        """Plain tensors taken as copies; DTensor does so by itself with single numbers."""
+    def _replicate_plain_tensors(self, call: OpCall) -> OpCall:
+        """Convert plain tensors to replicated DTensors, except scalars, which DTensor converts itself."""
         plain = [t for t in call.tensors() if not isinstance(t, DTensor) and t.numel() != 1]
         if not plain or self._warn == "error" or any(tensor.layout is not torch.strided for tensor in plain):
             return call
         mesh = call.mesh()
         for tensor in plain:
-            if not _is_same_everywhere(tensor, mesh):
-                raise plain_refused(call.operator, tuple(tensor.shape))
-        chosen = {id(tensor): as_copies(tensor, mesh) for tensor in plain}
-        args, kwargs = tree_map_only(Tensor, lambda t: chosen.get(id(t), t), (call.args, call.kwargs))
-        return Call(call.operator, args, kwargs)
+            if not _is_same_on_all_ranks(tensor, mesh):
+                raise plain_tensor_error(call.operator, tuple(tensor.shape))
+        replicated = {id(tensor): as_replicated(tensor, mesh) for tensor in plain}
+        args, kwargs = tree_map_only(Tensor, lambda t: replicated.get(id(t), t), (call.args, call.kwargs))
+        return OpCall(call.operator, args, kwargs)
 
-    def _all_or_none(self, call: Call, run: Run) -> Any:
-        """DTensor's result if no rank failed to compute its part of it."""
+    def _run_on_empty_shards(self, call: OpCall, run: RunOp) -> Any:
+        """Return DTensor's result if no rank failed to compute its shard of it, else fall back on all ranks."""
         result, failed = None, None
-        written = [own_tensor(tensor) for tensor in call.written() if isinstance(tensor, DTensor)]
+        written = [local_tensor(tensor) for tensor in call.written_tensors() if isinstance(tensor, DTensor)]
         before = [tensor.clone() for tensor in written]
         try:
             result = run(call)
         except Exception as error:
-            if _may_be_gathered(error):
+            if _can_fall_back(error):
                 return self._from_copies(call)
             failed = error
-        if not on_any_rank(failed is not None or not _fits(result), call.mesh()):
+        if not any_rank(failed is not None or not _has_expected_shapes(result), call.mesh()):
             return result
         for tensor, old in zip(written, before, strict=True):
             tensor.copy_(old)
         return self._from_copies(call)
 
-    def _from_copies(self, call: Call) -> Any:
+    def _from_copies(self, call: OpCall) -> Any:
         name = name_of(call.operator)
         if is_storage(call.operator, call.dtensors()):
-            raise storage_refused(name)
-        self.count(call)
-        return run_on_copies(call)
+            raise storage_error(name)
+        self.record(call)
+        return run_replicated(call)
 
-    def count(self, call: Call) -> None:
-        """Say and note that it is computed from whole tensors."""
+    def record(self, call: OpCall) -> None:
+        """Warn about a fallback and count it, or raise if `warn` is "error"."""
         name = name_of(call.operator)
-        self._say(name, call)
+        self._warn_or_raise(name, call)
         self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
 
-    def _say(self, name: str, call: Call) -> None:
+    def _warn_or_raise(self, name: str, call: OpCall) -> None:
         inputs = {id(tensor): tensor for tensor in call.dtensors()}.values()
         cost = format_bytes(sum(gather_bytes(tensor) for tensor in inputs))
         if self._warn == "error":
             layouts = ", ".join(f"{tuple(tensor.shape)} {tensor.placements}" for tensor in inputs)
             raise OperatorError(
-                f"{name} has no right sharding rule for {layouts}; gathering its inputs costs each rank {cost} a call",
+                f"{name} has no correct sharding rule for {layouts}; each call would gather {cost} on each rank",
                 where='replicate_fallback(warn="error")',
-                rule="every operator has a rule for the layouts it is called with",
+                rule="every operator needs a sharding rule for the placements of its inputs",
                 fix="register one with torch.distributed.tensor.experimental.register_sharding, redistribute the "
-                "inputs first, or replicate_fallback(warn=True)",
+                "inputs first, or use replicate_fallback(warn=True)",
             )
         if self._warn and name not in self.fallbacks.counts and not any(call.mesh().get_coordinate() or [0]):
-            _log.warning("%s has no right sharding rule here: its inputs are gathered, %s a rank and call", name, cost)
+            _log.warning("%s has no correct sharding rule here: gathering its inputs, %s per rank and call", name, cost)
 
 
-def _may_be_gathered(error: Exception) -> bool:
-    """DTensor could not do it, on any rank, and nothing was moved or written."""
+def _can_fall_back(error: Exception) -> bool:
+    """Return True if DTensor failed on all ranks alike, before communicating or writing anything."""
     return isinstance(error, NotImplementedError) or failed_in_planning(error)
 
 
-def _keeps_to_elements(operator: OpOverload) -> bool:
+def _is_safe_on_empty(operator: OpOverload) -> bool:
     name = schema_of(operator).name.rpartition("::")[2]
-    return works_by_element(operator) or torch.Tag.pointwise in operator.tags or name.startswith(KEEP_PIECES)
+    return is_elementwise(operator) or torch.Tag.pointwise in operator.tags or name.startswith(EMPTY_SAFE_PREFIXES)
 
 
-def _has_empty_pieces(call: Call) -> bool:
-    """Some rank holds nothing of an input."""
+def _has_empty_shards(call: OpCall) -> bool:
+    """Return True if some rank's shard of an input is empty."""
     for tensor in call.dtensors():
-        cut_dims = [p.dim for p in tensor.placements if is_cut(p)]  # type: ignore[attr-defined]
-        is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in cut_dims)
+        shard_dims = [p.dim for p in tensor.placements if is_shard(p)]  # type: ignore[attr-defined]
+        is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in shard_dims)
         if is_small and not layout_ignoring_partial(tensor).local_numels().all():
             return True
     return False
 
 
-def _fits(result: Any) -> bool:
-    """This rank's pieces have the shapes of their layouts."""
-    found = [x for x in tree_leaves(result) if isinstance(x, DTensor)]
-    return all(tuple(own_tensor(x).shape) == _shape_of_piece(x) for x in found)
+def _has_expected_shapes(result: Any) -> bool:
+    """Return True if this rank's shards have the shapes that their placements imply."""
+    dtensors = [x for x in tree_leaves(result) if isinstance(x, DTensor)]
+    return all(tuple(local_tensor(x).shape) == _expected_local_shape(x) for x in dtensors)
 
 
-def _shape_of_piece(x: DTensor) -> tuple[int, ...]:
+def _expected_local_shape(x: DTensor) -> tuple[int, ...]:
     coordinate = x.device_mesh.get_coordinate()
     if coordinate is None:
-        return tuple(own_tensor(x).shape)
+        return tuple(local_tensor(x).shape)
     layout = layout_ignoring_partial(x)
     return layout.local_shape(layout.rank(coordinate))
 
 
-def _is_same_everywhere(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """All ranks of the mesh have the same bytes, shape and type."""
+def _is_same_on_all_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Return True if all ranks of the mesh have the same bytes, shape and dtype."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256(repr((tensor.shape, tensor.dtype)).encode() + content).digest()
-    number = int.from_bytes(digest[:7], "little")
-    return reduced(number, mesh, "min") == reduced(number, mesh, "max")
+    checksum = int.from_bytes(digest[:7], "little")
+    return all_reduce_int(checksum, mesh, "min") == all_reduce_int(checksum, mesh, "max")

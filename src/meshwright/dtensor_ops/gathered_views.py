@@ -1,14 +1,14 @@
-"""Views that could only be had by moving data: they share no memory with what they are views of.
+"""View semantics for gathered views, which share no memory with their base tensor.
 
-A slice along a dim that is cut, a diagonal, windows: DTensor (or the fallback) gathers the tensor first, and the view
-is of the gathered copy. What was written to it would not reach the tensor, nor would it see what is written there
-later, and nothing would say so. Within `for_dtensor` and `replicate_fallback` such views are as on one device:
+For a slice along a sharded dim, a diagonal or an unfold, DTensor (or the fallback) gathers the tensor first, and the
+result is a view of the gathered copy. Writes to it would silently not reach the base tensor, nor would it see later
+writes to the base. Within `for_dtensor` and `replicate_fallback` such views behave as on one device:
 
-- A write to one is done on a copy of the whole tensor and comes back to all of it: a gather, and the rest by slicing.
-- After a write to the tensor, by whatever name, its views that live on are made anew: a gather.
+- A write to a gathered view runs on the gathered base tensor, and each rank keeps its shard: one gather.
+- After a write to the base, through any alias, its live gathered views are refreshed: one gather.
 
-Whether a view lies apart is the same on all ranks: something had to move for it. Whether it still lives may not be,
-since garbage is collected when each rank likes, so the ranks ask each other before they gather.
+All ranks agree on which views are gathered, because gathering communicates. They may disagree on which are still
+alive, since each rank collects garbage at its own time, so the ranks reach consensus before they gather.
 """
 
 from __future__ import annotations
@@ -22,122 +22,122 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.dtensor_ops.consensus import on_any_rank
+from meshwright.dtensor_ops.consensus import any_rank
 from meshwright.dtensor_ops.private import (
     OpOverload,
-    dtensor_of,
-    gathered,
+    become_view,
+    gather_full,
     is_alias,
     is_view,
-    out_of_place,
-    own_tensor,
+    local_tensor,
+    out_of_place_view,
     schema_of,
-    turn_into,
+    wrap_local,
 )
-from meshwright.dtensor_ops.refused_ops import turned_refused
-from meshwright.dtensor_ops.run_replicated import Call, Run, piece_like, run_on_copies
+from meshwright.dtensor_ops.refused_ops import inplace_view_error
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, run_replicated, shard_like
 from meshwright.reshard.dtensor import DTensorSpec, spec_of
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
-Gathers = Callable[[Call], None]
-"""Is told of a call for which a whole tensor is gathered, before that is done."""
-Origins = MutableMapping[DTensor, "_Origin"]
-"""Where tensors' values come from, as long as they live."""
+OnGather = Callable[[OpCall], None]
+"""Callback that receives a call before a full tensor is gathered for it."""
+Origins = MutableMapping[DTensor, "_ViewOrigin"]
+"""Origins of tensors that are alive, by tensor."""
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One view of what is viewed: an operator without its tensor, and which of its results."""
+class _ViewOp:
+    """A view operator without its tensor, and the index of the result if it returns several."""
 
     operator: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    place: int | None
+    index: int | None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def apply(self, tensor: Tensor) -> Tensor:
         result = self.operator(tensor, *self.args, **self.kwargs)
-        view: Tensor = result if self.place is None else result[self.place]
+        view: Tensor = result if self.index is None else result[self.index]
         return view
 
 
 @dataclass(eq=False)
-class _Family:
-    """A tensor and all views of it. It holds the tensor's memory and not the tensor, which has a graph behind it."""
+class _ViewFamily:
+    """A base tensor and its views; holds the local tensor, since the DTensor would keep its autograd graph alive."""
 
     local: Tensor
     spec: DTensorSpec
-    apart: Origins = field(default_factory=WeakIdKeyDictionary)
-    """The views that lie apart and still live on this rank, with their origins."""
-    has_apart: bool = False
-    """Some may live, on some rank; all ranks say the same."""
+    gathered_views: Origins = field(default_factory=WeakIdKeyDictionary)
+    """Gathered views that are alive on this rank, with their origins."""
+    has_gathered_views: bool = False
+    """True if gathered views may be alive on some rank; the same on all ranks."""
 
     def tensor(self) -> DTensor:
-        return dtensor_of(self.local, self.spec)
+        return wrap_local(self.local, self.spec)
 
-    def whole(self) -> Tensor:
-        """A copy of all of it on this rank."""
-        whole = gathered(self.tensor())
-        return whole.clone() if is_alias(whole, self.local) else whole
+    def gather_base(self) -> Tensor:
+        """Gather a copy of the full base tensor on this rank."""
+        full = gather_full(self.tensor())
+        return full.clone() if is_alias(full, self.local) else full
 
-    def keep(self, whole: Tensor) -> None:
-        """Write all of it: this rank's piece, and the views that lie apart."""
-        self.local.copy_(piece_like(whole, self.tensor()))
-        self.renew(whole)
+    def write_back(self, full: Tensor) -> None:
+        """Copy `full` to this rank's shard of the base tensor and to the gathered views."""
+        self.local.copy_(shard_like(full, self.tensor()))
+        self.refresh_views(full)
 
-    def renew(self, whole: Tensor) -> None:
-        """Make the views that lie apart those of `whole`."""
-        for view, origin in list(self.apart.items()):
-            own_tensor(view).copy_(piece_like(origin.of(whole), view))
+    def refresh_views(self, full: Tensor) -> None:
+        """Update the gathered views from the full base tensor."""
+        for view, origin in list(self.gathered_views.items()):
+            local_tensor(view).copy_(shard_like(origin.apply(full), view))
 
 
 @dataclass(frozen=True, eq=False)
-class _Origin:
-    """Where a tensor's values come from."""
+class _ViewOrigin:
+    """The base of a view and the view operators that lead to it."""
 
-    family: _Family
-    steps: tuple[_Step, ...] = ()
-    is_apart: bool = False
+    family: _ViewFamily
+    view_ops: tuple[_ViewOp, ...] = ()
+    is_gathered: bool = False
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The same view of another tensor of the family's shape."""
-        for step in self.steps:
-            whole = step.of(whole)
-        return whole
+    def apply(self, full: Tensor) -> Tensor:
+        """Return the same view of another tensor of the base's shape."""
+        for view_op in self.view_ops:
+            full = view_op.apply(full)
+        return full
 
-    def is_memory(self) -> bool:
-        """On one device it would be a view; some operators copy where they must (`reshape`)."""
+    def is_view_on_one_device(self) -> bool:
+        """Return True if the result would alias its base on one device; `reshape`, for example, may copy."""
         shape, stride, dtype = self.family.spec.tensor_meta  # type: ignore[misc]
         base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return is_alias(self.of(base), base)
+        return is_alias(self.apply(base), base)
 
 
-class Views:
-    """A layer that keeps views what they are.
+class GatheredViews:
+    """The layer that gives gathered views the semantics of views.
 
     Args:
-        mover: the hook of this thread's redistributions, which counts them.
-        gathers: is told of writes that gather, and may raise.
-        origins: what a context around this one knows.
+        mover: the hook that runs and counts this thread's redistributions.
+        on_gather: called before a write that gathers; may raise.
+        origins: the view origins of an enclosing context.
     """
 
-    def __init__(self, mover: Redistributor, gathers: Gathers | None = None, origins: Origins | None = None) -> None:
+    def __init__(self, mover: Redistributor, on_gather: OnGather | None = None, origins: Origins | None = None) -> None:
         self.origins: Origins = WeakIdKeyDictionary() if origins is None else origins
-        """Of views, and of what they are views of."""
+        """Origins of views and of their bases."""
         self._mover = mover
-        self._gathers = gathers
+        self._on_gather = on_gather
 
-    def __call__(self, call: Call, run: Run) -> Any:
-        """What `call` returns, by `run`."""
+    def __call__(self, call: OpCall, run: RunOp) -> Any:
+        """Compute the result of `call` by `run`, and track views."""
         if call.operator.is_view:
-            return self._viewed(call, run)
+            return self._run_view(call, run)
         if torch.Tag.inplace_view in call.operator.tags:
-            return self._turned(call, run)
+            return self._run_inplace_view(call, run)
         if len(self.origins) and schema_of(call.operator).is_mutable:
-            return self._written(call, run)
+            return self._run_write(call, run)
         return run(call)
 
-    def _viewed(self, call: Call, run: Run) -> Any:
-        """Run a view and note where its results come from."""
+    def _run_view(self, call: OpCall, run: RunOp) -> Any:
+        """Run a view operator and record the origin of its results."""
         before = self._mover.num_redistributions
         result = run(call)
         base = call.args[0] if call.args else None
@@ -145,69 +145,69 @@ class Views:
             return result
         origin = self.origins.get(base)
         if origin is None:
-            origin = self.origins[base] = _Origin(_Family(own_tensor(base), spec_of(base)))
-        is_apart = origin.is_apart or self._mover.num_redistributions > before
-        for place, view in [(None, result)] if isinstance(result, Tensor) else enumerate(result):
+            origin = self.origins[base] = _ViewOrigin(_ViewFamily(local_tensor(base), spec_of(base)))
+        is_gathered = origin.is_gathered or self._mover.num_redistributions > before
+        for index, view in [(None, result)] if isinstance(result, Tensor) else enumerate(result):
             if view is not base and isinstance(view, DTensor):
-                step = _Step(call.operator, call.args[1:], call.kwargs, place)
-                self._note(view, _Origin(origin.family, (*origin.steps, step), is_apart))
+                view_op = _ViewOp(call.operator, call.args[1:], call.kwargs, index)
+                self._record(view, _ViewOrigin(origin.family, (*origin.view_ops, view_op), is_gathered))
         return result
 
-    def _note(self, view: DTensor, origin: _Origin) -> None:
-        if origin.is_apart and not origin.is_memory():
+    def _record(self, view: DTensor, origin: _ViewOrigin) -> None:
+        if origin.is_gathered and not origin.is_view_on_one_device():
             return
         self.origins[view] = origin
-        if origin.is_apart:
-            origin.family.apart[view] = origin
-            origin.family.has_apart = True
+        if origin.is_gathered:
+            origin.family.gathered_views[view] = origin
+            origin.family.has_gathered_views = True
 
-    def _turned(self, call: Call, run: Run) -> Any:
-        """Run a view that its tensor becomes, in place; DTensor's own leave the tensor's shape as it was."""
-        view, tensor = out_of_place(call.operator), call.args[0] if call.args else None
-        if view is None or call.kwargs or not isinstance(tensor, DTensor):
+    def _run_inplace_view(self, call: OpCall, run: RunOp) -> Any:
+        """Run an in-place view operator such as `t_`; DTensor's own leaves the tensor's shape unchanged."""
+        view_operator, tensor = out_of_place_view(call.operator), call.args[0] if call.args else None
+        if view_operator is None or call.kwargs or not isinstance(tensor, DTensor):
             return run(call)
         if tensor.requires_grad and is_view(tensor):
-            raise turned_refused(call.operator)
-        turned = self._viewed(Call(view, call.args), run)
-        turn_into(tensor, turned, call.operator, call.args)
-        self._note(tensor, self.origins[turned])
+            raise inplace_view_error(call.operator)
+        view = self._run_view(OpCall(view_operator, call.args), run)
+        become_view(tensor, view, call.operator, call.args)
+        self._record(tensor, self.origins[view])
         return tensor
 
-    def _origin_of(self, tensor: Tensor) -> _Origin | None:
+    def _origin_of(self, tensor: Tensor) -> _ViewOrigin | None:
         return self.origins.get(tensor) if isinstance(tensor, DTensor) else None
 
-    def _written(self, call: Call, run: Run) -> Any:
-        """Run a write to some member of a family: all of its members have the new values."""
-        found = [(tensor, self._origin_of(tensor)) for tensor in call.written()]
-        known = [(tensor, origin) for tensor, origin in found if origin is not None]
-        apart = any(origin.is_apart for _, origin in known)
+    def _run_write(self, call: OpCall, run: RunOp) -> Any:
+        """Run an operator that writes to a base or a view, and update the other views of the same base."""
+        targets = [(tensor, self._origin_of(tensor)) for tensor in call.written_tensors()]
+        known = [(tensor, origin) for tensor, origin in targets if origin is not None]
+        has_gathered = any(origin.is_gathered for _, origin in known)
         families = list({id(origin.family): origin.family for _, origin in known}.values())
-        if apart:
+        if has_gathered:
             return self._write_through(call, families)
         result = run(call)
         for family in families:
-            self._renew(family)
+            self._refresh(family)
         return result
 
-    def _write_through(self, call: Call, families: Sequence[_Family]) -> Any:
-        """Run a write on whole tensors, of which the views that are written are views, and keep them."""
-        if self._gathers is not None:
-            self._gathers(call)
-        wholes = {id(family): family.whole() for family in families}
+    def _write_through(self, call: OpCall, families: Sequence[_ViewFamily]) -> Any:
+        """Run a write to gathered views on the gathered base tensors, and write those back."""
+        if self._on_gather is not None:
+            self._on_gather(call)
+        full_bases = {id(family): family.gather_base() for family in families}
         members = [(tensor, self._origin_of(tensor)) for tensor in call.tensors()]
-        given = {
-            id(tensor): origin.of(wholes[id(origin.family)])
+        full_by_id = {
+            id(tensor): origin.apply(full_bases[id(origin.family)])
             for tensor, origin in members
-            if origin is not None and id(origin.family) in wholes
+            if origin is not None and id(origin.family) in full_bases
         }
-        result = run_on_copies(call, given)
+        result = run_replicated(call, full_by_id)
         for family in families:
-            family.keep(wholes[id(family)])
+            family.write_back(full_bases[id(family)])
         return result
 
-    def _renew(self, family: _Family) -> None:
-        if not family.has_apart:
+    def _refresh(self, family: _ViewFamily) -> None:
+        if not family.has_gathered_views:
             return
-        family.has_apart = on_any_rank(len(family.apart) > 0, family.spec.mesh)
-        if family.has_apart:
-            family.renew(family.whole())
+        family.has_gathered_views = any_rank(len(family.gathered_views) > 0, family.spec.mesh)
+        if family.has_gathered_views:
+            family.refresh_views(family.gather_base())

@@ -1,9 +1,9 @@
-"""Averages of losses over pieces: the sum of all, divided by the number of all. A layer of the two contexts.
+"""The layer that computes mean losses of sharded inputs as a global sum divided by the global count.
 
-DTensor 2.13 averages each rank's piece and then the averages, which is right only where all pieces count the same:
-not where a dim is cut unevenly, nor where classes are ignored or weighted. Its gradients of averages over elements
-divide by the size of the piece, and are too large by as many times as there are pieces. Sums have neither fault, and
-take no more messages.
+DTensor 2.13 averages each shard and then the averages, which is correct only if all shards have equal weight: not if
+a dim is sharded unevenly, nor if classes are ignored or weighted. Its gradients of elementwise mean losses divide by
+the shard size, and are too large by a factor of the number of shards. Sums have neither fault, and
+need no extra communication.
 """
 
 from __future__ import annotations
@@ -14,89 +14,90 @@ from typing import Any
 
 import torch
 
-from meshwright.dtensor_ops.private import OpOverload, has_handler, schema_of
-from meshwright.dtensor_ops.run_replicated import Call, Run
+from meshwright.dtensor_ops.private import OpOverload, has_custom_handler, schema_of
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 
 aten = torch.ops.aten
 
 
-class Reduction(IntEnum):
-    """What operators take as their `reduction`."""
+class LossReduction(IntEnum):
+    """The `reduction` argument of ATen loss operators."""
 
     NONE = 0
     MEAN = 1
     SUM = 2
 
 
-ELEMENTS = frozenset({
+ELEMENTWISE_LOSSES = frozenset({
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
 })  # fmt: skip
-"""Losses of an input and a target, element by element."""
-ELEMENTS_BACKWARD = frozenset({
+"""Elementwise losses of an input and a target."""
+ELEMENTWISE_BACKWARD = frozenset({
     aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
     aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default,
 })  # fmt: skip
-"""Their gradients: of the result, the input and the target."""
-CLASSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
-"""Losses of classes, which also return the sum of weights; their gradients take it, and are right."""
+"""Backward operators of elementwise losses: gradient, input, target."""
+CLASS_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
+"""Classification losses; they also return the total weight, which makes their gradients correct."""
 
 
-def losses(call: Call, run: Run) -> Any:
-    """What `call` returns, by `run`."""
+def correct_mean_losses(call: OpCall, run: RunOp) -> Any:
+    """Compute the result of `call` by `run`, with mean losses as sums."""
     operator = call.operator
-    if operator in CLASSES:
-        return _of_classes(call, run)
-    if operator not in ELEMENTS and operator not in ELEMENTS_BACKWARD:
+    if operator in CLASS_LOSSES:
+        return _mean_class_loss(call, run)
+    if operator not in ELEMENTWISE_LOSSES and operator not in ELEMENTWISE_BACKWARD:
         return run(call)
-    if _reduction(call) is not Reduction.MEAN or not _lies_in_parts(call):
+    if _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
         return run(call)
-    if operator in ELEMENTS:
-        return _of_elements(call, run)
-    gradient, *others = call.args
-    share = run(Call(aten.div.Scalar, (gradient, _size(others))))
-    return run(_with_reduction(Call(operator, (share, *others), call.kwargs), Reduction.SUM))
+    if operator in ELEMENTWISE_LOSSES:
+        return _mean_elementwise_loss(call, run)
+    gradient, *inputs = call.args
+    scaled = run(OpCall(aten.div.Scalar, (gradient, _num_elements(inputs))))
+    return run(_with_reduction(OpCall(operator, (scaled, *inputs), call.kwargs), LossReduction.SUM))
 
 
-def _of_elements(call: Call, run: Run) -> Any:
+def _mean_elementwise_loss(call: OpCall, run: RunOp) -> Any:
     dtype = call.args[0].dtype
     if dtype is not torch.float16:
-        total = run(_with_reduction(call, Reduction.SUM))
-        return run(Call(aten.div.Scalar, (total, _size(call.args))))
-    each = run(_with_reduction(call, Reduction.NONE))  # whose sum may be too large for its type
-    total = run(Call(aten.sum.default, (each,), {"dtype": torch.float32}))
-    return run(Call(aten._to_copy.default, (run(Call(aten.div.Scalar, (total, _size(call.args)))),), {"dtype": dtype}))
+        total = run(_with_reduction(call, LossReduction.SUM))
+        return run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
+    elements = run(_with_reduction(call, LossReduction.NONE))  # their sum may overflow float16
+    total = run(OpCall(aten.sum.default, (elements,), {"dtype": torch.float32}))
+    mean = run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
+    return run(OpCall(aten._to_copy.default, (mean,), {"dtype": dtype}))
 
 
-def _of_classes(call: Call, run: Run) -> Any:
-    is_taken = has_handler(call.operator)  # by PyTorch's `loss_parallel`
-    if is_taken or _reduction(call) is not Reduction.MEAN or not _lies_in_parts(call):
+def _mean_class_loss(call: OpCall, run: RunOp) -> Any:
+    is_loss_parallel = has_custom_handler(call.operator)
+    if is_loss_parallel or _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
         return run(call)
-    total, weight = run(_with_reduction(call, Reduction.SUM))
-    return run(Call(aten.div.Tensor, (total, weight))), weight
+    total, weight = run(_with_reduction(call, LossReduction.SUM))
+    return run(OpCall(aten.div.Tensor, (total, weight))), weight
 
 
-def _lies_in_parts(call: Call) -> bool:
+def _has_sharded_input(call: OpCall) -> bool:
     return any(not placement.is_replicate() for tensor in call.dtensors() for placement in tensor.placements)
 
 
-def _size(inputs: Any) -> int:
+def _num_elements(inputs: Any) -> int:
     x, target = inputs[:2]
     return math.prod(torch.broadcast_shapes(x.shape, target.shape))  # type: ignore[no-untyped-call]
 
 
-def _place(operator: OpOverload) -> int:
-    return next(place for place, one in enumerate(schema_of(operator).arguments) if one.name == "reduction")
+def _reduction_index(operator: OpOverload) -> int:
+    return next(i for i, argument in enumerate(schema_of(operator).arguments) if argument.name == "reduction")
 
 
-def _reduction(call: Call) -> Reduction:
-    place = _place(call.operator)
-    default: Any = schema_of(call.operator).arguments[place].default_value
-    return Reduction(call.args[place] if place < len(call.args) else call.kwargs.get("reduction", default))
+def _reduction(call: OpCall) -> LossReduction:
+    index = _reduction_index(call.operator)
+    default: Any = schema_of(call.operator).arguments[index].default_value
+    return LossReduction(call.args[index] if index < len(call.args) else call.kwargs.get("reduction", default))
 
 
-def _with_reduction(call: Call, reduction: Reduction) -> Call:
-    place = _place(call.operator)
-    if place >= len(call.args):
-        return Call(call.operator, call.args, call.kwargs | {"reduction": int(reduction)})
-    return Call(call.operator, (*call.args[:place], int(reduction), *call.args[place + 1 :]), call.kwargs)
+def _with_reduction(call: OpCall, reduction: LossReduction) -> OpCall:
+    index = _reduction_index(call.operator)
+    if index >= len(call.args):
+        return OpCall(call.operator, call.args, call.kwargs | {"reduction": int(reduction)})
+    return OpCall(call.operator, (*call.args[:index], int(reduction), *call.args[index + 1 :]), call.kwargs)

@@ -1,8 +1,8 @@
-"""Operators that DTensor 2.13 gets wrong on partial values, done another way. A layer of the two contexts.
+"""The layer that corrects operators that DTensor 2.13 computes incorrectly on partial values.
 
-It answers each rank with its own part of a number: `x.sum().item()` is another one on every rank, and in inference
-mode there is none. `fill_` makes every part of a sum the number, so that it is as many times too large. And what was
-looked up in a tensor that is cut can be used once: the second use fails.
+DTensor returns each rank's partial value as the scalar: `x.sum().item()` differs between ranks, and fails in
+inference mode. `fill_` sets every partial value to the fill value, so that their sum is too large by a factor of the
+number of ranks. The result of a lookup in a sharded tensor can be used only once: the second use fails.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.dtensor_ops.private import OpOverload, gathered, own_tensor, without_masks
-from meshwright.dtensor_ops.run_replicated import Call, Run
+from meshwright.dtensor_ops.private import OpOverload, apply_masks, gather_full, local_tensor
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.reshard.dtensor.placements import has_layout
 
 aten = torch.ops.aten
 
 
-def mended(call: Call, run: Run) -> Any:
-    """What `call` returns, by `run`."""
-    mend = MENDED.get(call.operator)
-    return run(call) if mend is None or not isinstance(call.args[0], DTensor) else mend(call, run)
+def correct_partial_ops(call: OpCall, run: RunOp) -> Any:
+    """Compute the result of `call` by `run`, or by its correction."""
+    correct = CORRECTIONS.get(call.operator)
+    return run(call) if correct is None or not isinstance(call.args[0], DTensor) else correct(call, run)
 
 
-def _read(call: Call, run: Run) -> Any:
-    """A number, from the whole tensor."""
-    return call.operator(gathered(call.args[0]))
+def _read_scalar(call: OpCall, run: RunOp) -> Any:
+    """Read the scalar from the full tensor."""
+    return call.operator(gather_full(call.args[0]))
 
 
-def _filled(call: Call, run: Run) -> Any:
-    """Parts that make up the number: the number or what adds nothing to it, by where this rank stands."""
-    x, number = call.args
-    kinds = {axis: placement for axis, placement in enumerate(x.placements) if placement.is_partial()}
+def _fill_partial(call: OpCall, run: RunOp) -> Any:
+    """Fill with the value on the first rank of each sum or product, and with the identity on the others."""
+    x, value = call.args
+    partials = {axis: placement for axis, placement in enumerate(x.placements) if placement.is_partial()}
     coordinate = x.device_mesh.get_coordinate()
-    if not kinds or not has_layout(x.placements) or coordinate is None:
+    if not partials or not has_layout(x.placements) or coordinate is None:
         return run(call)
-    for axis, placement in kinds.items():
-        if coordinate[axis] and placement.reduce_op in NOTHING:
-            number = NOTHING[placement.reduce_op]
-    own_tensor(x).fill_(number)
+    for axis, placement in partials.items():
+        if coordinate[axis] and placement.reduce_op in IDENTITIES:
+            value = IDENTITIES[placement.reduce_op]
+    local_tensor(x).fill_(value)
     return x
 
 
-def _looked_up(call: Call, run: Run) -> Any:
-    """Rows that were looked up where they lie: parts of a sum that can be used more than once."""
+def _unmask_lookup(call: OpCall, run: RunOp) -> Any:
+    """Return the lookup's result as plain partial sums, which can be used more than once."""
     result = run(call)
-    return without_masks(result) if isinstance(result, DTensor) else result
+    return apply_masks(result) if isinstance(result, DTensor) else result
 
 
-NOTHING = {"sum": 0, "product": 1}
-"""What changes nothing, by reduction; of others, all parts may be the same."""
-MENDED: dict[OpOverload, Callable[[Call, Run], Any]] = {
-    aten._local_scalar_dense.default: _read,
-    aten.item.default: _read,
-    aten.is_nonzero.default: _read,
-    aten.fill_.Scalar: _filled,
-    aten.embedding.default: _looked_up,
-    aten.gather.default: _looked_up,
+IDENTITIES = {"sum": 0, "product": 1}
+"""Identity elements by reduction; the others allow the same value on all ranks."""
+CORRECTIONS: dict[OpOverload, Callable[[OpCall, RunOp], Any]] = {
+    aten._local_scalar_dense.default: _read_scalar,
+    aten.item.default: _read_scalar,
+    aten.is_nonzero.default: _read_scalar,
+    aten.fill_.Scalar: _fill_partial,
+    aten.embedding.default: _unmask_lookup,
+    aten.gather.default: _unmask_lookup,
 }
-"""By operator, the other way, if its first argument is a DTensor."""
+"""Corrections by operator, for calls whose first argument is a DTensor."""

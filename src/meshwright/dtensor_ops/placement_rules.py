@@ -1,4 +1,4 @@
-"""The words that sharding rules are written in: for one mesh axis, how outputs lie if inputs lie so."""
+"""Building blocks of sharding rules: placements of outputs and inputs on one mesh axis."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from meshwright.dtensor_ops.private import is_cut
+from meshwright.dtensor_ops.private import is_shard
 
-Way = tuple[list[Placement | None], list[Placement | None]]
-"""Placements of the outputs and of the inputs, on one axis."""
+Sharding = tuple[list[Placement | None], list[Placement | None]]
+"""Placements of the outputs and of the inputs, on one mesh axis."""
 Spec = Any
-"""A tensor as DTensor shows it to a rule: `shape`, `ndim` and `placements`."""
+"""A tensor argument as DTensor passes it to a rule: `shape`, `ndim` and `placements`."""
 
 
-def copies(num_outputs: int, num_inputs: int) -> Way:
-    """Everything whole on every rank: always right."""
+def all_replicated(num_outputs: int, num_inputs: int) -> Sharding:
+    """Replicate all outputs and inputs, which is always correct."""
     return [Replicate()] * num_outputs, [Replicate()] * num_inputs
 
 
-def cuts(dim: int, *tensors: Spec) -> list[Placement]:
-    """The ways to cut a dim: in chunks, and as the tensors are cut now."""
-    found: list[Placement] = [Shard(dim)]
+def dim_shards(dim: int, *tensors: Spec) -> list[Placement]:
+    """Return the candidate placements that shard `dim`: `Shard`, and the current (strided) ones of the tensors."""
+    candidates: list[Placement] = [Shard(dim)]
     for tensor in tensors:
-        found += [p for p in tensor.placements if is_cut(p) and p.dim == dim and p not in found]
-    return found
+        candidates += [p for p in tensor.placements if is_shard(p) and p.dim == dim and p not in candidates]
+    return candidates
 
 
 def partials(tensor: Spec) -> list[Placement]:
-    """The ways in which a tensor holds partial values now; what only chooses among values may pass them on."""
+    """Return the partial placements of a tensor; operators that only select values can pass them through."""
     return [p for p in dict.fromkeys(tensor.placements) if type(p) is Partial]

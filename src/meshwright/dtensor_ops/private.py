@@ -1,11 +1,10 @@
-"""The one adapter of this room to what PyTorch has no public call for: how DTensor plans and dispatches operators.
+"""Adapter for the private PyTorch APIs of this room: DTensor's sharding propagation and operator dispatch.
 
 Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and the operators it draws random
 numbers for), `RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
 `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
 of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`, operators' `_schema` and
-`_qualified_op_name`, and the name of the function in which DTensor plans
-an operator. Checked on 2.11 and 2.13.
+`_qualified_op_name`, and the name of the function in which DTensor plans an operator. Checked on 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -36,66 +35,66 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from meshwright.reshard.dtensor import new_dtensor, wait_tensor
 
 PLANNING = "_propagate_op_sharding_dispatch_slow_path"
-"""The function in which DTensor chooses an operator's layouts: before it moves or computes anything."""
+"""Name of the function in which DTensor plans an operator, before it communicates or computes anything."""
 
 PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
-"""What DTensor says of an operator in place on a tensor that would have to be moved."""
+"""DTensor's error message for an in-place operator on a tensor that would have to be redistributed."""
 
 Rule = Callable[..., Sequence[tuple[list[Placement | None], list[Placement | None]]]]
-"""From an operator's arguments, tensors as their specs, to (outputs' placements, inputs' placements) on one axis."""
+"""Maps an operator's arguments, with specs for tensors, to (output placements, input placements) on one axis."""
 
 
-def is_cut(placement: Placement) -> bool:
-    """It divides a tensor dim; the dim is `placement.dim`."""
+def is_shard(placement: Placement) -> bool:
+    """Return True for a shard, strided or not, of dim `placement.dim`."""
     return isinstance(placement, Shard | _StridedShard)
 
 
-def cut_dim(placement: Placement) -> int | None:
-    """The tensor dim that it divides."""
+def shard_dim(placement: Placement) -> int | None:
+    """Return the sharded tensor dim, or None."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
-def moved_to(placement: Placement, dim: int) -> Placement:
-    """The same way of cutting, for another tensor dim."""
+def with_dim(placement: Placement, dim: int) -> Placement:
+    """Return the same shard placement for another tensor dim."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)
 
 
-def cut_in_order(tensor: DTensor) -> bool:
-    """Its placements say all: where several axes cut one dim, they do so from the first to the last."""
+def has_default_order(tensor: DTensor) -> bool:
+    """Return True if axes that shard the same dim do so from the first to the last, as the placements imply."""
     default = _default_order(tensor._spec.placements)
     return default is None or tensor._spec.shard_order == default
 
 
 @lru_cache(maxsize=4096)
 def _default_order(placements: tuple[Placement, ...]) -> tuple[ShardOrderEntry, ...] | None:
-    """What no order means for these; None where strided cuts say it all."""
-    strided = any(isinstance(placement, _StridedShard) for placement in placements)
-    return None if strided else DTensorSpec.compute_default_shard_order(placements)
+    """Return the shard order that the placements imply, or None if strided shards define it."""
+    is_strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    return None if is_strided else DTensorSpec.compute_default_shard_order(placements)
 
 
-def same_layout(a: DTensor, b: DTensor) -> bool:
-    """On one mesh, with the same placements and order of cuts."""
-    one, other = a._spec, b._spec
-    return one.mesh == other.mesh and one.placements == other.placements and one.shard_order == other.shard_order
+def has_same_layout(a: DTensor, b: DTensor) -> bool:
+    """Return True if two DTensors have the same mesh, placements and shard order."""
+    x, y = a._spec, b._spec
+    return x.mesh == y.mesh and x.placements == y.placements and x.shard_order == y.shard_order
 
 
 def correct_aliasing(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Tell autograd which results share memory with which arguments, as the operator's schema says."""
+    """Mark which results alias which arguments, according to the operator's schema."""
     return return_and_correct_aliasing(operator, args, kwargs, result)  # type: ignore[no-untyped-call]
 
 
 def masked_partial(shape: Sequence[int], dim: int) -> Placement:
-    """Partial sums of what was looked up along a dim that is cut: each rank has what it holds, and zero elsewhere."""
+    """Return the partial placement of a lookup along a sharded dim: local values, and zero elsewhere."""
     return _MaskPartial(offset_shape=torch.Size(shape), offset_dim=dim)  # type: ignore[no-untyped-call]
 
 
-def without_masks(x: DTensor) -> DTensor:
-    """Parts of a sum, zero where this rank looked nothing up, in place of what PyTorch masks when it is added up.
+def apply_masks(x: DTensor) -> DTensor:
+    """Turn masked partial placements into plain partial sums by zeroing the masked values now.
 
-    A mask can be used once, and belongs to the operator's plan: a second use of the result fails, and so does a second
-    call before the first result was used.
+    PyTorch applies a mask when it reduces. A mask can be used only once and belongs to the operator's plan: a second
+    use of the result fails, and so does a second call before the first result is used.
     """
     local, placements = wait_tensor(x._local_tensor), list(x.placements)
     for axis, placement in enumerate(placements):
@@ -108,125 +107,125 @@ def without_masks(x: DTensor) -> DTensor:
     return new_dtensor(local, x.device_mesh, tuple(placements), x._spec.shard_order, like=x)
 
 
-def own_tensor(tensor: DTensor) -> Tensor:
-    """This rank's tensor itself: writing to it writes to the DTensor."""
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return the local tensor itself: a write to it writes to the DTensor."""
     return tensor._local_tensor
 
 
-def dtensor_of(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of this rank's tensor that PyTorch describes so; a leaf without a gradient."""
+def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor as the DTensor with this spec; a leaf that requires no gradient."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def is_alias(a: Tensor, b: Tensor) -> bool:
-    """They share memory."""
+    """Return True if two tensors share memory."""
     return bool(cast(Any, torch._C)._is_alias_of(a, b))
 
 
-def gathered(tensor: DTensor) -> Tensor:
-    """The whole tensor on this rank, without a step of autograd."""
+def gather_full(tensor: DTensor) -> Tensor:
+    """Gather the full tensor on this rank, bypassing autograd."""
     spec = tensor._spec
-    whole = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
-    return wait_tensor(_redistribute.redistribute_local_tensor(wait_tensor(tensor._local_tensor), spec, whole))
+    replicated = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    return wait_tensor(_redistribute.redistribute_local_tensor(wait_tensor(tensor._local_tensor), spec, replicated))
 
 
-def as_dtensor_like(whole: Tensor, local: Tensor, like: DTensor) -> DTensor:
-    """The DTensor of this rank's piece of `whole`, cut as `like`, order of cuts included; never partial."""
+def dtensor_like(full: Tensor, local: Tensor, like: DTensor) -> DTensor:
+    """Wrap this rank's shard of `full` as a DTensor placed as `like`, with its shard order, but not partial."""
     placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
     order = None if any(isinstance(p, _StridedShard) for p in placements) else like._spec.shard_order
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
     spec = DTensorSpec(like.device_mesh, placements, meta, shard_order=order)  # type: ignore[arg-type]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def as_copies(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank has whole."""
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(whole.shape, whole.stride(), whole.dtype))
-    return DTensor(whole, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+def as_replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Wrap a tensor that every rank holds in full as a replicated DTensor."""
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(full.shape, full.stride(), full.dtype))
+    return DTensor(full, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def schema_of(operator: OpOverload) -> Any:
-    """Its arguments and results: `torch._C.FunctionSchema`."""
+    """Return the operator's schema, a `torch._C.FunctionSchema`."""
     return operator._schema
 
 
 def packet_name(packet: Any) -> str:
-    """`reflection_pad1d` for `aten.reflection_pad1d`."""
+    """Return the unqualified name, such as `reflection_pad1d` for `aten.reflection_pad1d`."""
     name: str = packet._qualified_op_name
     return name.partition("::")[2]
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Autograd knows it as a view of another tensor."""
+    """Return True if autograd tracks the tensor as a view."""
     return tensor._is_view()
 
 
 @cache
-def out_of_place(operator: OpOverload) -> OpOverload | None:
-    """The view that an operator turns its tensor into, in place: `aten.t` for `aten.t_`; None if it does not."""
+def out_of_place_view(operator: OpOverload) -> OpOverload | None:
+    """Return the view operator that an in-place one applies, such as `aten.t` for `aten.t_`, or None."""
     name = operator._schema.name.rpartition("::")[2]
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     types = [str(argument.type) for argument in operator._schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
-        found: OpOverload = getattr(packet, overload)
-        if found.is_view and [str(argument.type) for argument in found._schema.arguments] == types:
-            return found
+        candidate: OpOverload = getattr(packet, overload)
+        if candidate.is_view and [str(argument.type) for argument in candidate._schema.arguments] == types:
+            return candidate
     return None
 
 
-def turn_into(tensor: DTensor, turned: DTensor, operator: OpOverload, args: tuple[Any, ...]) -> None:
-    """Give `tensor` the layout and the memory of `turned`: what `operator` does to it in place."""
-    tensor._local_tensor, tensor._spec = turned._local_tensor, turned._spec
+def become_view(tensor: DTensor, view: DTensor, operator: OpOverload, args: tuple[Any, ...]) -> None:
+    """Give `tensor` the spec and the memory of `view`, as the in-place view operator does."""
+    tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
     return_and_correct_aliasing(operator, args, {}, tensor)  # type: ignore[no-untyped-call]
 
 
 def failed_in_planning(error: BaseException) -> bool:
-    """DTensor failed before it wrote anything, for reasons that are the same on all ranks.
+    """Return True if DTensor failed on all ranks alike, before writing anything.
 
-    2.11 sees only when it has computed, on copies, that an operator in place would have to change placements.
+    DTensor 2.11 finds only after computing, on copies, that an in-place operator would have to change placements.
     """
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_name == PLANNING for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
 
 
-def draws_by_itself(operator: OpOverload) -> bool:
-    """DTensor runs it on each rank's piece without seeing to it that ranks draw what one device would."""
+def draws_per_rank(operator: OpOverload) -> bool:
+    """Return True if DTensor runs the operator on each shard without synchronizing the random number generators."""
     return operator not in DTensor._op_dispatcher._random_ops
 
 
-def has_handler(operator: OpOverload) -> bool:
-    """DTensor runs it by code of its own, which may call collectives after it computed."""
+def has_custom_handler(operator: OpOverload) -> bool:
+    """Return True if DTensor has a custom handler for the operator, which may call collectives after computing."""
     return operator in DTensor._op_dispatcher._custom_op_handlers
 
 
 def active_modes() -> list[TorchDispatchMode]:
-    """This thread's dispatch modes, the innermost last."""
+    """Return this thread's dispatch modes, innermost last."""
     return _get_current_dispatch_mode_stack()
 
 
-def register(operator: OpOverload, rule: Rule, *, shape_argument: int | None = None) -> None:
-    """Give DTensor a rule for an operator, in place of what it has.
+def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | None = None) -> None:
+    """Register a sharding rule for an operator, replacing DTensor's own.
 
     Args:
-        operator: of one overload.
-        rule: what each axis may do.
-        shape_argument: place of the argument that is the result's shape, which each rank needs for its piece.
+        operator: the operator overload.
+        rule: the allowed placements on each mesh axis.
+        shape_argument: index of the argument that is the result's shape, which must be localized for each shard.
 
-    `register_sharding` lets plans be reused for calls that differ in arguments before the first plain int (a list
-    of paddings, say), so all that is not a tensor is made part of the question here.
+    `register_sharding` reuses cached plans for calls that differ in arguments before the first plain int (such as a
+    list of paddings), so all non-tensor arguments are added to the cache key here.
     """
     register_sharding(operator)(rule)
     keywords = [argument.name for argument in operator._schema.arguments if argument.kwarg_only]
-    first = next((place for place, one in enumerate(operator._schema.arguments) if not _is_tensor(one)), 100)
-    info = RuntimeSchemaInfo(first, keywords or None, needs_pytree=True)
-    planner = DTensor._op_dispatcher.sharding_propagator
-    planner.op_to_schema_info[operator] = info
+    first_static = next((i for i, argument in enumerate(operator._schema.arguments) if not _is_tensor(argument)), 100)
+    info = RuntimeSchemaInfo(first_static, keywords or None, needs_pytree=True)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.op_to_schema_info[operator] = info
     if shape_argument is not None:
-        planner.op_to_shape_and_stride_idx[operator] = shape_argument
+        propagator.op_to_shape_and_stride_idx[operator] = shape_argument
 
 
-def forget_plans() -> None:
-    """Drop the plans of operators that DTensor made on this thread: new rules hold from the next call on."""
+def clear_sharding_cache() -> None:
+    """Clear DTensor's sharding cache on this thread, so that new rules apply from the next call on."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 

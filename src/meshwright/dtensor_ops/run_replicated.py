@@ -1,7 +1,7 @@
-"""Running an operator on whole copies: gather its inputs, compute on every rank, keep each rank's piece.
+"""Replicated execution of an operator: gather its inputs, compute on every rank, keep each rank's shard.
 
-Every rank computes the same from the same values, so results are laid out by slicing, without a message. What an
-operator writes in place is written to copies first: an operator that fails leaves its inputs as they were.
+Every rank computes the same result from the same values, so results are sharded by slicing, without communication.
+In-place writes go to copies first: an operator that fails leaves its inputs unchanged.
 """
 
 from __future__ import annotations
@@ -18,174 +18,178 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.dtensor_ops.private import (
     OpOverload,
-    as_copies,
-    as_dtensor_like,
-    dtensor_of,
-    gathered,
+    as_replicated,
+    dtensor_like,
+    gather_full,
     is_alias,
-    is_cut,
-    own_tensor,
+    is_shard,
+    local_tensor,
     schema_of,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
+    wrap_local,
 )
-from meshwright.dtensor_ops.refused_ops import mesh_refused, partial_refused, random_refused, shape_refused
+from meshwright.dtensor_ops.refused_ops import mesh_error, partial_write_error, random_error, shape_error
 from meshwright.reshard.dtensor import new_dtensor, spec_of
 from meshwright.reshard.dtensor.placements import has_layout
 from meshwright.reshard.dtensor.redistribute_local import redistribute_detached
 
-Pairs = list[tuple[Tensor, Tensor]]
-"""Tensors an operator was called with, and the whole ones it is run on."""
+TensorPairs = list[tuple[Tensor, Tensor]]
+"""Tensors that an operator was called with, and the full tensors that it runs on."""
 
 
 @dataclass(slots=True)
-class Call:
-    """An operator and its arguments."""
+class OpCall:
+    """An operator call: the operator and its arguments."""
 
     operator: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
-        """All of its tensors, those in lists included."""
-        found: list[Tensor] = []
+        """Return all tensor arguments, including those in lists."""
+        tensors: list[Tensor] = []
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor):
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, list | tuple):
-                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        return found
+                tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return tensors
 
     def dtensors(self) -> list[DTensor]:
-        """Those of its tensors that lie on a mesh."""
+        """Return all DTensor arguments."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, DTensor)]
 
-    def written(self) -> list[Tensor]:
-        """The tensors that it writes to: in place, or as `out`."""
+    def written_tensors(self) -> list[Tensor]:
+        """Return the tensors that the operator writes to, in place or as `out`."""
         if not schema_of(self.operator).is_mutable:
             return []
-        found: list[Any] = []
-        for place, argument in enumerate(schema_of(self.operator).arguments):
+        targets: list[Any] = []
+        for index, argument in enumerate(schema_of(self.operator).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = self.args[place] if place < len(self.args) else self.kwargs.get(argument.name)
-                found += tree_leaves(value)
-        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+                value = self.args[index] if index < len(self.args) else self.kwargs.get(argument.name)
+                targets += tree_leaves(value)
+        return [tensor for tensor in targets if isinstance(tensor, Tensor)]
 
     def mesh(self) -> DeviceMesh:
-        """The mesh of its DTensors.
+        """Return the mesh of the DTensor arguments.
 
         Raises:
-            OperatorError: they have several.
+            OperatorError: they are on several meshes.
         """
         meshes = [tensor.device_mesh for tensor in self.dtensors()]
         if any(mesh != meshes[0] for mesh in meshes):
-            raise mesh_refused(self.operator)
+            raise mesh_error(self.operator)
         return meshes[0]
 
     def run(self) -> Any:
-        """What it returns."""
+        """Run the operator and return its result."""
         return self.operator(*self.args, **self.kwargs)
 
 
-Run = Callable[[Call], Any]
-"""Returns what an operator returns."""
+RunOp = Callable[[OpCall], Any]
+"""Computes the result of an operator call."""
 
 
 def gather_bytes(tensor: DTensor) -> int:
-    """Bytes that a rank receives to have the whole tensor: others' pieces, after partial values were added up."""
-    pieces = parts = 1
+    """Return the bytes each rank receives to gather a tensor: a reduction of partial values, and the other shards."""
+    num_shards = num_partials = 1
     for axis, placement in enumerate(tensor.placements):
         size = tensor.device_mesh.size(axis)
-        if is_cut(placement):
-            pieces *= size
+        if is_shard(placement):
+            num_shards *= size
         elif isinstance(placement, Partial):
-            parts *= size
-    whole = tensor.numel() * tensor.element_size()
-    piece = math.ceil(whole / pieces)
-    return whole - piece + math.ceil(2 * piece * (parts - 1) / parts)
+            num_partials *= size
+    full_bytes = tensor.numel() * tensor.element_size()
+    shard_bytes = math.ceil(full_bytes / num_shards)
+    return full_bytes - shard_bytes + math.ceil(2 * shard_bytes * (num_partials - 1) / num_partials)
 
 
-def run_on_copies(call: Call, given: Mapping[int, Tensor] | None = None) -> Any:
-    """What `call` returns, computed from whole inputs and laid out as the input of its shape.
+def run_replicated(call: OpCall, full_by_id: Mapping[int, Tensor] | None = None) -> Any:
+    """Compute the result of `call` from full inputs, and place it as the sharded input of its shape.
 
     Args:
-        call: an operator and its arguments.
-        given: whole tensors by the `id` of arguments, to be used for these; what is written there stays there.
+        call: the operator call.
+        full_by_id: full tensors to use for some arguments, by `id`; writes to these are not copied back.
 
     Raises:
-        OperatorError: it draws random numbers, or would write where it can't.
+        OperatorError: the operator draws random numbers, or its output tensor cannot be written to.
     """
-    given = given or {}
-    mesh, written = call.mesh(), {id(tensor) for tensor in call.written()}
-    if any(isinstance(tensor, DTensor) and not can_be_written(tensor) for tensor in call.written()):
-        raise partial_refused(call.operator)
+    full_by_id = full_by_id or {}
+    mesh, written = call.mesh(), {id(tensor) for tensor in call.written_tensors()}
+    if any(isinstance(tensor, DTensor) and not is_writable(tensor) for tensor in call.written_tensors()):
+        raise partial_write_error(call.operator)
     leaves, spec = tree_flatten((call.args, call.kwargs))
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in pairs:
-                whole = given[id(leaf)] if id(leaf) in given else _whole(leaf, is_written=id(leaf) in written)
-                pairs[id(leaf)] = leaf, whole
+                is_written = id(leaf) in written
+                full = full_by_id[id(leaf)] if id(leaf) in full_by_id else _gather(leaf, is_written=is_written)
+                pairs[id(leaf)] = leaf, full
         args, kwargs = tree_unflatten([pairs[id(x)][1] if isinstance(x, Tensor) else x for x in leaves], spec)
-        result = _without_drawing(Call(call.operator, args, kwargs))
+        result = _run_deterministic(OpCall(call.operator, args, kwargs))
         changed = [pair for key, pair in pairs.items() if key in written]
-        _check_fits(call.operator, changed)
-        for tensor, whole in changed:
-            if id(tensor) in given:
+        _check_shapes(call.operator, changed)
+        for tensor, full in changed:
+            if id(tensor) in full_by_id:
                 continue
-            (own_tensor(tensor) if isinstance(tensor, DTensor) else tensor).copy_(piece_like(whole, tensor))
-        back = {id(whole): tensor for tensor, whole in changed}
-        return tree_map_only(Tensor, lambda x: back[id(x)] if id(x) in back else _laid_out(x, call, mesh), result)
+            (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).copy_(shard_like(full, tensor))
+        originals = {id(full): tensor for tensor, full in changed}
+        return tree_map_only(
+            Tensor, lambda x: originals[id(x)] if id(x) in originals else _place_result(x, call, mesh), result
+        )
 
 
-def _whole(tensor: Tensor, *, is_written: bool) -> Tensor:
-    """The whole tensor on this rank; a copy of its own if the operator writes to it."""
+def _gather(tensor: Tensor, *, is_written: bool) -> Tensor:
+    """Gather the full tensor on this rank, as a copy if the operator writes to it."""
     if not isinstance(tensor, DTensor):
         return tensor.clone() if is_written else tensor
-    whole = _gathered_eight_bits(tensor) if _has_eight_bits(tensor) else gathered(tensor)
-    if is_alias(whole, own_tensor(tensor)):
-        return whole.clone() if is_written else whole
-    return _with_strides(whole, tensor.stride())
+    full = _gather_float8(tensor) if _is_float8(tensor) else gather_full(tensor)
+    if is_alias(full, local_tensor(tensor)):
+        return full.clone() if is_written else full
+    return _with_strides(full, tensor.stride())
 
 
-def _has_eight_bits(tensor: DTensor) -> bool:
+def _is_float8(tensor: DTensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() == 1
 
 
-def _gathered_eight_bits(tensor: DTensor) -> Tensor:
-    """gloo moves no numbers of 8 bits but integers, and adds up none in their place."""
+def _gather_float8(tensor: DTensor) -> Tensor:
+    """Gather a float8 tensor as bytes or, if partial, as float32, because gloo supports only 8-bit integers."""
     if any(placement.is_partial() for placement in tensor.placements):
-        local = own_tensor(tensor).float()
-        return gathered(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor)).to(tensor.dtype)
-    return gathered(as_dtensor_like(tensor, own_tensor(tensor).view(torch.uint8), tensor)).view(tensor.dtype)
+        local = local_tensor(tensor).float()
+        full = gather_full(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor))
+        return full.to(tensor.dtype)
+    return gather_full(dtensor_like(tensor, local_tensor(tensor).view(torch.uint8), tensor)).view(tensor.dtype)
 
 
-def can_be_written(tensor: DTensor) -> bool:
-    """A whole value can be laid out as it is, also as parts of a sum; not so in placements that only operators make."""
+def is_writable(tensor: DTensor) -> bool:
+    """Return True unless the tensor has placements that only operators create, such as masked partial values."""
     return has_layout(tensor.placements)
 
 
-def _with_strides(whole: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """It, or a copy that lies in memory as on one device: some operators' results depend on that."""
-    if whole.stride() == strides or any(stride == 0 for stride in strides):
-        return whole
-    return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+def _with_strides(full: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the tensor with the strides it has on one device, since some operators' results depend on them."""
+    if full.stride() == strides or any(stride == 0 for stride in strides):
+        return full
+    return torch.empty_strided(full.shape, strides, dtype=full.dtype, device=full.device).copy_(full)
 
 
-def _without_drawing(call: Call) -> Any:
-    """What an operator on plain tensors returns, unless it drew random numbers for it."""
+def _run_deterministic(call: OpCall) -> Any:
+    """Run an operator on plain tensors, and raise if it drew random numbers."""
     if torch.Tag.nondeterministic_seeded not in call.operator.tags:
         return call.run()
     if isinstance(call.kwargs.get("generator"), torch.Generator):
-        raise random_refused(call.operator)
+        raise random_error(call.operator)
     devices = sorted({tensor.device.index for tensor in call.tensors() if tensor.is_cuda})
     with torch.random.fork_rng(devices):
         before = _random_states(devices)
         result = call.run()
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(devices), strict=True)):
-            raise random_refused(call.operator)
+            raise random_error(call.operator)
     return result
 
 
@@ -193,31 +197,31 @@ def _random_states(devices: list[int]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
-def _check_fits(operator: OpOverload, changed: Pairs) -> None:
-    for tensor, whole in changed:
-        if tensor.shape != whole.shape:
-            raise shape_refused(operator, tuple(whole.shape), tuple(tensor.shape))
+def _check_shapes(operator: OpOverload, changed: TensorPairs) -> None:
+    for tensor, full in changed:
+        if tensor.shape != full.shape:
+            raise shape_error(operator, tuple(full.shape), tuple(tensor.shape))
 
 
-def _laid_out(whole: Tensor, call: Call, mesh: DeviceMesh) -> Tensor:
-    """A result as a DTensor; one that is sparse stays as it is, whole on every rank."""
-    if whole.layout is not torch.strided:
-        return whole
+def _place_result(full: Tensor, call: OpCall, mesh: DeviceMesh) -> Tensor:
+    """Convert a result to a DTensor; a sparse result stays a plain tensor."""
+    if full.layout is not torch.strided:
+        return full
     for like in call.dtensors():
-        if like.shape == whole.shape and any(is_cut(p) for p in like.placements):
+        if like.shape == full.shape and any(is_shard(p) for p in like.placements):
             placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
-            return _laid_as(whole, mesh, placements, like)
-    return as_copies(whole, mesh)
+            return _place_like(full, mesh, placements, like)
+    return as_replicated(full, mesh)
 
 
-def piece_like(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of `whole`, laid out as `like`."""
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of `full`, placed as `like`."""
     if not isinstance(like, DTensor) or all(placement.is_replicate() for placement in like.placements):
-        return whole
-    return own_tensor(_laid_as(whole, like.device_mesh, like.placements, like))
+        return full
+    return local_tensor(_place_like(full, like.device_mesh, like.placements, like))
 
 
-def _laid_as(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: DTensor) -> DTensor:
-    """With memory of its own, and the order of cuts of `like`."""
-    laid = redistribute_detached(as_copies(whole, mesh), placements, spec_of(like).shard_order)
-    return dtensor_of(own_tensor(laid).clone(), spec_of(laid)) if is_alias(own_tensor(laid), whole) else laid
+def _place_like(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: DTensor) -> DTensor:
+    """Distribute `full` with these placements and the shard order of `like`, in memory of its own."""
+    placed = redistribute_detached(as_replicated(full, mesh), placements, spec_of(like).shard_order)
+    return wrap_local(local_tensor(placed).clone(), spec_of(placed)) if is_alias(local_tensor(placed), full) else placed

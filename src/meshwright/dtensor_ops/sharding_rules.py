@@ -1,14 +1,14 @@
-"""Sharding rules for operators that DTensor has none for, or one that is wrong or moves too much.
+"""Sharding rules for operators for which DTensor has no rule, an incorrect one, or one that communicates too much.
 
-Each rule lists what one mesh axis may do: how the outputs lie if the inputs lie so. DTensor tries them on every axis
-and takes the cheapest for the inputs it finds. One idea runs through all: work along a dim that is not cut needs no
-message, however the other dims are cut, strided or not, so long as all tensors are cut alike; that is so where they
-have the same size.
+Each rule lists the allowed placements of outputs and inputs on one mesh axis. DTensor tries them on every axis and
+chooses the cheapest for the given inputs. All rules follow one principle: work along an unsharded dim needs no
+communication, whatever the sharding of the other dims, strided or not, as long as all tensors are sharded alike along
+them, which requires equal sizes.
 
-DTensor 2.13 has right rules for index_put, softmax and its backward, constant padding and einsum (as matrix
-products), and they stay. It has rules for sort, gather and scatter that gather strided cuts; its gather and
-scatter_add also cut dims of different sizes alike, and read or add beside the place. Its in-place index_add and
-index_copy take each rank's part of the index for all of it.
+DTensor 2.13 has correct rules for index_put, softmax and its backward, constant padding and einsum (as matrix
+products), which are kept. Its rules for sort, gather and scatter gather strided shards; those for gather and
+scatter_add also shard dims of different sizes alike, and then access wrong elements. Its in-place index_add and
+index_copy take each rank's shard of the index for the full index.
 """
 
 from __future__ import annotations
@@ -20,113 +20,114 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from meshwright.dtensor_ops.placement_rules import Spec, Way, copies, cuts, partials
-from meshwright.dtensor_ops.private import Rule, forget_plans, masked_partial, moved_to, register
+from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
+from meshwright.dtensor_ops.private import Rule, clear_sharding_cache, masked_partial, register_rule, with_dim
 from meshwright.dtensor_ops.sharding_rules_torch_2_11 import OLDER_RULES
 from meshwright.dtensor_ops.sharding_rules_windows import SHAPE_ARGUMENTS, WINDOW_RULES
 
 aten = torch.ops.aten
 
 
-def sorted_along(dim: int, x: Spec) -> list[Way]:
-    """Values and indices, both cut as the input, along other dims."""
-    return [copies(2, 1)] + [([p, p], [p]) for d in range(x.ndim) if d != dim % x.ndim for p in cuts(d, x)]
+def sort_along_rule(x: Spec, dim: int) -> list[Sharding]:
+    """Return the placements of a sort along `dim`: values and indices are sharded as the input along other dims."""
+    other_dims = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return [all_replicated(2, 1)] + [([p, p], [p]) for d in other_dims for p in dim_shards(d, x)]
 
 
-def sort_rule(x: Spec, dim: int = -1, descending: bool = False) -> list[Way]:
-    """Of `sort`."""
-    return sorted_along(dim, x)
+def sort_rule(x: Spec, dim: int = -1, descending: bool = False) -> list[Sharding]:
+    """Sharding rule of `sort`."""
+    return sort_along_rule(x, dim)
 
 
-def stable_sort_rule(x: Spec, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> list[Way]:
-    """Of `sort` and `argsort` with `stable`."""
-    return sorted_along(dim, x)
+def stable_sort_rule(x: Spec, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> list[Sharding]:
+    """Sharding rule of `sort` and `argsort` with `stable`."""
+    return sort_along_rule(x, dim)
 
 
-def gather_rule(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> list[Way]:
-    """Indices point along `dim`: of other dims, index and input need the same part."""
-    ways = [copies(1, 2)]
+def gather_rule(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> list[Sharding]:
+    """Sharding rule of `gather`: index and input are sharded alike along dims other than `dim`."""
+    shardings = [all_replicated(1, 2)]
     if not x.ndim or not index.ndim:
-        return ways
+        return shardings
     dim %= x.ndim
-    ways += [([p], [Replicate(), p]) for p in cuts(dim, index)]
+    shardings += [([p], [Replicate(), p]) for p in dim_shards(dim, index)]
     for d in range(x.ndim):
         if d != dim and x.shape[d] == index.shape[d]:
-            ways += [([p], [p, p]) for p in cuts(d, x, index)]
+            shardings += [([p], [p, p]) for p in dim_shards(d, x, index)]
     if index.shape[dim] == 1:
-        looked_up = masked_partial(x.shape, dim)
-        ways.append(([looked_up], [Shard(dim), looked_up]))
-    return ways + [([p], [p, Replicate()]) for p in partials(x)]
+        masked = masked_partial(x.shape, dim)
+        shardings.append(([masked], [Shard(dim), masked]))
+    return shardings + [([p], [p, Replicate()]) for p in partials(x)]
 
 
-def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_: Any) -> list[Way]:
-    """Writes of `src`, a tensor or a number, along `dim`: of other dims, all need the same part."""
+def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_: Any) -> list[Sharding]:
+    """Sharding rule of `scatter`, with a tensor or scalar `src`: all are sharded alike along dims other than `dim`."""
     others = [index, src] if hasattr(src, "placements") else [index]
-    ways = [copies(1, 1 + len(others))]
+    shardings = [all_replicated(1, 1 + len(others))]
     if not x.ndim or not index.ndim:
-        return ways
+        return shardings
     for d in range(x.ndim):
-        if d != dim % x.ndim and all(one.shape[d] == x.shape[d] for one in others):
-            ways += [([p], [p] * (1 + len(others))) for p in cuts(d, x, *others)]
-    return ways
+        if d != dim % x.ndim and all(other.shape[d] == x.shape[d] for other in others):
+            shardings += [([p], [p] * (1 + len(others))) for p in dim_shards(d, x, *others)]
+    return shardings
 
 
-def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[Way]:
-    """Like `scatter_rule`; and sums may stay partial, each rank with its part of what is added."""
-    ways = scatter_rule(x, dim, index, src)
-    if not can_be_summed(x):
-        return ways
+def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[Sharding]:
+    """Sharding rule of `scatter_add`: as `scatter_rule`, and sums may stay partial, with shards of `src` added."""
+    shardings = scatter_rule(x, dim, index, src)
+    if not can_be_partial(x):
+        return shardings
     if partials(x) or partials(src):
-        ways.append(([Partial()], [Partial(), Replicate(), Partial()]))
+        shardings.append(([Partial()], [Partial(), Replicate(), Partial()]))
     if index.ndim and x.ndim and index.shape[dim] == src.shape[dim]:
-        ways += [([Partial()], [Partial(), p, p]) for p in cuts(dim % x.ndim, index, src)]
-    return ways
+        shardings += [([Partial()], [Partial(), p, p]) for p in dim_shards(dim % x.ndim, index, src)]
+    return shardings
 
 
-def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[Way]:
-    """Slices of `source` go along `dim`: of other dims, both need the same part."""
-    ways = [copies(1, 3)]
+def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[Sharding]:
+    """Sharding rule of `index_copy`: input and source are sharded alike along dims other than `dim`."""
+    shardings = [all_replicated(1, 3)]
     if x.ndim and source.ndim == x.ndim:
-        others = [d for d in range(x.ndim) if d != dim % x.ndim]
-        ways += [([p], [p, Replicate(), p]) for d in others for p in cuts(d, x, source)]
-    return ways
+        other_dims = [d for d in range(x.ndim) if d != dim % x.ndim]
+        shardings += [([p], [p, Replicate(), p]) for d in other_dims for p in dim_shards(d, x, source)]
+    return shardings
 
 
-def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float = 1) -> list[Way]:
-    """Like `index_rule`; and sums may stay partial, each rank with its part of what is added."""
-    ways = index_rule(x, dim, index, source)
-    if not can_be_summed(x):
-        return ways
+def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float = 1) -> list[Sharding]:
+    """Sharding rule of `index_add`: as `index_rule`, and sums may stay partial, with shards of `source` added."""
+    shardings = index_rule(x, dim, index, source)
+    if not can_be_partial(x):
+        return shardings
     if partials(x) or partials(source):
-        ways.append(([Partial()], [Partial(), Replicate(), Partial()]))
+        shardings.append(([Partial()], [Partial(), Replicate(), Partial()]))
     if index.ndim and x.ndim and source.ndim == x.ndim:
         along = dim % x.ndim
-        ways += [([Partial()], [Partial(), moved_to(p, 0), p]) for p in cuts(along, source)]
-    return ways
+        shardings += [([Partial()], [Partial(), with_dim(p, 0), p]) for p in dim_shards(along, source)]
+    return shardings
 
 
-def can_be_summed(x: Spec) -> bool:
-    """Ranks may each hold a part of its values: DTensor makes parts by division, which integers can't take."""
+def can_be_partial(x: Spec) -> bool:
+    """Return True for floating-point and complex tensors: DTensor may divide to create partial values."""
     return x.tensor_meta is not None and (x.tensor_meta.dtype.is_floating_point or x.tensor_meta.dtype.is_complex)
 
 
 def scatter_reduce_rule(
     x: Spec, dim: int, index: Spec, src: Spec, reduce: str, *, include_self: bool = True
-) -> list[Way]:
-    """A sum is `scatter_add`; other reductions need all that is reduced to one place."""
+) -> list[Sharding]:
+    """Sharding rule of `scatter_reduce`: a sum is `scatter_add`; other reductions are as `scatter`."""
     if reduce == "sum" and include_self:
         return scatter_add_rule(x, dim, index, src)
     return scatter_rule(x, dim, index, src)
 
 
-def masked_scatter_rule(x: Spec, mask: Spec, source: Spec) -> list[Way]:
-    """What goes where depends on the whole mask before it."""
-    return [copies(1, 3)]
+def masked_scatter_rule(x: Spec, mask: Spec, source: Spec) -> list[Sharding]:
+    """Sharding rule of `masked_scatter`, replicated: each position depends on all earlier mask values."""
+    return [all_replicated(1, 3)]
 
 
-def masked_scatter_backward_rule(grad: Spec, mask: Spec, sizes: list[int]) -> list[Way]:
-    """The same the other way."""
-    return [copies(1, 2)]
+def masked_scatter_backward_rule(grad: Spec, mask: Spec, sizes: list[int]) -> list[Sharding]:
+    """Sharding rule of `masked_scatter_backward`, replicated as the forward."""
+    return [all_replicated(1, 2)]
 
 
 RULES: dict[Any, Rule] = {
@@ -157,8 +158,8 @@ RULES: dict[Any, Rule] = {
 
 @cache
 def register_rules() -> None:
-    """Give DTensor these rules, once a process; call it on all ranks, before what they are for."""
-    older = OLDER_RULES if TorchVersion(torch.__version__) < "2.13" else {}
-    for operator, rule in (RULES | older).items():
-        register(operator, rule, shape_argument=SHAPE_ARGUMENTS.get(operator))
-    forget_plans()
+    """Register the sharding rules with DTensor, once per process; call it on all ranks, before using the operators."""
+    older_rules = OLDER_RULES if TorchVersion(torch.__version__) < "2.13" else {}
+    for operator, rule in (RULES | older_rules).items():
+        register_rule(operator, rule, shape_argument=SHAPE_ARGUMENTS.get(operator))
+    clear_sharding_cache()

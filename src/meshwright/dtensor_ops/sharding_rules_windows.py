@@ -1,6 +1,6 @@
-"""Rules of operators that look at neighbours along some dims: padding by reflection and by edges, unfold, im2col.
+"""Sharding rules of window operators: reflection and replication padding, unfold, im2col and col2im.
 
-Dims they don't look along may be cut in any way.
+Dims other than those of the windows may be sharded in any way.
 """
 
 from __future__ import annotations
@@ -9,52 +9,53 @@ from typing import Any
 
 import torch
 
-from meshwright.dtensor_ops.placement_rules import Spec, Way, copies, cuts, partials
+from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, packet_name
 
 aten = torch.ops.aten
 
 
-def padded_rule(x: Spec, padding: list[int]) -> list[Way]:
-    """Along dims that nothing is added to; what is added is a choice among values."""
-    return [copies(1, 1)] + [([p], [p]) for d in unpadded(x, padding) for p in cuts(d, x)] + passed_on(x)
+def padded_rule(x: Spec, padding: list[int]) -> list[Sharding]:
+    """Sharding rule of reflection and replication padding: shards along unpadded dims, and partial values."""
+    sharded: list[Sharding] = [([p], [p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, x)]
+    return [all_replicated(1, 1), *sharded, *pass_partials(x)]
 
 
-def padded_backward_rule(grad: Spec, x: Spec, padding: list[int]) -> list[Way]:
-    """Along the same dims."""
-    return [copies(1, 2)] + [([p], [p, p]) for d in unpadded(x, padding) for p in cuts(d, grad, x)]
+def padded_backward_rule(grad: Spec, x: Spec, padding: list[int]) -> list[Sharding]:
+    """Sharding rule of the padding backward: shards along unpadded dims."""
+    return [all_replicated(1, 2)] + [([p], [p, p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, grad, x)]
 
 
-def unfold_rule(x: Spec, dim: int, size: int, step: int) -> list[Way]:
-    """Windows along `dim`, their elements in a new last dim."""
-    ways = [copies(1, 1), *passed_on(x)]
-    return ways + [([p], [p]) for d in range(x.ndim) if d != dim % x.ndim for p in cuts(d, x)]
+def unfold_rule(x: Spec, dim: int, size: int, step: int) -> list[Sharding]:
+    """Sharding rule of `unfold`: shards along dims other than `dim`; window elements are in a new last dim."""
+    shardings = [all_replicated(1, 1), *pass_partials(x)]
+    return shardings + [([p], [p]) for d in range(x.ndim) if d != dim % x.ndim for p in dim_shards(d, x)]
 
 
-def unfold_backward_rule(grad: Spec, shape: list[int], dim: int, size: int, step: int) -> list[Way]:
-    """The same the other way."""
-    others = [d for d in range(len(shape)) if d != dim % max(len(shape), 1)]
-    return [copies(1, 1)] + [([p], [p]) for d in others for p in cuts(d, grad)]
+def unfold_backward_rule(grad: Spec, shape: list[int], dim: int, size: int, step: int) -> list[Sharding]:
+    """Sharding rule of `unfold_backward`: shards along dims other than `dim`."""
+    other_dims = [d for d in range(len(shape)) if d != dim % max(len(shape), 1)]
+    return [all_replicated(1, 1)] + [([p], [p]) for d in other_dims for p in dim_shards(d, grad)]
 
 
-def images_rule(x: Spec, *_: Any) -> list[Way]:
-    """Between images and columns of their windows: each image by itself, where there is a dim of images."""
-    return [copies(1, 1)] + ([([p], [p]) for p in cuts(0, x)] if x.ndim == 4 else [])
+def im2col_rule(x: Spec, *_: Any) -> list[Sharding]:
+    """Sharding rule of `im2col`: shards along the batch dim, if there is one."""
+    return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 4 else [])
 
 
-def columns_rule(x: Spec, *_: Any) -> list[Way]:
-    """The same the other way."""
-    return [copies(1, 1)] + ([([p], [p]) for p in cuts(0, x)] if x.ndim == 3 else [])
+def col2im_rule(x: Spec, *_: Any) -> list[Sharding]:
+    """Sharding rule of `col2im`: shards along the batch dim, if there is one."""
+    return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 3 else [])
 
 
-def unpadded(x: Spec, padding: list[int]) -> list[int]:
-    """Dims that nothing is added to; paddings come in pairs, the last dim first."""
-    padded = {x.ndim - 1 - place // 2 for place, width in enumerate(padding) if width}
+def unpadded_dims(x: Spec, padding: list[int]) -> list[int]:
+    """Return the dims without padding; `padding` holds pairs, last dim first."""
+    padded = {x.ndim - 1 - i // 2 for i, width in enumerate(padding) if width}
     return [d for d in range(x.ndim) if d not in padded]
 
 
-def passed_on(x: Spec) -> list[Way]:
-    """Partial values, of what only chooses among values."""
+def pass_partials(x: Spec) -> list[Sharding]:
+    """Return the placements that pass partial values through an operator that only selects values."""
     return [([p], [p]) for p in partials(x)]
 
 
@@ -67,8 +68,8 @@ WINDOW_RULES: dict[Any, Rule] = {
     aten.unfold.default: unfold_rule,
     aten.unfold_copy.default: unfold_rule,
     aten.unfold_backward.default: unfold_backward_rule,
-    aten.im2col.default: images_rule,
-    aten.col2im.default: columns_rule,
+    aten.im2col.default: im2col_rule,
+    aten.col2im.default: col2im_rule,
 }
 SHAPE_ARGUMENTS: dict[Any, int] = {aten.unfold_backward.default: 1}
-"""Places of arguments that are the shape of the result."""
+"""Indices of the arguments that are the shape of the result, by operator."""

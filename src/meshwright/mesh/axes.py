@@ -1,7 +1,7 @@
-"""Mesh axes: the names of the ways work is divided, and how a rank sits on them.
+"""Named mesh axes, and the mapping between ranks and mesh coordinates.
 
-Outermost first, because neighbours on the last axis share the fastest links (Narayanan et al. 2021, section 3):
-`pp, dp_replicate, dp_shard, cp, tp`. Expert parallelism is not an axis of its own: it divides `dp_shard`.
+The order is outermost first, because neighbours on the last axis share the fastest links (Narayanan et al. 2021,
+section 3): `pp, dp_replicate, dp_shard, cp, tp`. Expert parallelism has no axis of its own: it divides `dp_shard`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Axes:
         for name, size in asdict(self).items():
             if size < 1:
                 raise LayoutError(
-                    f"mesh.{name} = {size} is not a size",
+                    f"mesh.{name} = {size} is not a valid size",
                     where=f"mesh.{name}",
                     rule="every axis has at least one rank",
                     fix=f"mesh.{name}=1",
@@ -36,27 +36,27 @@ class Axes:
     @staticmethod
     @cache
     def names() -> tuple[str, ...]:
-        """The axes' names, outermost first."""
+        """Return the axis names, outermost first."""
         return tuple(field.name for field in fields(Axes))
 
     def sizes(self) -> tuple[int, ...]:
-        """The axes' sizes, outermost first."""
+        """Return the axis sizes, outermost first."""
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     def size(self, axis: str) -> int:
-        """The size of one axis."""
+        """Return the size of one axis."""
         return int(getattr(self, axis))
 
     def num_ranks(self) -> int:
-        """Ranks on the whole mesh."""
+        """Return the number of ranks on the mesh."""
         return math.prod(self.sizes())
 
     def data_parallel(self) -> int:
-        """Ranks that see different samples: `dp_replicate × dp_shard`."""
+        """Return the data-parallel degree: `dp_replicate × dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis.
+        """Return the position of `rank` on every axis.
 
         Raises:
             LayoutError: `rank` is not on this mesh.
@@ -73,19 +73,19 @@ class Axes:
         return {name: position[name] for name in self.names()}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate; axes left out are at 0. The inverse of `coordinate`."""
+        """Return the rank at a coordinate, the inverse of `coordinate`; omitted axes default to 0."""
         rank = 0
         for name, size in zip(self.names(), self.sizes(), strict=True):
             rank = rank * size + coordinate.get(name, 0)
         return rank
 
     def data_index(self, rank: int) -> int:
-        """Which of the `data_parallel()` shares of the batch `rank` works on."""
+        """Return the data-parallel index of `rank`, in `range(self.data_parallel())`."""
         position = self.coordinate(rank)
         return position["dp_replicate"] * self.dp_shard + position["dp_shard"]
 
     def used(self) -> dict[str, int]:
-        """The axes larger than 1."""
+        """Return the axes larger than 1, with their sizes."""
         return {name: size for name, size in zip(self.names(), self.sizes(), strict=True) if size > 1}
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""Tensor layouts: which part of a tensor each rank of a mesh holds, as immutable values.
+"""Tensor layouts as immutable values: which shard of a tensor each rank of a mesh holds.
 
-Each tensor dim has the cuts that divide it, in their order; each mesh axis that cuts nothing holds copies, or partial
-values that a reduction adds up. PyTorch's `Shard`, `_StridedShard` and shard orders are all orders of cuts, so one
+Each tensor dim lists the splits that shard it, in order; a mesh axis that shards no dim is replicated or holds partial
+values of a reduction. PyTorch's `Shard`, `_StridedShard` and shard orders are all sequences of splits, so one
 form describes every DTensor, uneven sizes included.
 
-Ranks count from 0 within the mesh, the last axis fastest. Where several axes hold partial values, the last axis is
-reduced first: value = reduction over axis 0 of (reduction over axis 1 of …); it matters only where the reductions
+Ranks count from 0 within the mesh, with the last axis varying fastest. If several axes are partial, the last axis is
+reduced first: value = reduction over axis 0 of (reduction over axis 1 of …), which matters only if the reductions
 differ.
 """
 
@@ -21,21 +21,21 @@ import numpy as np
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout_text import parse
 from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Intervals, Ints, Split, cut, overlap
+from meshwright.mesh.shard_intervals import Intervals, Ints, Split, overlap, shard_intervals
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on a mesh.
+    """The placement of a tensor on a mesh.
 
     Attributes:
-        shape: of the whole tensor.
-        axis_sizes: of the mesh's axes.
-        splits: for each tensor dim its cuts, in the order in which they are applied.
-        partial: for each axis the reduction that its partial values await, or None.
+        shape: shape of the full tensor.
+        axis_sizes: sizes of the mesh axes.
+        splits: for each tensor dim, its splits in the order in which they are applied.
+        partial: for each mesh axis, the pending reduction of its partial values, or None.
 
     Raises:
-        LayoutError: an axis cuts two dims or cuts and is partial, or is not on the mesh.
+        LayoutError: an axis shards two dims, is both sharded and partial, or is not on the mesh.
     """
 
     shape: tuple[int, ...]
@@ -46,10 +46,10 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.splits) != len(self.shape) or len(self.partial) != len(self.axis_sizes):
             raise LayoutError(
-                f"{len(self.splits)} dims of cuts and {len(self.partial)} axes for a tensor of {len(self.shape)} dims "
-                f"on {len(self.axis_sizes)} axes",
-                rule="a layout has cuts for each tensor dim and a reduction or None for each mesh axis",
-                fix="Layout.parse, which counts them",
+                f"splits has {len(self.splits)} entries and partial has {len(self.partial)}, for a tensor with "
+                f"{len(self.shape)} dims on a mesh with {len(self.axis_sizes)} axes",
+                rule="splits has one entry per tensor dim, partial has one per mesh axis",
+                fix="build the layout with Layout.parse",
             )
         used = [split.axis for splits in self.splits for split in splits]
         used += [axis for axis, reduction in enumerate(self.partial) if reduction]
@@ -57,8 +57,8 @@ class Layout:
             if not 0 <= axis < len(self.axis_sizes) or used.count(axis) > 1:
                 raise LayoutError(
                     f"axis {axis} is used {used.count(axis)} times by a layout on {len(self.axis_sizes)} axes",
-                    rule="a mesh axis cuts one tensor dim, or holds partial values, or holds copies",
-                    fix="each axis of the mesh once",
+                    rule="a mesh axis shards one tensor dim, is partial, or is replicated",
+                    fix="use each mesh axis at most once",
                 )
 
     @staticmethod
@@ -68,18 +68,18 @@ class Layout:
         shape: Sequence[int],
         shard_order: Mapping[int, Sequence[int]] | None = None,
     ) -> Layout:
-        """A layout from one word for each mesh axis.
+        """Parse a layout from one placement per mesh axis.
 
         Args:
-            text: `R` copies; `S0` cuts tensor dim 0; `SS0/4` cuts it strided, each of 4 parts by itself; `P` or
-                `P(max)` holds partial values. Axes that cut the same dim do so from the first axis to the last,
-                unless each says its place: `S0@1 S0@0` cuts by the second axis first.
-            axis_sizes: of the mesh's axes.
-            shape: of the whole tensor.
-            shard_order: tensor dim → its axes in the order of the cuts, instead of the `@` in `text`.
+            text: `R` is replicated; `S0` shards tensor dim 0; `SS0/4` is a strided shard with split factor 4; `P` or
+                `P(max)` is partial. Axes that shard the same dim are applied from the first axis to the last, unless
+                each gives its position: `S0@1 S0@0` shards over the second axis first.
+            axis_sizes: sizes of the mesh axes.
+            shape: shape of the full tensor.
+            shard_order: tensor dim → its mesh axes in shard order, as an alternative to `@` in `text`.
 
         Raises:
-            LayoutError: this is no layout of a tensor on a mesh; the message says what would be, where it can be told.
+            LayoutError: `text` is not a valid layout for this tensor and mesh; the error suggests one if it can.
         """
         return parse(text, axis_sizes, shape, shard_order, make=Layout)
 
@@ -87,20 +87,20 @@ class Layout:
         words = [f"P({r})" if r and r is not Reduction.SUM else "P" if r else "R" for r in self.partial]
         for dim, splits in enumerate(self.splits):
             in_order = [split.axis for split in splits] == sorted(split.axis for split in splits)
-            for place, split in enumerate(splits):
+            for position, split in enumerate(splits):
                 word = f"S{dim}" if split.parts == 1 else f"SS{dim}/{split.parts}"
-                words[split.axis] = word if in_order else f"{word}@{place}"
+                words[split.axis] = word if in_order else f"{word}@{position}"
         return " ".join(words)
 
     def num_ranks(self) -> int:
-        """Ranks on the mesh."""
+        """Return the number of ranks on the mesh."""
         return math.prod(self.axis_sizes)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The rank's place on each axis.
+        """Return the coordinate of `rank` on each mesh axis.
 
         Raises:
-            LayoutError: it is not on the mesh.
+            LayoutError: `rank` is not on the mesh.
         """
         if not 0 <= rank < self.num_ranks():
             raise LayoutError(
@@ -108,45 +108,45 @@ class Layout:
                 rule="ranks count from 0 within the mesh",
                 fix=f"use ranks 0 … {self.num_ranks() - 1}",
             )
-        return tuple(int(place) for place in np.unravel_index(rank, self.axis_sizes)) if self.axis_sizes else ()
+        return tuple(int(index) for index in np.unravel_index(rank, self.axis_sizes)) if self.axis_sizes else ()
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The rank at a place on each axis: the inverse of `coordinate`."""
+        """Return the rank at a coordinate, the inverse of `coordinate`."""
         rank = 0
-        for place, size in zip(coordinate, self.axis_sizes, strict=True):
-            rank = rank * size + place
+        for index, size in zip(coordinate, self.axis_sizes, strict=True):
+            rank = rank * size + index
         return rank
 
     def coordinates(self) -> tuple[Ints, ...]:
-        """For each axis the coordinates of all ranks, in the ranks' order."""
+        """Return, for each mesh axis, the coordinates of all ranks in rank order."""
         return tuple(np.unravel_index(np.arange(self.num_ranks()), self.axis_sizes)) if self.axis_sizes else ()
 
     def intervals(self, dim: int) -> Intervals:
-        """What the ranks hold of one tensor dim."""
-        return cut(self.shape[dim], self.splits[dim], self.axis_sizes)
+        """Return the intervals of one tensor dim that each rank holds."""
+        return shard_intervals(self.shape[dim], self.splits[dim], self.axis_sizes)
 
     def local_slices(self, rank: int) -> tuple[tuple[slice, ...], ...]:
-        """For each tensor dim, the slices of the whole tensor that lie one after another in the rank's tensor.
+        """Return, for each tensor dim, the slices of the full tensor that the rank's local tensor concatenates.
 
         Raises:
-            LayoutError: the rank is not on the mesh.
+            LayoutError: `rank` is not on the mesh.
         """
-        place = self.coordinate(rank)
+        coordinate = self.coordinate(rank)
         return tuple(
-            tuple(slice(start, stop) for start, stop in self.intervals(dim).row(place))
+            tuple(slice(start, stop) for start, stop in self.intervals(dim).row(coordinate))
             for dim in range(len(self.shape))
         )
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the rank's tensor.
+        """Return the shape of the rank's local tensor.
 
         Raises:
-            LayoutError: the rank is not on the mesh.
+            LayoutError: `rank` is not on the mesh.
         """
         return tuple(sum(s.stop - s.start for s in slices) for slices in self.local_slices(rank))
 
     def local_numels(self) -> Ints:
-        """Elements of each rank's tensor."""
+        """Return the number of elements of each rank's local tensor."""
         numels, at = np.ones(self.num_ranks(), np.int64), self.coordinates()
         for dim in range(len(self.shape)):
             intervals = self.intervals(dim)
@@ -154,59 +154,59 @@ class Layout:
         return numels
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
-        """The axes that cut a tensor dim, in the order of the cuts."""
+        """Return the mesh axes that shard a tensor dim, in shard order."""
         return tuple(split.axis for split in self.splits[dim])
 
     def sharded_axes(self) -> frozenset[int]:
-        """The axes that cut something."""
+        """Return the mesh axes that shard some tensor dim."""
         return frozenset(split.axis for splits in self.splits for split in splits)
 
     def partial_axes(self) -> tuple[int, ...]:
-        """The axes that hold partial values, ascending."""
+        """Return the partial mesh axes, ascending."""
         return tuple(axis for axis, reduction in enumerate(self.partial) if reduction)
 
     def replicated_axes(self) -> tuple[int, ...]:
-        """The axes that hold copies, ascending."""
+        """Return the replicated mesh axes, ascending."""
         sharded = self.sharded_axes()
         return tuple(axis for axis, r in enumerate(self.partial) if r is None and axis not in sharded)
 
     def canonical(self) -> Layout:
-        """The same distribution in its normal form: no axes of one rank, strided cuts as orders where they are.
+        """Return the same distribution in canonical form: no axes of size 1, strided splits rewritten as shard orders.
 
-        Layouts that are the same have equal normal forms where dims divide evenly and each axis holds one digit of an
-        index (in a mixed radix); `same_as` compares any.
+        Equivalent layouts have equal canonical forms if dims divide evenly and each axis holds one digit of an
+        index (in a mixed radix); `same_as` compares any two layouts.
         """
-        real = tuple(size > 1 for size in self.axis_sizes)
-        partial = tuple(r if real[axis] else None for axis, r in enumerate(self.partial))
+        is_used = tuple(size > 1 for size in self.axis_sizes)
+        partial = tuple(r if is_used[axis] else None for axis, r in enumerate(self.partial))
         splits = []
-        for size, cuts in zip(self.shape, self.splits, strict=True):
-            kept = tuple(split for split in cuts if real[split.axis])
-            splits.append(_as_order(size, kept, self.axis_sizes))
+        for size, dim_splits in zip(self.shape, self.splits, strict=True):
+            kept = tuple(split for split in dim_splits if is_used[split.axis])
+            splits.append(_as_shard_order(size, kept, self.axis_sizes))
         return Layout(self.shape, self.axis_sizes, tuple(splits), partial)
 
     def same_as(self, other: Layout) -> bool:
-        """Every rank holds the same, whatever the layouts are called."""
+        """Return True if every rank holds the same values under both layouts, however they are written."""
         a, b = self.canonical(), other.canonical()
         if a == b:
             return True
         if a.shape != b.shape or a.axis_sizes != b.axis_sizes or a.partial != b.partial:
             return False
         at = a.coordinates()
-        return all(_same(a.intervals(dim), b.intervals(dim), at) for dim in range(len(a.shape)))
+        return all(_has_same_rows(a.intervals(dim), b.intervals(dim), at) for dim in range(len(a.shape)))
 
     def with_partial(self, axes: Sequence[int], reduction: Reduction | None) -> Layout:
-        """The same cuts, with these axes holding partial values (or, for None, copies)."""
+        """Return the same splits with `axes` partial, or replicated if `reduction` is None."""
         partial = tuple(reduction if axis in axes else old for axis, old in enumerate(self.partial))
         return replace(self, partial=partial)
 
 
-def held_by_both(a: Layout, b: Layout, at_a: tuple[Ints, ...], at_b: tuple[Ints, ...]) -> Ints:
-    """How many elements the rank at `at_a` under `a` and the rank at `at_b` under `b` both hold, for many pairs.
+def overlap_numels(a: Layout, b: Layout, at_a: tuple[Ints, ...], at_b: tuple[Ints, ...]) -> Ints:
+    """Count the elements that the rank at `at_a` under `a` shares with the rank at `at_b` under `b`, for many pairs.
 
     Args:
-        a, b: of one tensor, on meshes that may differ.
-        at_a: for each axis of `a`'s mesh, coordinates of any one shape.
-        at_b: for each axis of `b`'s mesh, coordinates of the same shape.
+        a, b: layouts of one tensor, on meshes that may differ.
+        at_a: coordinates on each axis of `a`'s mesh, all arrays of one shape.
+        at_b: coordinates on each axis of `b`'s mesh, arrays of the same shape.
     """
     counts = np.ones(np.broadcast_shapes(*(array.shape for array in (*at_a, *at_b))), np.int64)
     for dim in range(len(a.shape)):
@@ -214,8 +214,8 @@ def held_by_both(a: Layout, b: Layout, at_a: tuple[Ints, ...], at_b: tuple[Ints,
     return counts
 
 
-def _same(a: Intervals, b: Intervals, at: tuple[Ints, ...]) -> bool:
-    """All ranks hold the same intervals in the same order (empty ones end a row, so padding settles the rest)."""
+def _has_same_rows(a: Intervals, b: Intervals, at: tuple[Ints, ...]) -> bool:
+    """Return True if all ranks hold the same intervals in order; empty intervals end a row, so rows can be padded."""
 
     def rows(intervals: Intervals, width: int) -> Ints:
         index = tuple(at[axis] for axis in intervals.axes)
@@ -230,22 +230,22 @@ def _same(a: Intervals, b: Intervals, at: tuple[Ints, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Digit:
-    """One digit of a dim's index in mixed radix, the outermost first; `axis` holds it, or the rank itself (None)."""
+    """A digit of a dim's index in mixed radix, sharded over mesh axis `axis` or local to the rank (None)."""
 
     size: int
     axis: int | None = None
 
 
-def _as_order(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int, ...]) -> tuple[Split, ...]:
-    """Cuts in the order of their digits, where the dim divides evenly and every axis holds one digit whole."""
+def _as_shard_order(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int, ...]) -> tuple[Split, ...]:
+    """Sort splits by their digits, if the dim divides evenly and every axis holds exactly one digit."""
     if len({split.parts for split in splits} | {1}) == 1:
         return splits
     digits = [_Digit(size)]
     for split in splits:
-        found = _cut_digits(digits, split, axis_sizes[split.axis])
-        if found is None:
+        split_digits = _split_digits(digits, split, axis_sizes[split.axis])
+        if split_digits is None:
             return splits
-        digits = found
+        digits = split_digits
     parts, ordered = 1, []
     sizes: defaultdict[int, int] = defaultdict(int)
     for digit in digits:
@@ -257,8 +257,8 @@ def _as_order(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int, ...])
     return tuple(ordered) if max(sizes.values()) == 1 else splits
 
 
-def _cut_digits(digits: list[_Digit], split: Split, axis_size: int) -> list[_Digit] | None:
-    """Digits after one more cut; None where it does not divide evenly along digits that the rank holds itself."""
+def _split_digits(digits: list[_Digit], split: Split, axis_size: int) -> list[_Digit] | None:
+    """Return the digits after another split, or None if it does not divide the local digits evenly."""
     result, parts, left = [], split.parts, axis_size
     for digit in digits:
         if digit.axis is not None:
@@ -271,12 +271,12 @@ def _cut_digits(digits: list[_Digit], split: Split, axis_size: int) -> list[_Dig
         rest = digit.size // outer
         if outer > 1:
             result.append(_Digit(outer))
-        owned = math.gcd(rest, left) if parts == 1 else 1
-        if parts == 1 and owned != left and owned != rest:
+        taken = math.gcd(rest, left) if parts == 1 else 1
+        if parts == 1 and taken != left and taken != rest:
             return None
-        if owned > 1:
-            result.append(_Digit(owned, split.axis))
-            left //= owned
-        if rest // owned > 1 or not rest:
-            result.append(_Digit(rest // owned))
+        if taken > 1:
+            result.append(_Digit(taken, split.axis))
+            left //= taken
+        if rest // taken > 1 or not rest:
+            result.append(_Digit(rest // taken))
     return result if parts == left == 1 else None

@@ -1,7 +1,7 @@
-"""What a mistyped layout was evidently meant to be, for the error to suggest: `S(0) p(MAX)` → `S0 P(max)`.
+"""Suggestions for mistyped layouts, for use in error messages: `S(0) p(MAX)` → `S0 P(max)`.
 
-Reads what `layout_text` refuses: PyTorch's own names for placements, either case, missing or needless spaces. Where
-anything is left over, or a name could mean several things, there is no suggestion: a wrong one is worse than none.
+Accepts text that `layout_text` rejects: PyTorch's own names for placements, either case, missing or extra spaces. If
+any text is left over, or a name is ambiguous, there is no suggestion: a wrong one is worse than none.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from meshwright.mesh.reduction import Reduction
 
 _NUMBER = r"-?\d{1,9}"
-_PLACE = r"(?:\s*@\s*(?P<{}>\d{{1,9}}))?"
+_POSITION = r"(?:\s*@\s*(?P<{}>\d{{1,9}}))?"
 _TOKEN = re.compile(
-    r"(?P<copies>replicated?|r)(?:\s*\(\s*\))?"
+    r"(?P<replicated>replicated?|r)(?:\s*\(\s*\))?"
     # SS0/2, _StridedShard(dim=0, sf=2), _S(0, 2)
     rf"|(?:_?stridedshard|_s|ss)\s*\(?\s*(?:dim\s*=\s*)?(?P<strided>{_NUMBER})\s*\)?\s*"
-    rf"(?:/|,\s*(?:(?:sf|split_factor)\s*=)?)\s*(?P<parts>\d{{1,9}})\s*\)?{_PLACE.format('strided_place')}"
-    rf"|(?:shard|s)\s*\(?\s*(?:dim\s*=\s*)?(?P<dim>{_NUMBER})\s*\)?{_PLACE.format('place')}"
+    rf"(?:/|,\s*(?:(?:sf|split_factor)\s*=)?)\s*(?P<parts>\d{{1,9}})\s*\)?{_POSITION.format('strided_position')}"
+    rf"|(?:shard|s)\s*\(?\s*(?:dim\s*=\s*)?(?P<dim>{_NUMBER})\s*\)?{_POSITION.format('position')}"
     r"|(?P<partial>partial|p)(?:\s*\(\s*(?:reduce_op\s*=\s*)?['\"]?(?P<reduction>\w*)['\"]?\s*\))?",
     re.IGNORECASE,
 )
-_BETWEEN = re.compile(r"[\s,;|()\[\]'\"]*")
+_SEPARATOR = re.compile(r"[\s,;|()\[\]'\"]*")
 
 _REDUCTIONS = {
     **{reduction.value: reduction for reduction in Reduction},
@@ -31,8 +31,8 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-def meant(text: str, num_axes: int) -> Iterator[str]:
-    """Layouts that were perhaps meant, the likeliest first. Not all of them fit a tensor and its mesh."""
+def suggest_layouts(text: str, num_axes: int) -> Iterator[str]:
+    """Yield layouts that the text may stand for, likeliest first; not all of them fit the tensor and mesh."""
     words = _words(text)
     if not words or set(words[num_axes:]) - {"R"}:
         return
@@ -42,16 +42,16 @@ def meant(text: str, num_axes: int) -> Iterator[str]:
 
 
 def _words(text: str) -> list[str] | None:
-    """The words of a layout; None where some of the text says nothing, or not one thing."""
+    """Return the placements of a layout, or None if some of the text is unknown or ambiguous."""
     words: list[str] = []
-    at = _end(_BETWEEN.match(text, 0))
+    at = _end(_SEPARATOR.match(text, 0))
     while at < len(text):
         match = _TOKEN.match(text, at)
         word = _word(match) if match else None
         if match is None or word is None:
             return None
         words.append(word)
-        at = _end(_BETWEEN.match(text, match.end()))
+        at = _end(_SEPARATOR.match(text, match.end()))
     return words
 
 
@@ -60,31 +60,33 @@ def _end(match: re.Match[str] | None) -> int:
 
 
 def _word(match: re.Match[str]) -> str | None:
-    if match["copies"]:
+    if match["replicated"]:
         return "R"
     if match["partial"]:
         reduction = _REDUCTIONS.get((match["reduction"] or "").lower())
         return reduction and ("P" if reduction is Reduction.SUM else f"P({reduction})")
-    place = match["place"] or match["strided_place"]
-    at = "" if place is None else f"@{int(place)}"
-    return f"S{int(match['dim'])}{at}" if match["dim"] else f"SS{int(match['strided'])}/{int(match['parts'])}{at}"
+    position = match["position"] or match["strided_position"]
+    suffix = "" if position is None else f"@{int(position)}"
+    return (
+        f"S{int(match['dim'])}{suffix}" if match["dim"] else f"SS{int(match['strided'])}/{int(match['parts'])}{suffix}"
+    )
 
 
 def _renumbered(words: list[str]) -> list[str]:
-    """The words with places of each dim's cuts counted from 0: in their order, those without one where they fit."""
-    found = list(words)
-    cuts = {axis: re.split("[/@]", word.lstrip("S"))[0] for axis, word in enumerate(words) if word.startswith("S")}
-    for dim in dict.fromkeys(cuts.values()):
-        axes = [axis for axis in cuts if cuts[axis] == dim]
-        places = {axis: int(words[axis].partition("@")[2]) for axis in axes if "@" in words[axis]}
-        if len(set(places.values())) < len(places):
+    """Renumber the `@` positions of each dim from 0, filling the gaps with shards that have none."""
+    renumbered = list(words)
+    dims = {axis: re.split("[/@]", word.lstrip("S"))[0] for axis, word in enumerate(words) if word.startswith("S")}
+    for dim in dict.fromkeys(dims.values()):
+        axes = [axis for axis in dims if dims[axis] == dim]
+        positions = {axis: int(words[axis].partition("@")[2]) for axis in axes if "@" in words[axis]}
+        if len(set(positions.values())) < len(positions):
             continue
-        order = sorted(places, key=lambda axis: places[axis])
-        for axis in axes if places else ():
-            if axis not in places:
-                free = next(place for place in range(len(axes) + 1) if place not in places.values())
+        order = sorted(positions, key=lambda axis: positions[axis])
+        for axis in axes if positions else ():
+            if axis not in positions:
+                free = next(i for i in range(len(axes) + 1) if i not in positions.values())
                 order.insert(min(free, len(order)), axis)
-                places[axis] = free
-        for place, axis in enumerate(order):
-            found[axis] = f"{words[axis].partition('@')[0]}@{place}"
-    return found
+                positions[axis] = free
+        for position, axis in enumerate(order):
+            renumbered[axis] = f"{words[axis].partition('@')[0]}@{position}"
+    return renumbered

@@ -1,4 +1,4 @@
-"""What callers give for a layout, as plain values: sizes, and orders of cuts, or an error that says what is wrong."""
+"""Validation and normalization of layout arguments: sizes and shard orders."""
 
 from __future__ import annotations
 
@@ -9,80 +9,80 @@ from typing import Any
 
 from meshwright.errors import LayoutError
 
-ORDER_FIX = "no shard_order, or for a dim the axes that cut it in the order of the cuts, as in {0: (1, 0)}"
+ORDER_FIX = "no shard_order, or a mapping from dims to mesh axes in shard order, e.g. {0: (1, 0)}"
 
 
-def whole_numbers(value: Any, name: str) -> tuple[int, ...]:
-    """Sizes, in order.
+def normalize_sizes(value: Any, name: str) -> tuple[int, ...]:
+    """Convert sizes to a tuple of ints.
 
     Args:
-        value: any sequence of whole numbers.
-        name: of the argument.
+        value: any sequence of ints.
+        name: name of the argument, for the error.
 
     Raises:
-        LayoutError: it is none.
+        LayoutError: `value` is not a sequence of ints.
     """
-    numbers = _whole(value)
-    if numbers is None:
-        meant = _meant_numbers(value) or (4, 8)
+    sizes = _to_ints(value)
+    if sizes is None:
+        suggested = _suggest_sizes(value) or (4, 8)
         raise LayoutError(
             f"{name} = {value!r}",
             where=name,
-            rule="a sequence of whole numbers, one for each " + ("mesh axis" if name == "axis_sizes" else "dim"),
-            fix=f"{name}={meant}",
+            rule="a sequence of ints, one per " + ("mesh axis" if name == "axis_sizes" else "dim"),
+            fix=f"{name}={suggested}",
         )
-    return numbers
+    return sizes
 
 
-def normal_order(order: Any, num_dims: int) -> dict[int, tuple[int, ...]]:
-    """For tensor dims, counted from 0, the mesh axes that cut them in the order of the cuts.
+def normalize_shard_order(order: Any, num_dims: int) -> dict[int, tuple[int, ...]]:
+    """Return a shard order as a mapping from non-negative tensor dims to tuples of mesh axes.
 
     Args:
-        order: a mapping of dims, or pairs of a dim and its axes.
-        num_dims: of the tensor.
+        order: a mapping from dims to axes, or pairs of a dim and its axes.
+        num_dims: number of dims of the tensor.
 
     Raises:
-        LayoutError: it is no order, or not one of this tensor.
+        LayoutError: `order` is not a shard order, or does not fit the tensor.
     """
-    normal: dict[int, tuple[int, ...]] = {}
+    normalized: dict[int, tuple[int, ...]] = {}
     for dim, axes in _pairs(order):
         if not -num_dims <= dim < num_dims:
-            raise _refused(
-                f"shard_order names dim {dim} of a tensor of {num_dims} dims",
-                "dims count from 0, or from -1 backwards, and those that are cut may have an order",
+            raise _invalid_order(
+                f"shard_order names dim {dim} of a tensor with {num_dims} dims",
+                "dims are numbered from 0, or backwards from -1",
                 f"shard_order without dim {dim}",
             )
-        if dim % num_dims in normal:
-            raise _refused(
+        if dim % num_dims in normalized:
+            raise _invalid_order(
                 f"shard_order {order!r} names dim {dim % num_dims} twice",
-                "one entry for a dim",
-                f"dim {dim % num_dims} once, with all axes that cut it",
+                "each dim has one entry",
+                f"dim {dim % num_dims} once, with all axes that shard it",
             )
-        normal[dim % num_dims] = axes
-    return normal
+        normalized[dim % num_dims] = axes
+    return normalized
 
 
 def _pairs(order: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Dims and axes, whole numbers all."""
+    """Return the dims of a shard order with their axes, all as ints."""
     entries = list(order.items()) if isinstance(order, Mapping) else order
     if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Set):
-        raise _refused(f"shard_order = {order!r}", "an order is a mapping of dims, or pairs", ORDER_FIX)
-    found = []
+        raise _invalid_order(f"shard_order = {order!r}", "shard_order is a mapping or a sequence of pairs", ORDER_FIX)
+    pairs = []
     for entry in entries:
         pair = entry if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2 else (None, None)
-        dim, axes = _whole(pair[:1]), _whole(pair[1])
+        dim, axes = _to_ints(pair[:1]), _to_ints(pair[1])
         if dim is None or axes is None:
-            raise _refused(f"shard_order = {order!r}", "each dim has a sequence of mesh axes, by number", ORDER_FIX)
-        found.append((dim[0], axes))
-    return found
+            raise _invalid_order(f"shard_order = {order!r}", "each dim has a sequence of mesh axis indices", ORDER_FIX)
+        pairs.append((dim[0], axes))
+    return pairs
 
 
-def _refused(what: str, rule: str, fix: str) -> LayoutError:
+def _invalid_order(what: str, rule: str, fix: str) -> LayoutError:
     return LayoutError(what, where="shard_order", rule=rule, fix=fix)
 
 
-def _whole(value: Any) -> tuple[int, ...] | None:
-    """The whole numbers of a sequence; None if it is no such sequence."""
+def _to_ints(value: Any) -> tuple[int, ...] | None:
+    """Return a sequence of ints as a tuple, or None if `value` is anything else."""
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
         return None
     items = list(value)
@@ -92,8 +92,8 @@ def _whole(value: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _meant_numbers(value: Any) -> tuple[int, ...] | None:
-    """Sizes that were evidently meant: of a number by itself, of numbers as text, of floats without a fraction."""
+def _suggest_sizes(value: Any) -> tuple[int, ...] | None:
+    """Guess the intended sizes from a single number, numbers as text, or floats without a fraction."""
     if isinstance(value, bool | Mapping | Set):
         return None
     listed = value.split(",") if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The one adapter of this room to what DTensor has no public call for.
+"""Adapter for the private DTensor APIs that this room uses.
 
 Private PyTorch names: `compute_local_shape_and_global_offset` and `_StridedShard` of `torch.distributed.tensor`.
 Checked on 2.11 and 2.13.

@@ -1,7 +1,7 @@
-"""Building the process group and the device mesh of a run, and ending them.
+"""Creation and teardown of a run's process groups and device mesh.
 
-Every group a run will ever use is created here, at start, on all ranks, in the axes' order: communicators
-created lazily, in whatever order ranks happen to reach them, are a known cause of deadlocks.
+All groups of a run are created here, at startup, on all ranks, in axis order: communicators created lazily, in
+whatever order ranks happen to reach them, are a known cause of deadlocks.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from meshwright.mesh.axes import Axes
 def process_group(
     *, rank: int, num_ranks: int, device: torch.device, timeout_s: float, store_path: str | None, needed: bool = True
 ) -> Iterator[None]:
-    """Join the run's process group for the length of the block: NCCL on CUDA, gloo on CPU.
+    """Join the run's process group for the duration of the block: NCCL on CUDA, gloo on CPU.
 
     Args:
-        rank: this process.
-        num_ranks: processes of the run; with 1 there is no group.
+        rank: rank of this process.
+        num_ranks: world size.
         device: the device this rank computes on.
-        timeout_s: seconds a collective may take.
-        store_path: a file all local ranks meet at (nothing listens off loopback), or None to meet at
-            MASTER_ADDR:MASTER_PORT of a launcher's environment.
-        needed: False for a single rank that does without a group.
+        timeout_s: timeout of each collective, in seconds.
+        store_path: path of a FileStore for ranks on one machine (nothing listens off loopback), or None to rendezvous
+            at the launcher's MASTER_ADDR:MASTER_PORT.
+        needed: False if a single rank can do without a group.
     """
     if num_ranks == 1 and not needed:
         yield
         return
     if store_path is not None:
-        # gloo and NCCL open sockets of their own on the interface these name.
+        # gloo and NCCL open their own sockets on the interface named here.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
     store: FileStore | HashStore | None = None
     if store_path is not None:
         store = FileStore(store_path, num_ranks)
     elif num_ranks == 1:
-        store = HashStore()  # nobody to meet, so no address is needed
+        store = HashStore()  # a single rank needs no rendezvous address
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -60,21 +60,22 @@ def process_group(
 
 
 def _loopback() -> str:
-    """The name of the interface that only this machine reaches: `lo`, or `lo0` on macOS."""
+    """Return the name of the loopback interface: `lo`, or `lo0` on macOS."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
-    """The mesh of all axes, outermost first."""
+    """Build the device mesh of all axes, outermost first."""
     return init_device_mesh(device.type, axes.sizes(), mesh_dim_names=axes.names())
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup | None:
-    """A group of some ranks, in ascending order; None on the others. All ranks of the run call it, in the same order.
+    """Create a group of the given ranks, in ascending order; return None on ranks outside it.
 
-    Collectives may take `timeout_s` seconds, or PyTorch's default.
+    All ranks of the run must call it, in the same order. Collectives time out after `timeout_s` seconds, or after
+    PyTorch's default.
 
-    (`use_local_synchronization`, which would let the others go on, hangs on torch 2.13 where a rank is in several
+    (`use_local_synchronization` would spare the other ranks the call, but hangs on torch 2.13 if a rank is in several
     groups of two.)
     """
     group = dist.new_group(list(ranks), timeout=None if timeout_s is None else timedelta(seconds=timeout_s))
@@ -82,11 +83,11 @@ def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup 
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """For each rank of a mesh, in its order, the rank in the run."""
+    """Return the global ranks of a mesh, in mesh order."""
     return tuple(mesh.mesh.flatten().tolist())
 
 
 def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-    """The part of `mesh` spanned by the named axes, in the mesh's order."""
+    """Return the submesh spanned by the named axes, in mesh order."""
     names = tuple(axes)
     return mesh[names if len(names) > 1 else names[0]]

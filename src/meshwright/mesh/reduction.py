@@ -1,4 +1,4 @@
-"""Reductions of partial values: how the values that ranks hold make up the tensor."""
+"""Reductions of partial values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Reduction(StrEnum):
-    """How partial values become the value; the names are those of PyTorch's `Partial`."""
+    """The operation that reduces partial values, named as in PyTorch's `Partial`."""
 
     SUM = "sum"
     AVG = "avg"

@@ -1,9 +1,9 @@
-"""What every rank holds of one tensor dim, as intervals of indices: exact for any sizes.
+"""Index intervals of a sharded tensor dim on every rank, exact for any sizes.
 
-A dim is cut over mesh axes one after another. Each cut follows PyTorch's chunk rule: `n` chunks of `ceil(size / n)`,
-the last ones shorter or empty. A strided cut first divides what a rank has into parts, chunks each part, and the
-rank keeps its chunk of each; from then on what it holds is several intervals, in the order in which they lie in its
-local tensor. All ranks are computed at once, as arrays over their coordinates.
+A dim is sharded over mesh axes one after another. Each split follows PyTorch's chunk rule: `n` chunks of
+`ceil(size / n)`, the last ones shorter or empty. A strided split first divides a rank's shard into parts, chunks each
+part, and keeps the rank's chunk of each; the shard is then several intervals, in the order in which the local tensor
+stores them. All ranks are computed at once, as arrays over their coordinates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One cut of a tensor dim over a mesh axis.
+    """A split of a tensor dim over a mesh axis.
 
     Attributes:
-        axis: position of the mesh axis.
-        parts: into how many parts, each chunked over the axis, what a rank has is divided first. 1 is PyTorch's
-            `Shard`; more is `_StridedShard` with this `split_factor`.
+        axis: index of the mesh axis.
+        parts: number of parts that a shard is divided into before each part is chunked over the axis: 1 for PyTorch's
+            `Shard`, more for `_StridedShard` with this `split_factor`.
     """
 
     axis: int
@@ -36,10 +36,10 @@ class Intervals:
     """Intervals `[starts, stops)` of one dim.
 
     Attributes:
-        axes: the mesh axes that cut the dim, in the order of the cuts.
-        starts: shape (size of each of `axes` …, intervals); a rank's coordinates on `axes` select its row. Rows with
-            fewer intervals end with empty ones.
-        stops: likewise.
+        axes: the mesh axes that shard the dim, in shard order.
+        starts: array of shape (size of each of `axes` …, intervals), whose rows are selected by a rank's coordinates
+            on `axes`. Rows with fewer intervals are padded with empty ones.
+        stops: array of the same shape.
     """
 
     axes: tuple[int, ...]
@@ -47,35 +47,35 @@ class Intervals:
     stops: Ints
 
     def lengths(self) -> Ints:
-        """How many indices a rank holds: shape (size of each of `axes` …)."""
+        """Return the number of indices each rank holds: shape (size of each of `axes` …)."""
         return np.asarray((self.stops - self.starts).sum(-1))
 
     def row(self, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The intervals, not empty, of the rank with this coordinate on the whole mesh."""
+        """Return the non-empty intervals of the rank at this coordinate of the full mesh."""
         at = tuple(coordinate[axis] for axis in self.axes)
         pairs = zip(self.starts[at].tolist(), self.stops[at].tolist(), strict=True)
         return [(start, stop) for start, stop in pairs if start < stop]
 
 
 @lru_cache(maxsize=1024)
-def cut(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int, ...]) -> Intervals:
-    """The intervals of a dim of `size` indices after `splits`, on a mesh of these sizes."""
+def shard_intervals(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int, ...]) -> Intervals:
+    """Compute the intervals of a dim of `size` indices after `splits`, on a mesh with these axis sizes."""
     starts, stops = np.zeros(1, np.int64), np.full(1, size, np.int64)
     for split in splits:
-        starts, stops = _cut_once(starts, stops, num_chunks=axis_sizes[split.axis], num_parts=split.parts)
+        starts, stops = _split_once(starts, stops, num_chunks=axis_sizes[split.axis], num_parts=split.parts)
     starts.setflags(write=False)
     stops.setflags(write=False)
     return Intervals(tuple(split.axis for split in splits), starts, stops)
 
 
-def _cut_once(starts: Ints, stops: Ints, *, num_chunks: int, num_parts: int) -> tuple[Ints, Ints]:
-    """One more axis: arrays of shape (…, K) become (…, num_chunks, K')."""
+def _split_once(starts: Ints, stops: Ints, *, num_chunks: int, num_parts: int) -> tuple[Ints, Ints]:
+    """Split over another axis: arrays of shape (…, K) become (…, num_chunks, K')."""
     lengths = stops - starts
     before = np.cumsum(lengths, -1) - lengths  # where each interval begins in the rank's local tensor
     total = lengths.sum(-1)[..., None, None]
     part = np.arange(num_parts)
     part_size = -(-total // num_parts)
-    low = np.minimum(part_size * part, total)  # (…, 1, parts), of the local tensor
+    low = np.minimum(part_size * part, total)  # (…, 1, parts), offsets in the local tensor
     high = np.minimum(low + part_size, total)
     chunk_size = -(-(high - low) // num_chunks)
     chunk = np.arange(num_chunks)[:, None]
@@ -85,11 +85,11 @@ def _cut_once(starts: Ints, stops: Ints, *, num_chunks: int, num_parts: int) -> 
     new_starts = starts + np.clip(low[..., None] - before, 0, lengths)
     new_stops = starts + np.clip(high[..., None] - before, 0, lengths)
     flat = (*new_starts.shape[:-2], -1)
-    return _tidy(new_starts.reshape(flat), new_stops.reshape(flat))
+    return _merge_intervals(new_starts.reshape(flat), new_stops.reshape(flat))
 
 
-def _tidy(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """Without empty intervals in between, and with neighbours that touch joined, in their order."""
+def _merge_intervals(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """Move empty intervals to the end of each row and merge adjacent ones, keeping their order."""
     if starts.shape[-1] == 1:
         return starts, stops
     lead = starts.shape[:-1]
@@ -110,15 +110,15 @@ def _tidy(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
 
 def overlap(a: Intervals, b: Intervals, at_a: tuple[Ints, ...], at_b: tuple[Ints, ...]) -> Ints:
-    """How many indices the rank at `at_a` of `a` and the rank at `at_b` of `b` both hold, for many pairs at once.
+    """Count the indices that the rank at `at_a` of `a` shares with the rank at `at_b` of `b`, for many pairs at once.
 
     Args:
-        a, b: of the same dim.
-        at_a: for each axis of the whole mesh, coordinates of the ranks, of any one shape.
-        at_b: likewise, of the other rank of each pair.
+        a, b: intervals of the same dim.
+        at_a: coordinates of the ranks on each axis of the full mesh, all arrays of one shape.
+        at_b: coordinates of the other rank of each pair, likewise.
 
     Returns:
-        counts, of the coordinates' shape.
+        Counts, in the shape of the coordinate arrays.
     """
     rows_a, rows_b = tuple(at_a[axis] for axis in a.axes), tuple(at_b[axis] for axis in b.axes)
     starts = np.maximum(a.starts[rows_a][..., :, None], b.starts[rows_b][..., None, :])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout, held_by_both
+from meshwright.mesh.layout import Layout, overlap_numels
 from meshwright.mesh.shard_intervals import Ints, Split
 from meshwright.reshard.planner.steps import check_one_tensor, dtype_bytes, layout_from, read_plan
 from meshwright.reshard.run.shard_exchange import IndexRun, intersect_runs
@@ -231,7 +231,7 @@ def _plan(
     messages_of, even_share = [np.zeros((4, 0), np.int64)], 0
     for first, holders in _holders(start, src_ranks):
         holder_coordinate = tuple(np.full(1, place) for place in start.coordinate(first))
-        counts = np.broadcast_to(held_by_both(start, dst, holder_coordinate, receiver_coordinates), world.shape)
+        counts = np.broadcast_to(overlap_numels(start, dst, holder_coordinate, receiver_coordinates), world.shape)
         is_holder = np.isin(world, holders)
         lacks = lacks - np.where(is_holder, counts, 0)
         demand = np.where(is_holder, 0, counts)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.layout_validate import normal_order
+from meshwright.mesh.layout_validate import normalize_shard_order
 from meshwright.mesh.reduction import Reduction
 from meshwright.mesh.shard_intervals import Split
 from meshwright.reshard.dtensor.private import (
@@ -156,7 +156,7 @@ def full_shard_order(
     """
     if order is None:
         return None
-    validated = normal_order(order, num_dims)
+    validated = normalize_shard_order(order, num_dims)
     axes_of: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):

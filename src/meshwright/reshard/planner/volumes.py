@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Ints, Split, cut
+from meshwright.mesh.shard_intervals import Ints, Split, shard_intervals
 
 Splits = tuple[Split, ...]
 
@@ -109,7 +109,7 @@ def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int
 @lru_cache(maxsize=4096)
 def lengths(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> Ints:
     """Return the number of indices of a dim that each rank holds."""
-    counts = cut(size, splits, axis_sizes).lengths()
+    counts = shard_intervals(size, splits, axis_sizes).lengths()
     axes = [split.axis for split in splits]
     extents = [size if axis in axes else 1 for axis, size in enumerate(axis_sizes)]
     return counts.transpose(np.argsort(axes)).reshape(extents) if axes else counts.reshape(extents)
@@ -118,7 +118,7 @@ def lengths(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> Ints:
 @lru_cache(maxsize=4096)
 def _owners(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> tuple[Ints, dict[int, Ints]]:
     """Return the start of each segment of a dim, ascending, and its owner's coordinate on each axis."""
-    intervals = cut(size, splits, axis_sizes)
+    intervals = shard_intervals(size, splits, axis_sizes)
     starts, stops = intervals.starts.reshape(-1), intervals.stops.reshape(-1)
     filled = np.flatnonzero(starts < stops)
     order = filled[np.argsort(starts[filled])]
@@ -233,7 +233,7 @@ def lower_bound(src: Layout, dst: Layout) -> int:
 
 def clear_tables() -> None:
     """Clear the cached tables."""
-    for table in (dim_transfer, lengths, _numels, _owners, cut):
+    for table in (dim_transfer, lengths, _numels, _owners, shard_intervals):
         table.cache_clear()
 
 
