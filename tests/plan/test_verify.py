@@ -99,7 +99,7 @@ def test_how_many_more():
     assert error.value.what.startswith("block/attention_norm.weight: its gradient is partial over tp")
     assert error.value.what.endswith(f"; and {len(faults(wrong)) - 1} more faults")
     assert error.value.where == "plan, sums, stages 0–1"
-    assert error.value.fix == "a sum over tp with block/attention_norm.weight"
+    assert error.value.fix == "add a sum of block/attention_norm.weight over tp"
 
 
 def test_a_schedule_is_named():

@@ -161,7 +161,7 @@ def test_units_that_are_kept_are_gathered_once_a_step(gang, corpus):
 
 
 WRONG = {
-    "another model": (["model.dim=64", "model.head_dim=16"], None, ConfigError, "of another model"),
+    "another model": (["model.dim=64", "model.head_dim=16"], None, ConfigError, "for another model"),
     "another mesh": (["mesh.dp_shard=4", "train.global_batch=16"], None, ConfigError, "mesh.atoms"),
     "another batch": (["train.global_batch=16"], None, ConfigError, "batch.global_batch"),
     "frozen": (["train.freeze=embed.*"], None, ConfigError, ".trained"),
@@ -173,10 +173,10 @@ WRONG = {
             one.update(elements=3 * one["elements"]) for kind in tree["kinds"] for one in kind["collectives"]
         ],
         ConfigError,
-        "other collectives",
+        "collectives in the plan differs",
     ),
     "activations of nobody": ([], lambda tree: tree["kinds"][1].update(saved_elements=5), ConfigError, "saved_el"),
-    "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of 'blocks'"),
+    "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of kind 'blocks'"),
     "no plan": ([], lambda tree: tree.clear(), ConfigError, ""),
     "a wrong one": ([], lambda tree: tree["stages"][0]["root"]["parameters"].pop(), LayoutError, "in no unit"),
 }

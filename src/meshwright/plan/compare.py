@@ -1,7 +1,7 @@
-"""Compare plans: hashes of the parts that matter to a checkpoint and to ranks, and every field that differs.
+"""Comparison of plans: hashes of the parts relevant to checkpoints and ranks, and a list of the fields that differ.
 
-A checkpoint is loaded where the hash of the model is the same, on any layout; its error feedback, which belongs to the
-elements that a rank sends, where that of the layout is; and ranks run together where everything is.
+A checkpoint can be loaded on any layout if the model hash matches; its error feedback, which belongs to the elements
+that each rank sends, if the layout hash matches too. Ranks run together only if the fingerprints match.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from meshwright.plan.serialize import canonical, encode
 
 DIGITS = 16
 LONGEST = 60
-"""Characters of a value that differs, as it is shown."""
+"""Maximum number of characters shown of a differing value."""
 MISSING = "missing"
-"""What is shown where one of two plans has nothing."""
+"""Placeholder for a value that one of two plans lacks."""
 
 
 @dataclass(frozen=True)
 class Hashes:
-    """Of a plan; the same on every machine."""
+    """Hashes of a plan, identical on all machines."""
 
     model: str
-    """Names and shapes of the whole model's parameters and saved buffers: may this checkpoint be loaded?"""
+    """Names and shapes of the full model's parameters and saved buffers, to check that a checkpoint can be loaded."""
     layout: str
-    """What each rank sends of which gradients, encoded how: may its error feedback be loaded?"""
+    """Layout and encoding of the gradients that each rank sends, to check that error feedback can be loaded."""
     fingerprint: str
-    """Everything: do the ranks have one plan?"""
+    """Hash of the entire plan, to check that ranks agree."""
 
 
 def hashes(plan: RunPlan) -> Hashes:
-    """The hashes of a plan: 16 hex digits of the SHA-256 of canonical JSON, without floats."""
+    """Return the hashes of a plan: 16 hex digits of the SHA-256 of canonical JSON without floats."""
     return Hashes(*(_hash(part) for part in (_model(plan), _layout(plan), encode(plan))))
 
 
@@ -43,7 +43,7 @@ def _hash(value: Any) -> str:
 
 
 def _model(plan: RunPlan) -> Any:
-    """Whatever the stages, the mesh, the precision, and what is frozen."""
+    """Return what identifies the model, independent of stages, mesh, precision, and frozen parameters."""
     shapes: dict[str, list[int]] = {}
     for stage in plan.stages:
         for kind, layer in plan.held(stage):
@@ -56,7 +56,8 @@ def _model(plan: RunPlan) -> Any:
 
 
 def _layout(plan: RunPlan) -> Any:
-    """Whatever the schedule, the micro-batches, and how weights are gathered. Kinds are told by what they hold."""
+    """Return what identifies the gradient layout, independent of schedule, micro-batches, and how weights are gathered;
+    kinds are identified by their contents."""
     mesh = plan.mesh
     return {
         "atoms": [[name, size] for name, size in mesh.atoms if size > 1],
@@ -66,7 +67,7 @@ def _layout(plan: RunPlan) -> Any:
 
 
 def _layout_of_stage(plan: RunPlan, stage: Stage) -> Any:
-    # A unit's elements on the wire are its members' shards, one after the other: what each is, and how it is sharded.
+    # A unit sends its members' shards concatenated, so their order, identity and sharding matter.
     blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
     ends = [_units(plan.kind(name)) for name in (*stage.before, *stage.after)]
     members = [
@@ -98,12 +99,12 @@ def _member(parameter: Parameter) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field that two plans have different values in."""
+    """A field with different values in two plans."""
 
     path: str
-    """`kinds[block].units[block].freed`."""
+    """Path of the field: `kinds[block].units[block].freed`."""
     first: str
-    """Of the one plan, as JSON, shortened."""
+    """Value in the first plan as JSON, shortened."""
     second: str
 
     def __str__(self) -> str:
@@ -111,8 +112,8 @@ class Difference:
 
 
 def differences(first: RunPlan, second: RunPlan) -> list[Difference]:
-    """The fields that differ, in the order of the plan's: kinds, units and parameters are compared by name, stages by
-    number. Of a row of the schedule only the first action that differs is told."""
+    """Return the fields that differ, in plan order: kinds, units and parameters are matched by name, stages by index.
+    For each row of the schedule, only the first differing action is listed."""
     return list(_differ(encode(first), encode(second), ""))
 
 
@@ -167,7 +168,8 @@ def _differ_actions(first: list[str], second: list[str], path: str) -> Iterator[
 
 
 def _named(values: list[Any]) -> dict[str, Any] | None:
-    """A list's values by name: objects that have one, and pairs that begin with one; None where it has others."""
+    """Return a list's values by name if all are objects with a name or (name, value) pairs with unique names, else
+    None."""
     found: dict[str, Any] = {}
     for value in values:
         if isinstance(value, dict) and isinstance(value.get("name"), str):

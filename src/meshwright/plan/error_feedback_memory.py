@@ -1,4 +1,5 @@
-"""Bytes of error feedback on a rank: LoCo keeps an error of all that it sends, twice, to be able to skip a step."""
+"""Memory of error feedback on a rank: LoCo keeps the error of all gradients that the rank sends, twice, so that a step
+can be skipped."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
 from meshwright.plan.run_plan import RunPlan
 
 COPIES = 2
-"""The error of the steps that were taken, and that of the step under way."""
+"""Number of error buffers: that of the accepted steps, and that of the current step."""
 
 
 def feedback_bytes(plan: RunPlan, rank: int) -> int:
-    """Of the gradients that a rank sends: all of each, or with two stages that of its place in the nodes."""
+    """Return the bytes of error feedback on a rank: for full gradients, or in a two-stage reduction for the shards of
+    its local index."""
     return COPIES * sum(
         _of_unit(plan, rank, one)
         for stage in plan.stages_of(rank)
@@ -26,7 +28,7 @@ def _of_unit(plan: RunPlan, rank: int, one: UnitSizes) -> int:
     far, total = two_stages(plan.mesh, rank, line)[1], 0
     if len(line) > 1:
         total += (len(far) + 1 if far else len(line)) * _kept(one.num_trained)
-    if num_replicas > 1:  # of every shard, and of the sum of the own one
+    if num_replicas > 1:  # for each shard, and for the sum of the local one
         total += (num_replicas + 1) * _kept(-(-one.num_trained // num_replicas))
     return total
 

@@ -1,8 +1,8 @@
-"""Kinds of a plan from a family's description and styles: how tensor parallel shards each parameter, which axes its
-gradient is partial over, and what its operators move.
+"""Construction of a plan's kinds from a family's description and styles: how tensor parallelism shards each parameter,
+over which axes its gradient is partial, and which collectives its operators run.
 
-With and without sequence parallel a product's input is gathered, or its gradients are summed, and its output is summed:
-an all-gather and a reduce-scatter, or an all-reduce, which is both (Korthikanti et al. 2022).
+With sequence parallelism the inputs of column-parallel layers are all-gathered and the outputs of row-parallel layers
+reduce-scattered, and conversely in the backward; without it both become all-reduces (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parame
 
 TENSOR = "tensor"
 USED = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
-"""The dim of a weight that a style shards."""
+"""The dim of the weight that each style shards."""
 
 
 class KindMaker:
-    """Makes each kind once, and another one for blocks that are frozen otherwise."""
+    """Makes each kind once; blocks with different frozen parameters become different kinds."""
 
     def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh) -> None:
         self._config, self._facts, self._mesh = config, facts, mesh
@@ -35,21 +35,21 @@ class KindMaker:
         self._divides_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
-        """Of a sample, that the ranks of tp share."""
+        """Tokens per sample on a tp group."""
         self._made: dict[tuple[object, ...], Kind] = {}
 
     def made(self) -> tuple[Kind, ...]:
-        """All of them, in the order of their first use."""
+        """Return all kinds, in the order of their first use."""
         return tuple(self._made.values())
 
     def kind(self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()) -> Kind:
-        """The kind of a block or an end.
+        """Return the kind of a block or an end.
 
         Args:
             facts: the family's description.
-            layer: of a block.
-            untied: a stage has what its tied parameters are tied to, so they are none of its own.
-            units: of its parameters; none of them leaves all to the root.
+            layer: layer of a block, None for an end.
+            untied: whether to leave out tied parameters, because their targets are on the same stage.
+            units: FSDP units of its parameters; without any, all belong to the root.
         """
         own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
@@ -94,11 +94,11 @@ class KindMaker:
         )
 
     def stream_part(self) -> float:
-        """The part of the stream's tokens that a rank has."""
+        """Return the fraction of the stream's tokens that a rank holds."""
         return 1 / self._mesh.size(*self._tp) if self._divides_stream else 1.0
 
     def _style_of(self, facts: KindFacts, name: str) -> Style | None:
-        """The style of the module that a parameter or buffer is in."""
+        """Return the style of the module that owns a parameter or buffer."""
         module = name.rpartition(".")[0]
         styles = self._styles.get(facts.name, {})
         return next((style for glob, style in styles.items() if fnmatchcase(module, glob)), None)
@@ -109,13 +109,13 @@ class KindMaker:
         used: tuple[Shard, ...] = ()
         if kind in USED:
             is_bias = len(one.shape) == 1
-            # A row's bias is added to the sum: all ranks have it.
+            # The bias of a row-parallel layer is added after the reduction, so it is replicated.
             used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else USED[kind], self._tp),)
         work = self._data + (self._tp if self._meets_a_part(kind) else ())
         return Parameter(one.name, one.shape, one.role.value, used, work, trained=trained, key=one.tied_to)
 
     def _meets_a_part(self, kind: StyleKind | None) -> bool:
-        """Whether what a module with replicated parameters is applied to is divided over tp."""
+        """Return whether the input of a module with replicated parameters is sharded over tp."""
         return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._divides_stream)
 
     def _buffer(self, facts: KindFacts, number: int) -> Buffer:
@@ -126,7 +126,7 @@ class KindMaker:
         return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved)
 
     def _collectives(self, facts: KindFacts) -> Iterator[Collective]:
-        """What the styles of a kind move, module by module."""
+        """Yield the collectives that a kind's styles imply, module by module."""
         styles = self._styles.get(facts.name, {})
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
         for path, style in styles.items():
@@ -134,12 +134,22 @@ class KindMaker:
                 inside = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.*") and len(p.shape) == 2]
                 columns = [p for p in inside if self._is(facts, p, StyleKind.COLUMN)]
                 if not columns:
-                    raise _no_matrix(facts, path, "gather() is for the module around columns", "no column inside")
+                    raise _no_matrix(
+                        facts,
+                        path,
+                        "gather() applies to modules that contain column-parallel layers",
+                        "no column-parallel layer inside",
+                    )
                 yield from self._gathered(columns[0].shape[1])
                 continue
             weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
             if style.kind in USED and not weights:
-                raise _no_matrix(facts, path, f"the style {style.kind.value} is for matrices", "none there")
+                raise _no_matrix(
+                    facts,
+                    path,
+                    f"the style {style.kind.value} applies to modules with a weight matrix",
+                    "no weight matrix",
+                )
             for weight in weights:
                 if style.kind is StyleKind.HEAD:
                     yield from self._gathered(weight.shape[1])
@@ -148,14 +158,14 @@ class KindMaker:
                     width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
                     yield from self._summed(width, recomputed=style.kept)
                 elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
-                    yield from self._gathered(weight.shape[1])  # by itself, from the stream
+                    yield from self._gathered(weight.shape[1])  # gathers its own input from the stream
 
     def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
         style = self._style_of(facts, parameter.name)
         return style is not None and style.kind is kind
 
     def _gathered(self, width: int) -> Iterator[Collective]:
-        """An input from the stream."""
+        """Yield the collectives of an input gathered from the stream."""
         if self._divides_stream:
             yield self._moves("all_gather", width, None, forward=1, recomputed=1)
             yield self._moves("reduce_scatter", width, None, backward=1)
@@ -163,7 +173,7 @@ class KindMaker:
             yield self._moves("all_reduce", width, None, backward=1)
 
     def _summed(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
-        """An output into the stream."""
+        """Yield the collectives of an output reduced into the stream."""
         again = int(recomputed)
         if self._divides_stream:
             yield self._moves("reduce_scatter", width, None, forward=1, recomputed=again)
@@ -184,13 +194,13 @@ class KindMaker:
 
 def _no_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
     return LayoutError(
-        f"the style of {path} in the kind {facts.name} has {found}",
+        f"the style of {path} in kind {facts.name} has {found}",
         where=f"Family.styles, {facts.name}, {path}",
         rule=rule,
-        fix="the path of such a module inside the kind, or a glob of such paths",
+        fix="use the path of such a module inside the kind, or a glob over such paths",
     )
 
 
 def largest_matrix(facts: KindFacts) -> int:
-    """Elements of a kind's largest parameter."""
+    """Return the number of elements of a kind's largest parameter."""
     return max((prod(parameter.shape) for parameter in facts.parameters), default=0)

@@ -1,4 +1,4 @@
-"""All rules of a run: those of its configuration, and of what a plan makes of it, its table and its stages."""
+"""All rules of a run: those of its configuration, and those of its pipeline schedule, stages and compilation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.pipeline.split_layers import balanced
 from meshwright.plan.pipeline_table import compute_table, has_stages, is_file, read_table, schedule_name
 from meshwright.settings.violation import Fix, Violation, as_word
 
-RUNS_EAGERLY = "a recomputed block that holds auxiliary losses or step buffers runs eagerly"
+RUNS_EAGERLY = "a recomputed block with auxiliary losses or step buffers can't be compiled"
 
 
 def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
-    """Every rule that a run violates; only the first is sure, as later ones assume that earlier ones hold.
+    """Yield all violations of a run; only the first is reliable, as later rules assume that earlier ones hold.
 
     Args:
-        config: the run.
-        num_ranks: ranks that a launcher started, None when the verb starts them.
+        config: configuration of the run.
+        num_ranks: number of ranks that a launcher started; None if the verb starts them.
     """
     yield from config_rules.violations(config, num_ranks)
     yield from _pipeline(config)
@@ -45,7 +45,7 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
     if config.train.compile and table.splits_backward:
         yield Violation(
             ConfigError,
-            f"train.compile with {schedule_name(config)}, whose backward comes in two parts",
+            f"train.compile with {schedule_name(config)}, which splits the backward",
             "train.compile",
             "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
@@ -53,14 +53,15 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
 
 
 def _compiled(config: RunConfig) -> Iterator[Violation]:
-    """Handles are recorded outside graphs when their block is recomputed: it would run eagerly, and say nothing."""
+    """Reject compilation of recomputed blocks with step handles: these are recorded outside of graphs, so the block
+    would silently run eagerly."""
     if not config.train.compile or config.recompute.policy == "none":
         return
     for kind in model_facts(config).kinds:
         if handles := step_handles(config, kind.name):
             yield Violation(
                 ConfigError,
-                f"train.compile with recompute.policy = {config.recompute.policy}, and {handles[0]} in {kind.name}",
+                f"train.compile with recompute.policy = {config.recompute.policy}, but {kind.name} has {handles[0]}",
                 "train.compile",
                 RUNS_EAGERLY,
                 [{"recompute.policy": "none"}, {"train.compile": False}],
@@ -69,7 +70,7 @@ def _compiled(config: RunConfig) -> Iterator[Violation]:
 
 
 def step_handles(config: RunConfig, kind: str) -> list[str]:
-    """Auxiliary losses and buffers that a step updates, of blocks of a kind."""
+    """Return the auxiliary losses and step buffers in blocks of a kind."""
     found = (one for one in model_facts(config).kinds if one.name == kind)
     return [
         name
@@ -79,7 +80,7 @@ def step_handles(config: RunConfig, kind: str) -> list[str]:
 
 
 def _without_stages(config: RunConfig) -> Iterator[Violation]:
-    """A schedule has no effect here, and a run that goes on with fewer ranks keeps its own; but there has to be one."""
+    """Check that the schedule exists; it is unused, but allowed, so that a run can resume on fewer ranks."""
     chosen = schedule_name(config)
     try:
         read_table(chosen) if is_file(chosen) else schedule_kind(chosen)
@@ -91,9 +92,9 @@ def _without_stages(config: RunConfig) -> Iterator[Violation]:
     if given is not None and len(given) > 1:
         yield Violation(
             LayoutError,
-            f"pipeline.layers_per_stage = {as_word(given)}, and the model has one stage",
+            f"pipeline.layers_per_stage = {as_word(given)}, but the model has one stage",
             "pipeline.layers_per_stage",
-            "layers are divided over mesh.pp × pipeline.chunks stages",
+            "layers are split over mesh.pp × pipeline.chunks stages",
             [{"pipeline.chunks": len(given)}, {"pipeline.layers_per_stage": None}],
         )
 
@@ -108,22 +109,22 @@ def _other_schedules(config: RunConfig) -> list[Fix]:
 
 
 def _file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    """A table from a file is for one number of ranks and of micro-batches."""
+    """Check that a table from a file has the run's number of ranks and micro-batches."""
     if table.num_ranks != config.mesh.pp:
         yield Violation(
             LayoutError,
-            f"{table.kind} is a schedule for {table.num_ranks} ranks, and mesh.pp = {config.mesh.pp}",
+            f"{table.kind} is a schedule for {table.num_ranks} ranks, but mesh.pp = {config.mesh.pp}",
             "pipeline.schedule",
-            "a table has a line for each rank of the pipeline",
+            "a table has one line per pipeline rank",
             [{"mesh.pp": table.num_ranks}, {"pipeline.schedule": "1f1b"}],
         )
     if table.num_microbatches != config.train.num_microbatches:
         yield Violation(
             LayoutError,
-            f"{table.kind} is a schedule for {table.num_microbatches} micro-batches, and train.num_microbatches = "
+            f"{table.kind} is a schedule for {table.num_microbatches} micro-batches, but train.num_microbatches = "
             f"{config.train.num_microbatches}",
             "pipeline.schedule",
-            "a table has actions for each micro-batch of the step",
+            "the number of micro-batches must match the table's",
             [{"train.num_microbatches": table.num_microbatches}, {"pipeline.schedule": "1f1b"}],
         )
 
@@ -152,7 +153,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
             LayoutError,
             f"{what} has {len(given)} entries for {stages} stages",
             "pipeline.layers_per_stage",
-            "an entry for each of mesh.pp × chunks stages, in the model's order",
+            "there must be one entry per stage (mesh.pp × chunks), in order",
             fixes,
         )
     elif sum(given) != layers or min(given) < 0:
@@ -160,13 +161,13 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
             LayoutError,
             f"{what} has {sum(given)} layers for model.num_layers = {layers}",
             "pipeline.layers_per_stage",
-            "the stages together have every layer once",
+            "the numbers of layers must add up to model.num_layers",
             [*fixes, {"model.num_layers": sum(given)}] if min(given) >= 0 else fixes,
         )
     elif min(given) == 0 and not allowed:
         yield Violation(
             LayoutError,
-            f"{what} leaves stage {given.index(0)} without a layer",
+            f"{what} leaves stage {given.index(0)} without layers",
             "pipeline.layers_per_stage",
             "every stage has a layer, unless empty stages are allowed",
             [{"pipeline.allow_empty_stages": True}, *fixes],

@@ -1,4 +1,4 @@
-"""Say what is wrong with a plan: the parameter and the axis, what is wrong there, the rule, and a fix."""
+"""Faults of a plan: parameter and axis, what is wrong, the rule, and a fix."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from meshwright.plan.serialize import AGAIN
 
 @dataclass(frozen=True)
 class Fault:
-    """Something in a plan that would train wrongly, or not at all."""
+    """A part of a plan that would train incorrectly or fail."""
 
     what: str
     rule: str
     field: str
-    """Of the plan, with names in brackets: `kinds[block].units[block].sharded`."""
+    """Path of the field, with names in brackets: `kinds[block].units[block].sharded`."""
     fix: str = AGAIN
     parameter: str | None = None
-    """As kind/name, of one that it is about."""
+    """The parameter concerned, as kind/name."""
     axis: str | None = None
-    """An atom of the mesh that it is about."""
+    """The atom concerned."""
     stages: tuple[int, ...] = ()
-    """Where it is only so on some."""
+    """The stages concerned, if not all."""
     error: type[MeshwrightError] = LayoutError
 
     def where(self) -> str:
-        """The field and the stages."""
+        """Return the field and the stages."""
         return f"{self.field}, {stage_words(self.stages)}" if self.stages else self.field
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Fault:
 
 
 def merged(faults: Iterable[Fault]) -> list[Fault]:
-    """Each fault once, with all stages that have it."""
+    """Merge equal faults, combining their stages."""
     stages: dict[Fault, list[int]] = {}
     for fault in faults:
         stages.setdefault(replace(fault, stages=()), []).extend(fault.stages)
@@ -44,22 +44,22 @@ def merged(faults: Iterable[Fault]) -> list[Fault]:
 
 
 def ref(kind: Kind, parameter: Parameter) -> str:
-    """A parameter as sums and roots name it."""
+    """Return a parameter's name as used in sums and root units."""
     return f"{kind.name}/{parameter.name}"
 
 
 def words(names: Iterable[object]) -> str:
-    """Names for people; `nothing` for none."""
+    """Join names with commas; `nothing` if there are none."""
     return ", ".join(map(str, names)) or "nothing"
 
 
 def times(number: int) -> str:
-    """How often."""
-    return ("never", "once", "twice")[number] if number < 3 else f"{number} times"
+    """Return a count as an adverb."""
+    return ("0 times", "once", "twice")[number] if number < 3 else f"{number} times"
 
 
 def stage_words(stages: tuple[int, ...]) -> str:
-    """Stages for people: `stages 0, 2–5`."""
+    """Format stages: `stages 0, 2–5`."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and runs[-1][-1] == stage - 1:
