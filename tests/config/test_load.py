@@ -11,7 +11,7 @@ from meshwright.config.load import known_keys, preset_names
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.errors import ConfigError, InputError
 from meshwright.plan.load_config import load
-from meshwright.settings.violation import as_words
+from meshwright.settings.violation import format_fix
 from tests.helpers import assert_every_fix_works, outcome
 
 
@@ -256,7 +256,7 @@ def test_an_item_that_can_not_be_is_named_with_its_key(word):
 
 
 def test_a_fix_is_one_word_to_a_shell():
-    assert shlex.split(as_words({"data.source": "my texts/*.txt", "train.freeze": ("a b*",)})) == [
+    assert shlex.split(format_fix({"data.source": "my texts/*.txt", "train.freeze": ("a b*",)})) == [
         "data.source=my texts/*.txt", "train.freeze=a b*",
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from meshwright.config.dump import to_toml
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.load_config import load
-from meshwright.settings.violation import as_word
+from meshwright.settings.violation import format_value
 from tests.helpers import assert_every_fix_works, outcome
 
 
@@ -104,17 +104,17 @@ def valid_words(draw):
 
 @given(valid_words(), st.data(), st.booleans())
 def test_one_wrong_word_in_a_valid_run_has_a_fix_that_works(sizes, data, launched):
-    as_words = [f"{key}={value}" for key, value in sizes.items()]
-    config = outcome(as_words)
+    sized_words = [f"{key}={value}" for key, value in sizes.items()]
+    config = outcome(sized_words)
     assert isinstance(config, RunConfig), config
     key = data.draw(st.sampled_from([*sizes, "model.head_dim"]))
     word = f"{key}={data.draw(small)}"
     num_ranks = config.mesh.axes().num_ranks() if launched else None
-    error = outcome([*as_words, word], num_ranks=num_ranks)
+    error = outcome([*sized_words, word], num_ranks=num_ranks)
     assume(not isinstance(error, RunConfig))
     assert error.what and error.where and error.rule and error.fix
     if "=" in error.fix:
-        assert_every_fix_works(error, [*as_words, word], num_ranks=num_ranks)
+        assert_every_fix_works(error, [*sized_words, word], num_ranks=num_ranks)
     else:
         assert launched and error.fix.startswith("start ")
 
@@ -219,7 +219,7 @@ def test_a_file_with_all_keys_is_taken_unless_one_asks_for_what_is_not_done(pres
     assert outcome([], str(path)) == load(preset)
     section, name = key.split(".")
     default = run_type("dit")().model_dump()[section][name]
-    assert isinstance(outcome([f"{key}={as_word(default)}"], str(path)), RunConfig)
+    assert isinstance(outcome([f"{key}={format_value(default)}"], str(path)), RunConfig)
     text = value if value.isdigit() else f'"{value}"'
     lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] != name]
     path.write_text("\n".join(lines).replace(f"[{section}]", f"[{section}]\n{name} = {text}"))

@@ -80,7 +80,7 @@ def test_an_action_in_words():
     config = load(None, ["mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"])
     row = [part for action in lowered_table(config).actions[1] for part in action.parts()]
     position = [str(part) for part in row].index("1B0")
-    assert make_plan(config).action_words(3, position) == "1B0: backward of micro-batch 0 on stage 1"
+    assert make_plan(config).describe_action(3, position) == "1B0: backward of micro-batch 0 on stage 1"
 
 
 def test_a_run_that_goes_on_with_one_stage_may_keep_its_schedule():

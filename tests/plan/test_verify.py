@@ -13,7 +13,7 @@ import pytest
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.models.contract.tp_styles import ROW, STREAM
 from meshwright.pipeline.actions import ActionKind
-from meshwright.plan.run_plan import Gradient, Shard
+from meshwright.plan.run_plan import GradientPlacement, Shard
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.verify import faults, verify
 from tests.plan.plans import (
@@ -60,7 +60,7 @@ def test_gradients_of_another_family():
     for sequence_parallel in (True, False):
         plan = fake(tp=2, dp_shard=2, sequence_parallel=sequence_parallel)
         for parameter in plan.kind("block").parameters:
-            assert parameter.gradient("dp_shard") is Gradient.PARTIAL
+            assert parameter.gradient("dp_shard") is GradientPlacement.PARTIAL
             letter = {"sharded": "S", "partial": "P", "equal": "="}[parameter.gradient("tp").value]
             found[sequence_parallel][parameter.name.removeprefix("attention.")] = letter
         summed = {name for one in plan.sums for name in one.parameters}
@@ -80,7 +80,7 @@ def test_context_parallel_is_in_the_plan_already():
     assert [c.elements for c in divided.collectives] == [c.elements // 2 for c in block.collectives]
     assert two.edge.shards == (Shard(0, ("cp", "tp")),) and two.loss.summed == ("pp", "cp")
     assert {unit.sharded for stage in two.stages for unit in two.units(stage)} == {("cp",)}
-    assert all(parameter.gradient("cp") is Gradient.PARTIAL for parameter in divided.parameters)
+    assert all(parameter.gradient("cp") is GradientPlacement.PARTIAL for parameter in divided.parameters)
     assert divided.buffers[0].summed == ("cp", "tp") and divided.auxiliary[0].work == ("cp", "tp")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.run_plan import By, Shard, StepSum
+from meshwright.plan.run_plan import ReducedBy, Shard, StepSum
 from tests.plan.plans import (
     ALL,
     FROZEN,
@@ -60,7 +60,7 @@ FAULTS = {
     ),
     "an equal gradient summed": (
         PLAIN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", By.FSDP, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", ReducedBy.FSDP, "float32"),)),
         NORM,
         "tp",
         "equal over tp, but summed there once",
@@ -95,21 +95,21 @@ FAULTS = {
     ),
     "something frozen summed": (
         FROZEN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", By.FSDP, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", ReducedBy.FSDP, "float32"),)),
         NORM,
         "tp",
         "is frozen, but summed over tp",
     ),
     "something frozen averaged": (
         FROZEN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", By.OURS, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", ReducedBy.OURS, "float32"),)),
         NORM,
         "tp",
         "is frozen, but averaged over tp",
     ),
     "summed by DTensor under FSDP2": (
         TIED,
-        lambda p: with_sum(p, "sum", by=By.DTENSOR),
+        lambda p: with_sum(p, "sum", by=ReducedBy.DTENSOR),
         NORM,
         "tp",
         "the sum of block/attention_norm.weight over tp is performed by dtensor",
@@ -165,7 +165,7 @@ FAULTS = {
     ),
     "a mean without a lossy codec": (
         PLAIN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", By.OURS, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", ReducedBy.OURS, "float32"),)),
         NORM,
         "tp",
         "stay equal over tp, but are averaged there once",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.config.rules_compression import idle_notes
+from meshwright.config.rules_compression import no_effect_notes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.build_job import build_job
@@ -203,7 +203,7 @@ def test_one_rank_sends_nothing_to_be_compressed():
     ],
 )
 def test_what_has_nothing_to_do_is_told(words, said):
-    found = list(idle_notes(load_words((LOCO, INT8, *words))))
+    found = list(no_effect_notes(load_words((LOCO, INT8, *words))))
     assert [note.partition(":")[0] for note in found] == said
 
 

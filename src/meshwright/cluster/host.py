@@ -13,7 +13,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_bytes() -> int | None:
+def host_memory_bytes() -> int | None:
     """Return memory plus swap of this machine, or the container's limit if lower; None if it can't be read."""
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()

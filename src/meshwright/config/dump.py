@@ -74,21 +74,21 @@ def _section_tables(model: type[BaseModel], prefix: str, condition: str, lines: 
             given = None if field.is_required() else field.default
             default = "none" if given is None else f"`{_value(given)}`"
             meaning = f"{field.description} (not available yet)" if prefix + name in UNAVAILABLE else field.description
-            lines.append(f"| `{prefix}{name}` | {_type_words(field.annotation)} | {default} | {meaning} |")
+            lines.append(f"| `{prefix}{name}` | {_type_name(field.annotation)} | {default} | {meaning} |")
     lines.append("")
     for name, section in nested:
         _section_tables(section, name, condition, lines)
 
 
-def _type_words(annotation: Any) -> str:
+def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
-        return _type_words(get_args(annotation)[0])
+        return _type_name(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
-        return f"list of {_type_words(get_args(annotation)[0])}s"
+        return f"list of {_type_name(get_args(annotation)[0])}s"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     if len(kinds) == 1 and kinds[0] is not annotation:
-        return _type_words(kinds[0])
+        return _type_name(kinds[0])
     words = {int: "int", float: "float", str: "string", bool: "bool"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)

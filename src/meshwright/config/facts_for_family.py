@@ -30,9 +30,9 @@ def run_facts(config: RunConfig) -> RunFacts:
 
 def model_facts(config: RunConfig) -> ModelFacts:
     """Return the description of a run's model."""
-    return _described(config)
+    return _cached_model_facts(config)
 
 
 @lru_cache(maxsize=16)
-def _described(config: RunConfig) -> ModelFacts:
+def _cached_model_facts(config: RunConfig) -> ModelFacts:
     return config.family.describe(run_facts(config))

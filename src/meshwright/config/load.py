@@ -17,13 +17,13 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from meshwright.config.overlay import Draft, shorten
+from meshwright.config.overlay import ConfigOverlay, shorten
 from meshwright.config.rules import Rules, check, repair
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
 from meshwright.settings.section import sections_in
-from meshwright.settings.violation import as_word, as_words
+from meshwright.settings.violation import format_fix, format_value
 
 DEFAULT_PRESET = "llama-tiny"
 
@@ -56,22 +56,22 @@ def load(
         LayoutError: the mesh does not fit.
     """
     source = source or DEFAULT_PRESET
-    label, tree = _read(source)
-    keys = _Keys(_kind_of(tree, label, [*defaults, *overrides]), rules)
-    draft = Draft()
+    label, tree = _read_source(source)
+    keys = _FamilyKeys(_kind_of(tree, label, [*defaults, *overrides]), rules)
+    overlay = ConfigOverlay()
     for word in defaults:
-        keys.set(draft, word, origin="default of this command")
-    keys.put(draft, "", tree, origin=label)
+        keys.set(overlay, word, origin="default of this command")
+    keys.put(overlay, "", tree, origin=label)
     for word in overrides:
-        keys.set(draft, word, origin="command line")
-    keys.check_foreign()
-    draft.values.setdefault("name", Path(source).stem)
-    draft.values.setdefault("model", {})["kind"] = keys.kind
+        keys.set(overlay, word, origin="command line")
+    keys.check_other_families()
+    overlay.values.setdefault("name", Path(source).stem)
+    overlay.values.setdefault("model", {})["kind"] = keys.kind
     try:
-        config = keys.type.model_validate(draft.values)
+        config = keys.type.model_validate(overlay.values)
     except ValidationError as error:
-        raise _explain(error, draft, keys, num_ranks=num_ranks) from None
-    check(config, draft.origins, num_ranks=num_ranks, rules=rules)
+        raise _validation_error(error, overlay, keys, num_ranks=num_ranks) from None
+    check(config, overlay.origins, num_ranks=num_ranks, rules=rules)
     return config
 
 
@@ -82,7 +82,7 @@ def known_keys(kind: str | None = None) -> list[str]:
 
 def default_kind() -> str:
     """Return the default family, that of the default preset."""
-    kind: str = _read(DEFAULT_PRESET)[1]["model"]["kind"]
+    kind: str = _read_source(DEFAULT_PRESET)[1]["model"]["kind"]
     return kind
 
 
@@ -127,7 +127,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, bool]
             yield from _walk(section, f"{prefix}{name}.")
 
 
-def _read(source: str) -> tuple[str, dict[str, Any]]:
+def _read_source(source: str) -> tuple[str, dict[str, Any]]:
     path = Path(source)
     if source in preset_names():
         text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
@@ -135,7 +135,7 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
     elif path.suffix == ".toml" and path.is_file():
         text, label = path.read_bytes(), source
     else:
-        raise _no_source(source)
+        raise _unknown_source(source)
     try:
         return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors write a byte-order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -147,7 +147,7 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-def _no_source(source: str) -> ConfigError:
+def _unknown_source(source: str) -> ConfigError:
     path = Path(source)
     is_file = path.suffix == ".toml"
     state = " (a directory)" if path.is_dir() else " (no such file)" if is_file else ""
@@ -161,16 +161,16 @@ def _no_source(source: str) -> ConfigError:
     )
 
 
-class _Keys:
+class _FamilyKeys:
     """Keys of one family's runs: sets them in an overlay, and explains unknown ones."""
 
     def __init__(self, kind: str, rules: Rules | None) -> None:
         self.kind, self.rules = kind, rules
         self.type = run_type(kind)
-        self._foreign: dict[str, ConfigError] = {}
+        self._unread_keys: dict[str, ConfigError] = {}
         """Errors for keys of other families that have a non-default value, by key."""
 
-    def set(self, draft: Draft, word: str, *, origin: str) -> None:
+    def set(self, overlay: ConfigOverlay, word: str, *, origin: str) -> None:
         """Set one `section.key=value` override."""
         key, equals, text = word.partition("=")
         if not equals or not key:
@@ -182,22 +182,22 @@ class _Keys:
                 fix=f"name {word} first" if is_source else f"{self._nearest(key) or 'train.steps'}=…",
             )
         field = _fields(self.kind).get(key) or _sections(self.kind).get(key)
-        self.put(draft, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
+        self.put(overlay, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
 
-    def put(self, draft: Draft, key: str, value: Any, *, origin: str) -> None:
+    def put(self, overlay: ConfigOverlay, key: str, value: Any, *, origin: str) -> None:
         """Set a key, or all keys of a section given as a mapping; an empty `key` stands for the entire
         configuration."""
         if key in _fields(self.kind):
-            draft.put(key, value, origin)
+            overlay.put(key, value, origin)
             return
         sections = _sections(self.kind)
         if isinstance(value, Mapping) and (not key or key in sections):
             if not value:
-                draft.put(key, {}, origin) if key else None
+                overlay.put(key, {}, origin) if key else None
             for name, inner in value.items():
-                self.put(draft, f"{key}.{name}" if key else name, inner, origin=origin)
+                self.put(overlay, f"{key}.{name}" if key else name, inner, origin=origin)
         elif key in sections and value is None:
-            draft.put(key, None, origin)
+            overlay.put(key, None, origin)
         elif key in sections:
             first = next(name for name in _fields(self.kind) if name.startswith(f"{key}."))
             raise ConfigError(
@@ -207,9 +207,9 @@ class _Keys:
                 fix=f"{first}=…",
             )
         else:
-            self._put_foreign(key, value, origin)
+            self._put_other_family(key, value, origin)
 
-    def _put_foreign(self, key: str, value: Any, origin: str) -> None:
+    def _put_other_family(self, key: str, value: Any, origin: str) -> None:
         """Accept a key of another family at its default value, where it has no effect, as in files of runs saved
         earlier.
 
@@ -238,22 +238,22 @@ class _Keys:
             field = _fields(others[0]).get(name)
             if field is None:
                 raise self._unknown(name, origin)
-            self._foreign.pop(name, None)
+            self._unread_keys.pop(name, None)
             if found != field.default:
-                self._foreign[name] = ConfigError(
-                    f"{name} = {as_word(found)} has no effect",
+                self._unread_keys[name] = ConfigError(
+                    f"{name} = {format_value(found)} has no effect",
                     where=f"{origin}, {name}",
                     rule=f"it applies to {owners} models, and model.kind is {self.kind}",
-                    fix=f"{name}={as_word(field.default)} or remove {name}, or start from a preset for {owners}",
+                    fix=f"{name}={format_value(field.default)} or remove {name}, or start from a preset for {owners}",
                 )
 
-    def check_foreign(self) -> None:
+    def check_other_families(self) -> None:
         """Raise if a key of another family still has a non-default value.
 
         Raises:
             ConfigError: such a key has no effect.
         """
-        for error in self._foreign.values():
+        for error in self._unread_keys.values():
             raise error
 
     def _unknown(self, key: str, origin: str) -> ConfigError:
@@ -318,7 +318,9 @@ def _parse_value(text: str, annotation: Any) -> Any:
     return text if is_more or (str in kinds and not isinstance(tree["value"], wanted)) else tree["value"]
 
 
-def _explain(error: ValidationError, draft: Draft, keys: _Keys, *, num_ranks: int | None) -> ConfigError:
+def _validation_error(
+    error: ValidationError, overlay: ConfigOverlay, keys: _FamilyKeys, *, num_ranks: int | None
+) -> ConfigError:
     """Convert pydantic's first error into a `ConfigError`."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
@@ -329,26 +331,26 @@ def _explain(error: ValidationError, draft: Draft, keys: _Keys, *, num_ranks: in
     allowed = first.get("ctx", {}).get("expected")
     return ConfigError(
         f"{key}{items} = {shorten(repr(first['input']))} is not allowed here",
-        where=f"{draft.origins.get(key, 'default')}, {key}",
+        where=f"{overlay.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
-        fix=_way_back(draft, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
+        fix=_restoring_fix(overlay, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
     )
 
 
-def _way_back(draft: Draft, keys: _Keys, key: str, default: Any, *, num_ranks: int | None) -> str:
+def _restoring_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: Any, *, num_ranks: int | None) -> str:
     """Return the override that restores a key's previous value or its default, whichever gives a valid run."""
     choices = [(default, "the default")]
-    if key in draft.replaced:
-        value, origin = draft.replaced[key]
+    if key in overlay.replaced:
+        value, origin = overlay.replaced[key]
         choices.insert(0, (value, f"as in {origin}"))
     for value, what in choices:
         try:
-            config = keys.type.model_validate(draft.with_value(key, value))
+            config = keys.type.model_validate(overlay.with_value(key, value))
         except ValidationError:
             continue
         more = repair(config, num_ranks, keys.rules)
         if more is not None:
-            word = f"{key}={as_word(value)} ({what})"
-            return f"{word} with {as_words(more)}" if more else word
+            word = f"{key}={format_value(value)} ({what})"
+            return f"{word} with {format_fix(more)}" if more else word
     value, what = choices[0]
-    return f"{key}={as_word(value)} ({what})"
+    return f"{key}={format_value(value)} ({what})"

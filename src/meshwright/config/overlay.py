@@ -10,7 +10,7 @@ MAX_SHOWN = 80
 
 
 @dataclass
-class Draft:
+class ConfigOverlay:
     """Nested values by section, in the form that pydantic validates."""
 
     values: dict[str, Any] = field(default_factory=dict)

@@ -16,11 +16,11 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.rules_compression import comm_violations
-from meshwright.config.rules_precision import number_violations
+from meshwright.config.rules_precision import precision_violations
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.settings.nearby_sizes import round_up
-from meshwright.settings.violation import Fix, Violation, as_word, as_words
+from meshwright.settings.violation import Fix, Violation, format_fix, format_value
 
 Origins = Mapping[str, str]
 """Origin of each key (`command line`, a file, `preset llama-tiny`), by dotted key."""
@@ -50,19 +50,19 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, 
         LayoutError: the mesh does not fit the model, the batch or the number of ranks.
         ConfigError: keys contradict each other, or one has no effect.
     """
-    search = _Search(num_ranks, rules or violations)
-    violation = search.first(config)
+    search = _FixSearch(num_ranks, rules or violations)
+    violation = search.first_violation(config)
     if violation is None:
         return
     where = f"{origins[violation.key]}, {violation.key}" if violation.key in origins else f"default of {violation.key}"
     if num_ranks is not None:
         where += f"; WORLD_SIZE={num_ranks} in the environment"
-    alone = (fix for fix in violation.fixes if search.first(config.with_keys(fix)) is None)
+    alone = (fix for fix in violation.fixes if search.first_violation(config.with_keys(fix)) is None)
     fixes = list(islice(alone, MAX_FIXES))
     if not fixes:
-        completed = (search.completed(config, fix) for fix in violation.fixes)
-        fixes = list(islice(filter(None, completed), 1)) or list(violation.fixes[:1])
-    words = [as_words(fix) for fix in fixes]
+        complete = (search.complete(config, fix) for fix in violation.fixes)
+        fixes = list(islice(filter(None, complete), 1)) or list(violation.fixes[:1])
+    words = [format_fix(fix) for fix in fixes]
     fix = " or ".join([*words, violation.otherwise] if violation.otherwise else words)
     raise violation.kind(violation.what, where=where, rule=violation.rule, fix=fix)
 
@@ -70,43 +70,43 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, 
 def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     """Yield violations of the configuration alone; `plan.rules` adds those of the plan derived from it."""
     yield from _unavailable(config)
-    of_family = list(config.family.rules(run_facts(config)))
-    yield from (one for one in of_family if one.key != FREEZE)
-    yield from _frozen(config)
-    yield from (one for one in of_family if one.key == FREEZE)
-    yield from _described(config)
+    family_violations = list(config.family.rules(run_facts(config)))
+    yield from (one for one in family_violations if one.key != FREEZE)
+    yield from _freeze_globs(config)
+    yield from (one for one in family_violations if one.key == FREEZE)
+    yield from _model_description(config)
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
     yield from _schedule(config)
-    yield from number_violations(config)
+    yield from precision_violations(config)
     yield from comm_violations(config)
-    yield from _without_effect(config)
+    yield from _unread_keys(config)
 
 
 def repair(config: RunConfig, num_ranks: int | None, rules: Rules | None = None) -> Fix | None:
     """Return keys to set so that no rule is violated (empty if none is); None if no such fix was found."""
-    return _Search(num_ranks, rules or violations).completed(config, {})
+    return _FixSearch(num_ranks, rules or violations).complete(config, {})
 
 
 @dataclass(frozen=True)
-class _Search:
+class _FixSearch:
     """Search for fixes that violate no other rule."""
 
     num_ranks: int | None
     rules: Rules
 
-    def first(self, config: RunConfig) -> Violation | None:
+    def first_violation(self, config: RunConfig) -> Violation | None:
         return next(self.rules(config, self.num_ranks), None)
 
-    def completed(self, config: RunConfig, fix: Fix, *, depth: int = MAX_COMPLETIONS) -> Fix | None:
+    def complete(self, config: RunConfig, fix: Fix, *, depth: int = MAX_COMPLETIONS) -> Fix | None:
         """Extend `fix` until no rule is violated; return None if that fails."""
-        violation = self.first(config.with_keys(fix))
+        violation = self.first_violation(config.with_keys(fix))
         if violation is None:
             return fix
         # Keys that this fix already sets stay fixed, or the search would cycle.
         more = (other for other in violation.fixes if depth and not other.keys() & fix.keys())
-        found = (self.completed(config, {**fix, **other}, depth=depth - 1) for other in islice(more, MAX_FIXES))
+        found = (self.complete(config, {**fix, **other}, depth=depth - 1) for other in islice(more, MAX_FIXES))
         return next(filter(None, found), None)
 
 
@@ -128,7 +128,7 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
             )
 
 
-def _described(config: RunConfig) -> Iterator[Violation]:
+def _model_description(config: RunConfig) -> Iterator[Violation]:
     """Reject model descriptions that can't be parallelized: unsupported ties, and under tp, parameters of modules with
     submodules."""
     facts, where = model_facts(config), "model.kind"
@@ -156,20 +156,20 @@ def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
     edge, tp, key = model_facts(config).edge, config.mesh.tp, "mesh.sequence_parallel"
     if tp == 1 or not config.mesh.sequence_parallel:
         return
-    whole: list[Fix] = [{key: False}, {"mesh.tp": 1}]
+    fixes: list[Fix] = [{key: False}, {"mesh.tp": 1}]
     if edge.sequence_dim is None:
         what, rule = (
             f"{key} with mesh.tp = {tp}",
             f"sequence parallelism shards the {edge.name} between blocks along the sequence",
         )
-        yield Violation(LayoutError, what, key, f"{rule}, and the blocks of this model need all tokens", whole)
+        yield Violation(LayoutError, what, key, f"{rule}, and the blocks of this model need all tokens", fixes)
     elif edge.shape[edge.sequence_dim] % tp:
         size = edge.shape[edge.sequence_dim]
         what = f"{key} with mesh.tp = {tp}, which does not divide {size} tokens of the {edge.name}"
-        yield Violation(LayoutError, what, key, "each tp rank has the same number of tokens of a sample", whole)
+        yield Violation(LayoutError, what, key, "each tp rank has the same number of tokens of a sample", fixes)
 
 
-def _frozen(config: RunConfig) -> Iterator[Violation]:
+def _freeze_globs(config: RunConfig) -> Iterator[Violation]:
     """Reject globs that match no parameter, and a configuration that freezes all parameters."""
     names, globs = model_facts(config).parameter_names(), config.train.freeze
     for glob in globs:
@@ -247,7 +247,7 @@ def _schedule(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def _without_effect(config: RunConfig) -> Iterator[Violation]:
+def _unread_keys(config: RunConfig) -> Iterator[Violation]:
     """Reject keys that the family does not read, unless they have their default value, as in files of saved runs."""
     for key, purpose in model_facts(config).unread.items():
         section_name, name = key.split(".")
@@ -256,7 +256,7 @@ def _without_effect(config: RunConfig) -> Iterator[Violation]:
         if value != default:
             yield Violation(
                 ConfigError,
-                f"{key} = {as_word(value)} has no effect",
+                f"{key} = {format_value(value)} has no effect",
                 key,
                 f"it applies to {purpose}, and model.kind is {config.model.kind}",
                 [{key: default}],

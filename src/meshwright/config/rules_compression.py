@@ -20,7 +20,7 @@ def lossless_value(key: str) -> str:
     return lossless_names(Use(key.removeprefix("comm.")))[-1]
 
 
-def idle_notes(config: RunConfig) -> Iterator[str]:
+def no_effect_notes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each setting of `comm` that has no effect because no rank sends such bytes."""
     comm, mesh = config.comm, config.mesh
     if comm.gradients != EXACT and mesh.axes().data_parallel() == 1:

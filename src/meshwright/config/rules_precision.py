@@ -12,7 +12,7 @@ SMALLEST_FLOAT32 = 2.0**-126
 """The smallest normal float32; devices may flush subnormal numbers to zero."""
 
 
-def number_violations(config: RunConfig) -> Iterator[Violation]:
+def precision_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield a violation for each epsilon that would underflow to zero and cause a division by zero."""
     if config.train.precision == "float64":
         return

@@ -19,7 +19,7 @@ from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import JOINED, unit_of, unsharded_parameters
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import Gradient, Kind, Parameter, Unit
+from meshwright.plan.run_plan import GradientPlacement, Kind, Parameter, Unit
 
 RULE = "a run does what its plan says"
 
@@ -119,7 +119,7 @@ class FirstGradients:
             self._compare(kind, layer, parameter, found - {"seen"}, plan.mesh.view("tp"))
 
     def _compare(self, kind: Kind, layer: int | None, parameter: Parameter, found: set[str], tp: Atoms) -> None:
-        planned = {axis for axis in tp if parameter.gradient(axis) is Gradient.PARTIAL}
+        planned = {axis for axis in tp if parameter.gradient(axis) is GradientPlacement.PARTIAL}
         if found != planned:
             name = kind.full_name(parameter.name, layer)
             axes = " and ".join(tp)

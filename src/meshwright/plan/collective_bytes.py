@@ -74,7 +74,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
     yield from _shared(plan, rank)
 
 
-def _others(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _peers(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(other for other in ranks if other != rank)
 
 
@@ -84,10 +84,10 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
         name = EXACT if exact else unit.gradients
         method, line = find_method(name), plan.mesh.line(rank, unit.sharded)
         replicas = plan.mesh.line(rank, unit.replicas)
-        near, far = two_stages(plan.mesh, rank, line)
+        near, far = two_stage_peers(plan.mesh, rank, line)
         if name == EXACT or not far:
             num_bytes = encoded_bytes(name, elements, element_bytes=size)
-            yield Message(Purpose.GRADIENTS, _others(rank, line), num_bytes, in_ring=name == EXACT)
+            yield Message(Purpose.GRADIENTS, _peers(rank, line), num_bytes, in_ring=name == EXACT)
         else:
             # One shard per node, which the peer on this node keeps or forwards.
             inside = method.codec_inside_node(find_method(unit.inside_node).codec)
@@ -99,10 +99,10 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
         second = codec_of_sum(method.codec, feedback=method.feedback)
         for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
             num_bytes = codec.encoded_bytes(share, element_bytes=size)
-            yield Message(Purpose.REPLICAS, _others(rank, replicas), num_bytes, in_ring=in_ring)
+            yield Message(Purpose.REPLICAS, _peers(rank, replicas), num_bytes, in_ring=in_ring)
 
 
-def two_stages(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def two_stage_peers(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the other ranks of `line` on this node, and those with the same local index on other nodes; both are empty
     if `line` is on one node, or has more ranks on some nodes than on others."""
     nodes: dict[int, list[int]] = {}
@@ -112,7 +112,7 @@ def two_stages(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int,
     if len(nodes) < 2 or any(len(node) != len(own) for node in nodes.values()):
         return (), ()
     local = own.index(rank)
-    return _others(rank, tuple(own)), _others(rank, tuple(node[local] for node in nodes.values()))
+    return _peers(rank, tuple(own)), _peers(rank, tuple(node[local] for node in nodes.values()))
 
 
 def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
@@ -120,14 +120,14 @@ def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, e
     actions = [one for action in row for one in action.parts() if one.stage == number]
     for one, count in zip(sizes, count_gathers(actions, sizes), strict=True):
         unit, line = one.unit, plan.mesh.line(rank, one.unit.sharded)
-        few = unit.num_secondary() or len(line)
-        start = line.index(rank) // few * few
+        group_size = unit.num_secondary() or len(line)
+        start = line.index(rank) // group_size * group_size
         # Secondary shards hold decoded weights, so they are gathered uncompressed.
-        among_few = (line[start : start + few], count.among_secondary, EXACT)
-        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), among_few):
-            piece = one.num_elements * len(line) // len(group)
-            encoded = encoded_bytes(name, piece, element_bytes=BYTES[unit.compute])
-            yield Message(Purpose.WEIGHTS, _others(rank, group), times * encoded, in_ring=True)
+        in_group = (line[start : start + group_size], count.among_secondary, EXACT)
+        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), in_group):
+            shard = one.num_elements * len(line) // len(group)
+            encoded = encoded_bytes(name, shard, element_bytes=BYTES[unit.compute])
+            yield Message(Purpose.WEIGHTS, _peers(rank, group), times * encoded, in_ring=True)
 
 
 def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
@@ -137,18 +137,18 @@ def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterat
     samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
     for kind, _ in plan.held(stage):
         for one in kind.collectives:
-            again = one.recomputed if kind.recompute == "full" else 0
-            piece = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
-            moved = 2 * piece if one.op == "all_reduce" else piece
-            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + again) * moved
+            recomputed = one.recomputed if kind.recompute == "full" else 0
+            shard = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
+            sent = 2 * shard if one.op == "all_reduce" else shard
+            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + recomputed) * sent
     for step_sum in plan.sums:
         if step_sum.op == "sum" or not exact:
-            totals[Purpose.TENSOR, step_sum.axes] += _summed(plan, stage, step_sum)
+            totals[Purpose.TENSOR, step_sum.axes] += _sum_bytes(plan, stage, step_sum)
     for (purpose, axes), num_bytes in totals.items():
-        yield Message(purpose, _others(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
+        yield Message(purpose, _peers(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
 
 
-def _summed(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
+def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
     """Return the bytes per peer: sums run per parameter before sharding, a mean runs over all shards at once."""
     ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
     found = [p for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in names]
@@ -166,7 +166,7 @@ def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
             for axis in buffer.summed:
                 elements = -(-prod(buffer.shape) // plan.mesh.size(axis))
                 line = plan.mesh.line(rank, (axis,))
-                yield Message(Purpose.BUFFERS, _others(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
+                yield Message(Purpose.BUFFERS, _peers(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
 
 
 def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
@@ -196,4 +196,4 @@ def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
         trained = [copies[site] for site in first if site is not None]
         total = sum(plan.elements(parameter, sharded=stage.root.sharded) for parameter, stage in trained)
         num_bytes = 2 * -(-total // len(ranks)) * BYTES[plan.stages[0].root.reduce]
-        yield Message(Purpose.SHARED, _others(rank, ranks), num_bytes, in_ring=True)
+        yield Message(Purpose.SHARED, _peers(rank, ranks), num_bytes, in_ring=True)

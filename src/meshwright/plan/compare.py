@@ -14,8 +14,8 @@ from typing import Any
 from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.serialize import canonical, encode
 
-DIGITS = 16
-LONGEST = 60
+HASH_DIGITS = 16
+MAX_VALUE_CHARS = 60
 """Maximum number of characters shown of a differing value."""
 MISSING = "missing"
 """Placeholder for a value that one of two plans lacks."""
@@ -35,14 +35,14 @@ class Hashes:
 
 def hashes(plan: RunPlan) -> Hashes:
     """Return the hashes of a plan: 16 hex digits of the SHA-256 of canonical JSON without floats."""
-    return Hashes(*(_hash(part) for part in (_model(plan), _layout(plan), encode(plan))))
+    return Hashes(*(_hash(part) for part in (_model_identity(plan), _gradient_layout(plan), encode(plan))))
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(canonical(value).encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:HASH_DIGITS]
 
 
-def _model(plan: RunPlan) -> Any:
+def _model_identity(plan: RunPlan) -> Any:
     """Return what identifies the model, independent of stages, mesh, precision, and frozen parameters."""
     shapes: dict[str, list[int]] = {}
     for stage in plan.stages:
@@ -55,18 +55,18 @@ def _model(plan: RunPlan) -> Any:
     return shapes
 
 
-def _layout(plan: RunPlan) -> Any:
+def _gradient_layout(plan: RunPlan) -> Any:
     """Return what identifies the gradient layout, independent of schedule, micro-batches, and how weights are gathered;
     kinds are identified by their contents."""
     mesh = plan.mesh
     return {
         "atoms": [[name, size] for name, size in mesh.atoms if size > 1],
         "nodes": [mesh.node(rank) for rank in range(mesh.num_ranks())],
-        "stages": [_layout_of_stage(plan, stage) for stage in plan.stages],
+        "stages": [_stage_layout(plan, stage) for stage in plan.stages],
     }
 
 
-def _layout_of_stage(plan: RunPlan, stage: Stage) -> Any:
+def _stage_layout(plan: RunPlan, stage: Stage) -> Any:
     # A unit sends its members' shards concatenated, so their order, identity and sharding matter.
     blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
     ends = [_units(plan.kind(name)) for name in (*stage.before, *stage.after)]
@@ -114,48 +114,48 @@ class Difference:
 def differences(first: RunPlan, second: RunPlan) -> list[Difference]:
     """Return the fields that differ, in plan order: kinds, units and parameters are matched by name, stages by index.
     For each row of the schedule, only the first differing action is listed."""
-    return list(_differ(encode(first), encode(second), ""))
+    return list(_diff(encode(first), encode(second), ""))
 
 
-def _differ(first: Any, second: Any, path: str) -> Iterator[Difference]:
+def _diff(first: Any, second: Any, path: str) -> Iterator[Difference]:
     if first == second and type(first) is type(second):
         return
     if isinstance(first, dict) and isinstance(second, dict):
         for name in first:
-            yield from _differ(first[name], second[name], f"{path}.{name}" if path else name)
+            yield from _diff(first[name], second[name], f"{path}.{name}" if path else name)
     elif isinstance(first, list) and isinstance(second, list):
-        yield from _differ_lists(first, second, path)
+        yield from _diff_lists(first, second, path)
     else:
-        yield Difference(path, _short(first), _short(second))
+        yield Difference(path, _shorten(first), _shorten(second))
 
 
-def _differ_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
-    one, two = _named(first), _named(second)
+def _diff_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
+    one, two = _by_name(first), _by_name(second)
     if one is not None and two is not None:
         for name in (*one, *(name for name in two if name not in one)):
             place = f"{path}[{name}]"
             if name in one and name in two:
-                yield from _differ(one[name], two[name], place)
+                yield from _diff(one[name], two[name], place)
             else:
-                yield Difference(place, *(_short(found[name]) if name in found else MISSING for found in (one, two)))
+                yield Difference(place, *(_shorten(found[name]) if name in found else MISSING for found in (one, two)))
         if list(one) != list(two) and one.keys() == two.keys():
-            yield Difference(f"{path}, order", _short(list(one)), _short(list(two)))
+            yield Difference(f"{path}, order", _shorten(list(one)), _shorten(list(two)))
     elif path == "schedule.actions":
-        yield from _differ_actions(first, second, path)
+        yield from _diff_actions(first, second, path)
     elif any(isinstance(value, dict | list) for value in (*first, *second)):
         for number in range(max(len(first), len(second))):
             place = f"{path}[{number}]"
             if number < min(len(first), len(second)):
-                yield from _differ(first[number], second[number], place)
+                yield from _diff(first[number], second[number], place)
             else:
                 yield Difference(
-                    place, *(_short(found[number]) if number < len(found) else MISSING for found in (first, second))
+                    place, *(_shorten(found[number]) if number < len(found) else MISSING for found in (first, second))
                 )
     else:
-        yield Difference(path, _short(first), _short(second))
+        yield Difference(path, _shorten(first), _shorten(second))
 
 
-def _differ_actions(first: list[str], second: list[str], path: str) -> Iterator[Difference]:
+def _diff_actions(first: list[str], second: list[str], path: str) -> Iterator[Difference]:
     for rank in range(max(len(first), len(second))):
         rows = [rows[rank].split() if rank < len(rows) else None for rows in (first, second)]
         one, two = rows
@@ -167,7 +167,7 @@ def _differ_actions(first: list[str], second: list[str], path: str) -> Iterator[
             yield Difference(f"{path}[{rank}][{same}]", *cells)
 
 
-def _named(values: list[Any]) -> dict[str, Any] | None:
+def _by_name(values: list[Any]) -> dict[str, Any] | None:
     """Return a list's values by name if all are objects with a name or (name, value) pairs with unique names, else
     None."""
     found: dict[str, Any] = {}
@@ -184,6 +184,6 @@ def _named(values: list[Any]) -> dict[str, Any] | None:
     return found
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = canonical(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 1]}…"

@@ -13,9 +13,9 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
 from meshwright.plan.verify import verify
 
-OF_CONFIGURATION = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
+CONFIG_FIELDS = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
 """Fields that other code reads from the configuration, so a plan must not change them."""
-OF_MODEL = ("path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere")
+MODEL_FIELDS = ("path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere")
 """Fields of kinds that are derived from the family's description and styles."""
 
 
@@ -38,7 +38,7 @@ def read_plan(path: Path, *, where: str = "command line, --plan") -> RunPlan:
     return from_json(text, where=str(path))
 
 
-def adopt_plan(path: Path, config: RunConfig) -> RunPlan:
+def load_plan(path: Path, config: RunConfig) -> RunPlan:
     """Read the plan in a file and check that a run of `config` can execute it.
 
     Raises:
@@ -66,29 +66,29 @@ def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
     made = make_plan(config, nodes=plan.mesh.nodes)
     if hashes(plan).model != hashes(made).model:
         rule = "parameter names and shapes must match the configuration's model"
-        raise _does_not_fit("the plan is for another model", rule, where)
+        raise _mismatch("the plan is for another model", rule, where)
     for one in differences(plan, made):
-        if one.path.startswith(OF_CONFIGURATION) or one.path.endswith(".trained"):
+        if one.path.startswith(CONFIG_FIELDS) or one.path.endswith(".trained"):
             what = f"{one.path} is {one.first} in the plan, but {one.second} in the configuration"
-            raise _does_not_fit(what, "mesh, batch, dtypes and frozen parameters are set in the configuration", where)
-    of_model = {kind.described: kind for kind in made.kinds}
+            raise _mismatch(what, "mesh, batch, dtypes and frozen parameters are set in the configuration", where)
+    model_kinds = {kind.described: kind for kind in made.kinds}
     for kind in plan.kinds:
-        twin = of_model.get(kind.described)
-        if twin is None:
+        model_kind = model_kinds.get(kind.described)
+        if model_kind is None:
             what = f"kinds[{kind.name}] in the plan is of kind {kind.described!r}, which the model does not have"
-            raise _does_not_fit(what, f"the model's kinds are {', '.join(of_model)}", where)
-        for field in OF_MODEL:
-            if getattr(kind, field) != getattr(twin, field):
+            raise _mismatch(what, f"the model's kinds are {', '.join(model_kinds)}", where)
+        for field in MODEL_FIELDS:
+            if getattr(kind, field) != getattr(model_kind, field):
                 what = f"kinds[{kind.name}].{field} in the plan differs from the model's"
-                raise _does_not_fit(what, "these fields follow from the model's description and styles", where)
+                raise _mismatch(what, "these fields follow from the model's description and styles", where)
         handles = step_handles(config, kind.described)
         if kind.compiled and kind.recompute != "none" and handles:
             what = f"kinds[{kind.name}] is compiled and recomputed, but has {handles[0]}"
-            raise _does_not_fit(what, RUNS_EAGERLY, where)
+            raise _mismatch(what, RUNS_EAGERLY, where)
     return plan
 
 
-def _does_not_fit(what: str, rule: str, where: str) -> ConfigError:
+def _mismatch(what: str, rule: str, where: str) -> ConfigError:
     return ConfigError(
         what,
         where=where,

@@ -21,7 +21,7 @@ from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
 
 TENSOR = "tensor"
-USED = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
+SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
 """The dim of the weight that each style shards."""
 
 
@@ -32,15 +32,15 @@ class KindMaker:
         self._config, self._facts, self._mesh = config, facts, mesh
         self._tp = mesh.view("tp")
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
-        self._divides_stream = bool(self._tp) and config.mesh.sequence_parallel
+        self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
         """Tokens per sample on a tp group."""
-        self._made: dict[tuple[object, ...], Kind] = {}
+        self._kinds: dict[tuple[object, ...], Kind] = {}
 
-    def made(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[Kind, ...]:
         """Return all kinds, in the order of their first use."""
-        return tuple(self._made.values())
+        return tuple(self._kinds.values())
 
     def kind(self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()) -> Kind:
         """Return the kind of a block or an end.
@@ -55,15 +55,15 @@ class KindMaker:
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
         trained = tuple(not any(fnmatchcase(name, glob) for glob in self._config.train.freeze) for name in names)
         identity = (facts.name, facts.path, trained, untied, units)
-        if identity not in self._made:
-            taken = sum(kind.described == facts.name for kind in self._made.values())
+        if identity not in self._kinds:
+            taken = sum(kind.described == facts.name for kind in self._kinds.values())
             name = facts.name if not taken else f"{facts.name}.{taken + 1}"
             parameters = tuple(
                 self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
             )
             tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            self._made[identity] = replace(self._kind(name, facts, parameters, units, layer), tied=tied)
-        return self._made[identity]
+            self._kinds[identity] = replace(self._kind(name, facts, parameters, units, layer), tied=tied)
+        return self._kinds[identity]
 
     def _kind(
         self, name: str, facts: KindFacts, parameters: tuple[Parameter, ...], units: tuple[Unit, ...], layer: int | None
@@ -79,11 +79,9 @@ class KindMaker:
             units=tuple(replace(unit, parameters=tuple(p.name for p in parameters)) for unit in units),
             buffers=tuple(self._buffer(facts, number) for number in range(len(facts.buffers))),
             styles=tuple(self._styles.get(facts.name, {}).items()),
-            collectives=tuple(self._collectives(facts)) if self._tp else (),
+            collectives=tuple(self._kind_collectives(facts)) if self._tp else (),
             auxiliary=tuple(
-                Auxiliary(
-                    one.name, self._mesh.view("cp") + (self._tp if one.on_stream and self._divides_stream else ())
-                )
+                Auxiliary(one.name, self._mesh.view("cp") + (self._tp if one.on_stream and self._shards_stream else ()))
                 for one in facts.auxiliary
             ),
             recompute=self._config.recompute.policy if is_block else "none",
@@ -95,7 +93,7 @@ class KindMaker:
 
     def stream_part(self) -> float:
         """Return the fraction of the stream's tokens that a rank holds."""
-        return 1 / self._mesh.size(*self._tp) if self._divides_stream else 1.0
+        return 1 / self._mesh.size(*self._tp) if self._shards_stream else 1.0
 
     def _style_of(self, facts: KindFacts, name: str) -> Style | None:
         """Return the style of the module that owns a parameter or buffer."""
@@ -107,25 +105,25 @@ class KindMaker:
         style = self._style_of(facts, one.name)
         kind = None if style is None else style.kind
         used: tuple[Shard, ...] = ()
-        if kind in USED:
+        if kind in SHARDED_DIM:
             is_bias = len(one.shape) == 1
             # The bias of a row-parallel layer is added after the reduction, so it is replicated.
-            used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else USED[kind], self._tp),)
-        work = self._data + (self._tp if self._meets_a_part(kind) else ())
+            used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else SHARDED_DIM[kind], self._tp),)
+        work = self._data + (self._tp if self._has_sharded_input(kind) else ())
         return Parameter(one.name, one.shape, one.role.value, used, work, trained=trained, key=one.tied_to)
 
-    def _meets_a_part(self, kind: StyleKind | None) -> bool:
+    def _has_sharded_input(self, kind: StyleKind | None) -> bool:
         """Return whether the input of a module with replicated parameters is sharded over tp."""
-        return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._divides_stream)
+        return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._shards_stream)
 
     def _buffer(self, facts: KindFacts, number: int) -> Buffer:
         one = facts.buffers[number]
         style = self._style_of(facts, one.name)
-        parts = self._tp if self._meets_a_part(None if style is None else style.kind) else ()
+        parts = self._tp if self._has_sharded_input(None if style is None else style.kind) else ()
         work = self._data + parts if one.updated else ()
         return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved)
 
-    def _collectives(self, facts: KindFacts) -> Iterator[Collective]:
+    def _kind_collectives(self, facts: KindFacts) -> Iterator[Collective]:
         """Yield the collectives that a kind's styles imply, module by module."""
         styles = self._styles.get(facts.name, {})
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
@@ -134,17 +132,17 @@ class KindMaker:
                 inside = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.*") and len(p.shape) == 2]
                 columns = [p for p in inside if self._is(facts, p, StyleKind.COLUMN)]
                 if not columns:
-                    raise _no_matrix(
+                    raise _style_without_matrix(
                         facts,
                         path,
                         "gather() applies to modules that contain column-parallel layers",
                         "no column-parallel layer inside",
                     )
-                yield from self._gathered(columns[0].shape[1])
+                yield from self._gather_input(columns[0].shape[1])
                 continue
             weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
-            if style.kind in USED and not weights:
-                raise _no_matrix(
+            if style.kind in SHARDED_DIM and not weights:
+                raise _style_without_matrix(
                     facts,
                     path,
                     f"the style {style.kind.value} applies to modules with a weight matrix",
@@ -152,39 +150,39 @@ class KindMaker:
                 )
             for weight in weights:
                 if style.kind is StyleKind.HEAD:
-                    yield from self._gathered(weight.shape[1])
-                    yield self._moves("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
+                    yield from self._gather_input(weight.shape[1])
+                    yield self._collective("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
                 elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                     width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
-                    yield from self._summed(width, recomputed=style.kept)
+                    yield from self._reduce_output(width, recomputed=style.kept)
                 elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
-                    yield from self._gathered(weight.shape[1])  # gathers its own input from the stream
+                    yield from self._gather_input(weight.shape[1])  # gathers its own input from the stream
 
     def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
         style = self._style_of(facts, parameter.name)
         return style is not None and style.kind is kind
 
-    def _gathered(self, width: int) -> Iterator[Collective]:
+    def _gather_input(self, width: int) -> Iterator[Collective]:
         """Yield the collectives of an input gathered from the stream."""
-        if self._divides_stream:
-            yield self._moves("all_gather", width, None, forward=1, recomputed=1)
-            yield self._moves("reduce_scatter", width, None, backward=1)
+        if self._shards_stream:
+            yield self._collective("all_gather", width, None, forward=1, recomputed=1)
+            yield self._collective("reduce_scatter", width, None, backward=1)
         else:
-            yield self._moves("all_reduce", width, None, backward=1)
+            yield self._collective("all_reduce", width, None, backward=1)
 
-    def _summed(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
+    def _reduce_output(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
         """Yield the collectives of an output reduced into the stream."""
         again = int(recomputed)
-        if self._divides_stream:
-            yield self._moves("reduce_scatter", width, None, forward=1, recomputed=again)
-            yield self._moves("all_gather", width, None, backward=1)
+        if self._shards_stream:
+            yield self._collective("reduce_scatter", width, None, forward=1, recomputed=again)
+            yield self._collective("all_gather", width, None, backward=1)
         else:
-            yield self._moves("all_reduce", width, None, forward=1, recomputed=again)
+            yield self._collective("all_reduce", width, None, forward=1, recomputed=again)
 
     def _reduce_dtype(self) -> str:
         return "float32" if self._config.train.precision == "bfloat16" else self._config.train.precision
 
-    def _moves(
+    def _collective(
         self, op: str, width: int, dtype: str | None, *, forward: int = 0, backward: int = 0, recomputed: int = 0
     ) -> Collective:
         elements = self._tokens * width
@@ -192,7 +190,7 @@ class KindMaker:
         return Collective(TENSOR, op, self._tp, elements, dtype, forward, backward, recomputed)
 
 
-def _no_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
+def _style_without_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
     return LayoutError(
         f"the style of {path} in kind {facts.name} has {found}",
         where=f"Family.styles, {facts.name}, {path}",

@@ -17,8 +17,10 @@ from meshwright.plan.run_plan import Edge, Kind, Shard, Stage, Unit
 class StageMaker:
     """Splits a model into the stages of a schedule."""
 
-    def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, makes: KindMaker) -> None:
-        self._config, self._facts, self._mesh, self._table, self._makes = config, facts, mesh, table, makes
+    def __init__(
+        self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, kind_maker: KindMaker
+    ) -> None:
+        self._config, self._facts, self._mesh, self._table, self._kind_maker = config, facts, mesh, table, kind_maker
         self.edge = self._stream()
         """The tensor sent between stages."""
 
@@ -31,8 +33,8 @@ class StageMaker:
         facts, last = self._facts, self._table.num_stages - 1
         firsts, lasts = facts.first if number == 0 else (), facts.last if number == last else ()
         before = [self._end(kind, firsts, lasts, layers) for kind in firsts]
-        before += [self._makes.kind(kind, None) for kind in facts.every]
-        blocks = [self._makes.kind(facts.kind_of(n), n, units=(self._unit("block", ("",)),)) for n in layers]
+        before += [self._kind_maker.kind(kind, None) for kind in facts.every]
+        blocks = [self._kind_maker.kind(facts.kind_of(n), n, units=(self._unit("block", ("",)),)) for n in layers]
         after = [self._end(kind, firsts, lasts, layers) for kind in lasts]
         return Stage(
             pp_rank=self._table.stage_ranks[number],
@@ -62,7 +64,7 @@ class StageMaker:
             # The backward needs the last gathered unit first, so keep it. A lookup's backward needs no weights.
             is_last = facts in lasts
             units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
-        return self._makes.kind(facts, None, untied=untied, units=units)
+        return self._kind_maker.kind(facts, None, untied=untied, units=units)
 
     def _unit(self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True) -> Unit:
         comm, mesh, train = self._config.comm, self._mesh, self._config.train

@@ -17,7 +17,7 @@ from meshwright.pipeline.split_layers import balanced
 from meshwright.pipeline.verify import verify
 
 
-def is_file(schedule: str) -> bool:
+def is_table_file(schedule: str) -> bool:
     """Return whether `pipeline.schedule` is the path of a table rather than the name of a schedule."""
     return "/" in schedule or schedule.endswith(".csv")
 
@@ -43,7 +43,7 @@ def compute_table(config: RunConfig) -> Schedule:
     if not has_stages(config):
         return one_stage(config.train.num_microbatches)
     chosen = schedule_name(config)
-    if is_file(chosen):
+    if is_table_file(chosen):
         return read_table(chosen)
     return generate(
         chosen,

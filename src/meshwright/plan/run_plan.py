@@ -23,7 +23,7 @@ FORMAT = 1
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
 
 
-class Gradient(StrEnum):
+class GradientPlacement(StrEnum):
     """State of a parameter's gradient along an axis before any reduction."""
 
     SHARDED = "sharded"
@@ -31,7 +31,7 @@ class Gradient(StrEnum):
     EQUAL = "equal"
 
 
-class By(StrEnum):
+class ReducedBy(StrEnum):
     """Component that performs a reduction."""
 
     OURS = "ours"
@@ -66,11 +66,11 @@ class Parameter:
     key: str | None = None
     """Full-model name of the parameter that this one is a tied copy of."""
 
-    def gradient(self, axis: str) -> Gradient:
+    def gradient(self, axis: str) -> GradientPlacement:
         """Return the state of its gradient along an axis."""
         if any(axis in shard.axes for shard in self.used):
-            return Gradient.SHARDED
-        return Gradient.PARTIAL if axis in self.work else Gradient.EQUAL
+            return GradientPlacement.SHARDED
+        return GradientPlacement.PARTIAL if axis in self.work else GradientPlacement.EQUAL
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class StepSum:
     axes: Atoms
     op: str
     """`sum`; or `mean`, for replicas that a lossy codec lets diverge."""
-    by: By
+    by: ReducedBy
     dtype: str
 
 
@@ -348,7 +348,7 @@ class RunPlan:
         sizes[parameter.stored_dim] = -(-sizes[parameter.stored_dim] // self.mesh.size(*sharded))
         return math.prod(sizes)
 
-    def action_words(self, rank: int, position: int) -> str:
+    def describe_action(self, rank: int, position: int) -> str:
         """Describe the action at a position of a rank's row: `2F3: forward of micro-batch 3 on stage 2`."""
         row = self.schedule.actions[self.mesh.position(rank, "pp")]
         parts = [part for action in row for part in action.parts()]

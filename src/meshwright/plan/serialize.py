@@ -22,7 +22,7 @@ from meshwright.plan.run_plan import FORMAT, RunPlan
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
-AGAIN = "make the plan again with `meshwright plan … -o FILE`"
+REGENERATE_FIX = "make the plan again with `meshwright plan … -o FILE`"
 
 T = TypeVar("T")
 
@@ -84,17 +84,22 @@ def from_json(text: str, *, where: str) -> RunPlan:
     try:
         found = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not a plan: {error}", where=where, rule="a plan is a JSON file", fix=AGAIN) from None
+        raise ConfigError(
+            f"not a plan: {error}", where=where, rule="a plan is a JSON file", fix=REGENERATE_FIX
+        ) from None
     if not isinstance(found, dict) or "format" not in found:
         raise ConfigError(
-            "not a plan", where=where, rule=f"a plan is a JSON object with a field format = {FORMAT}", fix=AGAIN
+            "not a plan",
+            where=where,
+            rule=f"a plan is a JSON object with a field format = {FORMAT}",
+            fix=REGENERATE_FIX,
         )
     if type(found["format"]) is not int or found["format"] != FORMAT:
         raise ConfigError(
             f"a plan of format {json.dumps(found['format'])}",
             where=f"{where}, format",
             rule=f"this version of Meshwright reads plans of format {FORMAT}",
-            fix=f"{AGAIN}, using this version",
+            fix=f"{REGENERATE_FIX}, using this version",
         )
     return _Reader(where).read(RunPlan, found, "")
 
@@ -129,7 +134,7 @@ class _Reader:
         options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         fitting = next((option for option in options if _fits(option, value)), None)
         if fitting is None:
-            self._refuse_type(" or ".join(map(_words, options)), value, path)
+            self._refuse_type(" or ".join(map(_type_name, options)), value, path)
         if fitting is Schedule:
             return self._schedule(value, path)
         if is_dataclass(fitting):
@@ -172,7 +177,7 @@ class _Reader:
                 found.append(parse_action(cell))
             except ScheduleError as error:
                 where = f"{self._where}, {path}, action {number}"
-                raise ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or AGAIN) from None
+                raise ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or REGENERATE_FIX) from None
         return tuple(found)
 
     def _refuse_type(self, expected: str, value: Any, path: str) -> NoReturn:
@@ -183,7 +188,7 @@ class _Reader:
     def _refuse(self, what: str, path: str, rule: str) -> NoReturn:
         if not what.startswith(path.rpartition(".")[2]):
             what = f"{what} {path.rpartition('.')[2]}"
-        raise ConfigError(what, where=f"{self._where}, {path}" if path else self._where, rule=rule, fix=AGAIN)
+        raise ConfigError(what, where=f"{self._where}, {path}" if path else self._where, rule=rule, fix=REGENERATE_FIX)
 
 
 def _join(path: str, name: str) -> str:
@@ -201,15 +206,15 @@ def _fits(kind: Any, value: Any) -> bool:
     return type(value) is (str if issubclass(kind, StrEnum) else kind)
 
 
-def _words(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     """Return the displayed name of a type."""
     if is_dataclass(kind):
         return "an object"
     if get_origin(kind) is tuple:
         inner = get_args(kind)
-        return f"a list of {_plural(inner[0])}" if inner[-1] is Ellipsis else f"a list of {len(inner)}"
+        return f"a list of {_plural_name(inner[0])}" if inner[-1] is Ellipsis else f"a list of {len(inner)}"
     return {int: "an int", bool: "a bool", type(None): "null"}.get(kind, "a string")
 
 
-def _plural(kind: Any) -> str:
+def _plural_name(kind: Any) -> str:
     return {int: "ints", str: "strings"}.get(kind, "objects" if is_dataclass(kind) else "lists")

@@ -78,11 +78,11 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
     """
     num_ranks = plan.mesh.num_ranks()
     candidates = range(0, num_ranks, num_ranks // plan.mesh.size("pp")) if rank is None else (rank,)
-    found = [_of_rank(plan, candidate) for candidate in candidates]
+    found = [_rank_traffic(plan, candidate) for candidate in candidates]
     return max(found, key=lambda traffic: traffic.sent().total())
 
 
-def _of_rank(plan: RunPlan, rank: int) -> Traffic:
+def _rank_traffic(plan: RunPlan, rank: int) -> Traffic:
     sent, exact = (_by_purpose(plan, rank, messages(plan, rank, exact=exact)) for exact in (False, True))
     entries = (TrafficEntry(purpose, sent[purpose], exact[purpose]) for purpose in sent)
     return Traffic(rank, tuple(entry for entry in entries if entry.sent.total()))

@@ -29,12 +29,12 @@ class Violation:
     """A fix other than setting keys."""
 
 
-def as_words(fix: Fix) -> str:
+def format_fix(fix: Fix) -> str:
     """Format a fix as command-line overrides."""
-    return " ".join(f"{key}={as_word(value)}" for key, value in fix.items())
+    return " ".join(f"{key}={format_value(value)}" for key, value in fix.items())
 
 
-def as_word(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as in a command-line override."""
     if value is None or isinstance(value, bool):
         return str(value).lower()

@@ -24,7 +24,7 @@ from meshwright.parallel.tensor_parallel import average_copies, sync_partial_gra
 from meshwright.pipeline.execute import ChannelKey, Executor, Stage, channel_keys
 from meshwright.pipeline.receive_buffers import Buffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.plan.run_plan import By
+from meshwright.plan.run_plan import ReducedBy
 from meshwright.train.build_job import Job
 
 
@@ -47,7 +47,7 @@ class ModelStage(Stage):
         self._feed = feed
         self._shared = shared
         self._has_backward = True
-        means = [one for one in job.plan.sums if one.by is By.OURS and one.op == "mean"]
+        means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
         self._first: FirstGradients | None = FirstGradients(part)
         self.weight_gradients: WeightGradients | None = None

@@ -9,7 +9,7 @@ from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
 
 
-def undivided_heads(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:
+def head_violations(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:
     """Yield a violation if `num_heads` does not divide the model's width."""
     if head_dim is None and dim % num_heads:
         heads = [{"model.num_heads": size} for size in by_distance(divisors(dim), num_heads)]

@@ -25,40 +25,40 @@ def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | 
     part = part or Part(range(facts.num_layers))
     with torch.device("meta"):
         module = family.build(f, part)
-    for what in _undescribed(module, facts, part):
+    for what in _mismatches(module, facts, part):
         raise ConfigError(
             what,
             where=f"{type(family).__name__}.describe, stage {part.stage}",
             rule="a module must have the parameters, buffers and auxiliary losses that its family describes",
             fix=f"make {type(family).__name__}.describe and {type(family).__name__}.build agree",
         )
-    _cast(module, dtype)
-    tie(module, facts)
+    _cast_floats(module, dtype)
+    tie_parameters(module, facts)
     return module
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating-point tensors of a module to `dtype`, and complex buffers to the matching complex dtype:
     `Module.to` would make them real."""
     of_complex = {name: buffer for name, buffer in module.named_buffers() if buffer.is_complex()}
     for name in of_complex:
-        _set(module, name, torch.empty(0, device="meta"))
+        _set_buffer(module, name, torch.empty(0, device="meta"))
     module.to(dtype)
     for name, buffer in of_complex.items():
-        _set(module, name, buffer.to(dtype.to_complex()))
+        _set_buffer(module, name, buffer.to(dtype.to_complex()))
 
 
-def _set(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+def _set_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
     owner, _, last = name.rpartition(".")
     setattr(module.get_submodule(owner), last, buffer)
 
 
-def _undescribed(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[str]:
+def _mismatches(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[str]:
     """Yield a message for each difference between a module and its description."""
     held = list(facts.held(part.layers, is_first=part.is_first, is_last=part.is_last))
     described = {kind.full_name(p.name, layer): p.shape for kind, layer in held for p in kind.parameters}
     built = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
-    yield from _differ(built, described, "parameter")
+    yield from _shape_mismatches(built, described, "parameter")
     place = {name: number for number, name in enumerate(described)}
     for one, other in pairwise(built):
         if place[one] > place[other]:
@@ -66,7 +66,7 @@ def _undescribed(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[s
     buffers = {kind.full_name(b.name, layer): b for kind, layer in held for b in kind.buffers}
     saved, found = module.state_dict(), dict(module.named_buffers(remove_duplicate=False))
     shapes = {name: tuple(buffer.shape) for name, buffer in found.items()}
-    yield from _differ(shapes, {name: facts_of.shape for name, facts_of in buffers.items()}, "buffer")
+    yield from _shape_mismatches(shapes, {name: facts_of.shape for name, facts_of in buffers.items()}, "buffer")
     for name, facts_of in buffers.items():
         dtype = str(found[name].dtype).removeprefix("torch.")
         if dtype != facts_of.dtype:
@@ -96,7 +96,9 @@ def _auxiliary(module: nn.Module, held: list[tuple[KindFacts, int | None]]) -> I
             yield f"the {has} has the auxiliary loss {name} in {path or 'an end'}, but the {lacks} does not"
 
 
-def _differ(built: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]], what: str) -> Iterator[str]:
+def _shape_mismatches(
+    built: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]], what: str
+) -> Iterator[str]:
     for name in built:
         if name not in described:
             yield f"the module has the {what} {name}, but the description does not"
@@ -107,7 +109,7 @@ def _differ(built: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[
             yield f"the {what} {name} has shape {built[name]} in the module, but {shape} in the description"
 
 
-def tie(module: nn.Module, facts: ModelFacts) -> None:
+def tie_parameters(module: nn.Module, facts: ModelFacts) -> None:
     """Tie parameters that the family declares as tied, if both are in this part of the model.
 
     Code that replaces parameters (converts them to DTensor, moves them off the meta device) breaks ties and must call

@@ -183,22 +183,22 @@ class ModelFacts:
         yield from ((kind, None) for kind in (self.last if is_last else ()))
 
     @cached_property
-    def _whole(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        whole = self.held(range(self.num_layers), is_first=True, is_last=True)
+    def _all_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        held = self.held(range(self.num_layers), is_first=True, is_last=True)
         return tuple(
             (kind.full_name(parameter.name, layer), parameter.shape)
-            for kind, layer in whole
+            for kind, layer in held
             for parameter in kind.parameters
             if parameter.tied_to is None
         )
 
     def parameter_names(self) -> list[str]:
         """Return the names of all parameters of the full model, each once, in module order."""
-        return [name for name, _ in self._whole]
+        return [name for name, _ in self._all_parameters]
 
     def num_params(self) -> int:
         """Return the number of elements of all parameters; a tied or shared one counts once."""
-        return sum(prod(shape) for _, shape in self._whole)
+        return sum(prod(shape) for _, shape in self._all_parameters)
 
 
 @dataclass(frozen=True)

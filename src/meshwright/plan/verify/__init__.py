@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify.batch_and_loss import step_faults
-from meshwright.plan.verify.error import Fault, merged
+from meshwright.plan.verify.error import Fault, merge_faults
 from meshwright.plan.verify.fsdp_units import unit_faults
 from meshwright.plan.verify.gradient_sums import sum_faults
 from meshwright.plan.verify.kinds import kind_faults
@@ -36,7 +36,7 @@ CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
 def faults(plan: RunPlan) -> list[Fault]:
     """Return all faults of a plan, each once."""
     for checks in CHECKS:
-        found = merged(fault for check in checks for fault in check(plan))
+        found = merge_faults(fault for check in checks for fault in check(plan))
         if found:
             return found
     return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.plan.run_plan import RunPlan
-from meshwright.plan.verify.error import Fault, words
+from meshwright.plan.verify.error import Fault, join_names
 
 
 def step_faults(plan: RunPlan) -> Iterator[Fault]:
@@ -40,7 +40,9 @@ def _loss(plan: RunPlan) -> Iterator[Fault]:
             if has.count(axis) != (axis in due):
                 what = f"loss.{words_of} names {axis} {has.count(axis)} times, but the loss is "
                 what += "partial there" if axis in summed else "replicated there" if axis in equal else "complete there"
-                rule = f"the loss is summed over {words(sorted(summed))}, and replicated over {words(sorted(equal))}"
+                rule = (
+                    f"it is summed over {join_names(sorted(summed))}, and replicated over {join_names(sorted(equal))}"
+                )
                 yield Fault(what, rule, f"loss.{words_of}", axis=axis)
     if loss.units is not None and loss.units < 1:
         yield Fault(f"the loss is divided by {loss.units}", "the divisor of the loss must be positive", "loss.units")

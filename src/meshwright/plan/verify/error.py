@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.plan.run_plan import Kind, Parameter
-from meshwright.plan.serialize import AGAIN
+from meshwright.plan.serialize import REGENERATE_FIX
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Fault:
     rule: str
     field: str
     """Path of the field, with names in brackets: `kinds[block].units[block].sharded`."""
-    fix: str = AGAIN
+    fix: str = REGENERATE_FIX
     parameter: str | None = None
     """The parameter concerned, as kind/name."""
     axis: str | None = None
@@ -29,13 +29,13 @@ class Fault:
 
     def where(self) -> str:
         """Return the field and the stages."""
-        return f"{self.field}, {stage_words(self.stages)}" if self.stages else self.field
+        return f"{self.field}, {format_stages(self.stages)}" if self.stages else self.field
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where()})"
 
 
-def merged(faults: Iterable[Fault]) -> list[Fault]:
+def merge_faults(faults: Iterable[Fault]) -> list[Fault]:
     """Merge equal faults, combining their stages."""
     stages: dict[Fault, list[int]] = {}
     for fault in faults:
@@ -43,22 +43,22 @@ def merged(faults: Iterable[Fault]) -> list[Fault]:
     return [replace(fault, stages=tuple(sorted(set(found)))) for fault, found in stages.items()]
 
 
-def ref(kind: Kind, parameter: Parameter) -> str:
+def qualified_name(kind: Kind, parameter: Parameter) -> str:
     """Return a parameter's name as used in sums and root units."""
     return f"{kind.name}/{parameter.name}"
 
 
-def words(names: Iterable[object]) -> str:
+def join_names(names: Iterable[object]) -> str:
     """Join names with commas; `nothing` if there are none."""
     return ", ".join(map(str, names)) or "nothing"
 
 
-def times(number: int) -> str:
+def format_count(number: int) -> str:
     """Return a count as an adverb."""
     return ("0 times", "once", "twice")[number] if number < 3 else f"{number} times"
 
 
-def stage_words(stages: tuple[int, ...]) -> str:
+def format_stages(stages: tuple[int, ...]) -> str:
     """Format stages: `stages 0, 2–5`."""
     runs: list[list[int]] = []
     for stage in stages:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
-from meshwright.plan.verify.error import Fault, ref, words
+from meshwright.plan.verify.error import Fault, join_names, qualified_name
 
 ONE_UNIT = "each parameter is in exactly one unit: the innermost one that wraps its module, or its stage's root"
 
@@ -22,11 +22,11 @@ def unit_faults(plan: RunPlan) -> Iterator[Fault]:
             yield from _order(unit, field, list(by_name))
     for number, stage in enumerate(plan.stages):
         held = dict.fromkeys(kind for kind, _ in plan.held(stage))
-        members = {ref(kind, parameter): parameter for kind in held for parameter in kind.parameters}
+        members = {qualified_name(kind, parameter): parameter for kind in held for parameter in kind.parameters}
         yield from _unit(plan, stage.root, "root", [members[name] for name in stage.root.parameters], number)
         yield from _order(stage.root, "root", list(members), number)
         if stage.root.modules != ("",):
-            what = f"the root's modules are {words(stage.root.modules)}"
+            what = f"the root's modules are {join_names(stage.root.modules)}"
             yield Fault(what, "the root wraps its entire stage: the module ''", "root.modules", stages=(number,))
         for kind in held:
             for parameter in kind.parameters:
@@ -36,13 +36,13 @@ def unit_faults(plan: RunPlan) -> Iterator[Fault]:
 def units_of(stage: Stage, kind: Kind, parameter: Parameter) -> list[Unit]:
     """Return the units that list a parameter, exactly one in a correct plan."""
     found = [unit for unit in kind.units for name in unit.parameters if name == parameter.name]
-    return found + [stage.root] * stage.root.parameters.count(ref(kind, parameter))
+    return found + [stage.root] * stage.root.parameters.count(qualified_name(kind, parameter))
 
 
 def _membership(kind: Kind, parameter: Parameter, stage: Stage, number: int) -> Iterator[Fault]:
-    name, units = ref(kind, parameter), units_of(stage, kind, parameter)
+    name, units = qualified_name(kind, parameter), units_of(stage, kind, parameter)
     if len(units) != 1:
-        listed = f"{len(units)} units: {words(unit.name for unit in units)}" if units else "no unit"
+        listed = f"{len(units)} units: {join_names(unit.name for unit in units)}" if units else "no unit"
         yield Fault(f"{name} is in {listed}", ONE_UNIT, "units", parameter=name, stages=(number,))
         return
     wraps = [(len(module), unit) for unit in kind.units for module in unit.modules if _is_below(parameter.name, module)]
@@ -88,12 +88,12 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: list[Parameter], *stag
             due = axis in view and not all(axis in axes for axes in in_use)
             if (axis in has) is not due:
                 what = f"unit {unit.name} {does if axis in has else f'{does} nothing'} over {axis}"
-                rule = f"a unit {does} its parameters over {words(view)}, except for axes that shard them in use"
+                rule = f"a unit {does} its parameters over {join_names(view)}, except for axes that shard them in use"
                 side = "sharded" if does == "shards" else "replicas"
                 yield Fault(what, rule, f"{field}.{side}", axis=axis, stages=stages)
         if does == "shards" and tuple(axis for axis in view if axis in has) != has and set(has) <= set(view):
-            what = f"unit {unit.name} shards over {words(has)}"
-            yield Fault(what, f"axes are listed in mesh order: {words(view)}", f"{field}.sharded", stages=stages)
+            what = f"unit {unit.name} shards over {join_names(has)}"
+            yield Fault(what, f"axes are listed in mesh order: {join_names(view)}", f"{field}.sharded", stages=stages)
     size, few = mesh.size(*unit.sharded), unit.num_secondary()
     if few is not None and not (1 < few < size and size % few == 0):
         what = f"unit {unit.name} has secondary shards over {few} of {size} ranks"

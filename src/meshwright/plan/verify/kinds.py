@@ -11,7 +11,7 @@ from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
-from meshwright.plan.verify.error import Fault, ref, times, words
+from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
 """The dim of a weight that tensor parallelism shards (Shoeybi et al. 2019)."""
@@ -35,8 +35,8 @@ def kind_faults(plan: RunPlan) -> Iterator[Fault]:
     for kind in plan.kinds:
         for parameter in kind.parameters:
             yield from _axes(plan, kind, parameter)
-            yield from _against_style(plan, kind, parameter)
-            yield from _even(plan, kind, parameter)
+            yield from _style_match(plan, kind, parameter)
+            yield from _even_shards(plan, kind, parameter)
         yield from _styles(plan, kind)
         for buffer in kind.buffers:
             yield from _buffer(plan, kind, buffer)
@@ -46,7 +46,7 @@ def kind_faults(plan: RunPlan) -> Iterator[Fault]:
             cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") if plan.sequence_parallel else ()
             if auxiliary.work not in (cp, cp + tp):
                 field = f"kinds[{kind.name}].auxiliary[{auxiliary.name}]"
-                what = f"the auxiliary loss {auxiliary.name} is partial over {words(auxiliary.work)}"
+                what = f"the auxiliary loss {auxiliary.name} is partial over {join_names(auxiliary.work)}"
                 rule = "an auxiliary loss is partial over cp, and possibly over tp under sequence parallelism"
                 yield Fault(what, rule, f"{field}.work", axis=next(iter(auxiliary.work or cp), None))
     yield from _states(plan)
@@ -62,13 +62,13 @@ def _data(plan: RunPlan) -> Atoms:
 
 def _axes(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
     """Check that each data axis shards the input of the operator, or the parameter itself (experts)."""
-    name, used = ref(kind, parameter), Counter(axis for shard in parameter.used for axis in shard.axes)
+    name, used = qualified_name(kind, parameter), Counter(axis for shard in parameter.used for axis in shard.axes)
     for axis in plan.mesh.in_stage():
         how_often = used[axis] + parameter.work.count(axis)
         if how_often > 1:
             what = f"{name} and its operator's input are both sharded over {axis}"
             if used[axis] > 1:
-                what = f"{name} is sharded over {axis} {times(used[axis])}"
+                what = f"{name} is sharded over {axis} {format_count(used[axis])}"
             rule = "an axis shards one dim of a parameter, or the operator's input"
             yield Fault(what, rule, _field(kind, parameter), parameter=name, axis=axis)
         elif axis in _data(plan) and not how_often:
@@ -82,14 +82,14 @@ def _style_of(kind: Kind, name: str) -> Style | None:
     return next((style for glob, style in kind.styles if fnmatchcase(module, glob)), None)
 
 
-def _meets_part(plan: RunPlan, style: Style | None) -> bool:
+def _has_sharded_input(plan: RunPlan, style: Style | None) -> bool:
     """Return whether tp shards the input of replicated parameters with a style."""
     kind = None if style is None else style.kind
     return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and plan.sequence_parallel)
 
 
-def _against_style(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    name, field, style = ref(kind, parameter), _field(kind, parameter), _style_of(kind, parameter.name)
+def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+    name, field, style = qualified_name(kind, parameter), _field(kind, parameter), _style_of(kind, parameter.name)
     label = f"style {style.kind.value}" if style else "no style"
     dim = None if style is None else SHARDED_DIM.get(style.kind)
     if len(parameter.shape) == 1 and dim is not None:
@@ -100,7 +100,7 @@ def _against_style(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[
             what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
             rule = "styles column, vocabulary and head shard along dim 0, row along dim 1 without the bias"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
-        if (axis in parameter.work) is not _meets_part(plan, style):
+        if (axis in parameter.work) is not _has_sharded_input(plan, style):
             having = "with" if plan.sequence_parallel else "without"
             stated = "is" if axis in parameter.work else "is not"
             what = f"{name} has {label}, {having} sequence parallelism, but {axis} {stated} in its work"
@@ -109,23 +109,23 @@ def _against_style(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[
 
 
 def _dims(dims: list[int] | list[int | None]) -> str:
-    return "no dim" if dims in ([], [None]) else f"dim {words(dims)}"
+    return "no dim" if dims in ([], [None]) else f"dim {join_names(dims)}"
 
 
-def _even(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+def _even_shards(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
     """Check that shards are even: DTensor's operators require it in use, and FSDP2 except along dim 0."""
-    name, local = ref(kind, parameter), list(parameter.shape)
+    name, local = qualified_name(kind, parameter), list(parameter.shape)
     for shard in parameter.used:
         ranks = plan.mesh.size(*shard.axes)
         if local[shard.dim] % ranks:
-            what = f"{name}: {words(shard.axes)} shard dim {shard.dim} of {local[shard.dim]} over {ranks} ranks"
+            what = f"{name}: {join_names(shard.axes)} shard dim {shard.dim} of {local[shard.dim]} over {ranks} ranks"
             rule = "parameters must be sharded evenly while in use"
             yield Fault(what, rule, f"{_field(kind, parameter)}.used", parameter=name, axis=shard.axes[0])
         local[shard.dim] //= ranks
     fsdp = plan.mesh.view("fsdp")
     if parameter.stored_dim and local[parameter.stored_dim] % plan.mesh.size(*fsdp):
         size, ranks = local[parameter.stored_dim], plan.mesh.size(*fsdp)
-        what = f"{name}: {words(fsdp)} shard the stored dim {parameter.stored_dim} of {size} over {ranks} ranks"
+        what = f"{name}: {join_names(fsdp)} shard the stored dim {parameter.stored_dim} of {size} over {ranks} ranks"
         rule = "FSDP2 supports uneven sharding along dim 0 only"
         yield Fault(what, rule, f"{_field(kind, parameter)}.stored_dim", parameter=name, axis=fsdp[0])
 
@@ -147,10 +147,10 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
         if not style.kept and style.kind is not StyleKind.ROW:
             what = f"style {style.kind.value} of {glob} has kept = false"
             yield Fault(what, "only style row can have kept = false", field)
-    yield from _moves(plan, kind)
+    yield from _style_collectives(plan, kind)
 
 
-def _moves(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
+def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     """Check that a kind's collectives are those implied by its styles (Korthikanti et al. 2022, figures 4 and 5)."""
     due: Counter[tuple[str, str]] = Counter()
     matrices = [p.name for p in kind.parameters if len(p.shape) == 2]
@@ -188,10 +188,10 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
         divided, summed = axis in buffer.work, axis in buffer.summed
         if divided is not summed:
             sees = "different inputs" if divided else "the same inputs"
-            what = f"buffer {name}: {axis} ranks see {sees}, but its update is summed there {times(int(summed))}"
+            what = f"buffer {name}: {axis} ranks see {sees}, but its update is summed there {format_count(int(summed))}"
             rule = "an update is summed exactly over the axes that shard its inputs"
             yield Fault(what, rule, f"{field}.summed", parameter=name, axis=axis)
-        due = axis in _data(plan) or _meets_part(plan, _style_of(kind, buffer.name))
+        due = axis in _data(plan) or _has_sharded_input(plan, _style_of(kind, buffer.name))
         if buffer.work and divided is not due:
             what = f"buffer {name} has {axis} {'' if divided else 'not '}in its work"
             rule = "data axes are in the work of an updated buffer, and tp if its module's style implies it"
@@ -201,7 +201,7 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
 def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
     rule = "a collective has elements, and runs in the forward or the backward"
     if one.op not in OPS or one.purpose not in OPERATORS:
-        rule_op = f"the op must be one of {words(OPS)}, the purpose one of {words(OPERATORS)}"
+        rule_op = f"the op must be one of {join_names(OPS)}, the purpose one of {join_names(OPERATORS)}"
         yield Fault(f"{one.op} with purpose {one.purpose}", rule_op, field)
     if one.elements < 1 or min(one.forward, one.backward, one.recomputed) < 0 or not one.forward + one.backward:
         passes = f"{one.forward} forward, {one.backward} backward, {one.recomputed} recomputed"
@@ -216,12 +216,13 @@ def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
         what = f"{one.op} in {one.dtype}"
         yield Fault(what, f"operators compute in {plan.edge.dtype} or {plan.masters}", f"{field}.dtype")
     if one.recomputed > one.forward:
-        what = f"{one.op} runs {times(one.recomputed)} when recomputed, but {times(one.forward)} in a forward"
+        counts = f"{format_count(one.recomputed)} when recomputed, but {format_count(one.forward)} in a forward"
+        what = f"{one.op} runs {counts}"
         yield Fault(what, "recomputation repeats at most the forward", field)
     view = OPERATORS.get(one.purpose)
     wrong = set(one.axes) ^ set(plan.mesh.view(view) if view else one.axes)
     if wrong or not one.axes:
-        what = f"{one.op} with purpose {one.purpose} is over {words(one.axes)}"
+        what = f"{one.op} with purpose {one.purpose} is over {join_names(one.axes)}"
         rule = f"collectives with purpose {one.purpose} must be over {view}"
         yield Fault(what, rule, f"{field}.axes", axis=min(wrong, default=None))
 
@@ -229,12 +230,14 @@ def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
 def _states(plan: RunPlan) -> Iterator[Fault]:
     """Check that each role of a trained parameter has exactly one set of optimizer states."""
     kept = Counter(role for state in plan.optimizer.states for role in state.roles)
-    needed = {p.role: ref(kind, p) for kind in reversed(plan.kinds) for p in reversed(kind.parameters) if p.trained}
+    needed = {
+        p.role: qualified_name(kind, p) for kind in reversed(plan.kinds) for p in reversed(kind.parameters) if p.trained
+    }
     for role in dict.fromkeys((*needed, *kept)):
         if kept[role] > 1 or (role in needed and not kept[role]):
             name = needed.get(role)
-            what = f"{name or 'no parameter'} has role {role}, whose optimizer state occurs {times(kept[role])}"
+            what = f"{name or 'no parameter'} has role {role}, whose optimizer state occurs {format_count(kept[role])}"
             yield Fault(what, ONE_STATE, "optimizer.states", parameter=name)
     for number, state in enumerate(plan.optimizer.states):
         if len(set(state.names)) < len(state.names):
-            yield Fault(f"duplicate states: {words(state.names)}", ONE_STATE, f"optimizer.states[{number}].names")
+            yield Fault(f"duplicate states: {join_names(state.names)}", ONE_STATE, f"optimizer.states[{number}].names")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.run_plan import FORMAT, RunPlan
-from meshwright.plan.verify.error import Fault, times, words
+from meshwright.plan.verify.error import Fault, format_count, join_names
 
 VIEWS = ("batch", "replicas", "fsdp", "cp", "tp")
 
@@ -20,10 +20,10 @@ def mesh_faults(plan: RunPlan) -> Iterator[Fault]:
         if size < 1:
             yield Fault(f"{name} has {size} ranks", "an axis has at least one rank", f"mesh.atoms[{name}]", axis=name)
         if names.count(name) > 1:
-            yield Fault(f"{name} occurs {times(names.count(name))}", "names are unique", "mesh.atoms", axis=name)
+            yield Fault(f"{name} occurs {format_count(names.count(name))}", "names are unique", "mesh.atoms", axis=name)
     if names[:1] != ["pp"]:
         rule = "pp is the outermost axis, of size 1 without pipeline parallelism"
-        yield Fault(f"the axes are {words(names)}", rule, "mesh.atoms", axis="pp")
+        yield Fault(f"the axes are {join_names(names)}", rule, "mesh.atoms", axis="pp")
     yield from _views(plan.mesh, names)
     if isinstance(plan.mesh.nodes, int):
         right, has = plan.mesh.nodes > 0, f"{plan.mesh.nodes} ranks on a node"
@@ -39,25 +39,25 @@ def _views(mesh: Mesh, names: list[str]) -> Iterator[Fault]:
     for name, atoms in mesh.views:
         for atom in dict.fromkeys(atoms):
             if atom not in names or atom == "pp" or atoms.count(atom) > 1:
-                what = f"view {name} names {atom} {times(atoms.count(atom))}"
-                rule = f"a view is a set of axes inside a stage, from {words(n for n in names if n != 'pp')}"
+                what = f"view {name} names {atom} {format_count(atoms.count(atom))}"
+                rule = f"a view is a set of axes inside a stage, from {join_names(n for n in names if n != 'pp')}"
                 yield Fault(what, rule, f"mesh.views[{name}]", axis=atom)
         order = tuple(atom for atom in names if atom in atoms)
         if set(order) == set(atoms) and len(order) == len(atoms) and order != atoms:
-            what = f"view {name} is {words(atoms)}, but mesh order is {words(order)}"
+            what = f"view {name} is {join_names(atoms)}, but mesh order is {join_names(order)}"
             yield Fault(what, "axes are listed in mesh order", f"mesh.views[{name}]", axis=atoms[0])
     missing = [name for name in VIEWS if name not in views]
     if missing or len(views) < len(mesh.views):
-        what = f"missing views: {words(missing)}" if missing else "duplicate views"
-        yield Fault(what, f"each of {words(VIEWS)} occurs once", "mesh.views")
+        what = f"missing views: {join_names(missing)}" if missing else "duplicate views"
+        yield Fault(what, f"each of {join_names(VIEWS)} occurs once", "mesh.views")
         return
     data = {*views["batch"], *views["cp"]}
     for name in names:
         held = name in views["replicas"], name in views["fsdp"]
         if name != "pp" and sum(held) != (name in data):
-            what = f"{name} occurs {times(sum(held))} in replicas and fsdp"
+            what = f"{name} occurs {format_count(sum(held))} in replicas and fsdp"
             rule = "axes of batch and cp either replicate or shard parameters; other axes do neither"
             yield Fault(what, rule, "mesh.views", axis=name)
         if name != "pp" and (name in data) + (name in views["tp"]) != 1:
-            what = f"{name} occurs {times((name in data) + (name in views['tp']))} in batch, cp and tp"
+            what = f"{name} occurs {format_count((name in data) + (name in views['tp']))} in batch, cp and tp"
             yield Fault(what, "an axis inside a stage is either a data axis or tp", "mesh.views", axis=name)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from meshwright.comm.compression.catalogue import METHODS, Use
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
-from meshwright.plan.verify.error import Fault, ref, words
+from meshwright.plan.verify.error import Fault, join_names, qualified_name
 
 FLOATS = ("float32", "bfloat16", "float64", "float16")
 WIDE = ("float32", "float64")
@@ -26,7 +26,7 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
         yield from _kind(plan, kind)
     for number, stage in enumerate(plan.stages):
         yield from _stage(plan, number, stage)
-    refs = {ref(kind, parameter) for kind in plan.kinds for parameter in kind.parameters}
+    refs = {qualified_name(kind, parameter) for kind in plan.kinds for parameter in kind.parameters}
     for number, one in enumerate(plan.sums):
         field = f"sums[{number}]"
         yield from _atoms(plan, one.axes, field)
@@ -78,7 +78,7 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
 
 
 def _parameter(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    field, name = f"kinds[{kind.name}].parameters[{parameter.name}]", ref(kind, parameter)
+    field, name = f"kinds[{kind.name}].parameters[{parameter.name}]", qualified_name(kind, parameter)
     dims = len(parameter.shape)
     if any(size < 1 for size in parameter.shape) or not dims:
         rule = "a parameter has at least one dim, which FSDP2 shards, and at least one element"
@@ -110,7 +110,7 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
         allowed = [method.name for method in METHODS if use in method.uses]
         if name not in allowed:
             what = f"{use.words()} of unit {unit.name} cannot be sent as {name!r}"
-            yield Fault(what, f"{use.words()} can be sent as {words(allowed)}", f"{field}.{use.value}")
+            yield Fault(what, f"{use.words()} can be sent as {join_names(allowed)}", f"{field}.{use.value}")
 
 
 def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
@@ -119,7 +119,7 @@ def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
     for name in dict.fromkeys(named):
         yield from _in(name, kinds, field)
     own = [kinds[name] for name in dict.fromkeys(named) if name in kinds]
-    members = {ref(kind, parameter) for kind in own for parameter in kind.parameters}
+    members = {qualified_name(kind, parameter) for kind in own for parameter in kind.parameters}
     yield from _unit(plan, stage.root, "root", members, None, number)
     for edge, name in ((stage.edge_in, "edge_in"), (stage.edge_out, "edge_out")):
         if edge is not None:
@@ -149,14 +149,14 @@ def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) ->
                 else "which the mesh does not have"
             )
             what = f"{field}{about} names {atom}, {why}"
-            rule = f"axes here are those inside a stage with more than one rank: {words(plan.mesh.in_stage())}"
+            rule = f"axes here are those inside a stage with more than one rank: {join_names(plan.mesh.in_stage())}"
             yield Fault(what, rule, field, parameter=of, axis=atom)
         if count > 1:
             what = f"{field}{about} names {atom} {count} times"
             yield Fault(what, "an axis is listed once", field, parameter=of, axis=atom)
     order = [atom for atom in (*plan.mesh.sizes,) if atom in atoms]
     if not set(atoms) - set(order) and order != list(dict.fromkeys(atoms)):
-        what = f"{field}{about} names {words(atoms)}, but mesh order is {words(order)}"
+        what = f"{field}{about} names {join_names(atoms)}, but mesh order is {join_names(order)}"
         yield Fault(what, "axes are listed in mesh order", field, parameter=of, axis=atoms[0])
 
 
@@ -166,7 +166,7 @@ def _dtype(dtype: str, field: str, known: Iterable[str] = tuple(BYTES)) -> Itera
 
 def _in(name: str, known: Iterable[str], field: str, *, parameter: str | None = None) -> Iterator[Fault]:
     if name not in known:
-        yield Fault(f"{field} names {name!r}", f"{KNOWN}: {words(sorted(known))}", field, parameter=parameter)
+        yield Fault(f"{field} names {name!r}", f"{KNOWN}: {join_names(sorted(known))}", field, parameter=parameter)
 
 
 def _unique(field: str, names: Iterable[str]) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.shared_parameters import stage_groups
 from meshwright.pipeline.verify import verify as verify_schedule
 from meshwright.plan.run_plan import Edge, RunPlan, Stage
-from meshwright.plan.verify.error import Fault, words
+from meshwright.plan.verify.error import Fault, join_names
 
 ONCE = "each block and each end is on one stage, except for ends that are on all stages"
 
@@ -91,7 +91,7 @@ def _edges(plan: RunPlan) -> Iterator[Fault]:
         ranks = plan.mesh.size(*shard.axes)
         if local[shard.dim] % ranks:
             size = local[shard.dim]
-            what = f"{plan.edge.name}: {words(shard.axes)} shard dim {shard.dim} of {size} over {ranks} ranks"
+            what = f"{plan.edge.name}: {join_names(shard.axes)} shard dim {shard.dim} of {size} over {ranks} ranks"
             yield Fault(what, "edges must be sharded evenly", "edge.shards", axis=shard.axes[0])
         local[shard.dim] //= ranks
     cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") or (("tp",) if plan.sequence_parallel else ())
@@ -110,7 +110,7 @@ def _edges(plan: RunPlan) -> Iterator[Fault]:
 def _edge(edge: Edge | None) -> str:
     if edge is None:
         return "nothing"
-    shards = "".join(f", dim {shard.dim} sharded over {words(shard.axes)}" for shard in edge.shards)
+    shards = "".join(f", dim {shard.dim} sharded over {join_names(shard.axes)}" for shard in edge.shards)
     return f"{edge.name} {edge.shape} {edge.dtype}{shards}"
 
 
