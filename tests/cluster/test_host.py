@@ -1,4 +1,4 @@
-"""What this machine has, as it says itself."""
+"""Cores and memory of this machine."""
 
 from __future__ import annotations
 

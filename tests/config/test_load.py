@@ -1,4 +1,4 @@
-"""Presets, files and words become one configuration; what cannot is explained, and the fix works."""
+"""Presets, files and overrides become one configuration; errors explain what is wrong, and their fixes work."""
 
 from __future__ import annotations
 

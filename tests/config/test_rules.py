@@ -1,4 +1,4 @@
-"""Rules that cross sections: each breach says what, where, the rule, and ways out that all work."""
+"""Cross-section rules: violations state what, where, the rule, and fixes that all work."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_planned_axes_are_not_available_yet(axis, size):
         (["train.lr_schedule=wsd", "train.steps=5"], ConfigError, "exceed 5 steps", "train.decay_steps"),
     ],
 )
-def test_a_breach_is_explained_and_every_fix_works(words, kind, what, where):
+def test_a_violation_is_explained_and_every_fix_works(words, kind, what, where):
     error = outcome(words)
     assert type(error) is kind and what in error.what
     assert where in error.where
@@ -82,7 +82,7 @@ small = st.integers(1, 12)
 
 @st.composite
 def valid_words(draw):
-    """Words of a run that is valid, of all sizes that the rules look at."""
+    """Overrides of a valid run, over all sizes that the rules check."""
     tp, kv_per_tp, group, pairs = (draw(st.integers(1, 3)) for _ in range(4))
     replicate, shard, micro, per = (draw(st.integers(1, 3)) for _ in range(4))
     heads = tp * kv_per_tp * group
@@ -104,17 +104,17 @@ def valid_words(draw):
 
 @given(valid_words(), st.data(), st.booleans())
 def test_one_wrong_word_in_a_valid_run_has_a_fix_that_works(sizes, data, launched):
-    sized_words = [f"{key}={value}" for key, value in sizes.items()]
-    config = outcome(sized_words)
+    sizes_overrides = [f"{key}={value}" for key, value in sizes.items()]
+    config = outcome(sizes_overrides)
     assert isinstance(config, RunConfig), config
     key = data.draw(st.sampled_from([*sizes, "model.head_dim"]))
     word = f"{key}={data.draw(small)}"
     num_ranks = config.mesh.axes().num_ranks() if launched else None
-    error = outcome([*sized_words, word], num_ranks=num_ranks)
+    error = outcome([*sizes_overrides, word], num_ranks=num_ranks)
     assume(not isinstance(error, RunConfig))
     assert error.what and error.where and error.rule and error.fix
     if "=" in error.fix:
-        assert_every_fix_works(error, [*sized_words, word], num_ranks=num_ranks)
+        assert_every_fix_works(error, [*sizes_overrides, word], num_ranks=num_ranks)
     else:
         assert launched and error.fix.startswith("start ")
 
@@ -201,7 +201,7 @@ def test_a_key_of_another_kind_of_model_is_not_ignored(preset, word):
     assert_every_fix_works(error, [word], preset)
 
 
-def test_a_fix_of_another_breach_sees_to_it_too():
+def test_a_fix_of_another_violation_fixes_it_too():
     words = ["train.seq_len=64", "mesh.tp=3"]
     error = outcome(words, "dit-digits")
     assert "mesh.tp" in error.what and "train.seq_len" in error.fix

@@ -70,7 +70,8 @@ def on_path():
 
 
 def of_samples(rank, world_size, source, words, axis):
-    """As `gradients`, where an axis divides the samples: each rank trains alone on its share of them."""
+    """Return gradients as `gradients` does for a data-parallel axis: each rank trains alone on its share of the
+    samples."""
     with on_path():
         job, step = job_of(load(source, words), 0, 1)
         with mock.patch.object(step, "samples", lambda number: [range(rank * 4, rank * 4 + 4)]):
@@ -126,7 +127,7 @@ EXPECTED = {
 
 
 def check(name, called, whole, found):
-    """What each of two ranks has, against the whole batch's gradient."""
+    """Compare the gradients of two ranks with the full batch's gradient."""
     tolerance = 1e-12 * float(whole.abs().max())
 
     def near(a, b):

@@ -1,4 +1,4 @@
-"""What styles move, however their paths are written; and paths that no matrix is at."""
+"""Collectives implied by styles for any form of their paths, and paths that match no matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right plans are verified, and one thing changed in them is found, with its parameter and axis in words."""
+"""Correct plans pass verification, and single changes are found with their parameter and axis."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_right_plans_of_another_family(mesh):
 
 
 def test_gradients_of_another_family():
-    """The table of the rule, in a row and column of each."""
+    """The rule's table, checked cell by cell."""
     rows = {"wq.weight": "SS", "wq.bias": "SS", "q_norm.weight": "PP", "wo.weight": "SS", "wo.bias": "=="}
     found = {True: {}, False: {}}
     for sequence_parallel in (True, False):
@@ -109,7 +109,7 @@ def test_a_schedule_is_named():
 
 
 def test_what_no_plan_can_know():
-    """A style that is wrong, with `work` and the sum that follow from it: gradients of the module say it, in prove."""
+    """A wrong style with matching `work` and sum passes verification; gradients of the module reveal it in prove."""
     plan = fake(tp=2, dp_shard=2, sequence_parallel=False)
     styles = tuple((path, STREAM if path == "attention.q_norm" else style) for path, style in plan.kind("block").styles)
     wrong = without(with_kind(plan, "block", styles=styles), "sum")
@@ -120,7 +120,7 @@ def test_what_no_plan_can_know():
 
 
 def test_nothing_else_is_raised():
-    """Whatever stands in a plan that can be read, its faults are told and nothing fails."""
+    """Verification of any readable plan reports faults and never crashes."""
 
     def other(value):
         if isinstance(value, list):
@@ -142,7 +142,7 @@ def test_nothing_else_is_raised():
 
 
 def places_in(tree):
-    """Every list and object of JSON with every key."""
+    """Yield all lists and objects in JSON with all their keys."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield tree, key
         if isinstance(value, dict | list):
@@ -150,7 +150,7 @@ def places_in(tree):
 
 
 def test_without_torch():
-    """A plan is read and verified without torch and numpy."""
+    """Reading and verifying a plan imports neither torch nor numpy."""
     code = (
         "import sys; import meshwright.plan.verify, meshwright.plan.serialize, meshwright.plan.compare;"
         "assert not {'torch', 'numpy'} & set(sys.modules)"

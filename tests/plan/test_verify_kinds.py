@@ -1,4 +1,4 @@
-"""Parameters that disagree with their styles, buffers, traffic and names that do not fit are found."""
+"""Faults in kinds are found: parameters that contradict their styles, buffers, traffic and unknown names."""
 
 from __future__ import annotations
 

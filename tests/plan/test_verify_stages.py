@@ -1,4 +1,4 @@
-"""Stages, copies, edges, schedules and steps that do not fit together are found."""
+"""Inconsistent stages, copies, edges, schedules and batches are found."""
 
 from __future__ import annotations
 

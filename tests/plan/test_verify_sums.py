@@ -1,4 +1,4 @@
-"""Sums and means that are left out, or done where they must not be, are found."""
+"""Missing and superfluous sums and means are found."""
 
 from __future__ import annotations
 

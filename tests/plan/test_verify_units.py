@@ -1,4 +1,4 @@
-"""Units that forget, double or mislay a parameter, or reduce over other axes, are found."""
+"""Units with missing, duplicate or misplaced parameters, or wrong reduction axes, are found."""
 
 from __future__ import annotations
 

@@ -130,11 +130,8 @@ def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
 
 
 def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    layers_per_stage, stages, layers = (
-        config.pipeline.layers_per_stage,
-        table.num_stages,
-        model_facts(config).num_layers,
-    )
+    layers_per_stage = config.pipeline.layers_per_stage
+    stages, layers = table.num_stages, model_facts(config).num_layers
     allowed = config.pipeline.allow_empty_stages
     if stages > layers and not allowed and layers_per_stage is None:
         pp = config.mesh.pp

@@ -1,4 +1,4 @@
-"""A module that is not as its family describes it is refused, with what differs."""
+"""Modules that don't match their family's description are rejected, and the difference is named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BUFFER = BufferFacts("seen", (3,), "float32", saved=False)
 
 
 def told(change=lambda facts: facts, build=lambda module: module, part=None):
-    """What is said of a family whose description or module is changed."""
+    """Return the error for a family whose description or module is changed."""
 
     class Other(type(CONFIG.family)):
         def describe(self, f):
