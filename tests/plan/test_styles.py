@@ -24,11 +24,11 @@ def styled(monkeypatch):
 
     def made(styles, **mesh):
         monkeypatch.setattr(fake_family, "STYLES", {**fake_family.STYLES, "block": styles})
-        make_plan.__globals__["_made"].cache_clear()
+        make_plan.__globals__["_make_plan"].cache_clear()
         return fake_plan(**mesh)
 
     yield made
-    make_plan.__globals__["_made"].cache_clear()
+    make_plan.__globals__["_make_plan"].cache_clear()
 
 
 BLOCK = {"norm": STREAM, "router": STREAM, "attention": gather(), "attention.wq": COLUMN, "attention.q_norm": DIVIDED}
