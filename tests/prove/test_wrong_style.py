@@ -44,7 +44,7 @@ def body(rank, world_size, words, is_wrong):
 
 def forget_plans():
     """Plans are made once for a configuration, which says nothing of styles."""
-    make_plan.__globals__["_made"].cache_clear()
+    make_plan.__globals__["_make_plan"].cache_clear()
 
 
 def test_a_wrong_style_passes_verify_and_fails_the_proof(gang, tmp_path):
