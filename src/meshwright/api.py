@@ -20,7 +20,7 @@ from meshwright.config.load import known_keys
 from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
 from meshwright.plan.load_config import load
-from meshwright.plan.load_plan import adopt_plan, check_fits
+from meshwright.plan.load_plan import check_fits, load_plan
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
@@ -128,7 +128,7 @@ def run(
             num_ranks=num_ranks,
             threads=config.train.threads,
             on_interrupt=on_interrupt,
-            describe_action=made.action_words,
+            describe_action=made.describe_action,
         )
         lines = list(read_metrics(folder.metrics))
     validated = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
@@ -180,7 +180,7 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder))
         say(f"{proved.name} · {axes} · {steps} steps in float64 …")
-        launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.action_words)
+        launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.describe_action)
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
@@ -217,7 +217,7 @@ def _check(config: RunConfig) -> None:
 def _load_plan(plan: RunPlan | str | Path, config: RunConfig) -> RunPlan:
     if isinstance(plan, RunPlan):
         return check_fits(plan, config, where="plan")
-    return adopt_plan(Path(plan), config)
+    return load_plan(Path(plan), config)
 
 
 def _ignore(text: str) -> None:

@@ -117,7 +117,7 @@ def test_heads_that_tp_does_not_divide(fails_here):
 
 def test_batch_that_does_not_divide(fails_here):
     error = fails_here("run", "mesh.dp_shard=3", "train.global_batch=32")
-    assert "train.global_batch = 32 does not divide into 3" in error["error"]
+    assert "train.global_batch = 32 is not divisible by 3" in error["error"]
     assert alternatives(error["fix"]) == [["train.global_batch=33"], ["train.global_batch=30"]]
 
 

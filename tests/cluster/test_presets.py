@@ -1,4 +1,4 @@
-"""Presets are complete, hang together, and are found by name and by CUDA's name."""
+"""Presets are complete and consistent, and are found by name and by CUDA's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clusters answer: rates, links of a group, times of messages."""
+"""Peak rates, links of a group and message times of clusters."""
 
 from __future__ import annotations
 

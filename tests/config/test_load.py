@@ -1,4 +1,4 @@
-"""Presets, files and words become one configuration; what cannot is explained, and the fix works."""
+"""Presets, files and overrides become one configuration; errors explain what is wrong, and their fixes work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.config.load import known_keys, preset_names
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.errors import ConfigError, InputError
 from meshwright.plan.load_config import load
-from meshwright.settings.violation import as_words
+from meshwright.settings.violation import format_fix
 from tests.helpers import assert_every_fix_works, outcome
 
 
@@ -122,7 +122,7 @@ def test_a_planned_section_is_not_available_yet(section, tmp_path):
     for error in (outcome([f"{section}.x=1"]), outcome([], write(tmp_path, f"[{section}]\nx = 1\n"))):
         assert isinstance(error, ConfigError)
         assert "not available yet" in error.what and section in error.what
-        assert error.fix == f"leave {section}.x out"
+        assert error.fix == f"remove {section}.x"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_an_item_that_can_not_be_is_named_with_its_key(word):
 
 
 def test_a_fix_is_one_word_to_a_shell():
-    assert shlex.split(as_words({"data.source": "my texts/*.txt", "train.freeze": ("a b*",)})) == [
+    assert shlex.split(format_fix({"data.source": "my texts/*.txt", "train.freeze": ("a b*",)})) == [
         "data.source=my texts/*.txt", "train.freeze=a b*",
     ]  # fmt: skip
 
@@ -278,21 +278,21 @@ def test_known_keys_cover_every_field():
 
 def test_a_key_of_another_kind_of_model():
     error = outcome(["model.vocab_size=300"], "dit-digits")
-    assert isinstance(error, ConfigError) and error.what == "a dit has no model.vocab_size"
-    assert error.fix == "leave model.vocab_size out" and "model.image_size" in error.rule
+    assert isinstance(error, ConfigError) and error.what == "dit models have no model.vocab_size"
+    assert error.fix == "remove model.vocab_size" and "model.image_size" in error.rule
     assert "model.vocab_size" not in error.rule
 
 
 def test_a_preset_of_another_kind_of_model():
     """Its keys can't be left out."""
     error = outcome(["model.kind=llama"], "dit-digits")
-    assert isinstance(error, ConfigError) and error.what == "a llama has no model.image_size"
-    assert error.fix == "leave model.kind=llama out, or start from a preset of a llama"
+    assert isinstance(error, ConfigError) and error.what == "llama models have no model.image_size"
+    assert error.fix == "remove model.kind=llama, or start from a preset for llama"
 
 
 def test_a_kind_of_model_that_there_is_not():
     error = outcome(["model.kind=gpt"])
-    assert isinstance(error, ConfigError) and "ours are dit, llama" in error.rule
+    assert isinstance(error, ConfigError) and "built-in families are dit, llama" in error.rule
     assert error.fix == "model.kind=llama" and error.what == "model.kind = 'gpt': no such family"
     assert isinstance(outcome([error.fix]), RunConfig)
 

@@ -1,4 +1,4 @@
-"""Rules that cross sections: each breach says what, where, the rule, and ways out that all work."""
+"""Cross-section rules: violations state what, where, the rule, and fixes that all work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.config.dump import to_toml
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.load_config import load
-from meshwright.settings.violation import as_word
+from meshwright.settings.violation import format_value
 from tests.helpers import assert_every_fix_works, outcome
 
 
@@ -43,11 +43,11 @@ def test_planned_axes_are_not_available_yet(axis, size):
         (["model.head_dim=33"], ConfigError, "head_dim = 33 is odd", "model.head_dim"),
         (["model.num_kv_heads=3"], ConfigError, "does not divide model.num_heads = 4", "model.num_kv_heads"),
         (["model.num_kv_heads=8"], ConfigError, "does not divide model.num_heads = 4", "model.num_kv_heads"),
-        (["train.lr_schedule=wsd", "train.steps=50"], ConfigError, "do not fit into 50 steps", "train.decay_steps"),
-        (["train.lr_schedule=wsd", "train.steps=5"], ConfigError, "do not fit into 5 steps", "train.decay_steps"),
+        (["train.lr_schedule=wsd", "train.steps=50"], ConfigError, "exceed 50 steps", "train.decay_steps"),
+        (["train.lr_schedule=wsd", "train.steps=5"], ConfigError, "exceed 5 steps", "train.decay_steps"),
     ],
 )
-def test_a_breach_is_explained_and_every_fix_works(words, kind, what, where):
+def test_a_violation_is_explained_and_every_fix_works(words, kind, what, where):
     error = outcome(words)
     assert type(error) is kind and what in error.what
     assert where in error.where
@@ -82,7 +82,7 @@ small = st.integers(1, 12)
 
 @st.composite
 def valid_words(draw):
-    """Words of a run that is valid, of all sizes that the rules look at."""
+    """Overrides of a valid run, over all sizes that the rules check."""
     tp, kv_per_tp, group, pairs = (draw(st.integers(1, 3)) for _ in range(4))
     replicate, shard, micro, per = (draw(st.integers(1, 3)) for _ in range(4))
     heads = tp * kv_per_tp * group
@@ -104,17 +104,17 @@ def valid_words(draw):
 
 @given(valid_words(), st.data(), st.booleans())
 def test_one_wrong_word_in_a_valid_run_has_a_fix_that_works(sizes, data, launched):
-    as_words = [f"{key}={value}" for key, value in sizes.items()]
-    config = outcome(as_words)
+    sizes_overrides = [f"{key}={value}" for key, value in sizes.items()]
+    config = outcome(sizes_overrides)
     assert isinstance(config, RunConfig), config
     key = data.draw(st.sampled_from([*sizes, "model.head_dim"]))
     word = f"{key}={data.draw(small)}"
     num_ranks = config.mesh.axes().num_ranks() if launched else None
-    error = outcome([*as_words, word], num_ranks=num_ranks)
+    error = outcome([*sizes_overrides, word], num_ranks=num_ranks)
     assume(not isinstance(error, RunConfig))
     assert error.what and error.where and error.rule and error.fix
     if "=" in error.fix:
-        assert_every_fix_works(error, [*as_words, word], num_ranks=num_ranks)
+        assert_every_fix_works(error, [*sizes_overrides, word], num_ranks=num_ranks)
     else:
         assert launched and error.fix.startswith("start ")
 
@@ -137,8 +137,8 @@ def test_following_the_fixes_of_any_sizes_ends_at_a_valid_run(sizes):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["train.freeze=time_embedd.*"], "train.freeze has time_embedd.*, which is no parameter's name"),
-        (["train.freeze=['embed.*','label.*']"], "train.freeze has label.*, which is no parameter's name"),
+        (["train.freeze=time_embedd.*"], "train.freeze has time_embedd.*, which matches no parameter"),
+        (["train.freeze=['embed.*','label.*']"], "train.freeze has label.*, which matches no parameter"),
         (["train.freeze=fps_embed.*"], "train.freeze has fps_embed.*"),
         (["train.freeze=blocks.4.*"], "train.freeze has blocks.4.*"),
         (["train.freeze=*"], "train.freeze leaves no parameter to train"),
@@ -196,12 +196,12 @@ def test_a_key_of_another_kind_of_model_is_not_ignored(preset, word):
     error = outcome([word], preset)
     assert isinstance(error, ConfigError) and error.where == f"command line, {key}"
     assert error.what.startswith(f"{key} = ") and error.what.endswith(" has no effect")
-    other = "of a dit" if preset == "llama-tiny" else "for text"
-    assert error.fix.endswith(f"leave {key} out, or start from a preset {other}")
+    other = "for dit" if preset == "llama-tiny" else "for text"
+    assert error.fix.endswith(f"remove {key}, or start from a preset {other}")
     assert_every_fix_works(error, [word], preset)
 
 
-def test_a_fix_of_another_breach_sees_to_it_too():
+def test_a_fix_of_another_violation_fixes_it_too():
     words = ["train.seq_len=64", "mesh.tp=3"]
     error = outcome(words, "dit-digits")
     assert "mesh.tp" in error.what and "train.seq_len" in error.fix
@@ -219,7 +219,7 @@ def test_a_file_with_all_keys_is_taken_unless_one_asks_for_what_is_not_done(pres
     assert outcome([], str(path)) == load(preset)
     section, name = key.split(".")
     default = run_type("dit")().model_dump()[section][name]
-    assert isinstance(outcome([f"{key}={as_word(default)}"], str(path)), RunConfig)
+    assert isinstance(outcome([f"{key}={format_value(default)}"], str(path)), RunConfig)
     text = value if value.isdigit() else f'"{value}"'
     lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] != name]
     path.write_text("\n".join(lines).replace(f"[{section}]", f"[{section}]\n{name} = {text}"))

@@ -27,7 +27,7 @@ from tests.helpers import assert_every_fix_works, outcome
         (["comm.ranks_per_node=3", "mesh.dp_shard=4"], LayoutError, "does not divide 4 ranks"),
     ],
 )
-def test_a_breach_is_explained_and_every_fix_works(words, kind, what):
+def test_a_violation_is_explained_and_every_fix_works(words, kind, what):
     error = outcome(words)
     assert type(error) is kind and what in error.what
     assert_every_fix_works(error, words)

@@ -31,10 +31,10 @@ from tests.helpers import assert_every_fix_works, outcome
          "pipeline.layers_per_stage"),
         (["mesh.pp=2", "pipeline.layers_per_stage=[2,1,1]"], LayoutError, "has 3 entries for 2 stages",
          "pipeline.layers_per_stage"),
-        (["mesh.pp=2", "pipeline.layers_per_stage=[4,0]"], LayoutError, "leaves stage 1 without a layer",
+        (["mesh.pp=2", "pipeline.layers_per_stage=[4,0]"], LayoutError, "leaves stage 1 without layers",
          "pipeline.layers_per_stage"),
         (["mesh.pp=2", "pipeline.layers_per_stage=[5,-1]"], LayoutError, "[5,-1]", "pipeline.layers_per_stage"),
-        (["mesh.pp=2", "pipeline.schedule=zb-h1", "train.compile=true"], ConfigError, "backward comes in two parts",
+        (["mesh.pp=2", "pipeline.schedule=zb-h1", "train.compile=true"], ConfigError, "which splits the backward",
          "train.compile"),
     ],
 )  # fmt: skip
@@ -49,8 +49,8 @@ def test_a_table_for_other_ranks_or_micro_batches(tmp_path):
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = [f"pipeline.schedule={path}", "mesh.pp=2", "train.num_microbatches=2"]
     assert lowered_table(load(None, words)).num_microbatches == 2
-    other_ranks = ("mesh.pp=4", "for 2 ranks, and mesh.pp = 4")
-    other_parts = ("train.num_microbatches=4", "for 2 micro-batches, and train.num_microbatches = 4")
+    other_ranks = ("mesh.pp=4", "for 2 ranks, but mesh.pp = 4")
+    other_parts = ("train.num_microbatches=4", "for 2 micro-batches, but train.num_microbatches = 4")
     for wrong, what in (other_ranks, other_parts):
         error = outcome([*words, wrong])
         assert isinstance(error, LayoutError) and what in error.what
@@ -80,7 +80,7 @@ def test_an_action_in_words():
     config = load(None, ["mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"])
     row = [part for action in lowered_table(config).actions[1] for part in action.parts()]
     position = [str(part) for part in row].index("1B0")
-    assert make_plan(config).action_words(3, position) == "1B0: backward of micro-batch 0 on stage 1"
+    assert make_plan(config).describe_action(3, position) == "1B0: backward of micro-batch 0 on stage 1"
 
 
 def test_a_run_that_goes_on_with_one_stage_may_keep_its_schedule():

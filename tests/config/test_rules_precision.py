@@ -1,4 +1,4 @@
-"""Epsilons that are 0 in what they are computed in."""
+"""Epsilons that underflow in the compute dtype are rejected."""
 
 from __future__ import annotations
 

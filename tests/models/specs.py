@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.models.contract.build_module import tie
+from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.family import find_family
 from meshwright.models.contract.initial_values import Fill
 from meshwright.models.contract.model_facts import ModelFacts, Part
@@ -59,6 +59,6 @@ def initial(spec: Spec, name: str) -> Fill:
 def initialized(spec: Spec, *, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """On the CPU, with its initial values."""
     model = build(spec, dtype=dtype).to_empty(device="cpu")
-    tie(model, facts_of(spec))
+    tie_parameters(model, facts_of(spec))
     initialize(model.named_parameters(), find_family(str(spec.identity()["kind"])), Run(spec, seed))
     return model

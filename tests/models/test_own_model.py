@@ -186,7 +186,8 @@ def test_what_a_family_lacks_is_said(home, words, tmp_path, monkeypatch):
         "from meshwright.models.contract.family import Family\nclass Half(Family):\n    pass\nx = 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for kind, what in (("broken_family:Half", "lacks"), ("broken_family:x", "is no family"), ("no_such:X", "no module"),
+    for kind, what in (("broken_family:Half", "lacks"), ("broken_family:x", "is not a family"),
+                       ("no_such:X", "not found"),
                        ("broken_family:Hal", "has no Hal"), ("own model", "no such family")):  # fmt: skip
         error = outcome([f"model.kind={kind}"], preset(home))
         assert what in error.what and "model.kind" in error.where and error.fix, error.what

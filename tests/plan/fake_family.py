@@ -1,5 +1,5 @@
-"""A family that needs every rule of partial gradients: norms on divided heads, a row with a bias, a router that counts
-tokens and has an auxiliary loss. Described, and never built."""
+"""A family that exercises all rules of partial gradients: norms on sharded heads, a row-parallel layer with bias, and a
+router with a token counter and an auxiliary loss. It is described, but never built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLES = {
 
 
 class FakeConfig(ModelSection):
-    """Nothing but its kind."""
+    """Section with only the kind."""
 
     kind: str = KIND
 

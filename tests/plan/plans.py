@@ -1,4 +1,4 @@
-"""Plans of many layouts, how to change one thing in a plan, and how to see that it is found."""
+"""Helpers that make plans of many layouts, change one field in a plan, and check that the fault is found."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LAYOUTS = (
 
 @cache
 def plan_of(words):
-    """The plan of a preset and words."""
+    """Make the plan of a preset and overrides."""
     source, *overrides = words.split()
     return make_plan(load(source, overrides))
 
@@ -128,7 +128,7 @@ def without_action(plan, kind):
 
 
 def assert_found(base, plant, parameter, axis, words):
-    """A fault planted in a right plan is found: its parameter, its axis, and words."""
+    """Assert that a fault planted in a correct plan is found, with its parameter, axis and message."""
     right = plan_of(base) if isinstance(base, str) else fake(**base)
     wrong = plant(right)
     assert faults(right) == [] and wrong != right

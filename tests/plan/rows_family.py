@@ -1,5 +1,5 @@
-"""A family with the rows of the rule that none of ours has under sequence parallel: biases of norms, columns and rows,
-a norm and an activation's parameter on what a column divided."""
+"""A family with the parameters that no built-in family has under sequence parallelism: biases of norms, column- and
+row-parallel layers, and a norm and an activation parameter on a column-parallel output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM, HIDDEN, GROUP, VOCABULARY_SIZE = 8, 16, 4, 256
 
 
 class RowsConfig(ModelSection):
-    """Nothing but its kind."""
+    """Section with only the kind."""
 
     kind: str = KIND
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Rows(Family):
-    """One stage of two blocks."""
+    """A stage of two blocks."""
 
     sections = {"model": RowsConfig}
 

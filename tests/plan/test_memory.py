@@ -1,4 +1,4 @@
-"""Predicted memory against what a job really holds."""
+"""Predicted memory, compared with the actual memory of a job."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def held(rank, world_size, words):
 
 @pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
 def test_what_is_stored_between_steps_is_exact(gang, corpus, world_size, words):
-    """On the rank that holds most, where they do not hold the same."""
+    """Compare the rank with the highest total, if ranks differ."""
     predicted = predict_memory(planned_words(["model.num_layers=1", *words]))
     most = tuple(map(max, zip(*run_on(gang, world_size, held, [*corpus, *words]), strict=True)))
     assert most == (predicted.parameters, predicted.gradients, predicted.optimizer)
 
 
 def kept_errors(rank, world_size, words):
-    """Bytes of a rank's errors, and of the copies that a step under way makes of them."""
+    """Return the bytes of a rank's error feedback, and of the copies made during a step."""
     job, step = make_job(rank, world_size, words)
     step(1)
     states = [part.state_dict() for part in job.compression._parts.values()]
@@ -96,7 +96,7 @@ def test_error_feedback_is_exact(gang, corpus, world_size, words):
 
 
 def saved_for_backward(rank, world_size, words):
-    """Bytes that autograd keeps of a forward, without the parameters, and of the logits twice."""
+    """Return the bytes that autograd saves in a forward, without parameters, counting logits twice."""
     job, step = make_job(rank, world_size, words)
     parameters = {to_local(p).untyped_storage().data_ptr() for p in job.model.parameters()}
     kept = {}
@@ -135,14 +135,14 @@ def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words)
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b"])
 def test_presets_fit_the_devices_they_are_for(name):
-    """80 GB each; published recipes of these sizes run there."""
+    """Published recipes train these sizes on 80 GB devices."""
     predicted = predict_memory(planned(name))
     assert all(value >= 0 for value in vars(predicted).values())
     assert predicted.parameters + predicted.gradients + predicted.optimizer < 80e9
 
 
 def test_weights_that_neighbours_keep_take_their_part():
-    """Of the blocks that are neither in use nor freed, as much as the neighbours are."""
+    """Blocks that are neither in use nor freed keep secondary shards."""
     words = ["mesh.dp_shard=8", "model.num_layers=6", "train.global_batch=8"]
     freed, whole, halves, quarters = (
         predict_memory(planned(None, [*words, *more])).gathered

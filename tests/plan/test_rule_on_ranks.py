@@ -16,7 +16,7 @@ import pytest
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.run_plan import Gradient
+from meshwright.plan.run_plan import GradientPlacement
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import job_of
 
@@ -70,7 +70,8 @@ def on_path():
 
 
 def of_samples(rank, world_size, source, words, axis):
-    """As `gradients`, where an axis divides the samples: each rank trains alone on its share of them."""
+    """Return gradients as `gradients` does for a data-parallel axis: each rank trains alone on its share of the
+    samples."""
     with on_path():
         job, step = job_of(load(source, words), 0, 1)
         with mock.patch.object(step, "samples", lambda number: [range(rank * 4, rank * 4 + 4)]):
@@ -109,36 +110,36 @@ def test_every_gradient_is_what_the_plan_calls_it(gang, corpus, model, axis):
         check(name, called, whole[name][1], locals_)
     assert sum(seen.values()) == len(whole)
     if axis != "tp":
-        assert set(seen) == {Gradient.PARTIAL}, "every rank of data parallel has other samples"
+        assert set(seen) == {GradientPlacement.PARTIAL}, "every rank of data parallel has other samples"
     else:
         assert set(seen) == EXPECTED[model]
 
 
 EXPECTED = {
-    "llama": {Gradient.SHARDED, Gradient.PARTIAL},
-    "llama, whole stream": {Gradient.SHARDED, Gradient.EQUAL},
-    "llama, tied": {Gradient.SHARDED, Gradient.PARTIAL},
-    "dit": {Gradient.SHARDED, Gradient.EQUAL},
-    "own": {Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL},
-    "biases": {Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL},
-    "biases, whole stream": {Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL},
+    "llama": {GradientPlacement.SHARDED, GradientPlacement.PARTIAL},
+    "llama, whole stream": {GradientPlacement.SHARDED, GradientPlacement.EQUAL},
+    "llama, tied": {GradientPlacement.SHARDED, GradientPlacement.PARTIAL},
+    "dit": {GradientPlacement.SHARDED, GradientPlacement.EQUAL},
+    "own": {GradientPlacement.SHARDED, GradientPlacement.PARTIAL, GradientPlacement.EQUAL},
+    "biases": {GradientPlacement.SHARDED, GradientPlacement.PARTIAL, GradientPlacement.EQUAL},
+    "biases, whole stream": {GradientPlacement.SHARDED, GradientPlacement.PARTIAL, GradientPlacement.EQUAL},
 }
 
 
 def check(name, called, whole, found):
-    """What each of two ranks has, against the whole batch's gradient."""
+    """Compare the gradients of two ranks with the full batch's gradient."""
     tolerance = 1e-12 * float(whole.abs().max())
 
     def near(a, b):
         return float((a - b).abs().max()) <= tolerance
 
     (place, first), (other_place, second) = found
-    if called is Gradient.SHARDED:
+    if called is GradientPlacement.SHARDED:
         assert place != other_place, name
         for at, gradient in found:  # DTensor's lookup gives gradients of all rows, of which a rank's are right
             own = gradient if gradient.shape == whole[at].shape else gradient[at]
             assert near(own, whole[at]), name
-    elif called is Gradient.PARTIAL:
+    elif called is GradientPlacement.PARTIAL:
         assert near(first + second, whole), name
         assert not near(first, whole) and not near(second, whole), name
     else:
@@ -153,7 +154,7 @@ def test_rows_that_the_table_names(corpus):
         plan = make_plan(load(source, words))
         return {kind.full_name(p.name, 0): p.gradient("tp") for kind in plan.kinds for p in kind.parameters}
 
-    sharded, partial, equal = Gradient.SHARDED, Gradient.PARTIAL, Gradient.EQUAL
+    sharded, partial, equal = GradientPlacement.SHARDED, GradientPlacement.PARTIAL, GradientPlacement.EQUAL
     with_sp, without, dit, own = map(along_tp, ("llama", "llama, whole stream", "dit", "own"))
     for name in ("blocks.0.attention.wq.weight", "blocks.0.ffn.down.weight", "embed.weight", "head.weight"):
         assert with_sp[name] is without[name] is sharded

@@ -1,4 +1,5 @@
-"""Plans are read back as written, and nothing else is read; hashes are of what matters, and differences are named."""
+"""Plans round-trip through JSON, malformed files are rejected, hashes cover the relevant fields, and differences are
+named."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_the_largest_is_small():
 
 
 def changed(change, words=TIED):
-    """A plan's text with something changed in its JSON."""
+    """Return a plan's text with a change in its JSON."""
     tree = json.loads(to_json(plan_of(words)))
     change(tree)
     return json.dumps(tree)
@@ -119,7 +120,7 @@ def test_an_action_that_cannot_be_read():
 
 
 def test_nothing_else_escapes():
-    """Whatever stands in a field's place, it is read as the same plan, or refused with its path."""
+    """Any value in a field is either read as the same plan, or rejected with its path."""
     tree = json.loads(to_json(plan_of(PLAIN)))
 
     def paths(value, path=()):

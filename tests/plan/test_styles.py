@@ -1,4 +1,4 @@
-"""What styles move, however their paths are written; and paths that no matrix is at."""
+"""Collectives implied by styles for any form of their paths, and paths that match no matrix."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def styled(monkeypatch):
 
     def made(styles, **mesh):
         monkeypatch.setattr(fake_family, "STYLES", {**fake_family.STYLES, "block": styles})
-        make_plan.__globals__["_made"].cache_clear()
+        make_plan.__globals__["_make_plan"].cache_clear()
         return fake_plan(**mesh)
 
     yield made
-    make_plan.__globals__["_made"].cache_clear()
+    make_plan.__globals__["_make_plan"].cache_clear()
 
 
 BLOCK = {"norm": STREAM, "router": STREAM, "attention": gather(), "attention.wq": COLUMN, "attention.q_norm": DIVIDED}
@@ -51,7 +51,7 @@ def test_a_column_by_itself_gathers(styled, sequence_parallel):
 
 @pytest.mark.parametrize(
     ("styles", "said"),
-    [({**BLOCK, "attention.w_o": ROW}, "attention.w_o"), ({"norm": gather()}, "no column inside")],
+    [({**BLOCK, "attention.w_o": ROW}, "attention.w_o"), ({"norm": gather()}, "no column-parallel layer inside")],
 )
 def test_a_path_without_a_matrix_is_refused(styled, styles, said):
     with pytest.raises(LayoutError) as caught:
@@ -61,7 +61,7 @@ def test_a_path_without_a_matrix_is_refused(styled, styles, said):
 
 def test_a_misspelt_norm_of_heads_is_a_fault(styled):
     found = styled({**BLOCK, "attention.wo": ROW, "attention.qnorm": DIVIDED}, tp=2)
-    assert any("divided is for attention.qnorm, and no parameter" in str(fault) for fault in faults(found))
+    assert any("divided of attention.qnorm matches no parameter" in str(fault) for fault in faults(found))
 
 
 class Changed(Fake):
@@ -89,7 +89,7 @@ class Tied(Changed):
 
 @pytest.mark.parametrize(
     ("family", "tp", "said"),
-    [("Beside", 2, "block/gamma is a parameter beside modules"), ("Beside", 1, None),
+    [("Beside", 2, "block/gamma belongs to a module with submodules"), ("Beside", 1, None),
      ("Tied", 1, "block/other.weight is tied to embed.weight"), ("Fake", 2, None)],
 )  # fmt: skip
 def test_descriptions_that_no_layout_can_follow(family, tp, said):

@@ -1,4 +1,5 @@
-"""Bytes that a rank sends in a step, against sums by hand; what really goes out is in `tests/train/test_traffic.py`."""
+"""Predicted bytes per rank and step, compared with sums by hand; `tests/train/test_traffic.py` compares actual
+traffic."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_a_sharded_model():
 
 @pytest.mark.parametrize("option", [True, False])
 def test_nodes(option):
-    """Two ranks on each of two nodes, as the launcher or the configuration says."""
+    """Two nodes of two ranks, as set by the launcher or the configuration."""
     words = ["mesh.dp_shard=4", *([] if option else ["comm.ranks_per_node=2"])]
     piece = NUM_BLOCKS * BLOCK + ROOT  # a quarter, of four bytes an element
     for rank in range(4):
@@ -51,7 +52,7 @@ def test_nodes(option):
 
 
 def test_tensor_parallel_ranks_are_neighbours():
-    """With tp within a node, what is sharded goes between nodes only."""
+    """With tp inside a node, only data-parallel traffic crosses nodes."""
     words = ["mesh.dp_shard=2", "mesh.tp=2"]
     assert sent(Purpose.GRADIENTS, words, ranks_per_node=2)[0].inside_node == 0
     tensor = sent(Purpose.TENSOR, words, ranks_per_node=2)[0]
@@ -59,7 +60,7 @@ def test_tensor_parallel_ranks_are_neighbours():
 
 
 def test_one_stage_of_compression():
-    """On one node, or with one rank of the group on each, every piece is encoded once, unit by unit."""
+    """On one node, or with one rank of the group per node, each shard is encoded once, per unit."""
     words = ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"]
     units = [BLOCK // 2] * NUM_BLOCKS + [ROOT // 2]
     gradients = sum(encoded_bytes("int4", n, element_bytes=4) for n in units)
@@ -74,7 +75,7 @@ def test_one_stage_of_compression():
     [([], "int8"), (["comm.inside_node=bf16"], "bf16"), (["comm.gradients=exact-via-all-to-all"], "exact")],
 )
 def test_two_stages_of_compression(words, inside):
-    """Half of the gradient to each of the others on the node, in the inside codec; then an eighth to every node."""
+    """Half of the gradient goes to each peer on the node in the intra-node codec, then an eighth to each node."""
     words = ["mesh.dp_shard=8", "comm.gradients=int4", *words]
     way = load("llama-tiny", words).comm.gradients
     units = [BLOCK // 8] * NUM_BLOCKS + [ROOT // 8]
@@ -94,7 +95,7 @@ def test_uneven_nodes_take_one_stage():
 
 
 def test_replicas():
-    """What is sharded inside a node is added up between nodes: an all-reduce, or two passes of encoded pieces."""
+    """Shards inside a node are reduced between nodes, by an all-reduce or two passes of encoded shards."""
     words = ["mesh.dp_shard=2", "mesh.dp_replicate=2"]
     units = [BLOCK // 2] * NUM_BLOCKS + [ROOT // 2]
     exact = LinkBytes(0, 2 * 4 * sum(units) // 2)
@@ -120,7 +121,7 @@ def test_stages_send_the_stream_once_each_way():
 
 
 def test_the_rank_that_sends_most():
-    """The last stage has the larger part of an uneven model; steps add up."""
+    """The last stage of an uneven model sends more, and steps add up."""
     plan = make_plan(load("llama-tiny", ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.layers_per_stage=[1,3]"]))
     most = predict_traffic(plan)
     assert most.rank == 2

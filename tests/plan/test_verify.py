@@ -1,4 +1,4 @@
-"""Right plans are verified, and one thing changed in them is found, with its parameter and axis in words."""
+"""Correct plans pass verification, and single changes are found with their parameter and axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.models.contract.tp_styles import ROW, STREAM
 from meshwright.pipeline.actions import ActionKind
-from meshwright.plan.run_plan import Gradient, Shard
+from meshwright.plan.run_plan import GradientPlacement, Shard
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.verify import faults, verify
 from tests.plan.plans import (
@@ -54,13 +54,13 @@ def test_right_plans_of_another_family(mesh):
 
 
 def test_gradients_of_another_family():
-    """The table of the rule, in a row and column of each."""
+    """The rule's table, checked cell by cell."""
     rows = {"wq.weight": "SS", "wq.bias": "SS", "q_norm.weight": "PP", "wo.weight": "SS", "wo.bias": "=="}
     found = {True: {}, False: {}}
     for sequence_parallel in (True, False):
         plan = fake(tp=2, dp_shard=2, sequence_parallel=sequence_parallel)
         for parameter in plan.kind("block").parameters:
-            assert parameter.gradient("dp_shard") is Gradient.PARTIAL
+            assert parameter.gradient("dp_shard") is GradientPlacement.PARTIAL
             letter = {"sharded": "S", "partial": "P", "equal": "="}[parameter.gradient("tp").value]
             found[sequence_parallel][parameter.name.removeprefix("attention.")] = letter
         summed = {name for one in plan.sums for name in one.parameters}
@@ -80,7 +80,7 @@ def test_context_parallel_is_in_the_plan_already():
     assert [c.elements for c in divided.collectives] == [c.elements // 2 for c in block.collectives]
     assert two.edge.shards == (Shard(0, ("cp", "tp")),) and two.loss.summed == ("pp", "cp")
     assert {unit.sharded for stage in two.stages for unit in two.units(stage)} == {("cp",)}
-    assert all(parameter.gradient("cp") is Gradient.PARTIAL for parameter in divided.parameters)
+    assert all(parameter.gradient("cp") is GradientPlacement.PARTIAL for parameter in divided.parameters)
     assert divided.buffers[0].summed == ("cp", "tp") and divided.auxiliary[0].work == ("cp", "tp")
 
 
@@ -99,7 +99,7 @@ def test_how_many_more():
     assert error.value.what.startswith("block/attention_norm.weight: its gradient is partial over tp")
     assert error.value.what.endswith(f"; and {len(faults(wrong)) - 1} more faults")
     assert error.value.where == "plan, sums, stages 0–1"
-    assert error.value.fix == "a sum over tp with block/attention_norm.weight"
+    assert error.value.fix == "add a sum of block/attention_norm.weight over tp"
 
 
 def test_a_schedule_is_named():
@@ -109,7 +109,7 @@ def test_a_schedule_is_named():
 
 
 def test_what_no_plan_can_know():
-    """A style that is wrong, with `work` and the sum that follow from it: gradients of the module say it, in prove."""
+    """A wrong style with matching `work` and sum passes verification; gradients of the module reveal it in prove."""
     plan = fake(tp=2, dp_shard=2, sequence_parallel=False)
     styles = tuple((path, STREAM if path == "attention.q_norm" else style) for path, style in plan.kind("block").styles)
     wrong = without(with_kind(plan, "block", styles=styles), "sum")
@@ -120,7 +120,7 @@ def test_what_no_plan_can_know():
 
 
 def test_nothing_else_is_raised():
-    """Whatever stands in a plan that can be read, its faults are told and nothing fails."""
+    """Verification of any readable plan reports faults and never crashes."""
 
     def other(value):
         if isinstance(value, list):
@@ -142,7 +142,7 @@ def test_nothing_else_is_raised():
 
 
 def places_in(tree):
-    """Every list and object of JSON with every key."""
+    """Yield all lists and objects in JSON with all their keys."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield tree, key
         if isinstance(value, dict | list):
@@ -150,7 +150,7 @@ def places_in(tree):
 
 
 def test_without_torch():
-    """A plan is read and verified without torch and numpy."""
+    """Reading and verifying a plan imports neither torch nor numpy."""
     code = (
         "import sys; import meshwright.plan.verify, meshwright.plan.serialize, meshwright.plan.compare;"
         "assert not {'torch', 'numpy'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""Stages, copies, edges, schedules and steps that do not fit together are found."""
+"""Inconsistent stages, copies, edges, schedules and batches are found."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ FAULTS = {
         lambda p: replace(p, shared=()),
         "embed.weight",
         "pp",
-        "embed.weight: its gradient is partial over pp, with copies on stages 0–1, and summed there never",
+        "embed.weight: its gradient is partial over pp, with copies on stages 0–1, but summed there 0 times",
     ),
-    "a site forgotten": (TIED, without_site, "embed.weight", "pp", "summed over pp at stage 0 (embed.weight), and"),
+    "a site forgotten": (TIED, without_site, "embed.weight", "pp", "summed over pp at stage 0 (embed.weight), but"),
     "a site on no stage": (
         TIED,
         lambda p: replace(p, shared=(("embed.weight", ((0, "embed.weight"), (2, "head.weight"))),)),
         "embed.weight",
         "pp",
-        "embed.weight is shared with stage 2 (head.weight), which is not there",
+        "embed.weight is shared with stage 2 (head.weight), which does not exist",
     ),
     "a copy that is frozen": (
         TIED,
@@ -71,7 +71,7 @@ FAULTS = {
         lambda p: with_parameter(p, "head/head.weight", key="wte.weight"),
         "head/head.weight",
         None,
-        "head/head.weight is a copy of wte.weight, which no stage has",
+        "head/head.weight is a copy of wte.weight, which is on no stage",
     ),
     "a norm counted twice": (
         TIED,
@@ -92,15 +92,15 @@ FAULTS = {
         lambda p: replace(p, shared=p.shared[1:]),
         "label_embed.weight",
         "pp",
-        "label_embed.weight: its gradient is partial over pp, with copies on stages 0–1, and summed there never",
+        "label_embed.weight: its gradient is partial over pp, with copies on stages 0–1, but summed there 0 times",
     ),
-    "a layer dropped": (TIED, layer_dropped, None, None, "stage 1 has layers 2 to 4, and the stages before it have"),
+    "a layer dropped": (TIED, layer_dropped, None, None, "but the previous stages end at layer 1"),
     "a layer without a kind": (
         TIED,
         lambda p: with_stage(p, 1, kinds=p.stages[1].kinds[1:]),
         None,
         None,
-        "stage 1 has kinds of 1 blocks for 2 layers",
+        "stage 1 lists 1 kinds for 2 layers",
     ),
     "an end forgotten": (
         TIED,
@@ -114,14 +114,14 @@ FAULTS = {
         lambda p: with_root(with_stage(p, 1, before=()), 1, parameters=("final/final.modulation.weight",)),
         "embedders/time_embed.fc1.weight",
         None,
-        "embedders is an end of every stage, and not on this one",
+        "embedders is an end of all stages, but not on this one",
     ),
     "an end recomputed": (
         TIED,
         lambda p: with_kind(p, "embed", recompute="full"),
         None,
         None,
-        "embed is an end, and recomputed",
+        "embed is an end, but is recomputed",
     ),
     "a block as an end": (TIED, lambda p: with_kind(p, "block", path="block"), None, None, "block is an end"),
     "an edge whose ends disagree": (
@@ -129,14 +129,14 @@ FAULTS = {
         lambda p: with_stage(p, 1, edge_in=edge(p, shards=())),
         None,
         "tp",
-        "stage 1 takes stream (128, 128) bfloat16, and not stream (128, 128) bfloat16, dim 0 sharded over tp",
+        "stage 1 receives stream (128, 128) bfloat16, not stream (128, 128) bfloat16, dim 0 sharded over tp",
     ),
     "an edge sent by the last": (
         TIED,
         lambda p: with_stage(p, 1, edge_out=p.edge),
         None,
         None,
-        "stage 1 sends stream (128, 128) bfloat16, dim 0 sharded over tp, and not nothing",
+        "stage 1 sends stream (128, 128) bfloat16, dim 0 sharded over tp, not nothing",
     ),
     "an edge sharded without sequence parallel": (
         PLAIN,
@@ -150,21 +150,21 @@ FAULTS = {
         lambda p: replace(p, edge=edge(p, dtype="bfloat16")),
         None,
         None,
-        "unit block computes in float32, and stages are sent bfloat16",
+        "unit block computes in float32, but edge.dtype is bfloat16",
     ),
     "a stage on another rank": (
         TIED,
         lambda p: with_stage(p, 1, pp_rank=0),
         None,
         "pp",
-        "stage 1 is on rank 0 of pp, and in the schedule on 1",
+        "stage 1 is on pp rank 0, but on 1 in the schedule",
     ),
     "a backward split": (
         TIED,
         lambda p: with_stage(p, 0, splits_backward=True),
         None,
         None,
-        "backward of stage 0 comes in two parts, and in the schedule it does not",
+        "stage 0 splits its backward, unlike the schedule",
     ),
     "shared gradients not synced": (
         TIED,
@@ -185,7 +185,7 @@ FAULTS = {
         lambda p: replace(p, schedule=p.schedule.compute_only()),
         None,
         "pp",
-        "nothing is sent between its ranks",
+        "no sends between its ranks",
     ),
     "a backward left out": (
         PLAIN,
@@ -199,28 +199,28 @@ FAULTS = {
         lambda p: replace(p, batch=replace(p.batch, samples=3)),
         None,
         "dp_replicate",
-        "3 samples × 4 micro-batches × 4 ranks are 48",
+        "3 samples × 4 micro-batches × 4 ranks = 48",
     ),
     "other micro-batches than the schedule's": (
         TIED,
         lambda p: replace(p, batch=replace(p.batch, num_microbatches=2, samples=4)),
         None,
         None,
-        "2 micro-batches, and the schedule has 4",
+        "2 micro-batches, but the schedule 4",
     ),
     "the loss not summed over stages": (
         TIED,
         lambda p: replace(p, loss=replace(p.loss, summed=p.loss.summed[1:])),
         None,
         "pp",
-        "the loss is summed over pp 0 times, and ranks there have parts of it",
+        "loss.summed names pp 0 times, but the loss is partial there",
     ),
     "the loss summed over tp": (
         TIED,
         lambda p: replace(p, loss=replace(p.loss, summed=(*p.loss.summed, "tp"))),
         None,
         "tp",
-        "the loss is summed over tp 1 times, and ranks there have the same",
+        "loss.summed names tp 1 times, but the loss is replicated there",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Sums and means that are left out, or done where they must not be, are found."""
+"""Missing and superfluous sums and means are found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.run_plan import By, Shard, StepSum
+from meshwright.plan.run_plan import ReducedBy, Shard, StepSum
 from tests.plan.plans import (
     ALL,
     FROZEN,
@@ -29,118 +29,118 @@ def experts(plan, *, summed):
 
 
 FAULTS = {
-    "no sum over tp": (TIED, lambda p: without(p, "sum"), NORM, "tp", "partial over tp, and summed there never"),
+    "no sum over tp": (TIED, lambda p: without(p, "sum"), NORM, "tp", "partial over tp, but summed there 0 times"),
     "a parameter left out of a sum": (
         TIED,
         lambda p: with_sum(p, "sum", parameters=p.sums[0].parameters[1:]),
         NORM,
         "tp",
-        "block/attention_norm.weight: its gradient is partial over tp, and summed there never",
+        "block/attention_norm.weight: its gradient is partial over tp, but summed there 0 times",
     ),
     "a sum done twice": (
         TIED,
         lambda p: replace(p, sums=(*p.sums, p.sums[0])),
         NORM,
         "tp",
-        "partial over tp, and summed there twice",
+        "partial over tp, but summed there twice",
     ),
     "a sum over the wrong axis": (
         TIED,
         lambda p: with_sum(p, "sum", axes=("dp_shard",)),
         NORM,
         "dp_shard",
-        "partial over dp_shard, and summed there twice",
+        "partial over dp_shard, but summed there twice",
     ),
     "a sharded gradient summed": (
         TIED,
         lambda p: with_sum(p, "sum", parameters=(*p.sums[0].parameters, QUERY)),
         QUERY,
         "tp",
-        "sharded over tp, and summed there once",
+        "sharded over tp, but summed there once",
     ),
     "an equal gradient summed": (
         PLAIN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", By.FSDP, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", ReducedBy.FSDP, "float32"),)),
         NORM,
         "tp",
-        "equal over tp, and summed there once",
+        "equal over tp, but summed there once",
     ),
     "a norm of queries not summed": (
         {"tp": 2, "dp_shard": 2, "sequence_parallel": False},
         lambda p: without(p, "sum"),
         "block/attention.q_norm.weight",
         "tp",
-        "partial over tp, and summed there never",
+        "partial over tp, but summed there 0 times",
     ),
     "a row's bias summed": (
         ALL,
         lambda p: with_sum(p, "sum", parameters=(*p.sums[0].parameters, "block/attention.wo.bias")),
         "block/attention.wo.bias",
         "tp",
-        "equal over tp, and summed there once",
+        "equal over tp, but summed there once",
     ),
     "experts sharded and reduced": (
         ALL,
         lambda p: experts(p, summed=True),
         "block/router.weight",
         "dp_shard",
-        "sharded over dp_shard, and summed there once, by its unit block",
+        "sharded over dp_shard, but summed there once, by unit block",
     ),
     "all of a unit reduced as if experts": (
         ALL,
         lambda p: experts(p, summed=False),
         "block/norm.weight",
         "dp_shard",
-        "partial over dp_shard, and summed there never",
+        "partial over dp_shard, but summed there 0 times",
     ),
     "something frozen summed": (
         FROZEN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", By.FSDP, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "sum", ReducedBy.FSDP, "float32"),)),
         NORM,
         "tp",
-        "is frozen, and summed over tp",
+        "is frozen, but summed over tp",
     ),
     "something frozen averaged": (
         FROZEN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", By.OURS, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", ReducedBy.OURS, "float32"),)),
         NORM,
         "tp",
-        "is frozen, and averaged over tp",
+        "is frozen, but averaged over tp",
     ),
     "summed by DTensor under FSDP2": (
         TIED,
-        lambda p: with_sum(p, "sum", by=By.DTENSOR),
+        lambda p: with_sum(p, "sum", by=ReducedBy.DTENSOR),
         NORM,
         "tp",
-        "a sum over tp of block/attention_norm.weight and others, by dtensor",
+        "the sum of block/attention_norm.weight over tp is performed by dtensor",
     ),
     "a sum in another dtype": (
         TIED,
         lambda p: with_sum(p, "sum", dtype="float16"),
         None,
         "tp",
-        "a sum over tp in float16",
+        "the sum over tp by fsdp is in float16",
     ),
     "a sum in the dtype of one micro-batch": (
         TIED,
         lambda p: with_sum(p, "sum", dtype="bfloat16"),
         NORM,
         "tp",
-        "a sum over tp in bfloat16, by fsdp",
+        "the sum over tp by fsdp is in bfloat16",
     ),
     "a mean in fewer bits": (
         TIED,
         lambda p: with_sum(p, "mean", dtype="bfloat16"),
         NORM,
         "tp",
-        "a mean over tp in bfloat16, by ours",
+        "the mean over tp by ours is in bfloat16",
     ),
     "a sum over stages": (
         TIED,
         lambda p: with_sum(p, "sum", axes=("tp", "pp")),
         None,
         "pp",
-        "names pp, which divides stages",
+        "names pp, which is not inside a stage",
     ),
     "a sum of nothing known": (
         TIED,
@@ -154,35 +154,35 @@ FAULTS = {
         lambda p: without(p, "mean"),
         NORM,
         "tp",
-        "its copies drift apart over tp through loco4, and are averaged there never",
+        "its replicas diverge over tp through loco4, but are averaged there 0 times",
     ),
     "a mean twice": (
         TIED,
         lambda p: replace(p, sums=(*p.sums, p.sums[1])),
         NORM,
         "tp",
-        "drift apart over tp through loco4, and are averaged there twice",
+        "diverge over tp through loco4, but are averaged there twice",
     ),
     "a mean without a lossy codec": (
         PLAIN,
-        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", By.OURS, "float32"),)),
+        lambda p: replace(p, sums=(StepSum((NORM,), ("tp",), "mean", ReducedBy.OURS, "float32"),)),
         NORM,
         "tp",
-        "stay equal over tp, and are averaged there once",
+        "stay equal over tp, but are averaged there once",
     ),
     "a mean of shards": (
         TIED,
         lambda p: with_sum(p, "mean", parameters=(*p.sums[1].parameters, QUERY)),
         QUERY,
         "tp",
-        "are no copies over tp, and are averaged there once",
+        "are shards over tp, but are averaged there once",
     ),
     "a codec made lossy": (
         PLAIN,
         lambda p: with_unit(p, "block", weights="int8"),
         NORM,
         "tp",
-        "drift apart over tp through int8, and are averaged there never",
+        "diverge over tp through int8, but are averaged there 0 times",
     ),
 }
 

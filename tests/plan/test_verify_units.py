@@ -1,4 +1,4 @@
-"""Units that forget, double or mislay a parameter, or reduce over other axes, are found."""
+"""Units with missing, duplicate or misplaced parameters, or wrong reduction axes, are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS = {
         lambda p: with_unit(p, "block", modules=("attention",)),
         NORM,
         None,
-        "in the unit block, and its module is wrapped by root",
+        "in unit block, but its module is wrapped by root",
     ),
     "a root without its end": (
         TIED,
@@ -40,14 +40,14 @@ FAULTS = {
         lambda p: with_unit(p, "block", parameters=(*p.kind("block").units[0].parameters, "bias")),
         "block/bias",
         None,
-        "unit block has block/bias, which is not there",
+        "unit block lists block/bias, which does not exist",
     ),
     "members in another order": (
         TIED,
         lambda p: with_unit(p, "block", parameters=p.kind("block").units[0].parameters[::-1]),
         None,
         None,
-        "after what comes after it in the module",
+        "out of order",
     ),
     "a unit over tp": (
         TIED,
@@ -61,7 +61,7 @@ FAULTS = {
         lambda p: with_unit(p, "block", replicas=()),
         None,
         "dp_replicate",
-        "unit block repeats nothing over dp_replicate",
+        "unit block replicates nothing over dp_replicate",
     ),
     "sharded and repeated the other way round": (
         TIED,
@@ -82,7 +82,7 @@ FAULTS = {
         lambda p: with_unit(p, "block", freed=3),
         None,
         "dp_shard",
-        "3 ranks keep the weights of unit block among them, of 4",
+        "unit block has secondary shards over 3 of 4 ranks",
     ),
     "a codec that is none": (
         TIED,
@@ -103,7 +103,7 @@ FAULTS = {
         lambda p: with_unit(p, "block", in_backward=False),
         None,
         None,
-        "unit block is not gathered for its backward",
+        "unit block is not gathered for the backward",
     ),
 }
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.run_plan import Gradient
+from meshwright.plan.run_plan import GradientPlacement
 from meshwright.plan.verify import verify
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
@@ -44,7 +44,7 @@ def body(rank, world_size, words, is_wrong):
 
 def forget_plans():
     """Plans are made once for a configuration, which says nothing of styles."""
-    make_plan.__globals__["_made"].cache_clear()
+    make_plan.__globals__["_make_plan"].cache_clear()
 
 
 def test_a_wrong_style_passes_verify_and_fails_the_proof(gang, tmp_path):
@@ -58,7 +58,9 @@ def test_a_wrong_style_passes_verify_and_fails_the_proof(gang, tmp_path):
         verify(plan)
         block = next(kind for kind in plan.kinds if kind.is_block)
         norm = next(p for p in block.parameters if p.name == "attention.q_norm.weight")
-        assert norm.gradient("tp") is Gradient.EQUAL and not any("q_norm" in str(one.parameters) for one in plan.sums)
+        assert norm.gradient("tp") is GradientPlacement.EQUAL and not any(
+            "q_norm" in str(one.parameters) for one in plan.sums
+        )
         right, wrong = (prove_with(gang(2).run(body, words, is_wrong), config) for is_wrong in (False, True))
     assert right.passed and not wrong.passed
     said = "\n".join(render(wrong))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.config.rules_compression import idle_notes
+from meshwright.config.rules_compression import no_effect_notes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.build_job import build_job
@@ -196,17 +196,17 @@ def test_one_rank_sends_nothing_to_be_compressed():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), ["comm.gradients = loco4 changes nothing", "comm.weights = int8 changes nothing"]),
-        (("mesh.dp_replicate=2",), ["comm.weights = int8 changes nothing"]),
+        ((), ["comm.gradients = loco4 has no effect", "comm.weights = int8 has no effect"]),
+        (("mesh.dp_replicate=2",), ["comm.weights = int8 has no effect"]),
         (("mesh.dp_shard=2",), []),
         (("comm.gradients=exact", "comm.weights=exact"), []),
     ],
 )
 def test_what_has_nothing_to_do_is_told(words, said):
-    found = list(idle_notes(load_words((LOCO, INT8, *words))))
+    found = list(no_effect_notes(load_words((LOCO, INT8, *words))))
     assert [note.partition(":")[0] for note in found] == said
 
 
 def test_a_run_of_one_rank_says_that_nothing_is_compressed(tmp_path):
     notes = whole_run(0, 1, ("train.steps=1", "train.sample_tokens=0", LOCO), tmp_path, None)
-    assert [note for note in notes if "comm.gradients = loco4 changes nothing" in note]
+    assert [note for note in notes if "comm.gradients = loco4 has no effect" in note]

@@ -127,7 +127,7 @@ def ended(words, out, moment):
     num_ranks = config.mesh.axes().num_ranks()
     with pytest.raises(RunError) as caught:
         launch(signalling_body, (spec, moment, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None,
-               describe_action=make_plan(config).action_words)  # fmt: skip
+               describe_action=make_plan(config).describe_action)  # fmt: skip
     assert time.monotonic() - float((out / "at").read_text()) < LIMIT_S
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
     assert caught.value.exit_code == 1 and "--resume auto" in caught.value.fix
@@ -137,7 +137,7 @@ def ended(words, out, moment):
 def place_of(words, moment):
     config = load(None, [*STEPS, *words])
     position = row_of(config, moment.rank).index(moment.action)
-    return f"in step {moment.step}, action {position + 1} ({make_plan(config).action_words(moment.rank, position)})"
+    return f"in step {moment.step}, action {position + 1} ({make_plan(config).describe_action(moment.rank, position)})"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.errors import ConfigError, InputError, LayoutError
 from meshwright.plan.compare import hashes
-from meshwright.plan.load_plan import adopt_plan
+from meshwright.plan.load_plan import load_plan
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
@@ -84,7 +84,7 @@ def train(rank, world_size, words, change, folder):
     if change:
         path = folder / f"plan-{rank}.json"
         path.write_text(to_json(changed(plan, change)), "utf-8")
-        plan = adopt_plan(path, config)
+        plan = load_plan(path, config)
     job, step = job_of(config, rank, world_size, plan)
     calls = {}
     for part in job.parts().values():
@@ -161,7 +161,7 @@ def test_units_that_are_kept_are_gathered_once_a_step(gang, corpus):
 
 
 WRONG = {
-    "another model": (["model.dim=64", "model.head_dim=16"], None, ConfigError, "of another model"),
+    "another model": (["model.dim=64", "model.head_dim=16"], None, ConfigError, "for another model"),
     "another mesh": (["mesh.dp_shard=4", "train.global_batch=16"], None, ConfigError, "mesh.atoms"),
     "another batch": (["train.global_batch=16"], None, ConfigError, "batch.global_batch"),
     "frozen": (["train.freeze=embed.*"], None, ConfigError, ".trained"),
@@ -173,10 +173,10 @@ WRONG = {
             one.update(elements=3 * one["elements"]) for kind in tree["kinds"] for one in kind["collectives"]
         ],
         ConfigError,
-        "other collectives",
+        "collectives in the plan differs",
     ),
     "activations of nobody": ([], lambda tree: tree["kinds"][1].update(saved_elements=5), ConfigError, "saved_el"),
-    "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of 'blocks'"),
+    "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of kind 'blocks'"),
     "no plan": ([], lambda tree: tree.clear(), ConfigError, ""),
     "a wrong one": ([], lambda tree: tree["stages"][0]["root"]["parameters"].pop(), LayoutError, "in no unit"),
 }
@@ -192,14 +192,14 @@ def test_a_plan_that_does_not_fit_is_refused_with_a_fix(tmp_path, case):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(tree), "utf-8")
     with pytest.raises(kind) as caught:
-        adopt_plan(path, load_words([*words, *more]))
+        load_plan(path, load_words([*words, *more]))
     error = caught.value
     assert what in error.what + error.where and str(path) in error.where and error.rule and error.fix
 
 
 def test_a_file_that_can_t_be_read(tmp_path):
     with pytest.raises(InputError) as caught:
-        adopt_plan(tmp_path / "no.json", load_words(WORDS))
+        load_plan(tmp_path / "no.json", load_words(WORDS))
     assert "meshwright plan" in caught.value.fix
 
 

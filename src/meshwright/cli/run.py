@@ -31,7 +31,7 @@ def run(
     from meshwright import api
     from meshwright.config.facts_for_family import run_facts
     from meshwright.plan.load_config import load
-    from meshwright.plan.load_plan import adopt_plan
+    from meshwright.plan.load_plan import load_plan
     from meshwright.train.launch.launcher import context_from_environment, run_as_rank
 
     path = path_of("--out", out)
@@ -49,7 +49,7 @@ def run(
     if context is None:
         api.run(config, out=path, resume=resume, plan=plan_path, reporter=reporter, on_interrupt=_say_stopping, say=say)
         return
-    plan = None if plan_path is None else adopt_plan(plan_path, config)
+    plan = None if plan_path is None else load_plan(plan_path, config)
     say("reading the data")
     config.family.open_data(run_facts(config))
     run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))

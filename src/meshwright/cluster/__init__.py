@@ -1,1 +1,1 @@
-"""Hardware facts as data: devices, the links between them, and presets."""
+"""Hardware descriptions: devices, the links between them, and cluster presets."""

@@ -1,4 +1,4 @@
-"""This machine: its cores and its memory. Torch-free."""
+"""CPU cores and memory of this machine. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def num_cores() -> int:
-    """CPU cores this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_bytes() -> int | None:
-    """Memory and swap of this machine, or of the container if it has less; None where that can't be read."""
+def host_memory_bytes() -> int | None:
+    """Return memory plus swap of this machine, or the container's limit if lower; None if it can't be read."""
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     except OSError:
@@ -27,5 +27,5 @@ def machine_bytes() -> int | None:
 def _limit(path: Path) -> int | None:
     try:
         return int(path.read_text("ascii"))
-    except (OSError, ValueError):  # there is none; cgroups say `max`
+    except (OSError, ValueError):  # no limit: the file is missing or says `max`
         return None

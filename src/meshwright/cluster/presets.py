@@ -1,4 +1,4 @@
-"""Clusters by name, from `presets.toml`: figures, with the place that each was published."""
+"""Cluster presets by name, read from `presets.toml` with the source of each figure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.units import GIB
 
 
 def preset_names() -> list[str]:
-    """The names that `cluster_preset` takes, in the file's order."""
+    """Return the preset names that `cluster_preset` accepts, in the file's order."""
     return list(_read()["clusters"])
 
 
 def cluster_preset(name: str) -> Cluster:
-    """The cluster of that name; upper or lower case.
+    """Return the cluster preset of this name, ignoring case.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the preset is unknown.
     """
     tables = _read()
     key = name.upper()
@@ -44,9 +44,9 @@ def cluster_preset(name: str) -> Cluster:
 
 
 def device_for(cuda_name: str) -> Device | None:
-    """The device that `torch.cuda.get_device_name` names, as in `NVIDIA H200`; None when it is in no preset.
+    """Return the device for a name from `torch.cuda.get_device_name`, such as `NVIDIA H200`; None if no preset has it.
 
-    Names match whole: variants (PCIe, NVL, a MIG slice) have other rates under names that begin alike.
+    Names must match exactly: variants (PCIe, NVL, a MIG slice) have different rates but share a prefix.
     """
     short = cuda_name.removeprefix("NVIDIA ")
     for table in _read()["clusters"].values():

@@ -1,8 +1,7 @@
-"""What a cluster is, as values: a device, the links that join devices, and how many share a node.
+"""Description of a cluster: a device, the links that connect devices, and the number of devices per node.
 
-Peak rates are what the vendor publishes for dense operands; what a kernel reaches of them is a matter of
-calibration, not of this file. Every quantity is a device's own: a link's bandwidth is what one device sends in
-one direction.
+Peak rates are the vendor's figures for dense operands; the fraction that kernels reach is a matter of calibration, not
+of this file. All quantities are per device: a link's bandwidth is that of one device in one direction.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from meshwright.errors import ConfigError
 
 
 class Rate(StrEnum):
-    """Number formats that devices have separate peak rates for. TF32 is float32 operands on tensor cores."""
+    """Number formats with separate peak rates. TF32 means float32 operands on tensor cores."""
 
     FP64 = "fp64"
     FP32 = "fp32"
@@ -31,11 +30,11 @@ class Device:
     """One accelerator, or one CPU process.
 
     Attributes:
-        peak_flops: floating-point operations a second by number format, dense.
-        memory_bytes: memory as the data sheet rounds it; CUDA shows one or two per cent less.
-        memory_bandwidth_bytes_per_s: reads and writes together.
-        launch_overhead_us: time from one kernel's launch to the next, when the host is the bottleneck.
-        source: where the figures come from.
+        peak_flops: dense floating-point operations per second, by number format.
+        memory_bytes: memory as rounded by the data sheet; CUDA reports one or two percent less.
+        memory_bandwidth_bytes_per_s: total of reads and writes.
+        launch_overhead_us: time between kernel launches when the host is the bottleneck.
+        source: source of the figures.
     """
 
     name: str
@@ -46,29 +45,29 @@ class Device:
     source: str
 
     def peak(self, rate: Rate) -> float:
-        """The peak rate for a number format.
+        """Return the peak rate for a number format.
 
         Raises:
-            ConfigError: the device does not compute in it.
+            ConfigError: the device does not support the format.
         """
         if rate not in self.peak_flops:
             raise ConfigError(
                 f"{self.name} has no {rate} rate",
-                rule=f"it computes in {', '.join(self.peak_flops)}",
-                fix="one of these, or another device",
+                rule=f"it supports {', '.join(self.peak_flops)}",
+                fix="use one of these, or another device",
             )
         return self.peak_flops[rate]
 
 
 @dataclass(frozen=True)
 class Link:
-    """How a device reaches others: `latency_us + bytes / bandwidth` for a message.
+    """A link between devices; a message takes `latency_us + bytes / bandwidth`.
 
     Attributes:
         bandwidth_bytes_per_s: of one port, in one direction.
-        ports: transfers to different devices that a device drives at once, each at the full bandwidth. A switch
-            that spreads every transfer over all of a device's lanes is one port.
-        source: where the figures come from.
+        ports: number of concurrent transfers to different devices, each at full bandwidth. A switch that spreads
+            each transfer over all lanes of a device counts as one port.
+        source: source of the figures.
     """
 
     name: str
@@ -78,13 +77,13 @@ class Link:
     source: str
 
     def time_us(self, num_bytes: float) -> float:
-        """Time of one message through one port."""
+        """Return the time of one message through one port."""
         return self.latency_us + num_bytes / self.bandwidth_bytes_per_s * 1e6
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices. A node is the reach of the fast link: a server, or a whole rack."""
+    """A cluster of identical nodes. A node is the domain of the fast link: a server or an entire rack."""
 
     name: str
     device: Device
@@ -93,5 +92,6 @@ class Cluster:
     between_nodes: Link
 
     def link(self, num_devices: int) -> Link:
-        """The slowest link that a group of `num_devices` neighbours, starting at a node's first, uses."""
+        """Return the slowest link used by a group of `num_devices` consecutive devices starting at the first of a
+        node."""
         return self.inside_node if num_devices <= self.devices_per_node else self.between_nodes

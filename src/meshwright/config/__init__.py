@@ -1,1 +1,1 @@
-"""The whole run as one validated value."""
+"""The configuration of a run as one validated value."""

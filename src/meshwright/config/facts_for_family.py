@@ -1,4 +1,5 @@
-"""What a run's family is told of it, and the model that the family describes."""
+"""Conversion of a configuration into the facts that its model family gets, and the family's description of the
+model."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from meshwright.models.contract.run_facts import DataFacts, RunFacts
 
 
 def run_facts(config: RunConfig) -> RunFacts:
-    """The part of a run that families may know."""
+    """Return the facts of a run that are passed to its family."""
     train = config.train
     return RunFacts(
         sections=config.family_sections(),
@@ -28,10 +29,10 @@ def run_facts(config: RunConfig) -> RunFacts:
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
-    """The model of a run."""
-    return _described(config)
+    """Return the description of a run's model."""
+    return _cached_model_facts(config)
 
 
 @lru_cache(maxsize=16)
-def _described(config: RunConfig) -> ModelFacts:
+def _cached_model_facts(config: RunConfig) -> ModelFacts:
     return config.family.describe(run_facts(config))

@@ -1,6 +1,7 @@
-"""From a preset's name or a TOML file and `section.key=value` words to one validated `RunConfig`.
+"""Loading of a preset or a TOML file with `section.key=value` overrides into one validated `RunConfig`.
 
-Keeps where each key was set, so that an error can say so. Torch-free: errors answer in a fraction of a second.
+Tracks where each key was set, so that errors can name it. Doesn't import torch, so that errors are reported in a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from meshwright.config.overlay import Draft, shorten
+from meshwright.config.overlay import ConfigOverlay, shorten
 from meshwright.config.rules import Rules, check, repair
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
 from meshwright.settings.section import sections_in
-from meshwright.settings.violation import as_word, as_words
+from meshwright.settings.violation import format_fix, format_value
 
 DEFAULT_PRESET = "llama-tiny"
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that come with the package."""
+    """Return the names of the presets that ship with the package."""
     files = resources.files("meshwright.config").joinpath("presets").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
@@ -41,51 +42,52 @@ def load(
     num_ranks: int | None = None,
     rules: Rules | None = None,
 ) -> RunConfig:
-    """Read a preset or a file, apply the command line's words, validate, and check the cross-section rules.
+    """Load a preset or a file, apply the command line's overrides, validate, and check the cross-section rules.
 
     Args:
         source: a preset's name or the path of a TOML file; the default preset when None.
-        overrides: `section.key=value` words; values are TOML, and a bare word is a string.
-        defaults: words of the same form that a verb sets; source and overrides go over them.
-        num_ranks: ranks that a launcher started, None when the verb starts them.
-        rules: what to check besides types; those of the configuration alone when None.
+        overrides: `section.key=value` arguments; values are TOML, and a bare word is a string.
+        defaults: overrides that a verb sets; source and overrides take precedence.
+        num_ranks: number of ranks that a launcher started; None if the verb starts them.
+        rules: rules to check besides types; by default those of `config.rules`.
 
     Raises:
-        ConfigError: an unknown preset, family, key or type; LayoutError: a mesh that does not fit.
+        ConfigError: a preset, family or key is unknown, or a value is invalid.
+        LayoutError: the mesh does not fit.
     """
     source = source or DEFAULT_PRESET
-    label, tree = _read(source)
-    keys = _Keys(_kind_of(tree, label, [*defaults, *overrides]), rules)
-    draft = Draft()
+    label, tree = _read_source(source)
+    keys = _FamilyKeys(_kind_of(tree, label, [*defaults, *overrides]), rules)
+    overlay = ConfigOverlay()
     for word in defaults:
-        keys.set(draft, word, origin="default of this command")
-    keys.put(draft, "", tree, origin=label)
+        keys.set(overlay, word, origin="default of this command")
+    keys.put(overlay, "", tree, origin=label)
     for word in overrides:
-        keys.set(draft, word, origin="command line")
-    keys.check_foreign()
-    draft.values.setdefault("name", Path(source).stem)
-    draft.values.setdefault("model", {})["kind"] = keys.kind
+        keys.set(overlay, word, origin="command line")
+    keys.check_other_families()
+    overlay.values.setdefault("name", Path(source).stem)
+    overlay.values.setdefault("model", {})["kind"] = keys.kind
     try:
-        config = keys.type.model_validate(draft.values)
+        config = keys.type.model_validate(overlay.values)
     except ValidationError as error:
-        raise _explain(error, draft, keys, num_ranks=num_ranks) from None
-    check(config, draft.origins, num_ranks=num_ranks, rules=rules)
+        raise _validation_error(error, overlay, keys, num_ranks=num_ranks) from None
+    check(config, overlay.origins, num_ranks=num_ranks, rules=rules)
     return config
 
 
 def known_keys(kind: str | None = None) -> list[str]:
-    """Every dotted key of a run of one family; of the default preset's when None."""
+    """Return all dotted keys of a family's runs; by default of the default preset's family."""
     return list(_fields(kind or default_kind()))
 
 
 def default_kind() -> str:
-    """The family of what names none: the default preset's."""
-    kind: str = _read(DEFAULT_PRESET)[1]["model"]["kind"]
+    """Return the default family, that of the default preset."""
+    kind: str = _read_source(DEFAULT_PRESET)[1]["model"]["kind"]
     return kind
 
 
 def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
-    """The family that a file and words ask for, the last one to do so."""
+    """Return the family that the file and the overrides select; the last one wins."""
     model = tree.get("model")
     kind, origin = (model.get("kind"), label) if isinstance(model, Mapping) else (None, label)
     fallback = default_kind() if kind is None else kind
@@ -106,18 +108,18 @@ def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
 
 @cache
 def _fields(kind: str) -> Mapping[str, Any]:
-    """The field of every dotted key of a run of a family."""
+    """Return the fields of all keys of a family's runs, by dotted name."""
     return {key: field for key, field, is_section in _walk(run_type(kind), "") if not is_section}
 
 
 @cache
 def _sections(kind: str) -> Mapping[str, Any]:
-    """The field of every section, by its dotted name."""
+    """Return the fields of all sections of a family's runs, by dotted name."""
     return {key: field for key, field, is_section in _walk(run_type(kind), "") if is_section}
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, bool]]:
-    """Name and field of all keys and sections, and whether it is a section."""
+    """Yield dotted name, field, and whether it is a section, for all keys and sections."""
     for name, field in model.model_fields.items():
         nested = sections_in(field.annotation)
         yield f"{prefix}{name}", field, bool(nested)
@@ -125,7 +127,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, bool]
             yield from _walk(section, f"{prefix}{name}.")
 
 
-def _read(source: str) -> tuple[str, dict[str, Any]]:
+def _read_source(source: str) -> tuple[str, dict[str, Any]]:
     path = Path(source)
     if source in preset_names():
         text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
@@ -133,19 +135,19 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
     elif path.suffix == ".toml" and path.is_file():
         text, label = path.read_bytes(), source
     else:
-        raise _no_source(source)
+        raise _unknown_source(source)
     try:
-        return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors mark UTF-8 at its beginning
+        return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors write a byte-order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"not TOML: {error}",
             where=label,
-            rule="a run is described in TOML",
-            fix=f"meshwright presets {DEFAULT_PRESET} prints such a file with all keys",
+            rule="a run is configured in TOML",
+            fix=f"meshwright presets {DEFAULT_PRESET} prints a valid file with all keys",
         ) from None
 
 
-def _no_source(source: str) -> ConfigError:
+def _unknown_source(source: str) -> ConfigError:
     path = Path(source)
     is_file = path.suffix == ".toml"
     state = " (a directory)" if path.is_dir() else " (no such file)" if is_file else ""
@@ -159,74 +161,76 @@ def _no_source(source: str) -> ConfigError:
     )
 
 
-class _Keys:
-    """The keys of a run of one family: sets them in a draft, and explains those that there are not."""
+class _FamilyKeys:
+    """Keys of one family's runs: sets them in an overlay, and explains unknown ones."""
 
     def __init__(self, kind: str, rules: Rules | None) -> None:
         self.kind, self.rules = kind, rules
         self.type = run_type(kind)
-        self._foreign: dict[str, ConfigError] = {}
-        """Keys of other families that ask for something, by what is said of them."""
+        self._unread_keys: dict[str, ConfigError] = {}
+        """Errors for keys of other families that have a non-default value, by key."""
 
-    def set(self, draft: Draft, word: str, *, origin: str) -> None:
-        """One `section.key=value` word."""
+    def set(self, overlay: ConfigOverlay, word: str, *, origin: str) -> None:
+        """Set one `section.key=value` override."""
         key, equals, text = word.partition("=")
         if not equals or not key:
             is_source = word in preset_names() or word.endswith(".toml")
             raise ConfigError(
                 f"{shorten(word)!r} is not an override",
                 where=origin,
-                rule="an override is section.key=value; a preset or a file comes first, before all of them",
+                rule="an override has the form section.key=value; a preset or a file comes first, before the overrides",
                 fix=f"name {word} first" if is_source else f"{self._nearest(key) or 'train.steps'}=…",
             )
         field = _fields(self.kind).get(key) or _sections(self.kind).get(key)
-        self.put(draft, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
+        self.put(overlay, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
 
-    def put(self, draft: Draft, key: str, value: Any, *, origin: str) -> None:
-        """Set a key, or all keys of a section given whole; `key` is empty for the whole configuration."""
+    def put(self, overlay: ConfigOverlay, key: str, value: Any, *, origin: str) -> None:
+        """Set a key, or all keys of a section given as a mapping; an empty `key` stands for the entire
+        configuration."""
         if key in _fields(self.kind):
-            draft.put(key, value, origin)
+            overlay.put(key, value, origin)
             return
         sections = _sections(self.kind)
         if isinstance(value, Mapping) and (not key or key in sections):
             if not value:
-                draft.put(key, {}, origin) if key else None
+                overlay.put(key, {}, origin) if key else None
             for name, inner in value.items():
-                self.put(draft, f"{key}.{name}" if key else name, inner, origin=origin)
+                self.put(overlay, f"{key}.{name}" if key else name, inner, origin=origin)
         elif key in sections and value is None:
-            draft.put(key, None, origin)
+            overlay.put(key, None, origin)
         elif key in sections:
             first = next(name for name in _fields(self.kind) if name.startswith(f"{key}."))
             raise ConfigError(
                 f"{key} is a section, not a key",
                 where=f"{origin}, {key}",
-                rule="a section's keys are set one by one",
+                rule="the keys of a section are set individually",
                 fix=f"{first}=…",
             )
         else:
-            self._put_foreign(key, value, origin)
+            self._put_other_family(key, value, origin)
 
-    def _put_foreign(self, key: str, value: Any, origin: str) -> None:
-        """A key of another family: at its default it asks for nothing, as in files of runs saved before.
+    def _put_other_family(self, key: str, value: Any, origin: str) -> None:
+        """Accept a key of another family at its default value, where it has no effect, as in files of runs saved
+        earlier.
 
         Raises:
-            ConfigError: it is one of the model's, or no family has it.
+            ConfigError: the key belongs to the section `model`, or no family has it.
         """
         leaf, value = _first_leaf(key, value)
         others = [kind for kind in family_names() if leaf in _fields(kind)]
         if not others:
             raise self._unknown(leaf, origin)
         if leaf.startswith("model."):
-            # A preset's keys can't be left out: there the kind is what was set wrongly.
+            # A preset's keys can't be removed by the user, so the wrong setting is the kind.
             is_of_preset = origin.startswith("preset ")
             raise ConfigError(
-                f"a {self.kind} has no {leaf}",
+                f"{self.kind} models have no {leaf}",
                 where=f"{origin}, {leaf}",
                 rule=f"model.kind={self.kind} has the keys "
                 + ", ".join(k for k in _fields(self.kind) if k.startswith("model.")),
-                fix=f"leave model.kind={self.kind} out, or start from a preset of a {self.kind}"
+                fix=f"remove model.kind={self.kind}, or start from a preset for {self.kind}"
                 if is_of_preset
-                else f"leave {leaf} out",
+                else f"remove {leaf}",
             )
         leaves = _leaves(key, value) if key != leaf else [(leaf, value)]
         owners = " or ".join(others)
@@ -234,22 +238,22 @@ class _Keys:
             field = _fields(others[0]).get(name)
             if field is None:
                 raise self._unknown(name, origin)
-            self._foreign.pop(name, None)
+            self._unread_keys.pop(name, None)
             if found != field.default:
-                self._foreign[name] = ConfigError(
-                    f"{name} = {as_word(found)} has no effect",
+                self._unread_keys[name] = ConfigError(
+                    f"{name} = {format_value(found)} has no effect",
                     where=f"{origin}, {name}",
-                    rule=f"it is for a {owners}, and model.kind is {self.kind}",
-                    fix=f"{name}={as_word(field.default)} or leave {name} out, or start from a preset of a {owners}",
+                    rule=f"it applies to {owners} models, and model.kind is {self.kind}",
+                    fix=f"{name}={format_value(field.default)} or remove {name}, or start from a preset for {owners}",
                 )
 
-    def check_foreign(self) -> None:
-        """See that no key of another family asks for something in the end.
+    def check_other_families(self) -> None:
+        """Raise if a key of another family still has a non-default value.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: such a key has no effect.
         """
-        for error in self._foreign.values():
+        for error in self._unread_keys.values():
             raise error
 
     def _unknown(self, key: str, origin: str) -> ConfigError:
@@ -259,13 +263,13 @@ class _Keys:
                 f"the section {section} is not available yet",
                 where=where,
                 rule=f"this version has the sections {', '.join(self.type.model_fields)}",
-                fix=f"leave {shorten(key)} out",
+                fix=f"remove {shorten(key)}",
             )
         near = self._nearest(key)
         return ConfigError(
             f"unknown key {shorten(key)}",
             where=where,
-            rule="keys are those of docs/config.md",
+            rule="docs/config.md lists all keys",
             fix=f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys",
         )
 
@@ -276,7 +280,7 @@ class _Keys:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values in a table."""
+    """Yield the dotted keys and values of a nested mapping."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
@@ -285,7 +289,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
-    """The first key in a table of an unknown section, which says more than the section's name; and the table."""
+    """Return the first leaf key of a table, which is more specific than the section's name, and the value."""
     leaf, inner = key, value
     while isinstance(inner, Mapping) and inner:
         name, inner = next(iter(inner.items()))
@@ -294,9 +298,11 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """A TOML value; what TOML can't read is a string, so paths and names need no quotes. `none` unsets a key.
+    """Parse a TOML value; text that isn't valid TOML is taken as a string, so paths and names need no quotes. `none`
+    unsets a key.
 
-    Where a string belongs a word is one, whatever else TOML would read it as: `data.source=2024` is a file's name.
+    For keys of type string, text stays a string even if TOML would parse it as another type: `data.source=2024` is a
+    file name.
     """
     kinds = get_args(annotation) or (annotation,)
     if type(None) in kinds and text.lower() in ("none", "null"):
@@ -307,13 +313,15 @@ def _parse_value(text: str, annotation: Any) -> Any:
         tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    is_more = len(tree) > 1  # a line end in the word, and another key after it
+    is_more = len(tree) > 1  # the text has a newline followed by another key
     wanted = (str, list) if get_origin(annotation) is tuple else (str,)
     return text if is_more or (str in kinds and not isinstance(tree["value"], wanted)) else tree["value"]
 
 
-def _explain(error: ValidationError, draft: Draft, keys: _Keys, *, num_ranks: int | None) -> ConfigError:
-    """The first of pydantic's complaints as one of our errors."""
+def _validation_error(
+    error: ValidationError, overlay: ConfigOverlay, keys: _FamilyKeys, *, num_ranks: int | None
+) -> ConfigError:
+    """Convert pydantic's first error into a `ConfigError`."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
     items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
@@ -323,26 +331,26 @@ def _explain(error: ValidationError, draft: Draft, keys: _Keys, *, num_ranks: in
     allowed = first.get("ctx", {}).get("expected")
     return ConfigError(
         f"{key}{items} = {shorten(repr(first['input']))} is not allowed here",
-        where=f"{draft.origins.get(key, 'default')}, {key}",
+        where=f"{overlay.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
-        fix=_way_back(draft, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
+        fix=_restoring_fix(overlay, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
     )
 
 
-def _way_back(draft: Draft, keys: _Keys, key: str, default: Any, *, num_ranks: int | None) -> str:
-    """The word that sets a key to what stood there before, or to its default, whichever makes a valid run."""
+def _restoring_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: Any, *, num_ranks: int | None) -> str:
+    """Return the override that restores a key's previous value or its default, whichever gives a valid run."""
     choices = [(default, "the default")]
-    if key in draft.replaced:
-        value, origin = draft.replaced[key]
+    if key in overlay.replaced:
+        value, origin = overlay.replaced[key]
         choices.insert(0, (value, f"as in {origin}"))
     for value, what in choices:
         try:
-            config = keys.type.model_validate(draft.with_value(key, value))
+            config = keys.type.model_validate(overlay.with_value(key, value))
         except ValidationError:
             continue
         more = repair(config, num_ranks, keys.rules)
         if more is not None:
-            word = f"{key}={as_word(value)} ({what})"
-            return f"{word} with {as_words(more)}" if more else word
+            word = f"{key}={format_value(value)} ({what})"
+            return f"{word} with {format_fix(more)}" if more else word
     value, what = choices[0]
-    return f"{key}={as_word(value)} ({what})"
+    return f"{key}={format_value(value)} ({what})"

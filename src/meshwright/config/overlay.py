@@ -1,4 +1,4 @@
-"""A configuration being put together: values not yet validated, where each was set, and what stood there before."""
+"""A configuration under construction: unvalidated values, where each was set, and the previous value."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MAX_SHOWN = 80
 
 
 @dataclass
-class Draft:
-    """Values by section, as pydantic takes them."""
+class ConfigOverlay:
+    """Nested values by section, in the form that pydantic validates."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Where each dotted key was set last."""
+    """Origin of the last setting of each dotted key."""
     replaced: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Value and origin of each dotted key before it was set last."""
+    """Previous value and origin of each dotted key."""
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set one dotted key."""
@@ -27,20 +27,20 @@ class Draft:
         self.origins[key] = origin
 
     def with_value(self, key: str, value: Any) -> dict[str, Any]:
-        """All values, but one another."""
+        """Return a copy of all values with one of them replaced."""
         values = copy.deepcopy(self.values)
         _replace(values, key, value)
         return values
 
 
 def shorten(text: str) -> str:
-    """`text`, without its middle where it is too long to be read."""
+    """Shorten long text by cutting its middle."""
     half = (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]} … {text[-half:]}"
 
 
 def _replace(values: dict[str, Any], key: str, value: Any) -> tuple[Any] | None:
-    """Set a dotted key in nested values; what was there, if anything was."""
+    """Set a dotted key in nested values; return the previous value as a 1-tuple, or None if there was none."""
     *sections, name = key.split(".")
     for section in sections:
         child = values.get(section)

@@ -1,4 +1,4 @@
-"""Rules of compressed gradients and weights: what a codec takes, and the ranks that share weights or a node."""
+"""Rules for compressed gradients and weights: dtypes that codecs support, secondary shards, and ranks per node."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from meshwright.settings.violation import Fix, Violation
 
 
 def lossy_keys(config: RunConfig) -> list[str]:
-    """The keys of `comm` by which something is lost on the way."""
+    """Return the keys of `comm` that select lossy compression."""
     return [f"comm.{use}" for use in (Use.GRADIENTS, Use.WEIGHTS) if is_lossy(getattr(config.comm, use))]
 
 
 def lossless_value(key: str) -> str:
-    """The value of `key`, one of the above, by which a run computes what it would without compression."""
+    """Return the lossless value of `key`, one of `lossy_keys`."""
     return lossless_names(Use(key.removeprefix("comm.")))[-1]
 
 
-def idle_notes(config: RunConfig) -> Iterator[str]:
-    """What `comm` asks for of bytes that no rank sends, for people."""
+def no_effect_notes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each setting of `comm` that has no effect because no rank sends such bytes."""
     comm, mesh = config.comm, config.mesh
     if comm.gradients != EXACT and mesh.axes().data_parallel() == 1:
-        yield f"comm.gradients = {comm.gradients} changes nothing: with dp_replicate = dp_shard = 1 none are reduced"
+        yield f"comm.gradients = {comm.gradients} has no effect: dp_replicate = dp_shard = 1, so none are reduced"
     if comm.weights != EXACT and mesh.dp_shard == 1:
-        yield f"comm.weights = {comm.weights} changes nothing: with dp_shard = 1 none are gathered"
+        yield f"comm.weights = {comm.weights} has no effect: dp_shard = 1, so none are gathered"
 
 
 def comm_violations(config: RunConfig) -> Iterator[Violation]:
-    """The rules of `comm` that `config` violates."""
+    """Yield violations of the rules for `comm`."""
     for key in lossy_keys(config) if config.train.precision == "float64" else ():
         yield Violation(
             ConfigError,
             f"{key} = {getattr(config.comm, key.split('.')[1])} with train.precision = float64",
             key,
-            "what loses digits on the way takes float32 and bfloat16",
+            "lossy codecs support float32 and bfloat16 only",
             [{key: lossless_value(key)}, {"train.precision": "float32"}],
         )
     yield from _secondary_shards(config)
@@ -54,7 +54,7 @@ def _secondary_shards(config: RunConfig) -> Iterator[Violation]:
             LayoutError,
             f"comm.secondary_shards = {size} and mesh.dp_shard = {ranks}",
             "comm.secondary_shards",
-            "dp_shard is divided into several groups of as many ranks, which each keep a whole copy of the weights",
+            "dp_shard is split into two or more equal groups, each of which keeps a full copy of the weights",
             [*nearest, {"mesh.dp_shard": 2 * size}, {"comm.secondary_shards": None}],
         )
     if not config.mesh.reshard_after_forward:
@@ -62,7 +62,7 @@ def _secondary_shards(config: RunConfig) -> Iterator[Violation]:
             ConfigError,
             f"comm.secondary_shards = {size} with mesh.reshard_after_forward = false",
             "comm.secondary_shards",
-            "weights that stay gathered until the backward are not divided again",
+            "weights that stay unsharded until the backward pass are not resharded",
             [{"mesh.reshard_after_forward": True}, {"comm.secondary_shards": None}],
         )
 
@@ -75,6 +75,6 @@ def _nodes(config: RunConfig) -> Iterator[Violation]:
             LayoutError,
             f"comm.ranks_per_node = {size} does not divide {ranks} ranks",
             "comm.ranks_per_node",
-            "every node has as many ranks",
+            "all nodes have the same number of ranks",
             [{"comm.ranks_per_node": min(fitting, key=lambda n: abs(n - size))}, {"comm.ranks_per_node": None}],
         )

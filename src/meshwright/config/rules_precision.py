@@ -1,4 +1,4 @@
-"""Rules of numbers that must not vanish in what they are computed in."""
+"""Rules for values that must not underflow in the compute dtype."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.errors import ConfigError
 from meshwright.settings.violation import Violation
 
 SMALLEST_FLOAT32 = 2.0**-126
-"""The smallest normal one: devices may take smaller ones for 0."""
+"""The smallest normal float32; devices may flush subnormal numbers to zero."""
 
 
-def number_violations(config: RunConfig) -> Iterator[Violation]:
-    """The epsilons that are 0 where they are added, so that 0 is divided by 0."""
+def precision_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation for each epsilon that would underflow to zero and cause a division by zero."""
     if config.train.precision == "float64":
         return
     for section, name in ((config.train, "eps"), (config.model, "norm_eps")):
@@ -24,7 +24,7 @@ def number_violations(config: RunConfig) -> Iterator[Violation]:
                 ConfigError,
                 f"{key} = {value} is 0 in float32",
                 key,
-                f"an epsilon keeps 0 from being divided by 0: with train.precision = {config.train.precision} "
-                f"it is at least {SMALLEST_FLOAT32:.3g}",
+                f"an epsilon prevents division by zero: with train.precision = {config.train.precision} "
+                f"it must be at least {SMALLEST_FLOAT32:.3g}",
                 [{key: type(section).model_fields[name].default}, {"train.precision": "float64"}],
             )

@@ -1,7 +1,7 @@
-"""The run's own sections and keys, their types, defaults and meaning; a family brings `model` and what else it needs.
+"""Sections and keys of the configuration with types, defaults and meaning; a family adds `model` and further sections.
 
-Frozen pydantic models that refuse unknown keys. What a key means stands once, in its description; `docs/config.md` is
-written from these. Rules that cross sections live in `rules`, reading of files and command lines in `load`.
+Frozen pydantic models that reject unknown keys. The meaning of a key is documented once, in its description, from which
+`docs/config.md` is generated. `rules` has the cross-section rules, `load` reads files and command lines.
 """
 
 from __future__ import annotations
@@ -19,147 +19,160 @@ from meshwright.settings.section import Counts, ModelSection, Names, Section
 
 
 class DataConfig(Section):
-    """Where the text or the pictures come from."""
+    """Source of the text, images or videos."""
 
     source: str = Field(
         "stdlib",
         description="text: stdlib (this Python's own source files), a glob of text files, or a token file "
-        "(.npy, or .bin of data.token_dtype); pictures: digits, digits-video, or a glob of image files",
+        "(.npy, or .bin of data.token_dtype); images and videos: digits, digits-video, or a glob of image files",
     )
-    tokenizer: str = Field("bytes", description="bytes, or the path of a Hugging Face tokenizer.json")
+    tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
     cache_dir: str | None = Field(
-        None, min_length=1, description="where tokenised text is kept; ~/.cache/meshwright when not given"
+        None, min_length=1, description="cache directory of tokenized text; ~/.cache/meshwright by default"
     )
 
 
 class MeshConfig(Section):
-    """How many ranks divide the work, and in which ways."""
+    """Sizes of the mesh axes and options of the parallelism over them."""
 
-    pp: int = Field(1, ge=1, description="ranks that divide the layers (pipeline parallel)")
-    dp_replicate: int = Field(1, ge=1, description="replicas of the sharded model (HSDP)")
-    dp_shard: int = Field(1, ge=1, description="ranks that shard parameters, gradients and optimizer state (FSDP2)")
-    cp: int = Field(1, ge=1, description="ranks that divide the sequence in attention")
-    tp: int = Field(1, ge=1, description="ranks that divide each matrix product (tensor parallel)")
-    ep: int = Field(1, ge=1, description="expert-parallel ranks within dp_shard")
-    sequence_parallel: bool = Field(True, description="between tp's products, divide activations along the sequence")
+    pp: int = Field(1, ge=1, description="pipeline-parallel size: ranks that the layers are split over")
+    dp_replicate: int = Field(1, ge=1, description="number of replicas of the sharded model (HSDP)")
+    dp_shard: int = Field(
+        1, ge=1, description="ranks that parameters, gradients and optimizer state are sharded over (FSDP2)"
+    )
+    cp: int = Field(1, ge=1, description="context-parallel size: ranks that the sequence is sharded over")
+    tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that each matrix product is split over")
+    ep: int = Field(1, ge=1, description="expert-parallel size, within dp_shard")
+    sequence_parallel: bool = Field(
+        True, description="shard activations along the sequence between tensor-parallel regions"
+    )
     reshard_after_forward: bool = Field(
-        True, description="free gathered parameters after each block's forward (ZeRO-3) or keep them until backward"
+        True,
+        description="free gathered parameters after each block's forward (ZeRO-3), or keep them until the backward",
     )
 
     def axes(self) -> Axes:
-        """The mesh's axes as a value."""
+        """Return the mesh axes as a value."""
         return Axes(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
 
 
 class TrainConfig(Section):
-    """The training itself."""
+    """Training loop, optimizer, precision and validation."""
 
     steps: int = Field(500, ge=1, description="optimizer steps")
-    global_batch: int = Field(32, ge=1, description="samples a step, over all ranks")
-    num_microbatches: int = Field(1, ge=1, description="parts each rank's share of the batch is worked through in")
-    seq_len: int = Field(256, ge=1, description="tokens a sample of text; a picture has as many as it has patches")
-    seed: int = Field(0, ge=0, lt=2**63, description="decides initial weights and sample order, on every layout alike")
+    global_batch: int = Field(32, ge=1, description="samples per step, over all ranks")
+    num_microbatches: int = Field(
+        1, ge=1, description="micro-batches per step that each rank splits its share of the batch into"
+    )
+    seq_len: int = Field(256, ge=1, description="tokens per text sample; an image has one per patch")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="seed of initial weights and sample order, which don't depend on the layout"
+    )
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "wsd"] = Field(
         "cosine", description="after warm-up: cosine decay, or stable and then linear decay (warm-up–stable–decay)"
     )
     warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up")
     decay_steps: int = Field(100, ge=0, description="length of the final decay of lr_schedule=wsd, in steps")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate over the peak")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="ratio of the final to the peak learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices (norm weights have none)")
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="global gradient norm above which gradients are scaled down; 1e30 never does"
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled weight decay of matrices (not applied to norm weights)"
     )
+    max_grad_norm: float = Field(1.0, gt=0, description="clip gradients to this global norm; 1e30 disables clipping")
     precision: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32", description="compute dtype; bfloat16 keeps float32 master weights, gradients reduced in float32"
+        "float32", description="compute dtype; bfloat16 keeps float32 master weights and reduces gradients in float32"
     )
     compile: bool = Field(False, description="compile the model block by block with torch.compile")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA devices when there are any")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses CUDA devices if available")
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads a rank; cores / local ranks when not given; at most 1024"
+        None, ge=1, le=1024, description="CPU threads per rank, at most 1024; cores / local ranks by default"
     )
-    freeze: Names = Field((), description="parameters that stay as they start, as globs over their names")
-    max_skipped_steps: int = Field(5, ge=0, description="non-finite steps skipped in a row before the run stops")
-    timeout_s: int = Field(600, ge=1, description="seconds a collective may take before the run is ended")
+    freeze: Names = Field((), description="globs over the names of parameters that are not trained")
+    max_skipped_steps: int = Field(
+        5, ge=0, description="consecutive non-finite steps that are skipped before the run stops"
+    )
+    timeout_s: int = Field(600, ge=1, description="seconds before a collective times out and the run is aborted")
     log_every: int = Field(10, ge=1, description="steps between plain progress lines (off a terminal)")
     validate_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
-    validation_samples: int = Field(128, ge=0, description="held-out samples a validation reads; 0 turns it off")
-    sample_tokens: int = Field(120, ge=0, description="tokens of text generated at the end; 0 turns it off")
+    validation_samples: int = Field(128, ge=0, description="held-out samples per validation; 0 disables validation")
+    sample_tokens: int = Field(120, ge=0, description="tokens of text generated at the end; 0 disables sampling")
     trace: bool = Field(
-        False, description="measure each computation of the last step, and leave timelines in the run folder"
+        False, description="time each computation of the last step, and write timelines to the run folder"
     )
-    tensorboard: bool = Field(False, description="also write TensorBoard events into the run folder")
+    tensorboard: bool = Field(False, description="also write TensorBoard events to the run folder")
 
 
 class PipelineConfig(Section):
-    """How the layers are divided over mesh.pp ranks, and the order in which train.num_microbatches run through them."""
+    """Split of the layers over mesh.pp ranks, and the schedule of the micro-batches."""
 
     schedule: str = Field(
         "auto",
-        description="f-then-b, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, v-half, v-min, or the path of a CSV table; "
-        "auto is interleaved where pipeline.chunks is over 1, else 1f1b",
+        description="f-then-b, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, v-half, v-min, or the path to a CSV table; "
+        "auto is interleaved if pipeline.chunks is greater than 1, else 1f1b",
     )
     chunks: int | None = Field(
-        None, ge=1, description="stages a rank; 2 for interleaved and the V-shaped, else 1, when not given"
+        None, ge=1, description="stages per rank; by default 2 for interleaved and V-shaped schedules, else 1"
     )
     layers_per_stage: Counts | None = Field(
-        None, description="blocks of each stage, first stage first; balanced by cost when not given"
+        None, description="number of blocks in each stage, in order; balanced by cost by default"
     )
-    allow_empty_stages: bool = Field(False, description="a stage may have no block")
-    release: bool = Field(True, description="free inputs, outputs and gradients as soon as they can be")
-    poison: bool = Field(False, description="fill freed buffers with NaN, to find what uses them later")
+    allow_empty_stages: bool = Field(False, description="allow stages without blocks")
+    release: bool = Field(True, description="free inputs, outputs and gradients as early as possible")
+    poison: bool = Field(False, description="fill freed buffers with NaN, to detect use after free")
 
 
 class RecomputeConfig(Section):
-    """What is computed again in the backward instead of kept."""
+    """Activation recomputation (checkpointing)."""
 
-    policy: Literal["none", "full"] = Field("none", description="none, or full: each block keeps only its input")
+    policy: Literal["none", "full"] = Field("none", description="none, or full: each block saves only its input")
 
 
 class CommConfig(Section):
-    """In how many bits gradients and weights travel between the ranks of dp_replicate and dp_shard."""
+    """Compression of gradients and weights sent over dp_replicate and dp_shard."""
 
     gradients: GradientMethod = Field(
         "exact",
-        description="exact is FSDP2's own; exact-via-all-to-all is the way of the others without loss; loco4 and loco2 "
-        "carry each step's error into the next (LoCo); the two of 2 bits are for experiments",
+        description="exact uses FSDP2's reduce-scatter; exact-via-all-to-all uses the codecs' path without loss; loco4 "
+        "and loco2 carry each step's error into the next (LoCo); the 2-bit methods are experimental",
     )
     weights: WeightMethod = Field(
-        "exact", description="in what weights are gathered for compute (qwZ); masters stay as they are"
+        "exact", description="codec of weights gathered for compute (qwZ); master weights are not affected"
     )
     inside_node: InsideNodeMethod = Field(
-        "int8", description="in what gradients of fewer bits travel inside a node, when dp_shard spans several (qgZ)"
+        "int8", description="codec of compressed gradients inside a node, if dp_shard spans several (qgZ)"
     )
     ranks_per_node: int | None = Field(
-        None, ge=1, description="neighbouring ranks that count as a node; those of one machine when not given"
+        None, ge=1, description="consecutive ranks treated as one node; by default those on one machine"
     )
     secondary_shards: int | None = Field(
         None,
         ge=2,
-        description="neighbouring ranks of dp_shard that keep a whole copy of the weights between them from forward to "
-        "backward, which gathers among them alone (hpZ); none when not given",
+        description="size of the groups of consecutive dp_shard ranks that keep a full copy of the weights from "
+        "forward to backward, so that the backward gathers within a group (hpZ); off by default",
     )
 
 
 class CheckpointConfig(Section):
-    """When the run is saved."""
+    """Frequency and retention of checkpoints."""
 
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep: int = Field(2, ge=1, description="number of newest checkpoints to keep")
 
 
 class RunConfig(Section):
-    """A whole run.
+    """Configuration of a run.
 
-    `run_type` gives the type with a family's sections.
+    `run_type` creates the subclass with a family's sections.
     """
 
     name: str = Field(
-        "run", pattern=r"^[^/\x00]+$", description="the preset it came from; names the run folder, so it has no slash"
+        "run",
+        pattern=r"^[^/\x00]+$",
+        description="name of the preset or file; part of the run folder's name, so it can't contain a slash",
     )
     model: SerializeAsAny[ModelSection]
     data: DataConfig = DataConfig()
@@ -172,15 +185,15 @@ class RunConfig(Section):
 
     @property
     def family(self) -> Family:
-        """The family of its model."""
+        """The family of the model."""
         return find_family(self.model.kind)
 
     def family_sections(self) -> dict[str, Section]:
-        """The sections that the family brings, by name."""
+        """Return the sections that the family adds, by name."""
         return {name: getattr(self, name) for name in self.family.sections}
 
     def with_keys(self, values: Mapping[str, Any]) -> RunConfig:
-        """The same with other values of some dotted keys, not validated."""
+        """Return a copy with some dotted keys replaced, without validation."""
         sections: dict[str, Any] = {}
         for key, value in values.items():
             section, name = key.split(".")
@@ -188,19 +201,19 @@ class RunConfig(Section):
         return self.model_copy(update=sections)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The type is made at run time, so pickle does not find it by name.
+        # The type is created at run time, so pickle can't find it by name.
         return _restored, (self.model.kind, self.model_dump_json())
 
 
 @cache
 def run_type(kind: str) -> type[RunConfig]:
-    """The type of runs of a family: its sections have their own types and defaults.
+    """Return the configuration type of a family's runs, with the family's own sections.
 
     Raises:
-        ConfigError: there is no such family.
+        ConfigError: the family is unknown.
     """
     fields: dict[str, Any] = {
-        # A family that somebody brings has its kind's name only here.
+        # The kind's name of a family from outside is known only here.
         name: (section, section(kind=kind) if issubclass(section, ModelSection) else section())
         for name, section in find_family(kind).sections.items()
     }
@@ -212,4 +225,4 @@ def _restored(kind: str, text: str) -> RunConfig:
 
 
 PLANNED_SECTIONS = ("capture", "attention")
-"""Sections of parts that are not built yet: naming one is answered with that, not with `unknown key`."""
+"""Sections of features that are not implemented yet, for a better error than `unknown key`."""

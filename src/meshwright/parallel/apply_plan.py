@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh.process_groups import submesh
-from meshwright.models.contract.build_module import tie
+from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.data_parallel import apply_units
@@ -35,7 +35,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
     """
     if mesh is not None and plan.mesh.view("tp"):
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
-        tie(module, facts)
+        tie_parameters(module, facts)
     blocks = [
         (kind, module.get_submodule(kind.full_name("", layer))) for kind, layer in plan.held(stage) if kind.is_block
     ]

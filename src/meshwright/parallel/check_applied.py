@@ -19,7 +19,7 @@ from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import Gradient, Kind, Parameter, Unit
+from meshwright.plan.run_plan import GradientPlacement, Kind, Parameter, Unit
 
 RULE = "a run follows its plan"
 SEEN = "seen"
@@ -120,7 +120,7 @@ class FirstGradientCheck:
             self._compare(kind, layer, parameter, recorded - {SEEN}, plan.mesh.view("tp"))
 
     def _compare(self, kind: Kind, layer: int | None, parameter: Parameter, actual: set[str], tp: Atoms) -> None:
-        planned = {axis for axis in tp if parameter.gradient(axis) is Gradient.PARTIAL}
+        planned = {axis for axis in tp if parameter.gradient(axis) is GradientPlacement.PARTIAL}
         if actual != planned:
             name = kind.full_name(parameter.name, layer)
             axes = " and ".join(tp)

@@ -1,6 +1,6 @@
-"""A run as one value: made from the configuration, verified, priced, and obeyed by what runs it. Torch-free.
+"""The run plan: making, verifying, pricing and comparing it. Doesn't import torch.
 
-Calling the room is `meshwright.api.plan`: `meshwright.plan(config)`.
+The package is callable: `meshwright.plan(config)` is `meshwright.api.plan`.
 """
 
 import sys

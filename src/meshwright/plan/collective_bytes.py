@@ -1,8 +1,8 @@
-"""What one rank sends in a step, message by message: to whom, what for, and how many bytes.
+"""Bytes that a rank sends per training step, by message: purpose, peers and size.
 
-An all-to-all and a transfer go to the ranks that they are for. The other collectives go in rings that cross each node
-once, as NCCL's do: every rank passes on as much as it would to all others one by one, and of each node one rank passes
-it to the next node.
+All-to-alls and sends go directly to their peers. Other collectives use rings that cross each node once, as NCCL does:
+each rank passes on as many bytes as it would send to all peers individually, and one rank per node sends them to the
+next node.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ from meshwright.plan.run_plan import BYTES, RunPlan, Stage, StepSum
 
 
 class Purpose(StrEnum):
-    """What bytes are sent for."""
+    """Purpose of sent bytes."""
 
     GRADIENTS = "gradients"
-    """Reduced and scattered over dp_shard."""
+    """Reduce-scatter over dp_shard."""
     REPLICAS = "replicas"
-    """Gradients summed over dp_replicate."""
+    """Gradient all-reduce over dp_replicate."""
     WEIGHTS = "weights"
-    """Gathered over dp_shard."""
+    """All-gather over dp_shard."""
     TENSOR = "tensor"
-    """What tp exchanges: activations, their gradients, the loss's sums, and gradients of replicated parameters. What
-    operators move over other axes has the purpose that the plan's collective says."""
+    """Communication over tp: activations, their gradients, the loss's sums, and gradients of replicated parameters.
+    Collectives of operators over other axes have the purpose named in the plan."""
     STAGES = "stages"
-    """Activations and their gradients, from stage to stage."""
+    """Activations and their gradients, sent between pipeline stages."""
     BUFFERS = "buffers"
-    """Updates of buffers, summed over the ranks that counted different samples."""
+    """Buffer updates, summed over the ranks that process different samples."""
     SHARED = "shared parameters"
-    """Their gradients, summed over the stages that have a copy."""
+    """Gradients of parameters shared between stages, summed over these stages."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """The same number of bytes to each of some ranks, or as much around the ring of them."""
+    """A message of equal size to each of some peers, directly or around a ring."""
 
     purpose: str
     peers: tuple[int, ...]
-    """Global ranks, without the one that sends."""
+    """Global ranks of the receivers."""
     num_bytes: int
-    """To each."""
+    """Bytes per peer."""
     in_ring: bool = False
 
 
 def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
-    """All of a rank's step of training; without its one sum of loss and gradient norm.
+    """Yield all messages that a rank sends in a training step, except for the reduction of the loss and the gradient
+    norm.
 
     Args:
-        plan: of the run.
-        rank: of the mesh.
-        exact: as they would be without compression.
+        plan: plan of the run.
+        rank: rank on the mesh.
+        exact: whether to count uncompressed bytes.
     """
     for number in plan.stages_of(rank):
         stage = plan.stages[number]
@@ -73,7 +74,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
     yield from _shared(plan, rank)
 
 
-def _others(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _peers(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(other for other in ranks if other != rank)
 
 
@@ -83,27 +84,27 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
         name = EXACT if exact else unit.gradients
         method, line = find_method(name), plan.mesh.line(rank, unit.sharded)
         replicas = plan.mesh.line(rank, unit.replicas)
-        near, far = two_stages(plan.mesh, rank, line)
+        near, far = two_stage_peers(plan.mesh, rank, line)
         if name == EXACT or not far:
             num_bytes = encoded_bytes(name, elements, element_bytes=size)
-            yield Message(Purpose.GRADIENTS, _others(rank, line), num_bytes, in_ring=name == EXACT)
+            yield Message(Purpose.GRADIENTS, _peers(rank, line), num_bytes, in_ring=name == EXACT)
         else:
-            # A piece for each node, which the rank of this node will send on or keep.
+            # One shard per node, which the peer on this node keeps or forwards.
             inside = method.codec_inside_node(find_method(unit.inside_node).codec)
             num_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
             yield Message(Purpose.GRADIENTS, near, num_bytes)
             yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
         share = -(-elements // len(replicas))
-        # Reduced as pieces, of which then all gather the sums.
+        # A reduce-scatter followed by an all-gather of the sums.
         second = codec_of_sum(method.codec, feedback=method.feedback)
         for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
             num_bytes = codec.encoded_bytes(share, element_bytes=size)
-            yield Message(Purpose.REPLICAS, _others(rank, replicas), num_bytes, in_ring=in_ring)
+            yield Message(Purpose.REPLICAS, _peers(rank, replicas), num_bytes, in_ring=in_ring)
 
 
-def two_stages(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The others of `line` on this node, and those at the same place on other nodes; nobody where it is on one node, or
-    has more ranks on some nodes than on others."""
+def two_stage_peers(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the other ranks of `line` on this node, and those with the same local index on other nodes; both are empty
+    if `line` is on one node, or has more ranks on some nodes than on others."""
     nodes: dict[int, list[int]] = {}
     for other in line:
         nodes.setdefault(mesh.node(other), []).append(other)
@@ -111,7 +112,7 @@ def two_stages(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int,
     if len(nodes) < 2 or any(len(node) != len(own) for node in nodes.values()):
         return (), ()
     local = own.index(rank)
-    return _others(rank, tuple(own)), _others(rank, tuple(node[local] for node in nodes.values()))
+    return _peers(rank, tuple(own)), _peers(rank, tuple(node[local] for node in nodes.values()))
 
 
 def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
@@ -119,35 +120,36 @@ def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, e
     actions = [one for action in row for one in action.parts() if one.stage == number]
     for one, count in zip(sizes, count_gathers(actions, sizes), strict=True):
         unit, line = one.unit, plan.mesh.line(rank, one.unit.sharded)
-        few = unit.num_secondary() or len(line)
-        start = line.index(rank) // few * few
-        # What was sent encoded once is sent among few as it was decoded.
-        among_few = (line[start : start + few], count.among_secondary, EXACT)
-        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), among_few):
-            piece = one.num_elements * len(line) // len(group)
-            encoded = encoded_bytes(name, piece, element_bytes=BYTES[unit.compute])
-            yield Message(Purpose.WEIGHTS, _others(rank, group), times * encoded, in_ring=True)
+        group_size = unit.num_secondary() or len(line)
+        start = line.index(rank) // group_size * group_size
+        # Secondary shards hold decoded weights, so they are gathered uncompressed.
+        in_group = (line[start : start + group_size], count.among_secondary, EXACT)
+        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), in_group):
+            shard = one.num_elements * len(line) // len(group)
+            encoded = encoded_bytes(name, shard, element_bytes=BYTES[unit.compute])
+            yield Message(Purpose.WEIGHTS, _peers(rank, group), times * encoded, in_ring=True)
 
 
 def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
-    """What operators move, as if everything were trained, and sums of gradients that tensor parallel leaves partial."""
+    """Yield the communication of operators, assuming that all parameters are trained, and sums of gradients that are
+    partial over tp."""
     totals: Counter[tuple[str, Atoms]] = Counter()
     samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
     for kind, _ in plan.held(stage):
         for one in kind.collectives:
-            again = one.recomputed if kind.recompute == "full" else 0
-            piece = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
-            moved = 2 * piece if one.op == "all_reduce" else piece
-            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + again) * moved
+            recomputed = one.recomputed if kind.recompute == "full" else 0
+            shard = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
+            sent = 2 * shard if one.op == "all_reduce" else shard
+            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + recomputed) * sent
     for step_sum in plan.sums:
         if step_sum.op == "sum" or not exact:
-            totals[Purpose.TENSOR, step_sum.axes] += _summed(plan, stage, step_sum)
+            totals[Purpose.TENSOR, step_sum.axes] += _sum_bytes(plan, stage, step_sum)
     for (purpose, axes), num_bytes in totals.items():
-        yield Message(purpose, _others(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
+        yield Message(purpose, _peers(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
 
 
-def _summed(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
-    """Bytes to each other rank: parameter by parameter before they are sharded; a mean goes over all shards at once."""
+def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
+    """Return the bytes per peer: sums run per parameter before sharding, a mean runs over all shards at once."""
     ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
     found = [p for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in names]
     if step_sum.op == "mean":
@@ -158,13 +160,13 @@ def _summed(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
 
 
 def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
-    """An all-reduce of each over one axis after the other."""
+    """Yield an all-reduce of each buffer update per axis."""
     for kind, _ in plan.held(stage):
         for buffer in kind.buffers:
             for axis in buffer.summed:
                 elements = -(-prod(buffer.shape) // plan.mesh.size(axis))
                 line = plan.mesh.line(rank, (axis,))
-                yield Message(Purpose.BUFFERS, _others(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
+                yield Message(Purpose.BUFFERS, _peers(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
 
 
 def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
@@ -178,7 +180,7 @@ def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
 
 
 def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
-    """Of the rank of dp_shard that holds most, where they do not hold the same."""
+    """Yield the sums of shared parameters, for the dp_shard rank with the largest shards."""
     table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
     copies = {
         (number, kind.full_name(parameter.name, layer)): (parameter, plan.stages[number])
@@ -194,4 +196,4 @@ def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
         trained = [copies[site] for site in first if site is not None]
         total = sum(plan.elements(parameter, sharded=stage.root.sharded) for parameter, stage in trained)
         num_bytes = 2 * -(-total // len(ranks)) * BYTES[plan.stages[0].root.reduce]
-        yield Message(Purpose.SHARED, _others(rank, ranks), num_bytes, in_ring=True)
+        yield Message(Purpose.SHARED, _peers(rank, ranks), num_bytes, in_ring=True)

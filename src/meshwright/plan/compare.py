@@ -1,7 +1,7 @@
-"""Compare plans: hashes of the parts that matter to a checkpoint and to ranks, and every field that differs.
+"""Comparison of plans: hashes of the parts relevant to checkpoints and ranks, and a list of the fields that differ.
 
-A checkpoint is loaded where the hash of the model is the same, on any layout; its error feedback, which belongs to the
-elements that a rank sends, where that of the layout is; and ranks run together where everything is.
+A checkpoint can be loaded on any layout if the model hash matches; its error feedback, which belongs to the elements
+that each rank sends, if the layout hash matches too. Ranks run together only if the fingerprints match.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any
 from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.serialize import canonical, encode
 
-DIGITS = 16
-LONGEST = 60
-"""Characters of a value that differs, as it is shown."""
+HASH_DIGITS = 16
+MAX_VALUE_CHARS = 60
+"""Maximum number of characters shown of a differing value."""
 MISSING = "missing"
-"""What is shown where one of two plans has nothing."""
+"""Placeholder for a value that one of two plans lacks."""
 
 
 @dataclass(frozen=True)
 class Hashes:
-    """Of a plan; the same on every machine."""
+    """Hashes of a plan, identical on all machines."""
 
     model: str
-    """Names and shapes of the whole model's parameters and saved buffers: may this checkpoint be loaded?"""
+    """Names and shapes of the full model's parameters and saved buffers, to check that a checkpoint can be loaded."""
     layout: str
-    """What each rank sends of which gradients, encoded how: may its error feedback be loaded?"""
+    """Layout and encoding of the gradients that each rank sends, to check that error feedback can be loaded."""
     fingerprint: str
-    """Everything: do the ranks have one plan?"""
+    """Hash of the entire plan, to check that ranks agree."""
 
 
 def hashes(plan: RunPlan) -> Hashes:
-    """The hashes of a plan: 16 hex digits of the SHA-256 of canonical JSON, without floats."""
-    return Hashes(*(_hash(part) for part in (_model(plan), _layout(plan), encode(plan))))
+    """Return the hashes of a plan: 16 hex digits of the SHA-256 of canonical JSON without floats."""
+    return Hashes(*(_hash(part) for part in (_model_identity(plan), _gradient_layout(plan), encode(plan))))
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(canonical(value).encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:HASH_DIGITS]
 
 
-def _model(plan: RunPlan) -> Any:
-    """Whatever the stages, the mesh, the precision, and what is frozen."""
+def _model_identity(plan: RunPlan) -> Any:
+    """Return what identifies the model, independent of stages, mesh, precision, and frozen parameters."""
     shapes: dict[str, list[int]] = {}
     for stage in plan.stages:
         for kind, layer in plan.held(stage):
@@ -55,18 +55,19 @@ def _model(plan: RunPlan) -> Any:
     return shapes
 
 
-def _layout(plan: RunPlan) -> Any:
-    """Whatever the schedule, the micro-batches, and how weights are gathered. Kinds are told by what they hold."""
+def _gradient_layout(plan: RunPlan) -> Any:
+    """Return what identifies the gradient layout, independent of schedule, micro-batches, and how weights are gathered;
+    kinds are identified by their contents."""
     mesh = plan.mesh
     return {
         "atoms": [[name, size] for name, size in mesh.atoms if size > 1],
         "nodes": [mesh.node(rank) for rank in range(mesh.num_ranks())],
-        "stages": [_layout_of_stage(plan, stage) for stage in plan.stages],
+        "stages": [_stage_layout(plan, stage) for stage in plan.stages],
     }
 
 
-def _layout_of_stage(plan: RunPlan, stage: Stage) -> Any:
-    # A unit's elements on the wire are its members' shards, one after the other: what each is, and how it is sharded.
+def _stage_layout(plan: RunPlan, stage: Stage) -> Any:
+    # A unit sends its members' shards concatenated, so their order, identity and sharding matter.
     blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
     ends = [_units(plan.kind(name)) for name in (*stage.before, *stage.after)]
     members = [
@@ -98,12 +99,12 @@ def _member(parameter: Parameter) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field that two plans have different values in."""
+    """A field with different values in two plans."""
 
     path: str
-    """`kinds[block].units[block].freed`."""
+    """Path of the field: `kinds[block].units[block].freed`."""
     first: str
-    """Of the one plan, as JSON, shortened."""
+    """Value in the first plan as JSON, shortened."""
     second: str
 
     def __str__(self) -> str:
@@ -111,50 +112,50 @@ class Difference:
 
 
 def differences(first: RunPlan, second: RunPlan) -> list[Difference]:
-    """The fields that differ, in the order of the plan's: kinds, units and parameters are compared by name, stages by
-    number. Of a row of the schedule only the first action that differs is told."""
-    return list(_differ(encode(first), encode(second), ""))
+    """Return the fields that differ, in plan order: kinds, units and parameters are matched by name, stages by index.
+    For each row of the schedule, only the first differing action is listed."""
+    return list(_diff(encode(first), encode(second), ""))
 
 
-def _differ(first: Any, second: Any, path: str) -> Iterator[Difference]:
+def _diff(first: Any, second: Any, path: str) -> Iterator[Difference]:
     if first == second and type(first) is type(second):
         return
     if isinstance(first, dict) and isinstance(second, dict):
         for name in first:
-            yield from _differ(first[name], second[name], f"{path}.{name}" if path else name)
+            yield from _diff(first[name], second[name], f"{path}.{name}" if path else name)
     elif isinstance(first, list) and isinstance(second, list):
-        yield from _differ_lists(first, second, path)
+        yield from _diff_lists(first, second, path)
     else:
-        yield Difference(path, _short(first), _short(second))
+        yield Difference(path, _shorten(first), _shorten(second))
 
 
-def _differ_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
-    one, two = _named(first), _named(second)
+def _diff_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
+    one, two = _by_name(first), _by_name(second)
     if one is not None and two is not None:
         for name in (*one, *(name for name in two if name not in one)):
             place = f"{path}[{name}]"
             if name in one and name in two:
-                yield from _differ(one[name], two[name], place)
+                yield from _diff(one[name], two[name], place)
             else:
-                yield Difference(place, *(_short(found[name]) if name in found else MISSING for found in (one, two)))
+                yield Difference(place, *(_shorten(found[name]) if name in found else MISSING for found in (one, two)))
         if list(one) != list(two) and one.keys() == two.keys():
-            yield Difference(f"{path}, order", _short(list(one)), _short(list(two)))
+            yield Difference(f"{path}, order", _shorten(list(one)), _shorten(list(two)))
     elif path == "schedule.actions":
-        yield from _differ_actions(first, second, path)
+        yield from _diff_actions(first, second, path)
     elif any(isinstance(value, dict | list) for value in (*first, *second)):
         for number in range(max(len(first), len(second))):
             place = f"{path}[{number}]"
             if number < min(len(first), len(second)):
-                yield from _differ(first[number], second[number], place)
+                yield from _diff(first[number], second[number], place)
             else:
                 yield Difference(
-                    place, *(_short(found[number]) if number < len(found) else MISSING for found in (first, second))
+                    place, *(_shorten(found[number]) if number < len(found) else MISSING for found in (first, second))
                 )
     else:
-        yield Difference(path, _short(first), _short(second))
+        yield Difference(path, _shorten(first), _shorten(second))
 
 
-def _differ_actions(first: list[str], second: list[str], path: str) -> Iterator[Difference]:
+def _diff_actions(first: list[str], second: list[str], path: str) -> Iterator[Difference]:
     for rank in range(max(len(first), len(second))):
         rows = [rows[rank].split() if rank < len(rows) else None for rows in (first, second)]
         one, two = rows
@@ -166,8 +167,9 @@ def _differ_actions(first: list[str], second: list[str], path: str) -> Iterator[
             yield Difference(f"{path}[{rank}][{same}]", *cells)
 
 
-def _named(values: list[Any]) -> dict[str, Any] | None:
-    """A list's values by name: objects that have one, and pairs that begin with one; None where it has others."""
+def _by_name(values: list[Any]) -> dict[str, Any] | None:
+    """Return a list's values by name if all are objects with a name or (name, value) pairs with unique names, else
+    None."""
     found: dict[str, Any] = {}
     for value in values:
         if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -182,6 +184,6 @@ def _named(values: list[Any]) -> dict[str, Any] | None:
     return found
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = canonical(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 1]}…"

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers and reduces for each unit of a stage, and when it can: a fold over the plan."""
+"""Sizes of the FSDP units of a stage, and when they are gathered and freed: a fold over the plan."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """A unit of one stage; of a block's, that of one layer."""
+    """An FSDP unit of a stage; blocks have one per layer."""
 
     unit: Unit
     num_elements: int
-    """A rank's shard, as it is gathered: FSDP2 pads every parameter to the same number of rows on each rank."""
+    """Elements of a rank's shard, as gathered: FSDP2 pads each parameter to the same number of rows on all ranks."""
     num_trained: int
-    """Of these, what gradients are reduced of."""
+    """Elements of these whose gradients are reduced."""
     has_backward: bool = True
-    """Something in it or before it is trained."""
+    """The backward reaches the unit: a parameter in it or before it is trained."""
     has_input_gradient: bool = True
-    """So it is freed as soon as its own backward is over, and not with the whole stage's."""
+    """The unit computes input gradients, so it is freed after its own backward rather than after the stage's."""
 
     @property
     def is_freed(self) -> bool:
-        """After its forward, and gathered again for its backward."""
+        """The unit is resharded after its forward and gathered again for its backward."""
         return bool(self.unit.freed)
 
 
 def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:
-    """In the order in which their forwards end, so the root's comes last."""
+    """Return the sizes of a stage's units in the order in which their forwards end; the root comes last."""
     is_first = stage is plan.stages[0]
     members: dict[tuple[str, str, int | None], list[tuple[int, Parameter]]] = {}
     units: dict[tuple[str, str, int | None], Unit] = {}
@@ -40,7 +40,7 @@ def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:
         members.setdefault(key, []).append((position, parameter))
         trained.append(parameter.trained)
     found = []
-    for key in sorted(members, key=lambda key: key == ("", "root", None)):  # stable: in the module's order
+    for key in sorted(members, key=lambda key: key == ("", "root", None)):  # a stable sort keeps module order
         own, unit = members[key], units[key]
         is_root = unit is stage.root
         sizes = [plan.elements(parameter, sharded=unit.sharded) for _, parameter in own]

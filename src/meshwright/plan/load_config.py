@@ -1,4 +1,4 @@
-"""A run's configuration from a preset or a file and words, checked against every rule."""
+"""Loading of a configuration that is checked against all rules, including those of the plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from meshwright.plan.rules import violations
 def load(
     source: str | None, overrides: Sequence[str] = (), *, defaults: Sequence[str] = (), num_ranks: int | None = None
 ) -> RunConfig:
-    """Read a preset or a file, apply the command line's words, and check them; arguments as of `config.load.load`.
+    """Load a preset or a file, apply overrides, and check all rules; see `config.load.load` for the arguments.
 
     Raises:
-        ConfigError: an unknown preset, family, key or type; LayoutError: a mesh, a batch or stages that do not fit.
+        ConfigError: a preset, family or key is unknown, or a value is invalid.
+        LayoutError: the mesh, the batch or the stages do not fit.
     """
     return config_load.load(source, overrides, defaults=defaults, num_ranks=num_ranks, rules=violations)

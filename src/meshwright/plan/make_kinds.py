@@ -1,8 +1,8 @@
-"""Kinds of a plan from a family's description and styles: how tensor parallel shards each parameter, which axes its
-gradient is partial over, and what its operators move.
+"""Construction of a plan's kinds from a family's description and styles: how tensor parallelism shards each parameter,
+over which axes its gradient is partial, and which collectives its operators run.
 
-With and without sequence parallel a product's input is gathered, or its gradients are summed, and its output is summed:
-an all-gather and a reduce-scatter, or an all-reduce, which is both (Korthikanti et al. 2022).
+With sequence parallelism the inputs of column-parallel layers are all-gathered and the outputs of row-parallel layers
+reduce-scattered, and conversely in the backward; without it both become all-reduces (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
 
 TENSOR = "tensor"
-USED = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
-"""The dim of a weight that a style shards."""
+SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
+"""The dim of the weight that each style shards."""
 
 
 class KindMaker:
-    """Makes each kind once, and another one for blocks that are frozen otherwise."""
+    """Makes each kind once; blocks with different frozen parameters become different kinds."""
 
     def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh) -> None:
         self._config, self._facts, self._mesh = config, facts, mesh
         self._tp = mesh.view("tp")
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
-        self._divides_stream = bool(self._tp) and config.mesh.sequence_parallel
+        self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
-        """Of a sample, that the ranks of tp share."""
-        self._made: dict[tuple[object, ...], Kind] = {}
+        """Tokens per sample on a tp group."""
+        self._kinds: dict[tuple[object, ...], Kind] = {}
 
-    def made(self) -> tuple[Kind, ...]:
-        """All of them, in the order of their first use."""
-        return tuple(self._made.values())
+    def kinds(self) -> tuple[Kind, ...]:
+        """Return all kinds, in the order of their first use."""
+        return tuple(self._kinds.values())
 
     def kind(self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()) -> Kind:
-        """The kind of a block or an end.
+        """Return the kind of a block or an end.
 
         Args:
             facts: the family's description.
-            layer: of a block.
-            untied: a stage has what its tied parameters are tied to, so they are none of its own.
-            units: of its parameters; none of them leaves all to the root.
+            layer: layer of a block, None for an end.
+            untied: whether to leave out tied parameters, because their targets are on the same stage.
+            units: FSDP units of its parameters; without any, all belong to the root.
         """
         own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
         trained = tuple(not any(fnmatchcase(name, glob) for glob in self._config.train.freeze) for name in names)
         identity = (facts.name, facts.path, trained, untied, units)
-        if identity not in self._made:
-            taken = sum(kind.described == facts.name for kind in self._made.values())
+        if identity not in self._kinds:
+            taken = sum(kind.described == facts.name for kind in self._kinds.values())
             name = facts.name if not taken else f"{facts.name}.{taken + 1}"
             parameters = tuple(
                 self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
             )
             tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            self._made[identity] = replace(self._kind(name, facts, parameters, units, layer), tied=tied)
-        return self._made[identity]
+            self._kinds[identity] = replace(self._kind(name, facts, parameters, units, layer), tied=tied)
+        return self._kinds[identity]
 
     def _kind(
         self, name: str, facts: KindFacts, parameters: tuple[Parameter, ...], units: tuple[Unit, ...], layer: int | None
@@ -79,11 +79,9 @@ class KindMaker:
             units=tuple(replace(unit, parameters=tuple(p.name for p in parameters)) for unit in units),
             buffers=tuple(self._buffer(facts, number) for number in range(len(facts.buffers))),
             styles=tuple(self._styles.get(facts.name, {}).items()),
-            collectives=tuple(self._collectives(facts)) if self._tp else (),
+            collectives=tuple(self._kind_collectives(facts)) if self._tp else (),
             auxiliary=tuple(
-                Auxiliary(
-                    one.name, self._mesh.view("cp") + (self._tp if one.on_stream and self._divides_stream else ())
-                )
+                Auxiliary(one.name, self._mesh.view("cp") + (self._tp if one.on_stream and self._shards_stream else ()))
                 for one in facts.auxiliary
             ),
             recompute=self._config.recompute.policy if is_block else "none",
@@ -94,11 +92,11 @@ class KindMaker:
         )
 
     def stream_part(self) -> float:
-        """The part of the stream's tokens that a rank has."""
-        return 1 / self._mesh.size(*self._tp) if self._divides_stream else 1.0
+        """Return the fraction of the stream's tokens that a rank holds."""
+        return 1 / self._mesh.size(*self._tp) if self._shards_stream else 1.0
 
     def _style_of(self, facts: KindFacts, name: str) -> Style | None:
-        """The style of the module that a parameter or buffer is in."""
+        """Return the style of the module that owns a parameter or buffer."""
         module = name.rpartition(".")[0]
         styles = self._styles.get(facts.name, {})
         return next((style for glob, style in styles.items() if fnmatchcase(module, glob)), None)
@@ -107,26 +105,26 @@ class KindMaker:
         style = self._style_of(facts, one.name)
         kind = None if style is None else style.kind
         used: tuple[Shard, ...] = ()
-        if kind in USED:
+        if kind in SHARDED_DIM:
             is_bias = len(one.shape) == 1
-            # A row's bias is added to the sum: all ranks have it.
-            used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else USED[kind], self._tp),)
-        work = self._data + (self._tp if self._meets_a_part(kind) else ())
+            # The bias of a row-parallel layer is added after the reduction, so it is replicated.
+            used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else SHARDED_DIM[kind], self._tp),)
+        work = self._data + (self._tp if self._has_sharded_input(kind) else ())
         return Parameter(one.name, one.shape, one.role.value, used, work, trained=trained, key=one.tied_to)
 
-    def _meets_a_part(self, kind: StyleKind | None) -> bool:
-        """Whether what a module with replicated parameters is applied to is divided over tp."""
-        return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._divides_stream)
+    def _has_sharded_input(self, kind: StyleKind | None) -> bool:
+        """Return whether the input of a module with replicated parameters is sharded over tp."""
+        return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._shards_stream)
 
     def _buffer(self, facts: KindFacts, number: int) -> Buffer:
         one = facts.buffers[number]
         style = self._style_of(facts, one.name)
-        parts = self._tp if self._meets_a_part(None if style is None else style.kind) else ()
+        parts = self._tp if self._has_sharded_input(None if style is None else style.kind) else ()
         work = self._data + parts if one.updated else ()
         return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved)
 
-    def _collectives(self, facts: KindFacts) -> Iterator[Collective]:
-        """What the styles of a kind move, module by module."""
+    def _kind_collectives(self, facts: KindFacts) -> Iterator[Collective]:
+        """Yield the collectives that a kind's styles imply, module by module."""
         styles = self._styles.get(facts.name, {})
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
         for path, style in styles.items():
@@ -134,47 +132,57 @@ class KindMaker:
                 inside = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.*") and len(p.shape) == 2]
                 columns = [p for p in inside if self._is(facts, p, StyleKind.COLUMN)]
                 if not columns:
-                    raise _no_matrix(facts, path, "gather() is for the module around columns", "no column inside")
-                yield from self._gathered(columns[0].shape[1])
+                    raise _style_without_matrix(
+                        facts,
+                        path,
+                        "gather() applies to modules that contain column-parallel layers",
+                        "no column-parallel layer inside",
+                    )
+                yield from self._gather_input(columns[0].shape[1])
                 continue
             weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
-            if style.kind in USED and not weights:
-                raise _no_matrix(facts, path, f"the style {style.kind.value} is for matrices", "none there")
+            if style.kind in SHARDED_DIM and not weights:
+                raise _style_without_matrix(
+                    facts,
+                    path,
+                    f"the style {style.kind.value} applies to modules with a weight matrix",
+                    "no weight matrix",
+                )
             for weight in weights:
                 if style.kind is StyleKind.HEAD:
-                    yield from self._gathered(weight.shape[1])
-                    yield self._moves("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
+                    yield from self._gather_input(weight.shape[1])
+                    yield self._collective("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
                 elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                     width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
-                    yield from self._summed(width, recomputed=style.kept)
+                    yield from self._reduce_output(width, recomputed=style.kept)
                 elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
-                    yield from self._gathered(weight.shape[1])  # by itself, from the stream
+                    yield from self._gather_input(weight.shape[1])  # gathers its own input from the stream
 
     def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
         style = self._style_of(facts, parameter.name)
         return style is not None and style.kind is kind
 
-    def _gathered(self, width: int) -> Iterator[Collective]:
-        """An input from the stream."""
-        if self._divides_stream:
-            yield self._moves("all_gather", width, None, forward=1, recomputed=1)
-            yield self._moves("reduce_scatter", width, None, backward=1)
+    def _gather_input(self, width: int) -> Iterator[Collective]:
+        """Yield the collectives of an input gathered from the stream."""
+        if self._shards_stream:
+            yield self._collective("all_gather", width, None, forward=1, recomputed=1)
+            yield self._collective("reduce_scatter", width, None, backward=1)
         else:
-            yield self._moves("all_reduce", width, None, backward=1)
+            yield self._collective("all_reduce", width, None, backward=1)
 
-    def _summed(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
-        """An output into the stream."""
+    def _reduce_output(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
+        """Yield the collectives of an output reduced into the stream."""
         again = int(recomputed)
-        if self._divides_stream:
-            yield self._moves("reduce_scatter", width, None, forward=1, recomputed=again)
-            yield self._moves("all_gather", width, None, backward=1)
+        if self._shards_stream:
+            yield self._collective("reduce_scatter", width, None, forward=1, recomputed=again)
+            yield self._collective("all_gather", width, None, backward=1)
         else:
-            yield self._moves("all_reduce", width, None, forward=1, recomputed=again)
+            yield self._collective("all_reduce", width, None, forward=1, recomputed=again)
 
     def _reduce_dtype(self) -> str:
         return "float32" if self._config.train.precision == "bfloat16" else self._config.train.precision
 
-    def _moves(
+    def _collective(
         self, op: str, width: int, dtype: str | None, *, forward: int = 0, backward: int = 0, recomputed: int = 0
     ) -> Collective:
         elements = self._tokens * width
@@ -182,15 +190,15 @@ class KindMaker:
         return Collective(TENSOR, op, self._tp, elements, dtype, forward, backward, recomputed)
 
 
-def _no_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
+def _style_without_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
     return LayoutError(
-        f"the style of {path} in the kind {facts.name} has {found}",
+        f"the style of {path} in kind {facts.name} has {found}",
         where=f"Family.styles, {facts.name}, {path}",
         rule=rule,
-        fix="the path of such a module inside the kind, or a glob of such paths",
+        fix="use the path of such a module inside the kind, or a glob over such paths",
     )
 
 
 def largest_matrix(facts: KindFacts) -> int:
-    """Elements of a kind's largest parameter."""
+    """Return the number of elements of a kind's largest parameter."""
     return max((prod(parameter.shape) for parameter in facts.parameters), default=0)

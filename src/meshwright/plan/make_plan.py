@@ -1,7 +1,7 @@
-"""A run's plan from its configuration: stages and their kinds, units, reductions, the table.
+"""Construction of the run plan from a configuration: stages and kinds, FSDP units, reductions, and the schedule.
 
-Every decision about a layout is made here, once. What a kind of block is divided into comes from the family's styles
-(`make_kinds`), units and stages from `make_stages`, the table from `pipeline`.
+All decisions about the layout are made here. `make_kinds` shards parameters by the family's styles, `make_stages` makes
+stages and units, and `pipeline_table` the schedule.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from meshwright.plan.pipeline_table import lowered_table
 from meshwright.plan.run_plan import (
     FORMAT,
     BatchShape,
-    By,
-    Gradient,
+    GradientPlacement,
     Kind,
     Loss,
     Optimizer,
     OptimizerState,
+    ReducedBy,
     RunPlan,
     Site,
     Stage,
     StepSum,
 )
 
-MASTERS = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
-"""The dtype that parameters and optimizer state are kept in, by `train.precision`."""
+MASTER_DTYPES = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
+"""Dtype of parameters and optimizer state, by `train.precision`."""
 
 
 def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> RunPlan:
-    """The plan of a run.
+    """Make the plan of a run.
 
     Args:
-        config: of the run, which violates no rule.
-        nodes: neighbouring ranks on a machine, or the node of each rank, where `comm.ranks_per_node` does not say; None
-            for all ranks on one.
+        config: configuration that violates no rule.
+        nodes: number of consecutive ranks per node, or the node of each rank, if `comm.ranks_per_node` is not set;
+            None if all ranks are on one node.
     """
-    return _made(config, config.comm.ranks_per_node or nodes)
+    return _make_plan(config, config.comm.ranks_per_node or nodes)
 
 
 @lru_cache(maxsize=8)
-def _made(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
+def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
     facts, axes, train = model_facts(config), config.mesh.axes(), config.train
     mesh, table = Mesh.of(axes, nodes=nodes), lowered_table(config)
-    makes = KindMaker(config, facts, mesh)
-    maker = StageMaker(config, facts, mesh, table, makes)
+    kind_maker = KindMaker(config, facts, mesh)
+    maker = StageMaker(config, facts, mesh, table, kind_maker)
     stages = maker.stages()
-    kinds = makes.made()
+    kinds = kind_maker.kinds()
     shared = _shared(kinds, stages)
     data, pipelines = mesh.view("batch") + mesh.view("cp"), ("pp",) if axes.pp > 1 else ()
     return RunPlan(
         format=FORMAT,
         mesh=mesh,
-        masters=MASTERS[train.precision],
+        masters=MASTER_DTYPES[train.precision],
         sequence_parallel=config.mesh.sequence_parallel and axes.tp > 1,
         edge=maker.edge,
         kinds=kinds,
@@ -79,7 +79,7 @@ def _made(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
             "adamw",
             (
                 OptimizerState(
-                    ("matrix", "embedding", "head", "vector"), ("exp_avg", "exp_avg_sq"), MASTERS[train.precision]
+                    ("matrix", "embedding", "head", "vector"), ("exp_avg", "exp_avg_sq"), MASTER_DTYPES[train.precision]
                 ),
             ),
         ),
@@ -87,7 +87,7 @@ def _made(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
 
 
 def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[str, tuple[Site, ...]], ...]:
-    """Parameters with copies on several stages, and where they are."""
+    """Return the parameters with copies on several stages, with their sites."""
     by_name, sites = {kind.name: kind for kind in kinds}, defaultdict(list)
     for number, stage in enumerate(stages):
         for kind in (by_name[name] for name in (*stage.before, *stage.after)):
@@ -97,23 +97,24 @@ def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[s
 
 
 def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[StepSum, ...]:
-    """Sums of what tensor parallel leaves partial, and means of copies that a codec lets drift apart."""
+    """Return the sums of gradients that are partial over tp, and the means of replicas that a lossy codec lets
+    diverge."""
     tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch") + mesh.view("cp")
-    wraps = bool(mean_over) or MASTERS[train.precision] != train.precision
-    reduced = MASTERS[train.precision]
-    # A gradient that was summed over micro-batches has the dtype that it is reduced in.
+    wraps = bool(mean_over) or MASTER_DTYPES[train.precision] != train.precision
+    reduced = MASTER_DTYPES[train.precision]
+    # Gradients accumulated over micro-batches have the reduction dtype.
     dtype = train.precision if train.num_microbatches == 1 else reduced
-    partial = _trained(kinds, tp, Gradient.PARTIAL)
-    found = [StepSum(partial, tp, "sum", By.FSDP if wraps else By.DTENSOR, dtype)] if partial else []
+    partial = _trained_parameters(kinds, tp, GradientPlacement.PARTIAL)
+    found = [StepSum(partial, tp, "sum", ReducedBy.FSDP if wraps else ReducedBy.DTENSOR, dtype)] if partial else []
     if mean_over and (is_lossy(config.comm.gradients) or is_lossy(config.comm.weights)):
-        drifting = (*partial, *_trained(kinds, tp, Gradient.EQUAL))
+        drifting = (*partial, *_trained_parameters(kinds, tp, GradientPlacement.EQUAL))
         if tp and drifting:
-            found.append(StepSum(tuple(sorted(drifting)), tp, "mean", By.OURS, reduced))
+            found.append(StepSum(tuple(sorted(drifting)), tp, "mean", ReducedBy.OURS, reduced))
     return tuple(found)
 
 
-def _trained(kinds: tuple[Kind, ...], axes: Atoms, gradient: Gradient) -> tuple[str, ...]:
-    """Trained parameters, as kind/name, whose gradient is this along some axis."""
+def _trained_parameters(kinds: tuple[Kind, ...], axes: Atoms, gradient: GradientPlacement) -> tuple[str, ...]:
+    """Return the trained parameters, as kind/name, with this gradient along any of the axes."""
     return tuple(
         f"{kind.name}/{parameter.name}"
         for kind in kinds

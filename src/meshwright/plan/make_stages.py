@@ -1,4 +1,4 @@
-"""Stages of a plan: which layers and ends each holds, its FSDP units, and what goes from one to the next."""
+"""Construction of a plan's stages: their layers and ends, FSDP units, and the edges between them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from meshwright.plan.run_plan import Edge, Kind, Shard, Stage, Unit
 
 
 class StageMaker:
-    """Divides a model into the stages of a table."""
+    """Splits a model into the stages of a schedule."""
 
-    def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, makes: KindMaker) -> None:
-        self._config, self._facts, self._mesh, self._table, self._makes = config, facts, mesh, table, makes
+    def __init__(
+        self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, kind_maker: KindMaker
+    ) -> None:
+        self._config, self._facts, self._mesh, self._table, self._kind_maker = config, facts, mesh, table, kind_maker
         self.edge = self._stream()
-        """What goes from one to the next."""
+        """The tensor sent between stages."""
 
     def stages(self) -> tuple[Stage, ...]:
-        """In the model's order."""
+        """Return the stages in the model's order."""
         ranges = layer_ranges(layers_per_stage(self._config))
         return tuple(self._stage(number, layers) for number, layers in enumerate(ranges))
 
@@ -31,8 +33,8 @@ class StageMaker:
         facts, last = self._facts, self._table.num_stages - 1
         firsts, lasts = facts.first if number == 0 else (), facts.last if number == last else ()
         before = [self._end(kind, firsts, lasts, layers) for kind in firsts]
-        before += [self._makes.kind(kind, None) for kind in facts.every]
-        blocks = [self._makes.kind(facts.kind_of(n), n, units=(self._unit("block", ("",)),)) for n in layers]
+        before += [self._kind_maker.kind(kind, None) for kind in facts.every]
+        blocks = [self._kind_maker.kind(facts.kind_of(n), n, units=(self._unit("block", ("",)),)) for n in layers]
         after = [self._end(kind, firsts, lasts, layers) for kind in lasts]
         return Stage(
             pp_rank=self._table.stage_ranks[number],
@@ -49,8 +51,8 @@ class StageMaker:
     def _end(
         self, facts: KindFacts, firsts: tuple[KindFacts, ...], lasts: tuple[KindFacts, ...], layers: range
     ) -> Kind:
-        """An end, whose vocabulary is a unit of its own where it is larger than a block: a smaller one isn't worth a
-        collective. A parameter that is tied within a stage stays in the root's unit, which both its modules reach."""
+        """Return an end, whose vocabulary gets its own unit if it is larger than a block, since a smaller one isn't
+        worth a collective. Parameters tied within a stage stay in the root unit, which covers both modules."""
         names = {p.name for kind in (*firsts, *lasts) for p in kind.parameters}
         untied = any(p.tied_to in names for p in facts.parameters)
         targets = {p.tied_to for kind in (*firsts, *lasts) for p in kind.parameters}
@@ -59,10 +61,10 @@ class StageMaker:
         units: tuple[Unit, ...] = ()
         if facts.unit and not is_tied and largest_matrix(facts) > block:
             is_lookup = all(p.role.value == "embedding" for p in facts.parameters)
-            # The last to be gathered are the first that backward needs: keep them. A lookup's backward needs indices.
+            # The backward needs the last gathered unit first, so keep it. A lookup's backward needs no weights.
             is_last = facts in lasts
             units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
-        return self._makes.kind(facts, None, untied=untied, units=units)
+        return self._kind_maker.kind(facts, None, untied=untied, units=units)
 
     def _unit(self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True) -> Unit:
         comm, mesh, train = self._config.comm, self._mesh, self._config.train
@@ -84,7 +86,7 @@ class StageMaker:
         )
 
     def _root(self, kinds: list[Kind]) -> Unit:
-        """What no unit of a kind has."""
+        """Return the root unit, with the parameters that are in no other unit."""
         left = [
             f"{kind.name}/{parameter.name}"
             for kind in dict.fromkeys(kinds)

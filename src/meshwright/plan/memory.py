@@ -1,7 +1,7 @@
-"""Memory of one rank, predicted by type: a fold over the plan.
+"""Prediction of a rank's memory by category: a fold over the plan.
 
-Exact for what is stored between steps; activations are counted operation by operation for a block as it stands, and
-the two gathered blocks are what FSDP2 holds at once while it prefetches.
+Exact for state kept between steps. Activations are counted per operation of a block in eager mode, and the gathered
+blocks are the two that FSDP2 holds at a time while prefetching.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from meshwright.plan.run_plan import BYTES, RunPlan, Stage
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank, the one that holds most, by type."""
+    """Bytes on the rank with the highest total, by category."""
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
-    """Parameters of the blocks that are full on this rank at once, and their gradients."""
+    """Unsharded parameters and gradients of the blocks gathered at the same time."""
     activations: int
-    """Of all micro-batches that are under way at once."""
+    """Activations of all micro-batches in flight."""
     buffers: int
-    """For what comes from other stages."""
+    """Receive buffers for tensors from other stages."""
     errors: int
-    """Of error feedback."""
+    """Error feedback of compression."""
 
     def total(self) -> int:
-        """All types together; the Python process and its libraries come on top."""
+        """Return the total, without the Python process and its libraries."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def predict_memory(plan: RunPlan) -> MemoryEstimate:
-    """Predict the peak of the rank that holds most, without the Python process and its libraries."""
+    """Predict the peak memory of the rank with the highest total, without the Python process and its libraries."""
     peaks = _peaks(plan)
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
     return max((_on_rank(plan, place * size, peak) for place, peak in enumerate(peaks)), key=MemoryEstimate.total)
@@ -73,7 +73,8 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 
 
 def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
-    """Two blocks and the ends that are largest at once, with their gradients, as if tp divided all of a block."""
+    """Return the bytes of two blocks and the largest ends gathered at the same time, with their gradients, assuming
+    that tp shards all parameters of a block."""
     if plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas")) == 1:
         return 0
     blocks = [plan.kind(name) for stage in stages for name in stage.kinds]
@@ -82,13 +83,13 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     gathered = 2 * (min(2, len(blocks)) * block + _ends(plan)) * compute
     freed = [unit.freed for kind in blocks for unit in kind.units]
     if freed and freed[0] is not True:
-        # What stays of the others from forward to backward: full, or among a few ranks.
+        # Other blocks stay unsharded, or as secondary shards, from forward to backward.
         gathered += max(0, len(blocks) - 2) * block * compute // max(1, int(freed[0]))
     return gathered
 
 
 def _ends(plan: RunPlan) -> int:
-    """Elements of the ends that every stage has; where there are none, of the matrices of the largest end."""
+    """Return the number of elements of the ends on all stages; without any, of the matrices of the largest end."""
     ends = [kind for kind in plan.kinds if not kind.is_block]
     if any(kind.everywhere for kind in ends):
         return sum(plan.elements(p) for kind in ends if kind.everywhere for p in kind.parameters)
@@ -97,7 +98,7 @@ def _ends(plan: RunPlan) -> int:
 
 
 def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
-    """Bytes of one micro-batch on a stage: what its forward leaves for its backward, and the output with its
+    """Return the bytes of a micro-batch on a stage: activations saved for the backward, and the output with its
     gradient."""
     compute, samples = BYTES[stage.root.compute], plan.batch.samples
     edge = plan.edge

@@ -1,7 +1,7 @@
-"""The mesh of a plan: atoms that ranks are counted along, and views, which are sets of atoms.
+"""The mesh of a plan: atoms, which are its dimensions, and views, which are sets of atoms.
 
-Axes of the configuration are atoms where nothing divides them. Expert parallelism divides dp_shard or cp into two, so
-that its ranks are a view of the same mesh, and every reduction is over a set of atoms.
+The configuration's axes are the atoms unless an axis is split: expert parallelism splits dp_shard or cp into two, so
+that its group is a view of the same mesh, and each reduction is over a set of atoms.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ Atoms = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks, by position along atoms."""
+    """A mesh of ranks with named dimensions (atoms) and views."""
 
     atoms: tuple[tuple[str, int], ...]
-    """Names and sizes, outermost first."""
+    """Names and sizes of the atoms, outermost first."""
     views: tuple[tuple[str, Atoms], ...]
-    """`batch` divides samples, `fsdp` shards parameters, `replicas` repeats the shards; `cp` and `tp` are axes."""
+    """Atoms of each view: `batch` shards samples, `fsdp` shards parameters, `replicas` replicates the shards; `cp` and
+    `tp` are axes."""
     nodes: int | tuple[int, ...]
-    """Neighbouring ranks on a node; or the node of each rank, where nodes differ."""
+    """Number of consecutive ranks per node, or the node of each rank."""
 
     @staticmethod
     def of(axes: Axes, *, nodes: int | tuple[int, ...] | None = None) -> Mesh:
-        """The mesh of a configuration's axes; on one node when `nodes` is None."""
+        """Return the mesh of a configuration's axes, on one node if `nodes` is None."""
         views: tuple[tuple[str, Atoms], ...] = (
             ("batch", ("dp_replicate", "dp_shard")),
             ("replicas", ("dp_replicate",)),
@@ -41,7 +42,7 @@ class Mesh:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """By atom."""
+        """Size of each atom."""
         return dict(self.atoms)
 
     @cached_property
@@ -53,32 +54,32 @@ class Mesh:
         return strides
 
     def size(self, *atoms: str) -> int:
-        """Ranks along all of some atoms."""
+        """Return the number of ranks along the given atoms."""
         return math.prod(self.sizes[atom] for atom in atoms)
 
     def num_ranks(self) -> int:
-        """All of them."""
+        """Return the number of ranks of the mesh."""
         return self.size(*self.sizes)
 
     def view(self, name: str) -> Atoms:
-        """The atoms of a view that have more than one rank."""
+        """Return the atoms of a view that have more than one rank."""
         return tuple(atom for atom in dict(self.views)[name] if self.sizes[atom] > 1)
 
     def in_stage(self) -> Atoms:
-        """Atoms with more than one rank that a pipeline stage is divided or repeated over."""
+        """Return the atoms inside a pipeline stage with more than one rank."""
         return tuple(name for name, size in self.atoms if name != "pp" and size > 1)
 
     def position(self, rank: int, atom: str) -> int:
-        """Where a rank is along an atom."""
+        """Return the coordinate of a rank along an atom."""
         return rank // self._strides[atom] % self.sizes[atom]
 
     def line(self, rank: int, atoms: Atoms) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along some atoms alone, itself included, in order."""
+        """Return the ranks that differ from `rank` only along the given atoms, including itself, in order."""
         found = [rank - sum(self.position(rank, atom) * self._strides[atom] for atom in atoms)]
         for atom in atoms:
             found = [start + i * self._strides[atom] for start in found for i in range(self.sizes[atom])]
         return tuple(found)
 
     def node(self, rank: int) -> int:
-        """The node that a rank is on."""
+        """Return the node of a rank."""
         return rank // self.nodes if isinstance(self.nodes, int) else self.nodes[rank]

@@ -1,6 +1,6 @@
-"""The pipeline that a configuration asks for: its table and the layers of its stages.
+"""The pipeline schedule of a configuration, and its split of layers over stages.
 
-Torch-free and a pure function of the configuration: the launcher, every rank and the plan get the same values.
+Pure functions of the configuration, so the launcher, all ranks and the plan get the same values. Doesn't import torch.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from meshwright.pipeline.split_layers import balance_layers
 from meshwright.pipeline.verify import verify
 
 
-def is_file(schedule: str) -> bool:
-    """Whether `pipeline.schedule` names a table's file, and not a schedule that can be generated."""
+def is_table_file(schedule: str) -> bool:
+    """Return whether `pipeline.schedule` is the path of a table rather than the name of a schedule."""
     return "/" in schedule or schedule.endswith(".csv")
 
 
 def has_stages(config: RunConfig) -> bool:
-    """Whether the model is divided into stages: over ranks, or into chunks of one."""
+    """Return whether the model is split into several stages, over ranks or as chunks on one rank."""
     return config.mesh.pp > 1 or (config.pipeline.chunks or 1) > 1
 
 
 def schedule_name(config: RunConfig) -> str:
-    """`pipeline.schedule`, resolved where it is auto."""
+    """Return `pipeline.schedule` with auto resolved."""
     if config.pipeline.schedule != "auto":
         return config.pipeline.schedule
     return "interleaved" if (config.pipeline.chunks or 1) > 1 else "1f1b"
 
 
 def compute_table(config: RunConfig) -> Schedule:
-    """The table before lowering; without pipeline parallelism that of one stage.
+    """Return the schedule before lowering; a single stage without pipeline parallelism.
 
     Raises:
-        ScheduleError: there is no such table.
+        ScheduleError: the schedule is unknown, or its file is invalid.
     """
     if not has_stages(config):
         return single_stage(config.train.num_microbatches)
     chosen = schedule_name(config)
-    if is_file(chosen):
+    if is_table_file(chosen):
         return read_table(chosen)
     return generate(
         chosen,
@@ -54,10 +54,10 @@ def compute_table(config: RunConfig) -> Schedule:
 
 
 def read_table(path: str) -> Schedule:
-    """The CSV table in a file.
+    """Read and verify the CSV table in a file.
 
     Raises:
-        ScheduleError: it can't be read, is no table, or one that `verify` refuses.
+        ScheduleError: the file can't be read, is not a table, or fails verification.
     """
     try:
         source = Path(path).read_text("utf-8")
@@ -65,7 +65,7 @@ def read_table(path: str) -> Schedule:
         raise ScheduleError(
             f"can't read {path}: {getattr(error, 'strerror', None) or error}",
             where="pipeline.schedule",
-            rule="a schedule is a name, or the path of a CSV table",
+            rule="a schedule is a name or the path to a CSV table",
             fix="pipeline.schedule=1f1b",
         ) from None
     table = Schedule.from_csv(source, where=path, kind=path)
@@ -77,12 +77,12 @@ def read_table(path: str) -> Schedule:
 
 
 def num_stages(config: RunConfig) -> int:
-    """Stages over all ranks."""
+    """Return the number of stages over all ranks."""
     return compute_table(config).num_stages
 
 
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
-    """Blocks of each stage: as given, or balanced by floating-point operations with the ends counted.
+    """Return the number of blocks per stage, as configured or balanced by floating-point operations including the ends.
 
     Raises:
         ScheduleError: there are more stages than layers.
@@ -100,7 +100,7 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
 
 
 def lowered_table(config: RunConfig) -> Schedule:
-    """The table that a run executes."""
+    """Return the lowered schedule that a run executes."""
     table = compute_table(config)
     mesh = config.mesh
     reduces = mesh.axes().num_ranks() > mesh.pp or config.train.precision == "bfloat16"
@@ -116,8 +116,8 @@ def lowered_table(config: RunConfig) -> Schedule:
 
 
 def _shared_stages(config: RunConfig, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """The sets of stages that parameters are shared among: all have the family's ends of every stage; first and last
-    what is tied."""
+    """Return the groups of stages that share parameters: all stages if the family has ends on every stage, and the
+    first and the last if parameters are tied."""
     if num_stages == 1:
         return ()
     facts = model_facts(config)

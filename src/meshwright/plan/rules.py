@@ -1,4 +1,4 @@
-"""All rules of a run: those of its configuration, and of what a plan makes of it, its table and its stages."""
+"""All rules of a run: those of its configuration, and those of its pipeline schedule, stages and compilation."""
 
 from __future__ import annotations
 
@@ -11,56 +11,57 @@ from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import balance_layers
-from meshwright.plan.pipeline_table import compute_table, has_stages, is_file, read_table, schedule_name
-from meshwright.settings.violation import Fix, Violation, as_word
+from meshwright.plan.pipeline_table import compute_table, has_stages, is_table_file, read_table, schedule_name
+from meshwright.settings.violation import Fix, Violation, format_value
 
-RUNS_EAGERLY = "a recomputed block that holds auxiliary losses or step buffers runs eagerly"
+RUNS_EAGERLY = "a recomputed block with auxiliary losses or step buffers can't be compiled"
 
 
 def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
-    """Every rule that a run violates; only the first is sure, as later ones assume that earlier ones hold.
+    """Yield all violations of a run; only the first is reliable, as later rules assume that earlier ones hold.
 
     Args:
-        config: the run.
-        num_ranks: ranks that a launcher started, None when the verb starts them.
+        config: configuration of the run.
+        num_ranks: number of ranks that a launcher started; None if the verb starts them.
     """
     yield from config_rules.violations(config, num_ranks)
     yield from _pipeline(config)
-    yield from _compiled(config)
+    yield from _compiled_recompute(config)
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
     if not has_stages(config):
-        yield from _without_stages(config)
+        yield from _single_stage(config)
         return
     try:
         table = compute_table(config)
     except ScheduleError as error:
-        if is_file(schedule_name(config)):
+        if is_table_file(schedule_name(config)):
             raise
         yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, _other_schedules(config))
         return
-    yield from _file(config, table)
+    yield from _table_file(config, table)
     yield from _layers(config, table)
     if config.train.compile and table.splits_backward:
         yield Violation(
             ConfigError,
-            f"train.compile with {schedule_name(config)}, whose backward comes in two parts",
+            f"train.compile with {schedule_name(config)}, which splits the backward",
             "train.compile",
             "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
         )
 
 
-def _compiled(config: RunConfig) -> Iterator[Violation]:
-    """Handles are recorded outside graphs when their block is recomputed: it would run eagerly, and say nothing."""
+def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
+    """Reject compilation of recomputed blocks with step handles: these are recorded outside of graphs, so the block
+    would silently run eagerly."""
     if not config.train.compile or config.recompute.policy == "none":
         return
     for kind in model_facts(config).kinds:
         if handles := step_handles(config, kind.name):
             yield Violation(
                 ConfigError,
-                f"train.compile with recompute.policy = {config.recompute.policy}, and {handles[0]} in {kind.name}",
+                f"train.compile with recompute.policy = {config.recompute.policy}, but {kind.name} has {handles[0]}",
                 "train.compile",
                 RUNS_EAGERLY,
                 [{"recompute.policy": "none"}, {"train.compile": False}],
@@ -69,7 +70,7 @@ def _compiled(config: RunConfig) -> Iterator[Violation]:
 
 
 def step_handles(config: RunConfig, kind: str) -> list[str]:
-    """Auxiliary losses and buffers that a step updates, of blocks of a kind."""
+    """Return the auxiliary losses and step buffers in blocks of a kind."""
     found = (one for one in model_facts(config).kinds if one.name == kind)
     return [
         name
@@ -78,23 +79,23 @@ def step_handles(config: RunConfig, kind: str) -> list[str]:
     ]
 
 
-def _without_stages(config: RunConfig) -> Iterator[Violation]:
-    """A schedule has no effect here, and a run that goes on with fewer ranks keeps its own; but there has to be one."""
+def _single_stage(config: RunConfig) -> Iterator[Violation]:
+    """Check that the schedule exists; it is unused, but allowed, so that a run can resume on fewer ranks."""
     chosen = schedule_name(config)
     try:
-        read_table(chosen) if is_file(chosen) else schedule_kind(chosen)
+        read_table(chosen) if is_table_file(chosen) else schedule_kind(chosen)
     except ScheduleError as error:
-        if is_file(chosen):
+        if is_table_file(chosen):
             raise
         yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, [{"pipeline.schedule": "auto"}])
-    given = config.pipeline.layers_per_stage
-    if given is not None and len(given) > 1:
+    layers_per_stage = config.pipeline.layers_per_stage
+    if layers_per_stage is not None and len(layers_per_stage) > 1:
         yield Violation(
             LayoutError,
-            f"pipeline.layers_per_stage = {as_word(given)}, and the model has one stage",
+            f"pipeline.layers_per_stage = {format_value(layers_per_stage)}, but the model has one stage",
             "pipeline.layers_per_stage",
-            "layers are divided over mesh.pp × pipeline.chunks stages",
-            [{"pipeline.chunks": len(given)}, {"pipeline.layers_per_stage": None}],
+            "layers are split over mesh.pp × pipeline.chunks stages",
+            [{"pipeline.chunks": len(layers_per_stage)}, {"pipeline.layers_per_stage": None}],
         )
 
 
@@ -107,31 +108,32 @@ def _other_schedules(config: RunConfig) -> list[Fix]:
     ]
 
 
-def _file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    """A table from a file is for one number of ranks and of micro-batches."""
+def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
+    """Check that a table from a file has the run's number of ranks and micro-batches."""
     if table.num_ranks != config.mesh.pp:
         yield Violation(
             LayoutError,
-            f"{table.kind} is a schedule for {table.num_ranks} ranks, and mesh.pp = {config.mesh.pp}",
+            f"{table.kind} is a schedule for {table.num_ranks} ranks, but mesh.pp = {config.mesh.pp}",
             "pipeline.schedule",
-            "a table has a line for each rank of the pipeline",
+            "a table has one line per pipeline rank",
             [{"mesh.pp": table.num_ranks}, {"pipeline.schedule": "1f1b"}],
         )
     if table.num_microbatches != config.train.num_microbatches:
         yield Violation(
             LayoutError,
-            f"{table.kind} is a schedule for {table.num_microbatches} micro-batches, and train.num_microbatches = "
+            f"{table.kind} is a schedule for {table.num_microbatches} micro-batches, but train.num_microbatches = "
             f"{config.train.num_microbatches}",
             "pipeline.schedule",
-            "a table has actions for each micro-batch of the step",
+            "the number of micro-batches must match the table's",
             [{"train.num_microbatches": table.num_microbatches}, {"pipeline.schedule": "1f1b"}],
         )
 
 
 def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    given, stages, layers = config.pipeline.layers_per_stage, table.num_stages, model_facts(config).num_layers
+    layers_per_stage = config.pipeline.layers_per_stage
+    stages, layers = table.num_stages, model_facts(config).num_layers
     allowed = config.pipeline.allow_empty_stages
-    if stages > layers and not allowed and given is None:
+    if stages > layers and not allowed and layers_per_stage is None:
         pp = config.mesh.pp
         fewer: list[Fix] = [{"pipeline.chunks": layers // pp}] if config.pipeline.chunks and layers >= pp else []
         fewer += [{"mesh.pp": pp * layers // stages}] if pp * layers >= stages else []
@@ -142,31 +144,31 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
             "every stage has a layer, unless empty stages are allowed",
             [*fewer, {"pipeline.allow_empty_stages": True}, {"model.num_layers": stages}],
         )
-    if given is None:
+    if layers_per_stage is None:
         return
     fits = balance_layers([1.0] * layers, stages, allow_empty=allowed or stages > layers)
     fixes: list[Fix] = [{"pipeline.layers_per_stage": fits}, {"pipeline.layers_per_stage": None}]
-    what = f"pipeline.layers_per_stage = {as_word(given)}"
-    if len(given) != stages:
+    what = f"pipeline.layers_per_stage = {format_value(layers_per_stage)}"
+    if len(layers_per_stage) != stages:
         yield Violation(
             LayoutError,
-            f"{what} has {len(given)} entries for {stages} stages",
+            f"{what} has {len(layers_per_stage)} entries for {stages} stages",
             "pipeline.layers_per_stage",
-            "an entry for each of mesh.pp × chunks stages, in the model's order",
+            "there must be one entry per stage (mesh.pp × chunks), in order",
             fixes,
         )
-    elif sum(given) != layers or min(given) < 0:
+    elif sum(layers_per_stage) != layers or min(layers_per_stage) < 0:
         yield Violation(
             LayoutError,
-            f"{what} has {sum(given)} layers for model.num_layers = {layers}",
+            f"{what} has {sum(layers_per_stage)} layers for model.num_layers = {layers}",
             "pipeline.layers_per_stage",
-            "the stages together have every layer once",
-            [*fixes, {"model.num_layers": sum(given)}] if min(given) >= 0 else fixes,
+            "the numbers of layers must add up to model.num_layers",
+            [*fixes, {"model.num_layers": sum(layers_per_stage)}] if min(layers_per_stage) >= 0 else fixes,
         )
-    elif min(given) == 0 and not allowed:
+    elif min(layers_per_stage) == 0 and not allowed:
         yield Violation(
             LayoutError,
-            f"{what} leaves stage {given.index(0)} without a layer",
+            f"{what} leaves stage {layers_per_stage.index(0)} without layers",
             "pipeline.layers_per_stage",
             "every stage has a layer, unless empty stages are allowed",
             [{"pipeline.allow_empty_stages": True}, *fixes],

@@ -1,8 +1,9 @@
-"""A run as a value: what every stage holds, how it is sharded, and what is reduced, recomputed, compiled and sent.
+"""The run plan: what each stage holds, how it is sharded, and what is reduced, recomputed, compiled and sent.
 
-Frozen, torch-free, and written as JSON (`text`). `make` makes it from the configuration; `verify` checks that every
-gradient is summed exactly where it is partial; memory and traffic are folds over it; the executors do what it says.
-Facts are per kind of block and per stage, never per rank, so its size does not depend on the mesh's.
+Frozen dataclasses that serialize to JSON (`serialize`). `make_plan` makes the plan from the configuration; `verify`
+checks that each gradient is summed exactly where it is partial; memory and traffic are folds over it; the executors
+follow it. Facts are stored per kind of block and per stage, never per rank, so the size does not depend on the mesh.
+Doesn't import torch.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ FORMAT = 1
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
 
 
-class Gradient(StrEnum):
-    """What a parameter's gradient is along an axis before any reduction."""
+class GradientPlacement(StrEnum):
+    """State of a parameter's gradient along an axis before any reduction."""
 
     SHARDED = "sharded"
     PARTIAL = "partial"
     EQUAL = "equal"
 
 
-class By(StrEnum):
-    """Who carries a reduction out."""
+class ReducedBy(StrEnum):
+    """Component that performs a reduction."""
 
     OURS = "ours"
     FSDP = "fsdp"
@@ -40,7 +41,7 @@ class By(StrEnum):
 
 @dataclass(frozen=True)
 class Shard:
-    """A dim that is sharded over atoms."""
+    """A dim sharded over atoms."""
 
     dim: int
     axes: Atoms
@@ -51,24 +52,25 @@ class Parameter:
     """A parameter of a kind."""
 
     name: str
-    """Inside its kind."""
+    """Name inside the kind."""
     shape: tuple[int, ...]
     role: str
     used: tuple[Shard, ...] = ()
-    """How it is sharded while an operator uses it: tp, never fsdp."""
+    """Sharding while an operator uses it: over tp, never over fsdp."""
     work: Atoms = ()
-    """Atoms that divide what it is applied to, so that its gradient is partial over them: the styles say it."""
+    """Atoms that the operator's input is sharded over, according to the styles, so that the gradient is partial over
+    them."""
     stored_dim: int = 0
-    """The dim that its unit shards."""
+    """The dim that its FSDP unit shards."""
     trained: bool = True
     key: str | None = None
-    """Its name in the whole model, where that is another parameter's: a copy of a tied one."""
+    """Full-model name of the parameter that this one is a tied copy of."""
 
-    def gradient(self, axis: str) -> Gradient:
-        """What its gradient is along an axis."""
+    def gradient(self, axis: str) -> GradientPlacement:
+        """Return the state of its gradient along an axis."""
         if any(axis in shard.axes for shard in self.used):
-            return Gradient.SHARDED
-        return Gradient.PARTIAL if axis in self.work else Gradient.EQUAL
+            return GradientPlacement.SHARDED
+        return GradientPlacement.PARTIAL if axis in self.work else GradientPlacement.EQUAL
 
 
 @dataclass(frozen=True)
@@ -79,79 +81,80 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str
     work: Atoms = ()
-    """Atoms over which ranks see different parts of what it counts."""
+    """Atoms over which ranks see different inputs."""
     summed: Atoms = ()
-    """Atoms over which its update is summed, once a step."""
+    """Atoms over which its update is summed, once per step."""
     saved: bool = True
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP2 wraps together: gathered and reduced as one."""
+    """An FSDP2 unit: modules whose parameters are gathered and reduced together."""
 
     name: str
     modules: tuple[str, ...]
-    """Paths below the kind's; the root's is empty."""
+    """Module paths inside the kind; empty for the root."""
     parameters: tuple[str, ...]
-    """Inside the kind; of the root, as kind/name."""
+    """Parameter names inside the kind; for the root, as kind/name."""
     sharded: Atoms
-    """Gathered, and gradients scattered, over these."""
+    """Atoms for all-gathering parameters and reduce-scattering gradients."""
     replicas: Atoms
-    """Then gradients are all-reduced over these."""
+    """Atoms for all-reducing gradients afterwards."""
     freed: bool | int = True
-    """After the forward (ZeRO-3); a number of ranks keeps the weights among them instead (hpZ)."""
+    """Reshard after the forward (ZeRO-3); an integer is the number of ranks that keep secondary shards (hpZ)."""
     in_backward: bool = True
-    """Its backward needs the weights: a lookup's does not."""
+    """The backward needs the weights; an embedding lookup's does not."""
     compute: str = "float32"
     reduce: str = "float32"
     gradients: str = "exact"
     weights: str = "exact"
     inside_node: str = "exact"
-    """How gradients are sent inside a node where they are reduced in two stages."""
+    """Codec of gradients inside a node in two-stage reductions."""
 
     def num_secondary(self) -> int | None:
-        """Ranks that keep the weights among them; None where it is freed, or kept, as a whole."""
+        """Return the number of ranks that keep secondary shards; None without them."""
         return None if isinstance(self.freed, bool) else self.freed
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What an operator moves for one sample: traffic is a fold over these."""
+    """A collective run by an operator, per sample: traffic is a fold over these."""
 
     purpose: str
     op: str
     """all_gather, reduce_scatter or all_reduce."""
     axes: Atoms
     elements: int
-    """Of the full tensor, for one sample."""
+    """Elements of the full tensor, per sample."""
     dtype: str
     forward: int = 0
-    """Times in a forward."""
+    """Number of calls in a forward."""
     backward: int = 0
     recomputed: int = 0
-    """Times more, where its block is recomputed."""
+    """Number of further calls if its block is recomputed."""
 
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """A loss inside a block, a mean over samples."""
+    """An auxiliary loss inside a block, a mean over samples."""
 
     name: str
     work: Atoms
-    """Atoms of a stage over which ranks have parts of it."""
+    """Atoms inside a stage over which the loss is partial."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks, or an end, that are alike in everything: what is frozen, recomputed or compiled otherwise is another."""
+    """A kind of identical blocks, or an end; different frozen parameters, recomputation or compilation make different
+    kinds."""
 
     name: str
     described: str
-    """The family's name of it."""
+    """Name of the kind in the family's description."""
     path: str
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...] = ()
-    """The other parameters are in their stage's root."""
+    """FSDP units; all other parameters belong to the stage's root."""
     buffers: tuple[Buffer, ...] = ()
     styles: tuple[tuple[str, Style], ...] = ()
     collectives: tuple[Collective, ...] = ()
@@ -159,37 +162,37 @@ class Kind:
     recompute: str = "none"
     compiled: bool = False
     saved_elements: int = 0
-    """Of a rank, for one sample: what its forward leaves for its backward."""
+    """Elements per rank and sample that its forward saves for its backward."""
     output_elements: int = 0
-    """Of a rank, for one sample: an output that a loss is computed on."""
+    """Elements per rank and sample of an output that a loss is computed on."""
     tied: tuple[str, ...] = ()
-    """Parameters here that are another one's of the same stage, which has them among its own."""
+    """Parameters that are tied to a parameter of another kind on the same stage."""
     everywhere: bool = False
-    """An end that every stage has a copy of."""
+    """The end is replicated on all stages."""
 
     @property
     def is_block(self) -> bool:
-        """Layers are of it; else it is an end."""
+        """The kind is of blocks rather than an end."""
         return "{layer}" in self.path
 
     def full_name(self, name: str, layer: int | None) -> str:
-        """A name inside it as the whole model has it."""
+        """Return the full-model name of a name inside the kind."""
         path = self.path.format(layer=layer)
         return f"{path}.{name}" if path and name else path or name
 
     def key(self, parameter: Parameter, layer: int | None) -> str:
-        """A parameter's name in checkpoints."""
+        """Return a parameter's name in checkpoints."""
         return parameter.key or self.full_name(parameter.name, layer)
 
     @cached_property
     def num_elements(self) -> int:
-        """Of all parameters."""
+        """Number of elements of all parameters."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor between stages, without its batch dim, so that validation and generation use it too."""
+    """A tensor sent between stages, without its batch dim, so that validation and generation can use it too."""
 
     name: str
     shape: tuple[int, ...]
@@ -199,14 +202,14 @@ class Edge:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a pipeline stage holds."""
+    """A pipeline stage."""
 
     pp_rank: int
     layers: tuple[int, int]
     kinds: tuple[str, ...]
-    """One a layer."""
+    """Kind of each layer."""
     before: tuple[str, ...]
-    """Kinds without a layer, before the blocks."""
+    """Ends before the blocks."""
     after: tuple[str, ...]
     root: Unit
     edge_in: Edge | None = None
@@ -219,41 +222,41 @@ class StepSum:
     """A reduction outside units, after the last backward."""
 
     parameters: tuple[str, ...]
-    """As kind/name."""
+    """Parameters as kind/name."""
     axes: Atoms
     op: str
-    """sum; or mean, where equal copies drift apart through a codec."""
-    by: By
+    """`sum`; or `mean`, for replicas that a lossy codec lets diverge."""
+    by: ReducedBy
     dtype: str
 
 
 @dataclass(frozen=True)
 class Loss:
-    """How the loss and its divisor are put together."""
+    """Reduction of the loss, and its divisor."""
 
     summed: Atoms
-    """Ranks have parts of it."""
+    """Axes over which the loss is partial."""
     equal: Atoms
-    """Ranks have the same."""
+    """Axes over which the loss is replicated."""
     units: int | None
-    """What it is divided by in a step; None where it is counted over the global batch before the first backward."""
+    """Divisor of the loss per step; None if it is counted over the global batch before the first backward."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a step's samples are divided."""
+    """Split of a step's samples."""
 
     global_batch: int
     num_microbatches: int
     samples: int
-    """Of a micro-batch."""
+    """Samples per micro-batch."""
     tokens: int
-    """Of a sample."""
+    """Tokens per sample."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps of parameters of some roles."""
+    """Optimizer state for parameters of some roles."""
 
     roles: tuple[str, ...]
     names: tuple[str, ...]
@@ -262,38 +265,38 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer, as far as memory and checkpoints know it."""
+    """The optimizer's name and states, for memory and checkpoints."""
 
     name: str
     states: tuple[OptimizerState, ...]
 
 
 Site = tuple[int, str]
-"""A stage, and a parameter's name there."""
+"""A stage and the full-model name of a parameter on it."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run."""
+    """A run plan."""
 
     format: int
     mesh: Mesh
     masters: str
-    """The dtype of parameters, gradients and optimizer state between steps."""
+    """Dtype of parameters, gradients and optimizer state between steps."""
     sequence_parallel: bool
     edge: Edge
-    """What goes between blocks, and so between stages."""
+    """The tensor passed between blocks, and so between stages."""
     kinds: tuple[Kind, ...]
     stages: tuple[Stage, ...]
     shared: tuple[tuple[str, tuple[Site, ...]], ...]
-    """Keys of parameters with copies on several stages: their gradients are summed over these sites."""
+    """Keys of parameters with copies on several stages, and the sites over which their gradients are summed."""
     norm_omits: tuple[Site, ...]
-    """Copies that an earlier stage counts in the gradient norm: stage and key."""
+    """Copies (stage, key) left out of the gradient norm, because an earlier stage counts them."""
     sums: tuple[StepSum, ...]
     loss: Loss
     batch: BatchShape
     schedule: Schedule
-    """The lowered table."""
+    """The lowered schedule."""
     optimizer: Optimizer
 
     @cached_property
@@ -301,51 +304,52 @@ class RunPlan:
         return {kind.name: kind for kind in self.kinds}
 
     def kind(self, name: str) -> Kind:
-        """The kind of this name."""
+        """Return the kind of this name."""
         return self._kinds[name]
 
     def held(self, stage: Stage) -> Iterator[tuple[Kind, int | None]]:
-        """Kinds, and the layer of a block, in the order of the module's parameters."""
+        """Yield the kinds on a stage, with the layer of each block, in the order of the module's parameters."""
         yield from ((self.kind(name), None) for name in stage.before)
         yield from ((self.kind(name), layer) for layer, name in enumerate(stage.kinds, stage.layers[0]))
         yield from ((self.kind(name), None) for name in stage.after)
 
     def parameters(self, stage: Stage) -> Iterator[tuple[Kind, int | None, Parameter]]:
-        """All of a stage's, in the module's order."""
+        """Yield kind, layer and parameter for all parameters of a stage, in module order."""
         return ((kind, layer, parameter) for kind, layer in self.held(stage) for parameter in kind.parameters)
 
     def shared_parameters(self) -> tuple[SharedParameter, ...]:
-        """As the pipeline's table and executors know them."""
+        """Return the shared parameters in the form that the pipeline uses."""
         return tuple(SharedParameter(key, sites) for key, sites in self.shared)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on a rank of the mesh."""
+        """Return the stages on a rank of the mesh."""
         return self.schedule.stages_of(self.mesh.position(rank, "pp"))
 
     @property
     def has_units(self) -> bool:
-        """FSDP2 wraps the stages: something is sharded or repeated, or computed in another dtype than it is kept in."""
+        """FSDP2 wraps the stages, because parameters are sharded or replicated, or the compute dtype is not the master
+        dtype."""
         return self.mesh.size(*self.stages[0].root.sharded, *self.stages[0].root.replicas) > 1 or any(
             unit.compute != self.masters for stage in self.stages for unit in self.units(stage)
         )
 
     def units(self, stage: Stage) -> Iterator[Unit]:
-        """Of a stage, in the order in which their forwards end: the root's comes last."""
+        """Yield a stage's units in the order in which their forwards end; the root comes last."""
         for kind, _ in self.held(stage):
             yield from kind.units
         yield stage.root
 
     def elements(self, parameter: Parameter, *, sharded: Atoms = ()) -> int:
-        """Of a rank, as used; with `sharded`, of the rank that stores most: the first have a row more where rows don't
-        divide."""
+        """Return the number of elements of a parameter on a rank while in use, or with `sharded`, on the rank that
+        stores most: the first ranks have an additional row if the split is uneven."""
         sizes = list(parameter.shape)
         for shard in parameter.used:
             sizes[shard.dim] = -(-sizes[shard.dim] // self.mesh.size(*shard.axes))
         sizes[parameter.stored_dim] = -(-sizes[parameter.stored_dim] // self.mesh.size(*sharded))
         return math.prod(sizes)
 
-    def action_words(self, rank: int, position: int) -> str:
-        """What a rank of the mesh does at a position of its row: `2F3: forward of micro-batch 3 on stage 2`."""
+    def describe_action(self, rank: int, position: int) -> str:
+        """Describe the action at a position of a rank's row: `2F3: forward of micro-batch 3 on stage 2`."""
         row = self.schedule.actions[self.mesh.position(rank, "pp")]
         parts = [part for action in row for part in action.parts()]
         return parts[position].describe() if position < len(parts) else "the end of its row"

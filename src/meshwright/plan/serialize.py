@@ -1,8 +1,8 @@
-"""Plans as JSON: written in lines that people can read and compare, and read back strictly.
+"""JSON serialization of plans: human-readable and diffable output, and a strict reader.
 
-Every field is written, with its own name, and read by its type: a plan of another version, with a field more or less,
-or with a value of another type is refused, and never completed by a default. The schedule is written as its rows of
-actions, as in a table's own file (`pipeline/text`).
+All fields are written by name and read by type. A plan of another version, with missing or unknown fields, or with
+values of a wrong type is rejected rather than completed with defaults. The schedule is written as rows of actions, in
+the same form as table files (`pipeline/serialize`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from meshwright.pipeline.serialize import parse_action
 from meshwright.plan.run_plan import FORMAT, RunPlan
 
 WIDTH = 160
-"""Characters of a line, where a value can be broken into several."""
-AGAIN = "make the plan again with `meshwright plan … -o FILE`"
+"""Maximum line length, where a value can be broken into several lines."""
+REGENERATE_FIX = "make the plan again with `meshwright plan … -o FILE`"
 
 T = TypeVar("T")
 
 
 def to_json(plan: RunPlan) -> str:
-    """The whole plan; `from_json` is its inverse. What fits stands on one line."""
+    """Serialize a plan; `from_json` is the inverse. Values that fit are written on one line."""
     return "\n".join(_lines(encode(plan), 0)) + "\n"
 
 
 def canonical(value: Any) -> str:
-    """What `encode` gives as the one text that its hash is taken of."""
+    """Return the canonical JSON text of an encoded value, for hashing."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
 
 def encode(value: Any) -> Any:
-    """A plan, or a part of one, as what JSON knows: fields in the order of their class."""
+    """Encode a plan or a part of it as JSON values, with fields in the order of their class."""
     if isinstance(value, Schedule):
         return {
             "kind": value.kind,
@@ -52,7 +52,7 @@ def encode(value: Any) -> Any:
         return [encode(one) for one in value]
     if isinstance(value, StrEnum):
         return value.value
-    assert value is None or type(value) in (bool, int, str), f"{value!r} has no place in a plan"
+    assert value is None or type(value) in (bool, int, str), f"{value!r} can't be stored in a plan"
     return value
 
 
@@ -71,28 +71,35 @@ def _lines(value: Any, depth: int) -> list[str]:
 
 
 def from_json(text: str, *, where: str) -> RunPlan:
-    """Read the plan that `to_json` wrote; `verify` says whether it is right.
+    """Parse a plan written by `to_json`, without verifying it.
 
     Args:
-        text: of the file.
-        where: its path, for errors.
+        text: text of the file.
+        where: path of the file, for errors.
 
     Raises:
-        ConfigError: it is no plan, or one of another version: a field is missing, unknown, or of another type.
-        ScheduleError: an action of its schedule can't be read.
+        ConfigError: the text is not a plan of this version: a field is missing, unknown, or of another type.
+        ScheduleError: an action of the schedule can't be parsed.
     """
     try:
         found = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not a plan: {error}", where=where, rule="a plan is JSON", fix=AGAIN) from None
+        raise ConfigError(
+            f"not a plan: {error}", where=where, rule="a plan is a JSON file", fix=REGENERATE_FIX
+        ) from None
     if not isinstance(found, dict) or "format" not in found:
-        raise ConfigError("not a plan", where=where, rule=f"a plan has a field format, which is {FORMAT}", fix=AGAIN)
+        raise ConfigError(
+            "not a plan",
+            where=where,
+            rule=f"a plan is a JSON object with a field format = {FORMAT}",
+            fix=REGENERATE_FIX,
+        )
     if type(found["format"]) is not int or found["format"] != FORMAT:
         raise ConfigError(
             f"a plan of format {json.dumps(found['format'])}",
             where=f"{where}, format",
             rule=f"this version of Meshwright reads plans of format {FORMAT}",
-            fix=f"{AGAIN}, by this version",
+            fix=f"{REGENERATE_FIX}, using this version",
         )
     return _Reader(where).read(RunPlan, found, "")
 
@@ -101,25 +108,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
     return found
 
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Types of a dataclass's fields."""
+    """Return the types of a dataclass's fields."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 class _Reader:
-    """Reads values by their types, and names the field where one is wrong."""
+    """Reads values by type; errors name the field."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def read(self, kind: type[T], value: Any, path: str) -> T:
-        """A value of a type, at a path in the file."""
+        """Read a value of type `kind` at a path in the file."""
         found: T = self._read(kind, value, path)
         return found
 
@@ -127,7 +134,7 @@ class _Reader:
         options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         fitting = next((option for option in options if _fits(option, value)), None)
         if fitting is None:
-            self._refuse_type(" or ".join(map(_words, options)), value, path)
+            self._refuse_type(" or ".join(map(_type_name, options)), value, path)
         if fitting is Schedule:
             return self._schedule(value, path)
         if is_dataclass(fitting):
@@ -144,9 +151,9 @@ class _Reader:
     def _fields(self, hints: dict[str, Any], value: dict[str, Any], path: str) -> dict[str, Any]:
         unknown, missing = sorted(value.keys() - hints.keys()), [name for name in hints if name not in value]
         if unknown:
-            self._refuse("unknown field", _join(path, unknown[0]), f"the fields here are {', '.join(hints)}")
+            self._refuse("unknown field", _join(path, unknown[0]), f"the fields are {', '.join(hints)}")
         if missing:
-            self._refuse("missing field", _join(path, missing[0]), f"a plan of format {FORMAT} writes every field")
+            self._refuse("missing field", _join(path, missing[0]), f"a plan of format {FORMAT} has all fields")
         return {name: self._read(hint, value[name], _join(path, name)) for name, hint in hints.items()}
 
     def _tuple(self, kinds: tuple[Any, ...], value: list[Any], path: str) -> tuple[Any, ...]:
@@ -170,18 +177,18 @@ class _Reader:
                 found.append(parse_action(cell))
             except ScheduleError as error:
                 where = f"{self._where}, {path}, action {number}"
-                raise ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or AGAIN) from None
+                raise ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or REGENERATE_FIX) from None
         return tuple(found)
 
     def _refuse_type(self, expected: str, value: Any, path: str) -> NoReturn:
         text = json.dumps(value, ensure_ascii=False)
         text = text if len(text) < 60 else f"{text[:57]}…"
-        self._refuse(f"{path.rpartition('.')[2] or 'the plan'} = {text}", path, f"it is {expected}")
+        self._refuse(f"{path.rpartition('.')[2] or 'the plan'} = {text}", path, f"must be {expected}")
 
     def _refuse(self, what: str, path: str, rule: str) -> NoReturn:
         if not what.startswith(path.rpartition(".")[2]):
             what = f"{what} {path.rpartition('.')[2]}"
-        raise ConfigError(what, where=f"{self._where}, {path}" if path else self._where, rule=rule, fix=AGAIN)
+        raise ConfigError(what, where=f"{self._where}, {path}" if path else self._where, rule=rule, fix=REGENERATE_FIX)
 
 
 def _join(path: str, name: str) -> str:
@@ -189,7 +196,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Whether a value of JSON can be one of a type: an int is no bool, and a bool no int."""
+    """Return whether a JSON value can be of a type; bools and ints are distinct."""
     if kind in (None, type(None)):
         return value is None
     if is_dataclass(kind):
@@ -199,15 +206,15 @@ def _fits(kind: Any, value: Any) -> bool:
     return type(value) is (str if issubclass(kind, StrEnum) else kind)
 
 
-def _words(kind: Any) -> str:
-    """A type for people."""
+def _type_name(kind: Any) -> str:
+    """Return the displayed name of a type."""
     if is_dataclass(kind):
         return "an object"
     if get_origin(kind) is tuple:
         inner = get_args(kind)
-        return f"a list of {_plural(inner[0])}" if inner[-1] is Ellipsis else f"a list of {len(inner)}"
-    return {int: "an int", bool: "true or false", type(None): "null"}.get(kind, "a string")
+        return f"a list of {_plural_name(inner[0])}" if inner[-1] is Ellipsis else f"a list of {len(inner)}"
+    return {int: "an int", bool: "a bool", type(None): "null"}.get(kind, "a string")
 
 
-def _plural(kind: Any) -> str:
+def _plural_name(kind: Any) -> str:
     return {int: "ints", str: "strings"}.get(kind, "objects" if is_dataclass(kind) else "lists")

@@ -1,6 +1,6 @@
-"""Bytes that one rank sends in a step of training, by purpose and links: a fold over the plan.
+"""Bytes that a rank sends per training step, by purpose and link type: a fold over the plan.
 
-With the plan's codecs, and as it would be without. Validations, samples and checkpoints come on top.
+Counted with the plan's codecs, and without compression. Validation, sampling and checkpoints are not included.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from meshwright.plan.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """By where they go."""
+    """Bytes by link type."""
 
     inside_node: int = 0
     between_nodes: int = 0
 
     def total(self) -> int:
-        """To other ranks, wherever they are."""
+        """Return the bytes sent to all other ranks."""
         return self.inside_node + self.between_nodes
 
     def __add__(self, other: LinkBytes) -> LinkBytes:
@@ -32,56 +32,57 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class TrafficEntry:
-    """What is sent for one thing."""
+    """Bytes sent for one purpose."""
 
     purpose: str
-    """A `Purpose`, or what a collective of the plan says."""
+    """A `Purpose`, or the purpose of a collective in the plan."""
     sent: LinkBytes
     exact: LinkBytes
-    """The same without compression."""
+    """Bytes without compression."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends."""
+    """Bytes that one rank sends."""
 
     rank: int
     entries: tuple[TrafficEntry, ...]
-    """Of what is sent at all."""
+    """Entries of all purposes with non-zero bytes."""
 
     def sent(self) -> LinkBytes:
-        """Everything."""
+        """Return the total."""
         return sum((entry.sent for entry in self.entries), LinkBytes())
 
     def exact(self) -> LinkBytes:
-        """Everything, without compression."""
+        """Return the total without compression."""
         return sum((entry.exact for entry in self.entries), LinkBytes())
 
     def of(self, purpose: str) -> TrafficEntry:
-        """What is sent for one thing, which may be nothing."""
+        """Return the entry of a purpose, which may be zero."""
         found = (entry for entry in self.entries if entry.purpose == purpose)
         return next(found, TrafficEntry(purpose, LinkBytes(), LinkBytes()))
 
     def over(self, num_steps: int) -> Traffic:
-        """The same of several steps."""
+        """Return the traffic of several steps."""
         entries = (TrafficEntry(one.purpose, one.sent * num_steps, one.exact * num_steps) for one in self.entries)
         return Traffic(self.rank, tuple(entries))
 
 
 def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
-    """Predict what a rank sends in a step.
+    """Predict the bytes that a rank sends in a step.
 
     Args:
-        plan: of the run.
-        rank: of the mesh; None for the one that sends most. Ranks of a stage send alike, so that is the first of one.
+        plan: plan of the run.
+        rank: rank on the mesh; None for the one that sends most. All ranks of a stage send the same number of bytes,
+            so only the first rank of each is considered.
     """
     num_ranks = plan.mesh.num_ranks()
     candidates = range(0, num_ranks, num_ranks // plan.mesh.size("pp")) if rank is None else (rank,)
-    found = [_of_rank(plan, candidate) for candidate in candidates]
+    found = [_rank_traffic(plan, candidate) for candidate in candidates]
     return max(found, key=lambda traffic: traffic.sent().total())
 
 
-def _of_rank(plan: RunPlan, rank: int) -> Traffic:
+def _rank_traffic(plan: RunPlan, rank: int) -> Traffic:
     sent, exact = (_by_purpose(plan, rank, messages(plan, rank, exact=exact)) for exact in (False, True))
     entries = (TrafficEntry(purpose, sent[purpose], exact[purpose]) for purpose in sent)
     return Traffic(rank, tuple(entry for entry in entries if entry.sent.total()))

@@ -12,7 +12,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
-from meshwright.settings.violation import as_words
+from meshwright.settings.violation import format_fix
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ def _refuse_lossy(lossy: list[str]) -> None:
             where=", ".join(lossy),
             rule="a proof needs lossless communication; exact-via-all-to-all takes the code path of compressed "
             "gradients without losing precision",
-            fix=as_words({key: lossless_value(key) for key in lossy}),
+            fix=format_fix({key: lossless_value(key) for key in lossy}),
         )

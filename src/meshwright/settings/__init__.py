@@ -1,1 +1,1 @@
-"""Sections of the configuration and violated rules, for the run's own keys and those that families bring."""
+"""Base classes of configuration sections, and rule violations, used by the run's own keys and by model families."""

@@ -1,11 +1,12 @@
-"""Sizes near a wanted one that would fit: what rules offer as fixes."""
+"""Candidate sizes near a requested one, which rules suggest as fixes."""
 
 from __future__ import annotations
 
 import math
 
 MAX_DIVISOR = 1 << 16
-"""No mesh or model has more ranks or heads; sizes may be so large that listing all their divisors would take hours."""
+"""Upper bound of the divisors searched: no mesh or model has more ranks or heads, and a full search of large sizes
+would take hours."""
 
 
 def divisors(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A section of the configuration, a frozen pydantic model that refuses unknown keys, and types of keys."""
+"""Base class of configuration sections, a frozen pydantic model that rejects unknown keys, and types of keys."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A section: immutable, and an unknown key is an error. A key's meaning stands once, in its description."""
+    """Immutable section of the configuration that rejects unknown keys. The meaning of a key is documented in its
+    description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
-    """The section `model` of a family; it derives from this, and every other key of it has a default."""
+    """Base class of a family's section `model`; all keys of a subclass must have defaults."""
 
-    kind: str = Field(description="family: one of ours, or package.module:Family of your own")
+    kind: str = Field(description="family: a built-in one, or package.module:Family for your own")
 
 
 Counts = Annotated[tuple[int, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-"""Integers, written as a list."""
+"""Tuple of integers, written as a list."""
 
 
 def _as_names(value: Any) -> Any:
@@ -31,11 +32,11 @@ Names = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_names),
 ]
-"""Words, written as a list, or one alone."""
+"""Tuple of strings, written as a list or as a single string."""
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a key's type is, or may be: one inside an optional, too."""
+    """Return the section types in a key's annotation, including those inside an optional."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for inner in get_args(annotation) for section in sections_in(inner)]

@@ -1,4 +1,4 @@
-"""A violated rule, with the settings of keys that fix it."""
+"""Rule violations and the key settings that fix them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.errors import InputError
 
 Fix = Mapping[str, Any]
-"""Keys and the values that they are set to together."""
+"""Keys and values to set together."""
 
 
 @dataclass(frozen=True)
@@ -21,26 +21,26 @@ class Violation:
     kind: type[InputError]
     what: str
     key: str
-    """The dotted key that is wrong."""
+    """The dotted key at fault."""
     rule: str
     fixes: Sequence[Fix]
-    """The best first. Those that would only violate another rule are left out of the error."""
+    """Suggested fixes, best first; those that would violate another rule are left out of the error."""
     otherwise: str = ""
-    """A fix that is no setting of keys."""
+    """A fix other than setting keys."""
 
 
-def as_words(fix: Fix) -> str:
-    """A fix as a command line takes it."""
-    return " ".join(f"{key}={as_word(value)}" for key, value in fix.items())
+def format_fix(fix: Fix) -> str:
+    """Format a fix as command-line overrides."""
+    return " ".join(f"{key}={format_value(value)}" for key, value in fix.items())
 
 
-def as_word(value: Any) -> str:
-    """A value as an override writes it."""
+def format_value(value: Any) -> str:
+    """Format a value as in a command-line override."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
         if len(value) == 1 and isinstance(value[0], str):
             return shlex.quote(value[0])
         words = json.dumps(list(value)).replace(" ", "")
-        return f"'{words}'" if '"' in words else words  # a shell takes double quotes away
+        return f"'{words}'" if '"' in words else words  # a shell would strip the double quotes
     return shlex.quote(value) if isinstance(value, str) else str(value)

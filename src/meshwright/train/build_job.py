@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh
-from meshwright.models.contract.build_module import build_part, tie
+from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.initial_values import Computed, Constant, Fill
 from meshwright.models.contract.run_facts import RunFacts
@@ -129,7 +129,7 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         apply_plan(module, mesh, plan, part.stage, facts)
         check_placements(part)
         module.to_empty(device=device)
-        tie(module, facts)
+        tie_parameters(module, facts)
         initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
         parts[number] = part
     model = RankModel(parts)

@@ -24,7 +24,7 @@ from meshwright.parallel.tensor_parallel import average_replicated_gradients, sy
 from meshwright.pipeline.execute import ChannelKey, ExecutableStage, Executor, channel_keys
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.plan.run_plan import By
+from meshwright.plan.run_plan import ReducedBy
 from meshwright.train.build_job import Job
 
 
@@ -47,7 +47,7 @@ class ModelStage(ExecutableStage):
         self._feed = feed
         self._shared = shared
         self._has_backward = True
-        means = [one for one in job.plan.sums if one.by is By.OURS and one.op == "mean"]
+        means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
         self._first: FirstGradientCheck | None = FirstGradientCheck(part)
         self.weight_gradients: WeightGradStore | None = None

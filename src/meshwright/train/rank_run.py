@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshwright.cluster.host import machine_bytes
+from meshwright.cluster.host import host_memory_bytes
 from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.config.facts_for_family import model_facts, run_facts
@@ -47,7 +47,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     plan = spec.plan or make_plan(config)
-    context.board.describe(plan.action_words)  # for errors under another launcher, which has no table
+    context.board.describe(plan.describe_action)  # for errors under another launcher, which has no table
     device = choose_device(config, context)
     _check_memory(plan, context, device)
     group = process_group(
@@ -77,7 +77,7 @@ def _check_memory(plan: RunPlan, context: RankContext, device: torch.device) -> 
         num_bytes = torch.cuda.get_device_properties(device).total_memory
         check_memory(plan, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
     else:
-        check_memory(plan, num_ranks=context.local_ranks, num_bytes=machine_bytes(), place="this machine")
+        check_memory(plan, num_ranks=context.local_ranks, num_bytes=host_memory_bytes(), place="this machine")
 
 
 def _start(

@@ -31,7 +31,7 @@ from meshwright.errors import CheckpointError, InputError, MeshwrightError
 from meshwright.plan.compare import differences
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
-from meshwright.settings.violation import as_words
+from meshwright.settings.violation import format_fix
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.run_folder_lock import hold_folder
 
@@ -253,7 +253,7 @@ def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
             f"{thawed} is trained now, but was frozen when the checkpoint was saved",
             where=f"train.freeze; {path}",
             rule="a checkpoint has no optimizer state of frozen parameters",
-            fix=as_words({"train.freeze": before}),
+            fix=format_fix({"train.freeze": before}),
         )
 
 

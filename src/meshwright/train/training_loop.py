@@ -11,7 +11,7 @@ from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.rules_compression import idle_notes
+from meshwright.config.rules_compression import no_effect_notes
 from meshwright.errors import RunError
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
@@ -102,7 +102,7 @@ class Trainer:
             with writing(self._folder.plan) as path:
                 notes = keep_other_plan(path, self._job.plan, done)
                 path.write_text(to_json(self._job.plan), "utf-8")
-        for note in (*self._folder.notes, *notes, *idle_notes(config), *warmup_notes(config.train)):
+        for note in (*self._folder.notes, *notes, *no_effect_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, done=done)
 

@@ -1,4 +1,4 @@
-"""A module that is not as its family describes it is refused, with what differs."""
+"""Modules that don't match their family's description are rejected, and the difference is named."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def buffer(facts, one):
 WRONG = {
     "omitted": (
         lambda f: block(f, lambda own: own[1:]),
-        "the module has the parameter blocks.0.attention_norm.weight, and the description doesn't",
+        "the module has the parameter blocks.0.attention_norm.weight, but the description does not",
     ),
     "not there": (
         lambda f: block(f, lambda own: [*own, replace(own[0], name="bias")]),
-        "the description has the parameter blocks.0.bias, and the module doesn't",
+        "the description has the parameter blocks.0.bias, but the module does not",
     ),
     "another shape": (
         lambda f: block(f, lambda own: [replace(own[0], shape=(7,)), *own[1:]]),
-        "the parameter blocks.0.attention_norm.weight has the shape (128,) in the module, and (7,) in the description",
+        "the parameter blocks.0.attention_norm.weight has shape (128,) in the module, but (7,) in the description",
     ),
     "another order": (
         lambda f: block(f, lambda own: [own[1], own[0], *own[2:]]),
-        "blocks.0.attention_norm.weight comes before blocks.0.attention.wq.weight in the module, and after it in",
+        "blocks.0.attention_norm.weight comes before blocks.0.attention.wq.weight in the module, but after it in",
     ),
     "a buffer": (
         lambda f: buffer(f, BufferFacts("seen", (3,), "int64")),
-        "the description has the buffer blocks.0.seen, and the module doesn't",
+        "the description has the buffer blocks.0.seen, but the module does not",
     ),
 }
 
@@ -59,7 +59,7 @@ BUFFER = BufferFacts("seen", (3,), "float32", saved=False)
 
 
 def told(change=lambda facts: facts, build=lambda module: module, part=None):
-    """What is said of a family whose description or module is changed."""
+    """Return the error for a family whose description or module is changed."""
 
     class Other(type(CONFIG.family)):
         def describe(self, f):
@@ -98,30 +98,30 @@ def with_handle(make):
 FLOATS = with_handle(lambda: (torch.zeros(3), True))
 HANDLES = {
     "a buffer of no description": (
-        lambda f: f, FLOATS, "the module has the buffer blocks.0.seen, and the description doesn't"),
+        lambda f: f, FLOATS, "the module has the buffer blocks.0.seen, but the description does not"),
     "saved only by the module": (
         lambda f: buffer(f, BUFFER), FLOATS,
-        "the buffer blocks.0.seen is not saved by the description, and persistent in the module"),
+        "the buffer blocks.0.seen is not saved in the description, but persistent in the module"),
     "saved only by the description": (
         lambda f: buffer(f, replace(BUFFER, saved=True)), with_handle(lambda: (torch.zeros(3), False)),
-        "the buffer blocks.0.seen is saved by the description, and not persistent in the module"),
+        "the buffer blocks.0.seen is saved in the description, but not persistent in the module"),
     "another dtype": (
         lambda f: buffer(f, replace(BUFFER, dtype="int64")), with_handle(lambda: (torch.zeros(3), False)),
-        "the buffer blocks.0.seen has the dtype float32 in the module, and int64 in the description"),
+        "the buffer blocks.0.seen has the dtype float32 in the module, but int64 in the description"),
     "a step buffer that is not described as updated": (
         lambda f: buffer(f, BufferFacts("seen.value", (3,), "int64")),
         with_handle(lambda: StepBuffer((3,), torch.int64)),
-        "blocks.0.seen.value is a step buffer of the module, and not updated in the description"),
+        "blocks.0.seen.value is a step buffer of the module, but not updated in the description"),
     "a buffer that nothing updates": (
         lambda f: buffer(f, replace(BUFFER, saved=True, updated=True)), FLOATS,
-        "blocks.0.seen is no step buffer of the module, and updated in the description"),
+        "blocks.0.seen is not a step buffer of the module, but updated in the description"),
     "an auxiliary loss": (
         lambda f: f, with_handle(lambda: AuxiliaryLoss("balance", 0.1)),
-        "the module has the auxiliary loss balance in blocks.0, and the description doesn't"),
+        "the module has the auxiliary loss balance in blocks.0, but the description does not"),
     "an auxiliary loss of no module": (
         lambda f: replace(f, last=(replace(f.last[0], auxiliary=(model_facts.AuxiliaryLoss("balance", 0.1),)),)),
         lambda module: module,
-        "the description has the auxiliary loss balance in an end, and the module doesn't"),
+        "the description has the auxiliary loss balance in an end, but the module does not"),
 }  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""What a family of models and its task are to the rest: all that somebody who adds one implements."""
+"""Interfaces between model families, their tasks and the rest of Meshwright, to be implemented by new families."""

@@ -1,4 +1,4 @@
-"""The rule of attention heads that families share. Torch-free."""
+"""Rule for attention heads, shared by families. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
 
 
-def undivided_heads(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:
-    """Heads that the width does not divide into, given the keys of a section `model`."""
+def head_violations(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:
+    """Yield a violation if `num_heads` does not divide the model's width."""
     if head_dim is None and dim % num_heads:
         heads = [{"model.num_heads": size} for size in by_distance(divisors(dim), num_heads)]
         multiple = round_up(dim, 2 * num_heads)
@@ -19,6 +19,6 @@ def undivided_heads(*, dim: int, num_heads: int, head_dim: int | None) -> Iterat
             ConfigError,
             f"model.num_heads = {num_heads} does not divide model.dim = {dim}",
             "model.num_heads",
-            "without model.head_dim a head is dim / num_heads wide",
+            "model.head_dim defaults to dim / num_heads",
             [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": width}],
         )

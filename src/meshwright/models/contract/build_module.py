@@ -1,4 +1,4 @@
-"""A family's module on the meta device, whole or a stage's part: compared with its description, and tied."""
+"""Build a family's module on the meta device, check it against its description, and tie its parameters."""
 
 from __future__ import annotations
 
@@ -16,100 +16,104 @@ from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 
 
 def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | None = None) -> nn.Module:
-    """The module, or a part of it, on the meta device, with parameters of `dtype` and no storage.
+    """Build the model, or a pipeline stage's part of it, on the meta device with parameters of `dtype`.
 
     Raises:
-        ConfigError: it is not as the family describes it.
+        ConfigError: the module does not match the family's description.
     """
     facts = family.describe(f)
     part = part or Part(range(facts.num_layers))
     with torch.device("meta"):
         module = family.build(f, part)
-    for what in _undescribed(module, facts, part):
+    for what in _mismatches(module, facts, part):
         raise ConfigError(
             what,
             where=f"{type(family).__name__}.describe, stage {part.stage}",
-            rule="a module has the parameters, buffers and auxiliary losses that its family describes",
-            fix=f"the same in {type(family).__name__}.describe and {type(family).__name__}.build",
+            rule="a module must have the parameters, buffers and auxiliary losses that its family describes",
+            fix=f"make {type(family).__name__}.describe and {type(family).__name__}.build agree",
         )
-    _cast(module, dtype)
-    tie(module, facts)
+    _cast_floats(module, dtype)
+    tie_parameters(module, facts)
     return module
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Floats of a module to `dtype`, complex numbers to those of its precision: PyTorch would make reals of them."""
+def _cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point tensors of a module to `dtype`, and complex buffers to the matching complex dtype:
+    `Module.to` would make them real."""
     of_complex = {name: buffer for name, buffer in module.named_buffers() if buffer.is_complex()}
     for name in of_complex:
-        _set(module, name, torch.empty(0, device="meta"))
+        _set_buffer(module, name, torch.empty(0, device="meta"))
     module.to(dtype)
     for name, buffer in of_complex.items():
-        _set(module, name, buffer.to(dtype.to_complex()))
+        _set_buffer(module, name, buffer.to(dtype.to_complex()))
 
 
-def _set(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+def _set_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
     owner, _, last = name.rpartition(".")
     setattr(module.get_submodule(owner), last, buffer)
 
 
-def _undescribed(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[str]:
-    """Differences between a module and its description, in words."""
+def _mismatches(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[str]:
+    """Yield a message for each difference between a module and its description."""
     held = list(facts.held(part.layers, is_first=part.is_first, is_last=part.is_last))
     described = {kind.full_name(p.name, layer): p.shape for kind, layer in held for p in kind.parameters}
     built = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
-    yield from _differ(built, described, "parameter")
+    yield from _shape_mismatches(built, described, "parameter")
     place = {name: number for number, name in enumerate(described)}
     for one, other in pairwise(built):
         if place[one] > place[other]:
-            yield f"{one} comes before {other} in the module, and after it in the description"
+            yield f"{one} comes before {other} in the module, but after it in the description"
     buffers = {kind.full_name(b.name, layer): b for kind, layer in held for b in kind.buffers}
     saved, found = module.state_dict(), dict(module.named_buffers(remove_duplicate=False))
     shapes = {name: tuple(buffer.shape) for name, buffer in found.items()}
-    yield from _differ(shapes, {name: facts_of.shape for name, facts_of in buffers.items()}, "buffer")
+    yield from _shape_mismatches(shapes, {name: facts_of.shape for name, facts_of in buffers.items()}, "buffer")
     for name, facts_of in buffers.items():
         dtype = str(found[name].dtype).removeprefix("torch.")
         if dtype != facts_of.dtype:
-            yield f"the buffer {name} has the dtype {dtype} in the module, and {facts_of.dtype} in the description"
+            yield f"the buffer {name} has the dtype {dtype} in the module, but {facts_of.dtype} in the description"
         if facts_of.saved is not (name in saved):
             persistent = "not persistent" if facts_of.saved else "persistent"
             saved_words = "saved" if facts_of.saved else "not saved"
-            yield f"the buffer {name} is {saved_words} by the description, and {persistent} in the module"
+            yield f"the buffer {name} is {saved_words} in the description, but {persistent} in the module"
     counted = {f"{name}.value" for name, _ in step_buffers(module)}
     for name in sorted(counted ^ {name for name, facts_of in buffers.items() if facts_of.updated}):
-        has = "a step buffer" if name in counted else "no step buffer"
-        yield f"{name} is {has} of the module, and {'not ' if name in counted else ''}updated in the description"
+        has = "a step buffer" if name in counted else "not a step buffer"
+        yield f"{name} is {has} of the module, but {'not ' if name in counted else ''}updated in the description"
     yield from _auxiliary(module, held)
 
 
 def _auxiliary(module: nn.Module, held: list[tuple[KindFacts, int | None]]) -> Iterator[str]:
-    """Auxiliary losses that only one of module and description has: of blocks, and of the ends together."""
+    """Yield differences in auxiliary losses: per block, and of all ends together."""
     due = {kind.full_name("", layer): {one.name for one in kind.auxiliary} for kind, layer in held if layer is not None}
     ends = {one.name for kind, layer in held if layer is None for one in kind.auxiliary}
     built: dict[str, set[str]] = {}
     for path, loss in auxiliary_losses(module):
         block = next((one for one in due if path.startswith(f"{one}.")), "")
         built.setdefault(block, set()).add(loss.name)
-    for place, names in {"": ends, **due}.items():
-        for name in sorted(names ^ built.get(place, set())):
+    for path, names in {"": ends, **due}.items():
+        for name in sorted(names ^ built.get(path, set())):
             has, lacks = ("description", "module") if name in names else ("module", "description")
-            yield f"the {has} has the auxiliary loss {name} in {place or 'an end'}, and the {lacks} doesn't"
+            yield f"the {has} has the auxiliary loss {name} in {path or 'an end'}, but the {lacks} does not"
 
 
-def _differ(built: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]], what: str) -> Iterator[str]:
+def _shape_mismatches(
+    built: Mapping[str, tuple[int, ...]], described: Mapping[str, tuple[int, ...]], what: str
+) -> Iterator[str]:
     for name in built:
         if name not in described:
-            yield f"the module has the {what} {name}, and the description doesn't"
+            yield f"the module has the {what} {name}, but the description does not"
     for name, shape in described.items():
         if name not in built:
-            yield f"the description has the {what} {name}, and the module doesn't"
+            yield f"the description has the {what} {name}, but the module does not"
         elif built[name] != shape:
-            yield f"the {what} {name} has the shape {built[name]} in the module, and {shape} in the description"
+            yield f"the {what} {name} has shape {built[name]} in the module, but {shape} in the description"
 
 
-def tie(module: nn.Module, facts: ModelFacts) -> None:
-    """Make one parameter of those that are one, where both are in this part.
+def tie_parameters(module: nn.Module, facts: ModelFacts) -> None:
+    """Tie parameters that the family declares as tied, if both are in this part of the model.
 
-    Whatever replaces parameters (DTensors, leaving the meta device) undoes it, and calls this again.
+    Code that replaces parameters (converts them to DTensor, moves them off the meta device) breaks ties and must call
+    this again.
     """
     for name, target in _ties(facts):
         owner, _, last = name.rpartition(".")

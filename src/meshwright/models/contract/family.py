@@ -1,7 +1,7 @@
-"""A family of models: what it describes, builds and trains on, and how a family is found. Torch-free.
+"""Interface of a model family, and lookup of families by name. Doesn't import torch.
 
-A family of ours is a folder of `models/` with a file `family.py`; one of somebody else's is named by
-`model.kind = "package.module:Name"`. Nothing else in Meshwright names a family, so bringing one edits no file here.
+A built-in family is a folder of `models/` with a file `family.py`; an external one is selected by `model.kind =
+"package.module:Name"`. No other code in Meshwright names a family, so adding one needs no edit here.
 """
 
 from __future__ import annotations
@@ -32,96 +32,99 @@ if TYPE_CHECKING:
     from meshwright.models.contract.task import Batch, Reference, Task
 
 KEY = "model.kind"
-RULE = "a family is a folder of meshwright.models by its name, or your own as package.module:Name"
+RULE = "a family is the name of a folder in meshwright.models, or package.module:Name for your own"
 OUTSIDE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class TrainingData(Protocol):
-    """What a family trains on, opened and checked: any value with these."""
+    """Training data of a family, opened and validated."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the samples: a run only goes on with the same."""
+        """Hash of everything that determines the samples: a run resumes only on the same data."""
 
     @property
     def description(self) -> str:
-        """A few words for people."""
+        """Short human-readable description."""
 
 
 class OtherWeights(Protocol):
-    """Weights in somebody else's format."""
+    """Import and export of weights in an external format."""
 
     description: str
-    """Its name, for people."""
+    """Human-readable name of the format."""
     model_type: str
-    """What that format's config.json calls the model."""
+    """The `model_type` in the format's config.json."""
 
     def export(self, checkpoint: Path, out: Path) -> Any:
-        """Write a checkpoint's weights as a directory of that format."""
+        """Export a checkpoint's weights to a directory in that format."""
 
     def load(self, source: Path, root: Path) -> Any:
-        """Make a checkpoint of step 0 from such a directory."""
+        """Import such a directory as a checkpoint of step 0."""
 
 
 class Family(ABC):
-    """What a kind of model is to the rest of Meshwright. An instance holds nothing of a run."""
+    """Interface between a kind of model and the rest of Meshwright. Instances hold no state of a run."""
 
     sections: ClassVar[Mapping[str, type[Section]]]
-    """The sections of the configuration that are this family's, by name: `model`, and what else it needs."""
+    """Configuration sections that the family defines, by name: `model` and any others it needs."""
     proof: ClassVar[Mapping[str, Any]] = {}
-    """Keys that a proof sets: what would make all gradients of the first step zero."""
+    """Keys that `prove` overrides: those whose defaults make all gradients of the first step zero."""
     decides_samples: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Keys of its sections, by section, that decide what a step trains on: a run that goes on keeps them."""
+    """Keys, by section, that determine the samples of a step: a resumed run must keep their values."""
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Rules of its sections, and of what tensor parallel divides, that the run violates."""
+        """Yield violations of the rules for the family's sections and for tensor parallelism."""
         return ()
 
     @abstractmethod
     def describe(self, f: RunFacts) -> ModelFacts:
-        """The model as a value."""
+        """Return the description of the model."""
 
     @abstractmethod
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """By kind, the styles of module paths inside it, for tensor parallel; in the order they are applied."""
+        """Return tensor-parallel styles by kind and by module path inside it, in the order in which they are
+        applied."""
 
     @abstractmethod
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """The model, or the part of it on a stage: plain, with the names of the whole model; on the meta device."""
+        """Build the model or a stage's part of it as a plain module on the meta device, with the full model's parameter
+        names."""
 
     @abstractmethod
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Initial values of a parameter or a buffer, by its name in the whole model."""
+        """Return the initial values of a parameter or buffer, by its name in the full model."""
 
     def other_weights(self) -> OtherWeights | None:
-        """Import and export in a format that others know the model by; None if there is none."""
+        """Return import and export for an external weight format, or None."""
         return None
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
-        """A stage's forward: from the model's inputs, or the stream, to the stream, or the model's output."""
+        """Run a stage's forward: from the model's inputs or the previous stage's output to the stage's output."""
         out: Tensor = module(inputs, *batch.conditions)
         return out
 
     @abstractmethod
     def open_data(self, f: RunFacts) -> TrainingData:
-        """What a run trains on, checked against the model. Torch-free where it can be: errors come before processes.
+        """Open the training data and check it against the model, without torch if possible: errors are raised before
+        processes start.
 
         Raises:
-            DataError: missing, too small, or not what the model takes.
+            DataError: the data is missing, too small, or does not fit the model.
         """
 
     @abstractmethod
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """What is trained, on this rank; `data` is what `open_data` gave."""
+        """Return the training task of this rank; `data` is the value returned by `open_data`."""
 
     @abstractmethod
     def reference(self, f: RunFacts, data: Any) -> Reference:
-        """The task's loss written out plainly, for proofs."""
+        """Return an independent, plain implementation of the task's loss for `prove`."""
 
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """The families that come with Meshwright."""
+    """Return the names of the built-in families."""
     folders = (info.name for info in pkgutil.iter_modules(models.__path__) if info.ispkg)
     return tuple(sorted(name for name in folders if any(_has_family(Path(path) / name) for path in models.__path__)))
 
@@ -132,13 +135,13 @@ def _has_family(folder: Path) -> bool:
 
 @cache
 def find_family(kind: str) -> Family:
-    """The family of this name.
+    """Return the family of this name.
 
     Args:
-        kind: of a family that comes with Meshwright, or `package.module:Name` of a `Family`, the class or an instance.
+        kind: name of a built-in family, or `package.module:Name` of a `Family` subclass or instance.
 
     Raises:
-        ConfigError: there is none; or its module can't be imported.
+        ConfigError: the family is unknown, or its module can't be imported.
     """
     if kind in family_names():
         return _instance(importlib.import_module(f"{models.__name__}.{kind}.family").FAMILY, kind)
@@ -152,7 +155,7 @@ def find_family(kind: str) -> Family:
         raise
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "\0")
-        what = f"there is no module {module_name}" if missing else f"importing {module_name} failed: {error!r}"
+        what = f"module not found: {module_name}" if missing else f"importing {module_name} failed: {error!r}"
         fix = "install the package, or add its folder to PYTHONPATH" if missing else f"python -c 'import {module_name}'"
         raise _no_family(what, fix) from error
     if not hasattr(module, name):
@@ -168,11 +171,11 @@ def _instance(found: Any, kind: str) -> Family:
             raise _no_family(f"{kind} lacks {', '.join(missing)}", f"define {missing[0]} in {found.__name__}")
         found = found()
     if not isinstance(found, Family):
-        raise _no_family(f"{kind} is no family: {type(found).__name__}", "a class derived from meshwright's Family")
+        raise _no_family(f"{kind} is not a family: {type(found).__name__}", "derive the class from meshwright's Family")
     if not issubclass(found.sections.get("model", type(None)), ModelSection):
-        raise _no_family(f"{kind} has no section model", "sections = {'model': a class derived from ModelSection}")
+        raise _no_family(f"{kind} has no section model", "add a subclass of ModelSection as sections['model']")
     return found
 
 
 def _no_family(what: str, fix: str) -> ConfigError:
-    return ConfigError(what, where=KEY, rule=f"{RULE}; ours are {', '.join(family_names())}", fix=fix)
+    return ConfigError(what, where=KEY, rule=f"{RULE}; built-in families are {', '.join(family_names())}", fix=fix)

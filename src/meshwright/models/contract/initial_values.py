@@ -1,4 +1,4 @@
-"""Initial values of a parameter or a buffer. Torch-free."""
+"""Initial values of a parameter or a buffer. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std²), a function of the seed, the name and the place alone, so the same on every layout."""
+    """Samples of N(0, std²) that depend only on the seed, the name and the position, so they are the same on every
+    layout."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One number everywhere."""
+    """A constant fill value."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A function of nothing that gives the full tensor on the CPU: rotary frequencies, tables."""
+    """Values computed by a function that returns the full tensor on the CPU: rotary frequencies, tables."""
 
     compute: Callable[[], Tensor]
 

@@ -1,4 +1,4 @@
-"""What a loss is shown in. Torch-free."""
+"""Display unit of a loss. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossUnit:
-    """A unit for people."""
+    """Unit that a loss is displayed in."""
 
     name: str
     scale: float = 1.0
-    """Of this unit in one of the loss's own."""
+    """Factor from the loss's own unit to this one."""
 
     def words(self, loss: float) -> str:
-        """A loss for people."""
+        """Format a loss in this unit."""
         return f"{loss * self.scale:.3f} {self.name}"

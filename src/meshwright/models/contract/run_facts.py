@@ -1,4 +1,4 @@
-"""What a family is told of a run: its own sections, the mesh, lengths and names of dtypes. Torch-free."""
+"""Facts of a run that a family gets: its own sections, the mesh, lengths and dtype names. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Where samples come from, as the section `data` says."""
+    """Source of the samples, from the section `data`."""
 
     source: str
     tokenizer: str
@@ -24,10 +24,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, as far as a family may know it."""
+    """The facts of a run that a family may depend on."""
 
     sections: Mapping[str, Section]
-    """The family's own, by name; `model` is one of them."""
+    """The family's own sections, by name, including `model`."""
     axes: Axes
     sequence_parallel: bool
     seq_len: int
@@ -36,15 +36,15 @@ class RunFacts:
     sample_tokens: int
     seed: int
     precision: str
-    """The dtype of activations: float32, bfloat16 or float64."""
+    """Dtype of activations: float32, bfloat16 or float64."""
     freeze: tuple[str, ...]
     data: DataFacts
 
     def section(self, kind: type[S]) -> S:
-        """The family's section of this type."""
+        """Return the family's section of this type."""
         return next(section for section in self.sections.values() if isinstance(section, kind))
 
     @property
     def master_precision(self) -> str:
-        """The dtype of parameters and optimizer state."""
+        """Dtype of parameters and optimizer state."""
         return "float32" if self.precision == "bfloat16" else self.precision

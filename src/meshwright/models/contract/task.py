@@ -1,4 +1,5 @@
-"""What a family is trained on and by what loss, on one rank; and the forward passes that it may ask for."""
+"""Interface of a training task on one rank: batches, loss and validation, and the forward passes that it may
+request."""
 
 from __future__ import annotations
 
@@ -16,96 +17,98 @@ from meshwright.models.contract.loss_unit import LossUnit
 
 
 class Batch(Protocol):
-    """A micro-batch. Stages ask only for what they need, and nothing else has to be made."""
+    """A micro-batch. Each stage accesses only the properties it needs, so the others need not be computed."""
 
     @property
     def inputs(self) -> Tensor:
-        """What the first stage takes."""
+        """Inputs of the first stage."""
 
     @property
     def targets(self) -> Tensor:
-        """What the last stage's output is compared with."""
+        """Targets that the last stage's output is compared with."""
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """What every stage is told besides."""
+        """Further inputs of every stage."""
 
 
 @dataclass(frozen=True)
 class SimpleBatch:
-    """A micro-batch that is compared with nothing."""
+    """A micro-batch without targets."""
 
     inputs: Tensor
     conditions: tuple[Any, ...] = ()
 
     @property
     def targets(self) -> Tensor:
-        """Stands where targets are asked for."""
+        """The inputs, as a placeholder."""
         return self.inputs
 
 
 class RunsForward(Protocol):
-    """Micro-batches in, the last stage's outputs out."""
+    """Callable that runs micro-batches through the model and returns the last stage's outputs."""
 
     def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Outputs in order, full along tp, on ranks that have the last stage; none on others."""
+        """Return the outputs in order, gathered over tp, on ranks that hold the last stage; an empty list on others."""
 
 
 class Forward(Protocol):
-    """Forward passes of the model under training, on whatever layout it is: all ranks call alike."""
+    """Forward passes of the model under training, on any layout; collective over all ranks."""
 
     rank: int
     source: int
-    """The first rank with the last stage's outputs."""
+    """The lowest rank that holds the last stage's outputs."""
     device: torch.device
 
     def evaluating(self, num_batches: int, batch_size: int) -> AbstractContextManager[RunsForward]:
-        """The model in evaluation mode, for so many micro-batches of so many samples at a time."""
+        """Put the model in evaluation mode for `num_batches` micro-batches of `batch_size` samples per call."""
 
 
 class Task(ABC):
-    """A kind of training, on this rank."""
+    """A training task on this rank."""
 
     unit: LossUnit
-    """What a loss is in, for people."""
+    """Display unit of the loss."""
     units_a_sample: int | None
-    """What a sample adds to the count that the loss is a mean over; None where `count` says it of each."""
+    """Contribution of a sample to the count that the loss is averaged over; None if it varies and `count` returns
+    it."""
 
     @abstractmethod
     def batch(self, samples: range) -> Batch:
-        """Some samples of the run, counted from its start over all ranks, in their order."""
+        """Return the batch of some samples, numbered from the start of the run over all ranks, in order."""
 
     @abstractmethod
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses of a micro-batch's units: a scalar in at least float32, to run backward from."""
+        """Return the sum of the losses of a micro-batch's units: a scalar of at least float32, to call backward on."""
 
     def count(self, samples: range) -> int:
-        """The units in some samples, where they differ from sample to sample."""
+        """Return the number of loss units in some samples; override it if the number varies between samples."""
         assert self.units_a_sample is not None, "a task whose samples differ counts them"
         return self.units_a_sample * len(samples)
 
     @abstractmethod
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """One share of the held-out samples, the same at every validation.
+        """Return one rank's share of the held-out samples, the same at each validation.
 
-        Every share has as many batches, all of `batch_size` samples. A sample that only fills up counts for nothing.
+        All shares have the same number of batches of `batch_size` samples. Padding samples don't count.
         """
 
     @abstractmethod
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `loss_sum`, and the number of units in it."""
+        """Return the sum of losses as `loss_sum` does, and the number of units in it."""
 
     def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float]:
-        """Show what the model has learned, in files of the run folder; further figures by name. All ranks call it."""
+        """Write files that show what the model has learned into the run folder, and return further metrics by name. All
+        ranks call it."""
         return {}
 
     def sample(self, forward: Forward) -> str | None:
-        """Text that the trained model writes, if it does. All ranks call it."""
+        """Return text generated by the trained model, or None. All ranks call it."""
         return None
 
 
 class Reference(Protocol):
-    """The loss of samples written out plainly, for proofs: none of the task's code that is proved."""
+    """Independent, plain implementation of the loss for `prove`, which shares no code with the task."""
 
     def loss(self, model: torch.nn.Module, indices: list[int]) -> Tensor:
-        """What some of a batch's samples add to the mean loss of the batch, in float64."""
+        """Return the contribution of some of a batch's samples to the batch's mean loss, in float64."""

@@ -1,8 +1,8 @@
-"""How tensor parallel divides a module's parameters and activations (Shoeybi et al. 2019), as values. Torch-free.
+"""Tensor-parallel styles of modules (Shoeybi et al. 2019), as values. Doesn't import torch.
 
-A family names a style for paths inside its kinds; `parallel/tensor` applies them with DTensor, and the plan derives
-from the same values which axes a gradient is partial over and what travels. A module without a style is replicated:
-every rank of tp has all of its parameters and computes the same.
+A family assigns styles to module paths inside its kinds. `parallel/tensor` applies them with DTensor, and the plan
+derives from the same values the axes that gradients are partial over and the tensors that are communicated. A module
+without a style is replicated: all tp ranks hold its parameters and compute the same result.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from enum import StrEnum
 
 
 class StyleKind(StrEnum):
-    """What is divided."""
+    """Kind of tensor-parallel style."""
 
     COLUMN = "column"
-    """A linear layer's outputs: weight and bias by rows. Its input is replicated, its output stays divided."""
+    """Column-parallel linear layer: weight and bias are sharded by rows. Its input is replicated, its output stays
+    sharded."""
     ROW = "row"
-    """A linear layer's inputs: the weight by columns. Its output is summed into the stream."""
+    """Row-parallel linear layer: the weight is sharded by columns. Its output is reduced into the stream."""
     VOCABULARY = "vocabulary"
-    """An embedding by rows of its table: its output is summed into the stream."""
+    """Embedding sharded by rows of its table: its output is reduced into the stream."""
     HEAD = "head"
-    """An output head by columns: it gathers the stream, and its logits stay divided."""
+    """Column-parallel output head: it gathers the stream, and its logits stay sharded."""
     STREAM = "stream"
-    """Replicated parameters applied to the stream: to a part of its tokens under sequence parallel."""
+    """Replicated parameters applied to the stream, which sequence parallelism shards by tokens."""
     GATHER = "gather"
-    """A module without a division of its own, whose first input is gathered from the stream for those inside."""
+    """Module that gathers its first input from the stream for the column-parallel layers inside."""
     DIVIDED = "divided"
-    """Replicated parameters applied to what a column has divided: norms of queries and keys."""
+    """Replicated parameters applied to the sharded output of a column-parallel layer: norms of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,23 @@ class Style:
 
     kind: StyleKind
     num_inputs: int = 1
-    """Positional inputs of a gathering module; only the first is of the stream."""
+    """Number of positional inputs of a gathering module; only the first comes from the stream."""
     kept: bool = True
-    """Of a row: backward needs its output. Recomputation stops before the last one that nothing keeps."""
+    """For row-parallel layers: the backward needs the output. Recomputation stops before the last layer whose output it
+    doesn't need."""
 
 
 COLUMN, ROW, VOCABULARY = Style(StyleKind.COLUMN), Style(StyleKind.ROW), Style(StyleKind.VOCABULARY)
 HEAD, STREAM, DIVIDED = Style(StyleKind.HEAD), Style(StyleKind.STREAM), Style(StyleKind.DIVIDED)
 FINAL_ROW = Style(StyleKind.ROW, kept=False)
-"""The last row of a block whose output is only added to the stream."""
+"""Row-parallel layer at the end of a block, whose output is only added to the stream."""
 
 
 def gather(num_inputs: int = 1) -> Style:
-    """A module that gathers its first input."""
+    """Return the style of a module that gathers its first input."""
     return Style(StyleKind.GATHER, num_inputs=num_inputs)
 
 
 LOSS_REDUCTIONS = 3
-"""All-reduces of a cross-entropy over a divided vocabulary, a number for each token: maximum, sum, and the target's."""
+"""Number of all-reduces in a cross-entropy over a sharded vocabulary, of one value per token each: maximum, sum, and
+the target's logit."""

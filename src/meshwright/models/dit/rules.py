@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.attention_head_rule import undivided_heads
+from meshwright.models.contract.attention_head_rule import head_violations
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
@@ -18,7 +18,7 @@ FINAL_PROJECTION = "final.head.weight"
 
 def violations(model: DiTConfig, diffusion: DiffusionConfig, f: RunFacts) -> Iterator[Violation]:
     """Yield the rules of a diffusion transformer that a run violates."""
-    yield from undivided_heads(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
+    yield from head_violations(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     yield from _patches(model)
     yield from _tensor_parallel(model, f)
     yield from _sampling(diffusion)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.attention_head_rule import undivided_heads
+from meshwright.models.contract.attention_head_rule import head_violations
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.llama.config import LlamaConfig
 from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
@@ -20,7 +20,7 @@ def violations(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
 
 
 def _model(model: LlamaConfig) -> Iterator[Violation]:
-    yield from undivided_heads(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
+    yield from head_violations(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     head_dim = model.spec().head_dim
     if head_dim % 2:
         yield Violation(

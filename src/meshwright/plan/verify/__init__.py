@@ -1,13 +1,13 @@
-"""Verify that a plan trains what one device would: each gradient is summed exactly where it is partial, and what one
-part of the plan says agrees with every other.
+"""Verify that a plan trains like a single device: each gradient is summed exactly where it is partial, and all parts of
+the plan are consistent.
 
-[Note: partial gradients] Along an axis a parameter's gradient is *sharded* if `used` shards the parameter there; else
-*partial* if what it is applied to is divided there (`work`); else *equal*. A partial one is summed exactly once, a
-sharded or an equal one never. How a unit stores its parameters between uses plays no part. `used` and `work` come from
-styles, sums from units, step sums and groups of shared parameters: two sources, compared.
+[Note: partial gradients] Along an axis, a parameter's gradient is *sharded* if `used` shards the parameter there; else
+*partial* if the operator's input is sharded there (`work`); else *equal*. A partial gradient is summed exactly once, a
+sharded or equal one never. How a unit stores its parameters between uses is irrelevant. `used` and `work` come from
+styles; sums come from units, step sums and groups of shared parameters: two sources, compared.
 
-The checks go from the simple to the subtle. Facts are per kind and stage, so none depends on the size of the mesh. What
-a plan says of a module can't be compared with the module here: that is `prove`'s part.
+Checks run from simple to subtle. Facts are per kind and stage, so the cost does not depend on the mesh size. Whether a
+plan matches the actual modules can't be checked here: that is up to `prove`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify.batch_and_loss import step_faults
-from meshwright.plan.verify.error import Fault, merged
+from meshwright.plan.verify.error import Fault, merge_faults
 from meshwright.plan.verify.fsdp_units import unit_faults
 from meshwright.plan.verify.gradient_sums import sum_faults
 from meshwright.plan.verify.kinds import kind_faults
@@ -30,28 +30,28 @@ CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (name_faults,),
     (kind_faults, unit_faults, stage_faults, shared_faults, sum_faults, step_faults),
 )
-"""Those of a group assume that the groups before found nothing."""
+"""Groups of checks; each group assumes that the previous ones found no fault."""
 
 
 def faults(plan: RunPlan) -> list[Fault]:
-    """Everything that is wrong with a plan, each fault once."""
+    """Return all faults of a plan, each once."""
     for checks in CHECKS:
-        found = merged(fault for check in checks for fault in check(plan))
+        found = merge_faults(fault for check in checks for fault in check(plan))
         if found:
             return found
     return []
 
 
 def verify(plan: RunPlan, *, where: str = "plan") -> None:
-    """See that a plan is right before anything runs.
+    """Raise if a plan has faults, before anything runs.
 
     Args:
-        plan: by whomever it was made.
-        where: its file, for the error.
+        plan: the plan to verify.
+        where: file of the plan, for the error.
 
     Raises:
-        LayoutError: it isn't: the first fault with its parameter and axis, the rule, a fix, and how many more there
-            are; ScheduleError: where that is in its schedule.
+        LayoutError: the first fault with its parameter, axis, rule and fix, and the number of further faults.
+        ScheduleError: the first fault is in the schedule.
     """
     found = faults(plan)
     if not found:

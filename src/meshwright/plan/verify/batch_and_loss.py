@@ -1,15 +1,15 @@
-"""Verify a step as a whole: how its batch is divided, and how its loss is put together."""
+"""Verify how a step's batch is split and its loss is reduced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from meshwright.plan.run_plan import RunPlan
-from meshwright.plan.verify.error import Fault, words
+from meshwright.plan.verify.error import Fault, join_names
 
 
 def step_faults(plan: RunPlan) -> Iterator[Fault]:
-    """What is wrong with the batch and the loss."""
+    """Yield faults of the batch and the loss."""
     yield from _batch(plan)
     yield from _loss(plan)
 
@@ -17,16 +17,18 @@ def step_faults(plan: RunPlan) -> Iterator[Fault]:
 def _batch(plan: RunPlan) -> Iterator[Fault]:
     batch, ranks = plan.batch, plan.mesh.size(*plan.mesh.view("batch"))
     if min(batch.global_batch, batch.num_microbatches, batch.samples, batch.tokens) < 1:
-        yield Fault(f"a batch of {batch}", "a step has samples, and they have tokens", "batch")
+        yield Fault(f"the batch is {batch}", "all batch sizes must be positive", "batch")
     product = batch.samples * batch.num_microbatches * ranks
     if batch.global_batch != product:
         parts = f"{batch.samples} samples × {batch.num_microbatches} micro-batches × {ranks} ranks"
-        what = f"a global batch of {batch.global_batch}, and {parts} are {product}"
+        what = f"the global batch is {batch.global_batch}, but {parts} = {product}"
         axis = next(iter(plan.mesh.view("batch")), None)
-        yield Fault(what, "ranks that divide samples have equal parts of the global batch", "batch", axis=axis)
+        yield Fault(what, "all data-parallel ranks have equal shares of the global batch", "batch", axis=axis)
     if batch.num_microbatches != plan.schedule.num_microbatches:
-        what = f"{batch.num_microbatches} micro-batches, and the schedule has {plan.schedule.num_microbatches}"
-        yield Fault(what, "the schedule runs the step's micro-batches", "batch.num_microbatches")
+        what = (
+            f"the batch has {batch.num_microbatches} micro-batches, but the schedule {plan.schedule.num_microbatches}"
+        )
+        yield Fault(what, "the schedule must run all micro-batches of the step", "batch.num_microbatches")
 
 
 def _loss(plan: RunPlan) -> Iterator[Fault]:
@@ -36,9 +38,11 @@ def _loss(plan: RunPlan) -> Iterator[Fault]:
     for has, due, words_of in ((loss.summed, summed, "summed"), (loss.equal, equal, "equal")):
         for axis in (*mesh.in_stage(), "pp"):
             if has.count(axis) != (axis in due):
-                what = f"the loss is {words_of} over {axis} {has.count(axis)} times, and ranks there have "
-                what += "parts of it" if axis in summed else "the same" if axis in equal else "all of it"
-                rule = f"the loss is summed over {words(sorted(summed))}, and equal over {words(sorted(equal))}"
+                what = f"loss.{words_of} names {axis} {has.count(axis)} times, but the loss is "
+                what += "partial there" if axis in summed else "replicated there" if axis in equal else "complete there"
+                rule = (
+                    f"it is summed over {join_names(sorted(summed))}, and replicated over {join_names(sorted(equal))}"
+                )
                 yield Fault(what, rule, f"loss.{words_of}", axis=axis)
     if loss.units is not None and loss.units < 1:
-        yield Fault(f"a loss divided by {loss.units}", "a step's loss is divided by its units", "loss.units")
+        yield Fault(f"the loss is divided by {loss.units}", "the divisor of the loss must be positive", "loss.units")

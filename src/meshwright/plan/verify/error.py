@@ -1,4 +1,4 @@
-"""Say what is wrong with a plan: the parameter and the axis, what is wrong there, the rule, and a fix."""
+"""Faults of a plan: parameter and axis, what is wrong, the rule, and a fix."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.plan.run_plan import Kind, Parameter
-from meshwright.plan.serialize import AGAIN
+from meshwright.plan.serialize import REGENERATE_FIX
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something in a plan that would train wrongly, or not at all."""
+    """A part of a plan that would train incorrectly or fail."""
 
     what: str
     rule: str
     field: str
-    """Of the plan, with names in brackets: `kinds[block].units[block].sharded`."""
-    fix: str = AGAIN
+    """Path of the field, with names in brackets: `kinds[block].units[block].sharded`."""
+    fix: str = REGENERATE_FIX
     parameter: str | None = None
-    """As kind/name, of one that it is about."""
+    """The parameter concerned, as kind/name."""
     axis: str | None = None
-    """An atom of the mesh that it is about."""
+    """The atom concerned."""
     stages: tuple[int, ...] = ()
-    """Where it is only so on some."""
+    """The stages concerned, if not all."""
     error: type[MeshwrightError] = LayoutError
 
     def where(self) -> str:
-        """The field and the stages."""
-        return f"{self.field}, {stage_words(self.stages)}" if self.stages else self.field
+        """Return the field and the stages."""
+        return f"{self.field}, {format_stages(self.stages)}" if self.stages else self.field
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where()})"
 
 
-def merged(faults: Iterable[Fault]) -> list[Fault]:
-    """Each fault once, with all stages that have it."""
+def merge_faults(faults: Iterable[Fault]) -> list[Fault]:
+    """Merge equal faults, combining their stages."""
     stages: dict[Fault, list[int]] = {}
     for fault in faults:
         stages.setdefault(replace(fault, stages=()), []).extend(fault.stages)
     return [replace(fault, stages=tuple(sorted(set(found)))) for fault, found in stages.items()]
 
 
-def ref(kind: Kind, parameter: Parameter) -> str:
-    """A parameter as sums and roots name it."""
+def qualified_name(kind: Kind, parameter: Parameter) -> str:
+    """Return a parameter's name as used in sums and root units."""
     return f"{kind.name}/{parameter.name}"
 
 
-def words(names: Iterable[object]) -> str:
-    """Names for people; `nothing` for none."""
+def join_names(names: Iterable[object]) -> str:
+    """Join names with commas; `nothing` if there are none."""
     return ", ".join(map(str, names)) or "nothing"
 
 
-def times(number: int) -> str:
-    """How often."""
-    return ("never", "once", "twice")[number] if number < 3 else f"{number} times"
+def format_count(number: int) -> str:
+    """Return a count as an adverb."""
+    return ("0 times", "once", "twice")[number] if number < 3 else f"{number} times"
 
 
-def stage_words(stages: tuple[int, ...]) -> str:
-    """Stages for people: `stages 0, 2–5`."""
+def format_stages(stages: tuple[int, ...]) -> str:
+    """Format stages: `stages 0, 2–5`."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and runs[-1][-1] == stage - 1:

@@ -1,6 +1,5 @@
-"""Verify sums of gradients, axis by axis, by the rule of [Note: partial gradients] in `verify`; and means, which bring
-copies together again that a lossy codec lets drift apart.
-"""
+"""Verify sums of gradients per axis, by the rule of [Note: partial gradients] in `verify`, and means, which
+resynchronize replicas that a lossy codec lets diverge."""
 
 from __future__ import annotations
 
@@ -8,40 +7,42 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from meshwright.comm.compression.catalogue import is_lossy
-from meshwright.plan.run_plan import By, Gradient, Kind, Parameter, RunPlan, StepSum, Unit
-from meshwright.plan.verify.error import Fault, ref, times, words
+from meshwright.plan.run_plan import GradientPlacement, Kind, Parameter, ReducedBy, RunPlan, StepSum, Unit
+from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
 from meshwright.plan.verify.fsdp_units import units_of
 
-SUMMED = "a partial gradient is summed exactly once along an axis, a sharded or an equal one never"
-FROZEN = "nothing is reduced of what is frozen"
-DRIFT = "copies that a lossy codec lets drift apart are averaged once over each axis outside their unit, others never"
+SUMMED = "a partial gradient is summed exactly once along an axis, a sharded or equal one never"
+FROZEN = "gradients of frozen parameters are not reduced"
+DRIFT = "replicas that diverge through a lossy codec are averaged once over each axis outside their unit, others never"
 
 
 def sum_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Sums and means that are left out, or done where they must not be."""
+    """Yield sums and means that are missing, or not allowed."""
     sums: dict[str, list[StepSum]] = defaultdict(list)
     for number, one in enumerate(plan.sums):
-        yield from _carried_out(plan, one, f"sums[{number}]")
+        yield from _performer_and_dtype(plan, one, f"sums[{number}]")
         for name in one.parameters:
             sums[name].append(one)
     for number, stage in enumerate(plan.stages):
         for kind in dict.fromkeys(kind for kind, _ in plan.held(stage)):
             for parameter in kind.parameters:
                 units = units_of(stage, kind, parameter)
-                if len(units) == 1:  # else it is said of the units
-                    yield from _parameter(plan, kind, parameter, units[0], sums[ref(kind, parameter)], number)
+                if len(units) == 1:  # otherwise unit_faults reports it
+                    yield from _parameter(
+                        plan, kind, parameter, units[0], sums[qualified_name(kind, parameter)], number
+                    )
 
 
 def _parameter(
     plan: RunPlan, kind: Kind, parameter: Parameter, unit: Unit, sums: list[StepSum], stage: int
 ) -> Iterator[Fault]:
-    name = ref(kind, parameter)
+    name = qualified_name(kind, parameter)
     apart = Counter(axis for one in sums if one.op == "sum" for axis in one.axes)
     means = Counter(axis for one in sums if one.op == "mean" for axis in one.axes)
     if not parameter.trained:
         for axis in apart + means:
-            what = f"{name} is frozen, and {'summed' if apart[axis] else 'averaged'} over {axis}"
-            fix = f"no sum over {axis} with {name}"
+            what = f"{name} is frozen, but {'summed' if apart[axis] else 'averaged'} over {axis}"
+            fix = f"remove the sum of {name} over {axis}"
             yield Fault(what, FROZEN, "sums", parameter=name, axis=axis, stages=(stage,), fix=fix)
         return
     own = unit.sharded + unit.replicas
@@ -49,43 +50,46 @@ def _parameter(
     drifts = bool(own) and (is_lossy(unit.gradients) or is_lossy(unit.weights))
     for axis in plan.mesh.in_stage():
         gradient = parameter.gradient(axis)
-        due = int(gradient is Gradient.PARTIAL)
+        due = int(gradient is GradientPlacement.PARTIAL)
         if done[axis] != due:
-            by = f", by its unit {unit.name}" if axis in own and not apart[axis] else ""
-            what = f"{name}: its gradient is {gradient.value} over {axis}, and summed there {times(done[axis])}{by}"
-            fix = f"a sum over {axis} with {name}" if due > done[axis] else f"no sum over {axis} with {name}"
+            by = f", by unit {unit.name}" if axis in own and not apart[axis] else ""
+            what = (
+                f"{name}: its gradient is {gradient.value} over {axis}, but summed there {format_count(done[axis])}{by}"
+            )
+            fix = f"add a sum of {name} over {axis}" if due > done[axis] else f"remove the sum of {name} over {axis}"
             if axis in own and not (due and apart[axis]):
-                fix = f"a unit for {name} that does not reduce over {axis}"
+                fix = f"put {name} into a unit that does not reduce over {axis}"
             yield Fault(what, SUMMED, "sums", parameter=name, axis=axis, stages=(stage,), fix=fix)
-        due = int(drifts and gradient is not Gradient.SHARDED and axis not in own)
+        due = int(drifts and gradient is not GradientPlacement.SHARDED and axis not in own)
         if means[axis] != due:
             codec = unit.gradients if is_lossy(unit.gradients) else unit.weights
-            why = f"drift apart over {axis} through {codec}" if due else f"stay equal over {axis}"
-            if gradient is Gradient.SHARDED or axis in own:
-                why = f"are no copies over {axis}"
-            what = f"{name}: its copies {why}, and are averaged there {times(means[axis])}"
-            number = "a" if due > means[axis] else "one" if due else "no"
-            fix = f"{number} mean over {axis} with {name}"
+            why = f"diverge over {axis} through {codec}" if due else f"stay equal over {axis}"
+            if gradient is GradientPlacement.SHARDED or axis in own:
+                why = f"are not averaged outside the unit over {axis}" if axis in own else f"are shards over {axis}"
+            what = f"{name}: its replicas {why}, but are averaged there {format_count(means[axis])}"
+            change = "add a" if due > means[axis] else "keep one" if due else "remove the"
+            fix = f"{change} mean of {name} over {axis}"
             yield Fault(what, DRIFT, "sums", parameter=name, axis=axis, stages=(stage,), fix=fix)
 
 
-def _carried_out(plan: RunPlan, one: StepSum, field: str) -> Iterator[Fault]:
-    """FSDP2, where it wraps the stages, sums what DTensor has left partial; it averages nothing."""
-    by_torch = By.FSDP if plan.has_units else By.DTENSOR
-    allowed = (By.OURS,) if one.op == "mean" else (By.OURS, by_torch)
+def _performer_and_dtype(plan: RunPlan, one: StepSum, field: str) -> Iterator[Fault]:
+    """Yield faults of who performs a sum, and in which dtype. FSDP2 or DTensor sums what DTensor leaves partial;
+    neither averages."""
+    by_torch = ReducedBy.FSDP if plan.has_units else ReducedBy.DTENSOR
+    allowed = (ReducedBy.OURS,) if one.op == "mean" else (ReducedBy.OURS, by_torch)
     if one.by not in allowed:
-        what = f"a {one.op} over {words(one.axes)} of {one.parameters[0]} and others, by {one.by.value}"
+        what = f"the {one.op} of {one.parameters[0]} over {join_names(one.axes)} is performed by {one.by.value}"
         wraps = "wraps the stages" if plan.has_units else "wraps nothing"
-        rule = f"FSDP2 {wraps} here, so a {one.op} is carried out by {' or '.join(by.value for by in allowed)}"
+        rule = f"FSDP2 {wraps} here, so a {one.op} must be performed by {' or '.join(by.value for by in allowed)}"
         yield Fault(what, rule, f"{field}.by", parameter=one.parameters[0], axis=one.axes[0])
     units = [unit for stage in plan.stages for unit in plan.units(stage)]
     reduced, computed = {unit.reduce for unit in units} | {plan.masters}, {unit.compute for unit in units}
-    # FSDP2 keeps a gradient in the dtype it is reduced in as soon as a second micro-batch is added to it.
+    # FSDP2 accumulates gradients over micro-batches in the reduction dtype.
     accumulated = plan.batch.num_microbatches > 1
     dtypes = reduced if one.op == "mean" or accumulated else computed
-    if one.op == "sum" and one.by is By.OURS:
+    if one.op == "sum" and one.by is ReducedBy.OURS:
         dtypes = reduced | computed
     if one.dtype not in dtypes:
-        what = f"a {one.op} over {words(one.axes)} in {one.dtype}, by {one.by.value}"
-        rule = f"with {plan.batch.num_microbatches} micro-batches gradients are then {words(sorted(dtypes))}"
+        what = f"the {one.op} over {join_names(one.axes)} by {one.by.value} is in {one.dtype}"
+        rule = f"with {plan.batch.num_microbatches} micro-batches gradients are in {join_names(sorted(dtypes))}"
         yield Fault(what, rule, f"{field}.dtype", parameter=one.parameters[0], axis=one.axes[0])

@@ -1,6 +1,5 @@
-"""Verify kinds by themselves: how parameters are sharded and what they are applied to, against their styles; buffers,
-auxiliary losses, what operators move, and where optimizer state is kept.
-"""
+"""Verify kinds: sharding and `work` of parameters against their styles, buffers, auxiliary losses, collectives of
+operators, and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,32 +11,32 @@ from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
-from meshwright.plan.verify.error import Fault, ref, times, words
+from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
-"""The dim of a weight that tensor parallel shards (Shoeybi et al. 2019)."""
+"""The dim of a weight that tensor parallelism shards (Shoeybi et al. 2019)."""
 GATHERED = {
     True: (("all_gather", "forward"), ("reduce_scatter", "backward")),
     False: (("all_reduce", "backward"),),
 }
-"""What a gathered input moves, with and without sequence parallel."""
+"""Collectives of a gathered input, with and without sequence parallelism."""
 SUMMED = {
     True: (("reduce_scatter", "forward"), ("all_gather", "backward")),
     False: (("all_reduce", "forward"),),
 }
 OPERATORS: dict[str, str] = {Purpose.TENSOR: "tp"}
-"""The view of the mesh that operators move something over, by what it is for."""
+"""The mesh view of operators' collectives, by purpose."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
-ONE_STATE = "a trained parameter's optimizer state is kept exactly once"
+ONE_STATE = "a trained parameter has exactly one set of optimizer states"
 
 
 def kind_faults(plan: RunPlan) -> Iterator[Fault]:
-    """What is wrong inside kinds, whatever stages have them."""
+    """Yield faults inside kinds, independent of the stages."""
     for kind in plan.kinds:
         for parameter in kind.parameters:
             yield from _axes(plan, kind, parameter)
-            yield from _against_style(plan, kind, parameter)
-            yield from _even(plan, kind, parameter)
+            yield from _style_match(plan, kind, parameter)
+            yield from _even_shards(plan, kind, parameter)
         yield from _styles(plan, kind)
         for buffer in kind.buffers:
             yield from _buffer(plan, kind, buffer)
@@ -47,8 +46,8 @@ def kind_faults(plan: RunPlan) -> Iterator[Fault]:
             cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") if plan.sequence_parallel else ()
             if auxiliary.work not in (cp, cp + tp):
                 field = f"kinds[{kind.name}].auxiliary[{auxiliary.name}]"
-                what = f"the loss {auxiliary.name} is divided over {words(auxiliary.work)}"
-                rule = "ranks of cp have parts of a sample's loss, and ranks of tp may, under sequence parallel"
+                what = f"the auxiliary loss {auxiliary.name} is partial over {join_names(auxiliary.work)}"
+                rule = "an auxiliary loss is partial over cp, and possibly over tp under sequence parallelism"
                 yield Fault(what, rule, f"{field}.work", axis=next(iter(auxiliary.work or cp), None))
     yield from _states(plan)
 
@@ -62,19 +61,19 @@ def _data(plan: RunPlan) -> Atoms:
 
 
 def _axes(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    """Axes that divide the data divide what every parameter is applied to, or the parameter itself (experts)."""
-    name, used = ref(kind, parameter), Counter(axis for shard in parameter.used for axis in shard.axes)
+    """Check that each data axis shards the input of the operator, or the parameter itself (experts)."""
+    name, used = qualified_name(kind, parameter), Counter(axis for shard in parameter.used for axis in shard.axes)
     for axis in plan.mesh.in_stage():
         how_often = used[axis] + parameter.work.count(axis)
         if how_often > 1:
-            what = f"{name} is sharded over {axis} {times(used[axis])}, and what it is applied to is divided there"
+            what = f"{name} and its operator's input are both sharded over {axis}"
             if used[axis] > 1:
-                what = f"{name} is sharded over {axis} {times(used[axis])}"
-            rule = "an axis shards one dim of a parameter, or divides what it is applied to"
+                what = f"{name} is sharded over {axis} {format_count(used[axis])}"
+            rule = "an axis shards one dim of a parameter, or the operator's input"
             yield Fault(what, rule, _field(kind, parameter), parameter=name, axis=axis)
         elif axis in _data(plan) and not how_often:
-            what = f"{name} is applied to all data, as if {axis} divided none"
-            rule = "axes that divide samples or sequences are in work, of every parameter that they don't shard in use"
+            what = f"{name} is applied to all data, although {axis} shards it"
+            rule = "data axes (batch, cp) must be in the work of each parameter that they don't shard in use"
             yield Fault(what, rule, f"{_field(kind, parameter)}.work", parameter=name, axis=axis)
 
 
@@ -83,51 +82,51 @@ def _style_of(kind: Kind, name: str) -> Style | None:
     return next((style for glob, style in kind.styles if fnmatchcase(module, glob)), None)
 
 
-def _meets_part(plan: RunPlan, style: Style | None) -> bool:
-    """Whether tp divides what replicated parameters of a style are applied to."""
+def _has_sharded_input(plan: RunPlan, style: Style | None) -> bool:
+    """Return whether tp shards the input of replicated parameters with a style."""
     kind = None if style is None else style.kind
     return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and plan.sequence_parallel)
 
 
-def _against_style(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    name, field, style = ref(kind, parameter), _field(kind, parameter), _style_of(kind, parameter.name)
+def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+    name, field, style = qualified_name(kind, parameter), _field(kind, parameter), _style_of(kind, parameter.name)
     label = f"style {style.kind.value}" if style else "no style"
     dim = None if style is None else SHARDED_DIM.get(style.kind)
     if len(parameter.shape) == 1 and dim is not None:
-        dim = None if dim else 0  # a row's bias is added to the sum: all ranks have it
+        dim = None if dim else 0  # the bias of a row-parallel layer is replicated
     for axis in plan.mesh.view("tp"):
         dims = [shard.dim for shard in parameter.used if axis in shard.axes]
         if dims != ([] if dim is None else [dim]):
-            what = f"{name} has {label}, and is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
-            rule = "columns, vocabularies and heads are sharded along dim 0, rows along dim 1, their biases not at all"
+            what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
+            rule = "styles column, vocabulary and head shard along dim 0, row along dim 1 without the bias"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
-        if (axis in parameter.work) is not _meets_part(plan, style):
+        if (axis in parameter.work) is not _has_sharded_input(plan, style):
             having = "with" if plan.sequence_parallel else "without"
-            stated = "divides" if axis in parameter.work else "doesn't divide"
-            what = f"{name} has {label}, {having} sequence parallel, and {axis} {stated} what it is applied to"
-            rule = "tp divides what style divided is applied to, and with sequence parallel what style stream is"
+            stated = "is" if axis in parameter.work else "is not"
+            what = f"{name} has {label}, {having} sequence parallelism, but {axis} {stated} in its work"
+            rule = "tp is in the work of style divided, and with sequence parallelism of style stream"
             yield Fault(what, rule, f"{field}.work", parameter=name, axis=axis)
 
 
 def _dims(dims: list[int] | list[int | None]) -> str:
-    return "no dim" if dims in ([], [None]) else f"dim {words(dims)}"
+    return "no dim" if dims in ([], [None]) else f"dim {join_names(dims)}"
 
 
-def _even(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    """DTensor's operators want equal shards; FSDP2 too, but along dim 0."""
-    name, local = ref(kind, parameter), list(parameter.shape)
+def _even_shards(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+    """Check that shards are even: DTensor's operators require it in use, and FSDP2 except along dim 0."""
+    name, local = qualified_name(kind, parameter), list(parameter.shape)
     for shard in parameter.used:
         ranks = plan.mesh.size(*shard.axes)
         if local[shard.dim] % ranks:
-            what = f"{name}: {words(shard.axes)} shard dim {shard.dim} of {local[shard.dim]} over {ranks} ranks"
-            rule = "what is used sharded has as many rows on every rank"
+            what = f"{name}: {join_names(shard.axes)} shard dim {shard.dim} of {local[shard.dim]} over {ranks} ranks"
+            rule = "parameters must be sharded evenly while in use"
             yield Fault(what, rule, f"{_field(kind, parameter)}.used", parameter=name, axis=shard.axes[0])
         local[shard.dim] //= ranks
     fsdp = plan.mesh.view("fsdp")
     if parameter.stored_dim and local[parameter.stored_dim] % plan.mesh.size(*fsdp):
         size, ranks = local[parameter.stored_dim], plan.mesh.size(*fsdp)
-        what = f"{name}: {words(fsdp)} shard the stored dim {parameter.stored_dim} of {size} over {ranks} ranks"
-        rule = "FSDP2 shards unevenly along dim 0 alone"
+        what = f"{name}: {join_names(fsdp)} shard the stored dim {parameter.stored_dim} of {size} over {ranks} ranks"
+        rule = "FSDP2 supports uneven sharding along dim 0 only"
         yield Fault(what, rule, f"{_field(kind, parameter)}.stored_dim", parameter=name, axis=fsdp[0])
 
 
@@ -140,19 +139,19 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
         modules = above if style.kind is StyleKind.GATHER else direct
         needs = (*SHARDED_DIM, StyleKind.GATHER, StyleKind.DIVIDED)
         if style.kind in needs and not any(fnmatchcase(one, glob) for one in modules):
-            what = f"style {style.kind.value} is for {glob}, and no parameter of {kind.name} is there"
-            yield Fault(what, "a style that says what becomes of parameters has some", field)
+            what = f"style {style.kind.value} of {glob} matches no parameter of {kind.name}"
+            yield Fault(what, "a style that affects parameters must match some", field)
         if style.num_inputs != 1 and (style.kind is not StyleKind.GATHER or style.num_inputs < 1):
-            what = f"style {style.kind.value} of {glob} counts {style.num_inputs} inputs"
-            yield Fault(what, "a gathering module's inputs are counted, and no other's", field)
+            what = f"style {style.kind.value} of {glob} has num_inputs = {style.num_inputs}"
+            yield Fault(what, "only style gather has num_inputs, which is at least 1", field)
         if not style.kept and style.kind is not StyleKind.ROW:
-            what = f"style {style.kind.value} of {glob} keeps no output"
-            yield Fault(what, "a row's output may not be kept, every other's is", field)
-    yield from _moves(plan, kind)
+            what = f"style {style.kind.value} of {glob} has kept = false"
+            yield Fault(what, "only style row can have kept = false", field)
+    yield from _style_collectives(plan, kind)
 
 
-def _moves(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
-    """What the styles move is all that tensor parallel moves (Korthikanti et al. 2022, figures 4 and 5)."""
+def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
+    """Check that a kind's collectives are those implied by its styles (Korthikanti et al. 2022, figures 4 and 5)."""
     due: Counter[tuple[str, str]] = Counter()
     matrices = [p.name for p in kind.parameters if len(p.shape) == 2]
     matrices += [name for name in kind.tied if name.endswith(".weight")]
@@ -167,7 +166,7 @@ def _moves(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
             if style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                 due.update(SUMMED[plan.sequence_parallel])
             if style.kind is StyleKind.HEAD:
-                due["all_reduce", "forward"] += 1  # of the loss
+                due["all_reduce", "forward"] += 1  # for the loss
     has = Counter(
         (one.op, name)
         for one in kind.collectives
@@ -178,8 +177,8 @@ def _moves(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     for op, name in dict.fromkeys((*due, *has)):
         if has[op, name] != due[op, name]:
             having = "with" if plan.sequence_parallel else "without"
-            what = f"{kind.name} has {has[op, name]} {op} in its {name}, and its styles {due[op, name]}"
-            rule = f"tensor parallel {having} sequence parallel moves what its styles say"
+            what = f"{kind.name} has {has[op, name]} {op} in its {name}, but its styles imply {due[op, name]}"
+            rule = f"collectives must match the styles {having} sequence parallelism"
             yield Fault(what, rule, f"kinds[{kind.name}].collectives", axis=next(iter(plan.mesh.view("tp")), None))
 
 
@@ -188,51 +187,57 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
     for axis in plan.mesh.in_stage():
         divided, summed = axis in buffer.work, axis in buffer.summed
         if divided is not summed:
-            sees = "different parts" if divided else "the same"
-            what = f"buffer {name}: ranks of {axis} see {sees}, and its update is summed there {times(int(summed))}"
-            rule = "an update is summed once over every axis that divides what it counts, and over no other"
+            sees = "different inputs" if divided else "the same inputs"
+            what = f"buffer {name}: {axis} ranks see {sees}, but its update is summed there {format_count(int(summed))}"
+            rule = "an update is summed exactly over the axes that shard its inputs"
             yield Fault(what, rule, f"{field}.summed", parameter=name, axis=axis)
-        due = axis in _data(plan) or _meets_part(plan, _style_of(kind, buffer.name))
+        due = axis in _data(plan) or _has_sharded_input(plan, _style_of(kind, buffer.name))
         if buffer.work and divided is not due:
-            what = f"buffer {name} counts {'parts' if divided else 'all'} of what {axis} divides"
-            rule = "an update counts a part of the data on every rank, and over tp what its module's style says"
+            what = f"buffer {name} has {axis} {'' if divided else 'not '}in its work"
+            rule = "data axes are in the work of an updated buffer, and tp if its module's style implies it"
             yield Fault(what, rule, f"{field}.work", parameter=name, axis=axis)
 
 
 def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
-    rule = "an operator moves elements, in a forward or a backward, over axes of the mesh"
+    rule = "a collective has elements, and runs in the forward or the backward"
     if one.op not in OPS or one.purpose not in OPERATORS:
-        yield Fault(f"{one.op} for {one.purpose}", f"one of {words(OPS)}, for one of {words(OPERATORS)}", field)
+        rule_op = f"the op must be one of {join_names(OPS)}, the purpose one of {join_names(OPERATORS)}"
+        yield Fault(f"{one.op} with purpose {one.purpose}", rule_op, field)
     if one.elements < 1 or min(one.forward, one.backward, one.recomputed) < 0 or not one.forward + one.backward:
-        passes = f"{one.forward} times forward, {one.backward} backward, {one.recomputed} again"
+        passes = f"{one.forward} forward, {one.backward} backward, {one.recomputed} recomputed"
         yield Fault(f"{one.op} of {one.elements} elements, {passes}", rule, field)
     tokens = max(1, plan.batch.tokens // plan.mesh.size(*plan.mesh.view("cp")))
     if one.elements % tokens:
         what = f"{one.op} of {one.elements} elements, for {tokens} tokens of a sample"
-        yield Fault(what, "every token has as many elements", f"{field}.elements", axis=next(iter(one.axes), None))
+        yield Fault(
+            what, "all tokens have the same number of elements", f"{field}.elements", axis=next(iter(one.axes), None)
+        )
     if one.dtype not in (plan.edge.dtype, plan.masters):
         what = f"{one.op} in {one.dtype}"
         yield Fault(what, f"operators compute in {plan.edge.dtype} or {plan.masters}", f"{field}.dtype")
     if one.recomputed > one.forward:
-        what = f"{one.op} {times(one.recomputed)} when recomputed, and {times(one.forward)} in a forward"
-        yield Fault(what, "recomputation repeats a forward, or a part of it", field)
+        counts = f"{format_count(one.recomputed)} when recomputed, but {format_count(one.forward)} in a forward"
+        what = f"{one.op} runs {counts}"
+        yield Fault(what, "recomputation repeats at most the forward", field)
     view = OPERATORS.get(one.purpose)
     wrong = set(one.axes) ^ set(plan.mesh.view(view) if view else one.axes)
     if wrong or not one.axes:
-        what = f"{one.op} over {words(one.axes)} for {one.purpose}"
-        rule = f"what operators move for {one.purpose} goes over {view}"
+        what = f"{one.op} with purpose {one.purpose} is over {join_names(one.axes)}"
+        rule = f"collectives with purpose {one.purpose} must be over {view}"
         yield Fault(what, rule, f"{field}.axes", axis=min(wrong, default=None))
 
 
 def _states(plan: RunPlan) -> Iterator[Fault]:
-    """Every role of something that is trained has its state in one place."""
+    """Check that each role of a trained parameter has exactly one set of optimizer states."""
     kept = Counter(role for state in plan.optimizer.states for role in state.roles)
-    needed = {p.role: ref(kind, p) for kind in reversed(plan.kinds) for p in reversed(kind.parameters) if p.trained}
+    needed = {
+        p.role: qualified_name(kind, p) for kind in reversed(plan.kinds) for p in reversed(kind.parameters) if p.trained
+    }
     for role in dict.fromkeys((*needed, *kept)):
         if kept[role] > 1 or (role in needed and not kept[role]):
             name = needed.get(role)
-            what = f"{name or 'nothing'} has the role {role}, whose optimizer state is kept {times(kept[role])}"
+            what = f"{name or 'no parameter'} has role {role}, whose optimizer state occurs {format_count(kept[role])}"
             yield Fault(what, ONE_STATE, "optimizer.states", parameter=name)
     for number, state in enumerate(plan.optimizer.states):
         if len(set(state.names)) < len(state.names):
-            yield Fault(f"state {words(state.names)}", ONE_STATE, f"optimizer.states[{number}].names")
+            yield Fault(f"duplicate states: {join_names(state.names)}", ONE_STATE, f"optimizer.states[{number}].names")

@@ -1,4 +1,4 @@
-"""Verify names in a plan: kinds, parameters, axes, dtypes, codecs and dims that are named exist; names are unique."""
+"""Verify names in a plan: they are unique, and refer to existing kinds, parameters, axes, dtypes, codecs and dims."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Iterable, Iterator
 from meshwright.comm.compression.catalogue import METHODS, Use
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
-from meshwright.plan.verify.error import Fault, ref, words
+from meshwright.plan.verify.error import Fault, join_names, qualified_name
 
 FLOATS = ("float32", "bfloat16", "float64", "float16")
 WIDE = ("float32", "float64")
-"""Dtypes that parameters are kept in, and gradients reduced in."""
-KNOWN = "what is named exists"
+"""Dtypes of master weights and gradient reductions."""
+KNOWN = "names must refer to existing values"
 
 
 def name_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Names of nothing, and names of two things."""
+    """Yield unknown and duplicate names."""
     if not plan.stages:
-        yield Fault("there is no stage", "a plan has the stages of its schedule", "stages")
+        yield Fault("the plan has no stages", "a plan has the stages of its schedule", "stages")
         return
     yield from _unique("kinds", (kind.name for kind in plan.kinds))
     for kind in plan.kinds:
         yield from _kind(plan, kind)
     for number, stage in enumerate(plan.stages):
         yield from _stage(plan, number, stage)
-    refs = {ref(kind, parameter) for kind in plan.kinds for parameter in kind.parameters}
+    refs = {qualified_name(kind, parameter) for kind in plan.kinds for parameter in kind.parameters}
     for number, one in enumerate(plan.sums):
         field = f"sums[{number}]"
         yield from _atoms(plan, one.axes, field)
@@ -35,15 +35,15 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
         for name, count in Counter(one.parameters).items():
             yield from _in(name, refs, f"{field}.parameters", parameter=name)
             if count > 1:
-                yield Fault(f"{name} is listed {count} times", "a sum has each parameter once", field, parameter=name)
+                yield Fault(f"{name} is listed {count} times", "a sum lists each parameter once", field, parameter=name)
         if not one.axes or not one.parameters:
-            yield Fault("a sum of nothing, or over nothing", "a sum has parameters and axes", field)
+            yield Fault("a sum without parameters or axes", "a sum has parameters and axes", field)
     yield from _dtype(plan.masters, "masters", WIDE)
     yield from _edge(plan, plan.edge, "edge")
     for key, sites in plan.shared:
         for site, name in sites:
             if not 0 <= site < len(plan.stages):
-                what = f"{key} is shared with stage {site} ({name}), which is not there"
+                what = f"{key} is shared with stage {site} ({name}), which does not exist"
                 yield Fault(what, KNOWN, f"shared[{key}]", parameter=key, axis="pp")
     yield from _atoms(plan, tuple(axis for axis in plan.loss.summed if axis != "pp"), "loss.summed")
     yield from _atoms(plan, plan.loss.equal, "loss.equal")
@@ -59,7 +59,7 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     yield from _unique(f"{field}.styles", (glob for glob, _ in kind.styles))
     yield from _in(kind.recompute, ("none", "full"), f"{field}.recompute")
     if set(kind.path.replace("{layer}", "")) & set("{}"):
-        rule = "a block's path has {layer}, and nothing else in braces"
+        rule = "{layer} is the only placeholder in a path"
         yield Fault(f"the path {kind.path!r}", rule, f"{field}.path")
     for parameter in kind.parameters:
         yield from _parameter(plan, kind, parameter)
@@ -78,20 +78,20 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
 
 
 def _parameter(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    field, name = f"kinds[{kind.name}].parameters[{parameter.name}]", ref(kind, parameter)
+    field, name = f"kinds[{kind.name}].parameters[{parameter.name}]", qualified_name(kind, parameter)
     dims = len(parameter.shape)
     if any(size < 1 for size in parameter.shape) or not dims:
-        rule = "a parameter has a dim, which FSDP2 shards, and elements"
-        yield Fault(f"{name} has the shape {parameter.shape}", rule, f"{field}.shape", parameter=name)
+        rule = "a parameter has at least one dim, which FSDP2 shards, and at least one element"
+        yield Fault(f"{name} has shape {parameter.shape}", rule, f"{field}.shape", parameter=name)
         return
     for dim, what in ((parameter.stored_dim, "stored"), *((shard.dim, "used") for shard in parameter.used)):
         if not 0 <= dim < dims:
-            what = f"{name} is {what} sharded along dim {dim} of {dims}"
-            yield Fault(what, "a dim that is sharded exists", field, parameter=name)
+            what = f"{name} is {what} sharded along dim {dim}, but has {dims} dims"
+            yield Fault(what, "a sharded dim must exist", field, parameter=name)
     for shard in parameter.used:
         yield from _atoms(plan, shard.axes, f"{field}.used", of=name)
         if not shard.axes:
-            yield Fault(f"{name} is sharded over nothing", "a shard has an axis", f"{field}.used", parameter=name)
+            yield Fault(f"{name} is sharded over no axis", "a shard has an axis", f"{field}.used", parameter=name)
     yield from _atoms(plan, parameter.work, f"{field}.work", of=name)
 
 
@@ -99,7 +99,7 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
     for name in unit.parameters:
         if name not in members:
             known = f"{kind.name}/{name}" if kind else name
-            what = f"unit {unit.name} has {known}, which is not there"
+            what = f"unit {unit.name} lists {known}, which does not exist"
             yield Fault(what, KNOWN, f"{field}.parameters", parameter=known, stages=stages)
     yield from _unique(f"{field}.modules", unit.modules)
     yield from _atoms(plan, unit.sharded, f"{field}.sharded")
@@ -110,7 +110,7 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
         allowed = [method.name for method in METHODS if use in method.uses]
         if name not in allowed:
             what = f"{use.describe()} of unit {unit.name} cannot be sent as {name!r}"
-            yield Fault(what, f"{use.describe()} are sent as one of {words(allowed)}", f"{field}.{use.value}")
+            yield Fault(what, f"{use.describe()} are sent as one of {join_names(allowed)}", f"{field}.{use.value}")
 
 
 def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
@@ -119,7 +119,7 @@ def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
     for name in dict.fromkeys(named):
         yield from _in(name, kinds, field)
     own = [kinds[name] for name in dict.fromkeys(named) if name in kinds]
-    members = {ref(kind, parameter) for kind in own for parameter in kind.parameters}
+    members = {qualified_name(kind, parameter) for kind in own for parameter in kind.parameters}
     yield from _unit(plan, stage.root, "root", members, None, number)
     for edge, name in ((stage.edge_in, "edge_in"), (stage.edge_out, "edge_out")):
         if edge is not None:
@@ -131,27 +131,33 @@ def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[Fault]:
     yield from _atoms(plan, tuple(axis for shard in edge.shards for axis in shard.axes), f"{field}.shards")
     for shard in edge.shards:
         if not 0 <= shard.dim < len(edge.shape):
-            what = f"{edge.name} is sharded along dim {shard.dim} of {len(edge.shape)}"
-            yield Fault(what, "a dim that is sharded exists", f"{field}.shards")
+            what = f"{edge.name} is sharded along dim {shard.dim}, but has {len(edge.shape)} dims"
+            yield Fault(what, "a sharded dim must exist", f"{field}.shards")
 
 
 def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) -> Iterator[Fault]:
-    """Axes inside a stage with more than one rank, each once."""
+    """Check that axes are inside a stage, have more than one rank, and are listed once and in mesh order."""
     about = f" of {of}" if of else ""
     for atom, count in Counter(atoms).items():
         if atom not in plan.mesh.in_stage():
             size = plan.mesh.sizes.get(atom)
-            why = "which has one rank" if size == 1 else "which divides stages" if size else "which the mesh has not"
+            why = (
+                "which has one rank"
+                if size == 1
+                else "which is not inside a stage"
+                if size
+                else "which the mesh does not have"
+            )
             what = f"{field}{about} names {atom}, {why}"
-            rule = f"an axis here is one of {words(plan.mesh.in_stage())}: inside a stage, with more than one rank"
+            rule = f"axes here are those inside a stage with more than one rank: {join_names(plan.mesh.in_stage())}"
             yield Fault(what, rule, field, parameter=of, axis=atom)
         if count > 1:
             what = f"{field}{about} names {atom} {count} times"
-            yield Fault(what, "an axis is named once", field, parameter=of, axis=atom)
+            yield Fault(what, "an axis is listed once", field, parameter=of, axis=atom)
     order = [atom for atom in (*plan.mesh.sizes,) if atom in atoms]
     if not set(atoms) - set(order) and order != list(dict.fromkeys(atoms)):
-        what = f"{field}{about} names {words(atoms)}, and the mesh has {words(order)}"
-        yield Fault(what, "axes are named in the mesh's order", field, parameter=of, axis=atoms[0])
+        what = f"{field}{about} names {join_names(atoms)}, but mesh order is {join_names(order)}"
+        yield Fault(what, "axes are listed in mesh order", field, parameter=of, axis=atoms[0])
 
 
 def _dtype(dtype: str, field: str, known: Iterable[str] = tuple(BYTES)) -> Iterator[Fault]:
@@ -160,10 +166,10 @@ def _dtype(dtype: str, field: str, known: Iterable[str] = tuple(BYTES)) -> Itera
 
 def _in(name: str, known: Iterable[str], field: str, *, parameter: str | None = None) -> Iterator[Fault]:
     if name not in known:
-        yield Fault(f"{field} names {name!r}", f"{KNOWN}: {words(sorted(known))}", field, parameter=parameter)
+        yield Fault(f"{field} names {name!r}", f"{KNOWN}: {join_names(sorted(known))}", field, parameter=parameter)
 
 
 def _unique(field: str, names: Iterable[str]) -> Iterator[Fault]:
     for name, count in Counter(names).items():
         if count > 1:
-            yield Fault(f"{field} has {count} of the name {name}", "names are unique", field, parameter=name)
+            yield Fault(f"{field} has {count} entries named {name}", "names are unique", field, parameter=name)

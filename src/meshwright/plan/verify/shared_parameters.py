@@ -1,6 +1,5 @@
-"""Verify parameters with copies on several stages: their gradients are partial over pp and summed once over all sites,
-and the norm counts one of them.
-"""
+"""Verify parameters with copies on several stages: their gradients, partial over pp, are summed once over all sites,
+and the gradient norm counts one copy."""
 
 from __future__ import annotations
 
@@ -9,74 +8,75 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.plan.run_plan import Kind, Parameter, RunPlan
-from meshwright.plan.verify.error import Fault, ref, stage_words, times, words
+from meshwright.plan.verify.error import Fault, format_count, format_stages, join_names, qualified_name
 from meshwright.plan.verify.fsdp_units import units_of
 
-ALL_SITES = "a parameter with copies on several stages lists all their sites: gradients are summed over these"
+ALL_SITES = "a parameter with copies on several stages lists all sites, over which gradients are summed"
 
 
-class _Copy(NamedTuple):
+class _ParameterCopy(NamedTuple):
     stage: int
     name: str
-    """In the whole model's module."""
+    """Full-model name."""
     kind: Kind
     parameter: Parameter
 
 
 def shared_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Copies that are forgotten, differ, or are counted twice."""
-    copies: dict[str, list[_Copy]] = defaultdict(list)
+    """Yield copies that are missing, inconsistent, or counted twice."""
+    copies: dict[str, list[_ParameterCopy]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
         names: set[str] = set()
         for kind, layer, parameter in plan.parameters(stage):
             name, key = kind.full_name(parameter.name, layer), kind.key(parameter, layer)
             if name in names or any(copy.stage == number for copy in copies[key]):
-                what = f"{key} is a second time on one stage, as {ref(kind, parameter)}"
-                rule = "a stage has each parameter once: a tied one's modules share it"
-                yield Fault(what, rule, "stages", parameter=ref(kind, parameter), stages=(number,))
+                what = f"{key} occurs twice on one stage, as {qualified_name(kind, parameter)}"
+                rule = "a stage has each parameter once: tied modules share it"
+                yield Fault(what, rule, "stages", parameter=qualified_name(kind, parameter), stages=(number,))
             names.add(name)
-            copies[key].append(_Copy(number, name, kind, parameter))
-    yield from _keys(copies)
+            copies[key].append(_ParameterCopy(number, name, kind, parameter))
+    yield from _originals(copies)
     yield from _sites(plan, copies)
     yield from _norm(plan, copies)
     for key, found in copies.items():
-        yield from _alike(plan, key, found)
+        yield from _copies_match(plan, key, found)
 
 
-def _keys(copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
-    """What is a copy is one of something."""
+def _originals(copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
+    """Check that the original of each copy exists."""
     for key, found in copies.items():
         if all(copy.parameter.key is not None and copy.name != key for copy in found):
-            name = ref(found[0].kind, found[0].parameter)
-            what = f"{name} is a copy of {key}, which no stage has"
-            yield Fault(what, "a copy names a parameter", "kinds", parameter=name, stages=(found[0].stage,))
+            name = qualified_name(found[0].kind, found[0].parameter)
+            what = f"{name} is a copy of {key}, which is on no stage"
+            yield Fault(what, "the original of a copy must exist", "kinds", parameter=name, stages=(found[0].stage,))
 
 
-def _sites(plan: RunPlan, copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
+def _sites(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
     due = {key: tuple((c.stage, c.name) for c in found) for key, found in copies.items() if len(found) > 1}
     listed = Counter(key for key, _ in plan.shared)
     sites = dict(plan.shared)
     for key in dict.fromkeys((*due, *listed)):
         stages = tuple(stage for stage, _ in due.get(key, ()))
         if listed[key] > 1:
-            what = f"{key} is shared {times(listed[key])}: its gradient is summed over pp as often"
+            what = f"{key} is listed {format_count(listed[key])}: its gradient is summed over pp as often"
         elif key not in due:
-            what = f"{key} is shared, and no two stages have copies"
+            what = f"{key} is listed as shared, but has no copies on different stages"
         elif key not in sites:
-            on = stage_words(stages)
-            what = f"{key}: its gradient is partial over pp, with copies on {on}, and summed there never"
+            on = format_stages(stages)
+            what = f"{key}: its gradient is partial over pp, with copies on {on}, but summed there 0 times"
         elif sites[key] != due[key]:
-            what = f"{key}: its gradient is summed over pp at {_at(sites[key])}, and copies are at {_at(due[key])}"
+            at, copies_at = _format_sites(sites[key]), _format_sites(due[key])
+            what = f"{key}: its gradient is summed over pp at {at}, but copies are at {copies_at}"
         else:
             continue
         yield Fault(what, ALL_SITES, f"shared[{key}]", parameter=key, axis="pp")
 
 
-def _at(sites: tuple[tuple[int, str], ...]) -> str:
-    return words(f"stage {stage} ({name})" for stage, name in sites)
+def _format_sites(sites: tuple[tuple[int, str], ...]) -> str:
+    return join_names(f"stage {stage} ({name})" for stage, name in sites)
 
 
-def _norm(plan: RunPlan, copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
+def _norm(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
     omitted = Counter(plan.norm_omits)
     due = {(copy.stage, key) for key, found in copies.items() for copy in found[1:]}
     for stage, key in dict.fromkeys((*sorted(due), *omitted)):
@@ -87,35 +87,35 @@ def _norm(plan: RunPlan, copies: dict[str, list[_Copy]]) -> Iterator[Fault]:
         elif (stage, key) in due:
             what = f"{key} is left out of the gradient norm twice on stage {stage}"
         else:
-            what = f"{key}: the gradient norm leaves it out on stage {stage}, and it is counted nowhere else"
-        rule = "the gradient norm counts every parameter once: on the first stage that has it"
+            what = f"{key}: the gradient norm leaves it out on stage {stage}, but no other stage counts it"
+        rule = "the gradient norm counts each parameter once, on the first stage that has it"
         yield Fault(what, rule, "norm_omits", parameter=key, axis="pp", stages=(stage,))
 
 
-def _alike(plan: RunPlan, key: str, found: list[_Copy]) -> Iterator[Fault]:
-    """Copies stay equal: they are stored, trained and updated alike."""
+def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Iterator[Fault]:
+    """Check that copies stay equal: they must be stored, trained and updated alike."""
     first, states = found[0], plan.optimizer.states
     for other in found[1:]:
         for what, one, two in (
-            *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _FACTS),
+            *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _COMPARED_FIELDS),
             *(
                 (f"optimizer state {number}", first.parameter.role in state.roles, other.parameter.role in state.roles)
                 for number, state in enumerate(states)
             ),
-            ("unit", _wire(plan, first), _wire(plan, other)),
+            ("unit", _reductions(plan, first), _reductions(plan, other)),
         ):
             if one != two:
                 both = f"{one} on stage {first.stage} and {two} on stage {other.stage}"
                 said = f"{key}: its copies differ in {what}, {both}"
-                name = ref(other.kind, other.parameter)
-                rule = "copies of a parameter are stored, trained and updated alike"
+                name = qualified_name(other.kind, other.parameter)
+                rule = "copies of a parameter must be stored, trained and updated alike"
                 yield Fault(said, rule, "kinds", parameter=name, axis="pp", stages=(other.stage,))
 
 
-_FACTS = ("shape", "used", "work", "stored_dim", "trained")
+_COMPARED_FIELDS = ("shape", "used", "work", "stored_dim", "trained")
 
 
-def _wire(plan: RunPlan, copy: _Copy) -> tuple[str, ...]:
-    """How its gradient is reduced: summed over stages it must be alike. Exactness of the codec is the plan's choice."""
+def _reductions(plan: RunPlan, copy: _ParameterCopy) -> tuple[str, ...]:
+    """Return how a copy's gradient is reduced within its stage, which must match across stages; the codec need not."""
     units = units_of(plan.stages[copy.stage], copy.kind, copy.parameter)
     return tuple(f"{unit.sharded}, {unit.replicas}, {unit.reduce}" for unit in units[:1])

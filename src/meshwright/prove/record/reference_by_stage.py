@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.models.contract.build_module import build_part, tie
+from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses
@@ -69,7 +69,7 @@ def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights:
     part = Part(stages.layers[stage], stage=stage, num_stages=len(stages.ranks))
     model = build_part(config.family, run_facts(config), dtype=DTYPE, part=part)
     model.to_empty(device="cpu")
-    tie(model, model_facts(config))
+    tie_parameters(model, model_facts(config))
     keys = {name: parameter.key for parameter in stages.shared for at, name in parameter.sites if at == stage}
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.models.contract.build_module import build_part, tie
+from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
 from meshwright.models.contract.task import Reference
@@ -93,7 +93,7 @@ def _build(config: RunConfig) -> nn.Module:
     f, facts = run_facts(config), model_facts(config)
     model = build_part(config.family, f, dtype=DTYPE)
     model.to_empty(device="cpu")
-    tie(model, facts)
+    tie_parameters(model, facts)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fill = config.family.initial(f, name)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.cluster.host import machine_bytes, num_cores
+from meshwright.cluster.host import host_memory_bytes, num_cores
 from meshwright.config.rules import repair
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
-from meshwright.settings.violation import as_words
+from meshwright.settings.violation import format_fix
 from meshwright.units import format_bytes
 
 RANKS_PER_CORE = 32
@@ -50,7 +50,7 @@ def check_machine(config: RunConfig, plan: RunPlan) -> None:
     num_ranks = config.mesh.axes().num_ranks()
     check_ranks(num_ranks, fix=_smaller_mesh(config))
     if config.train.device == "cpu" or (config.train.device == "auto" and not CUDA_CONTROL.exists()):
-        check_memory(plan, num_ranks=num_ranks, num_bytes=machine_bytes(), place="this machine")
+        check_memory(plan, num_ranks=num_ranks, num_bytes=host_memory_bytes(), place="this machine")
 
 
 def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place: str) -> None:
@@ -79,5 +79,5 @@ def _smaller_mesh(config: RunConfig) -> str:
         for size in range(min(most // rest, getattr(axes, axis)), 0, -1):
             changed = config.model_copy(update={"mesh": config.mesh.model_copy(update={axis: size})})
             if repair(changed, None, violations) == {}:
-                return as_words({f"mesh.{axis}": size})
+                return format_fix({f"mesh.{axis}": size})
     return "a mesh of fewer ranks"

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.overlay import shorten
 from meshwright.errors import InputError
-from meshwright.settings.violation import as_word
+from meshwright.settings.violation import format_value
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
         if not lines:
             raise _not_a_run(folder, "no step with a loss")
         held_out = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
-        own = [f"{key}={as_word(value)}" for key, value in config.items() if _differs(key, configs)]
+        own = [f"{key}={format_value(value)}" for key, value in config.items() if _differs(key, configs)]
         curves.append(
             Curve(
                 name=" ".join(own) or folder.name,
