@@ -331,7 +331,7 @@ def without_a_reduction(rank, world_size):
 
 def test_types_without_a_reduction_are_refused_or_left_to_pytorch(gang):
     fixes = gang(4).run(without_a_reduction)[0]
-    assert fixes == [*["x.to(torch.int64) before"] * 3, "x.to(torch.complex64) before"]
+    assert fixes == [*["x.to(torch.int64) first"] * 3, "x.to(torch.complex64) first"]
 
 
 def after_a_history(rank, world_size):
