@@ -8,7 +8,7 @@ from meshwright.errors import LayoutError
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.pipeline_table import lowered_table
 from meshwright.prove.drift.draw import draw_drift
-from meshwright.prove.drift.experiment import DEFAULT, load_sharing
+from meshwright.prove.drift.experiment import DEFAULT_LAYOUT, load_sharing
 from meshwright.prove.drift.record import train_twice, without_sync
 from meshwright.prove.drift.result import DriftCurve, DriftResult, as_json, from_json
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
@@ -65,7 +65,7 @@ def test_nothing_but_the_sum_is_left_out():
 
 def test_the_default_and_a_preset_without_words():
     assert load_sharing(None, ()).mesh.pp == 2 == load_sharing(None, ()).pipeline.chunks
-    assert load_sharing(None, ("mesh.pp=4",)).name == DEFAULT[0]
+    assert load_sharing(None, ("mesh.pp=4",)).name == DEFAULT_LAYOUT[0]
     assert load_sharing("dit-xl-2", ("mesh.pp=2", "mesh.dp_shard=4")).train.device == "cpu"
 
 

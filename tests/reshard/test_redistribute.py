@@ -179,8 +179,8 @@ def test_orders_are_kept_and_mistakes_explained(gang):
     messages = gang(4).run(orders)[0]
     for message, words in zip(
         messages,
-        ("axes [1, 0], the placements over axes [0]", "dim 2", "[Shard(dim=0), Replicate()]", "cuts dim 2",
-         "Shard(dim=-3) on mesh axis 1 cuts dim -3 of a tensor of 2 dims", "cuts dim -3", "names dim 0 twice",
+        ("axes [1, 0], the placements over axes [0]", "dim 2", "[Shard(dim=0), Replicate()]", "shards dim 2",
+         "Shard(dim=-3) on mesh axis 1 shards dim -3 of a tensor with 2 dims", "shards dim -3", "names dim 0 twice",
          "dim -3", "{0: 1}", "memory_cap_bytes=2000000000", "_MaskPartial", "Partial(bxor)"),
         strict=True,
     ):  # fmt: skip
@@ -316,7 +316,7 @@ def without_a_reduction(rank, world_size):
         with pytest.raises(LayoutError, match="cannot be reduced") as caught:
             redistribute(x, [R])
         found.append(caught.value.fix)
-        wide = DTensor.from_local(x.to_local().to(eval(found[-1][5:-8])), mesh, x.placements, run_check=False)
+        wide = DTensor.from_local(x.to_local().to(eval(found[-1][5:-7])), mesh, x.placements, run_check=False)
         redistribute(wide, [R])
         theirs = []
         for context in (nullcontext, for_dtensor):
@@ -331,7 +331,7 @@ def without_a_reduction(rank, world_size):
 
 def test_types_without_a_reduction_are_refused_or_left_to_pytorch(gang):
     fixes = gang(4).run(without_a_reduction)[0]
-    assert fixes == [*["x.to(torch.int64) before"] * 3, "x.to(torch.complex64) before"]
+    assert fixes == [*["x.to(torch.int64) first"] * 3, "x.to(torch.complex64) first"]
 
 
 def after_a_history(rank, world_size):

@@ -188,10 +188,10 @@ FAULTS: dict[str, tuple[Callable[[list[Move]], object], str]] = {
     "the last element is missing": (lambda m: m.append(replace(one := m.pop(0), stop=one.stop - 1)), "missing"),
     "sent by a rank that does not hold it": (lambda m: m.append(replace(m.pop(0), sender=1)), "twice|missing|itself"),
     "sent by a rank of no mesh": (lambda m: m.append(replace(m.pop(0), sender=11)), "source mesh"),
-    "more than both hold": (lambda m: m.append(replace(m.pop(0), stop=10_000)), "holds"),
+    "more than both hold": (lambda m: m.append(replace(m.pop(0), stop=10_000)), "part of what both ranks hold"),
     "to a wrong rank": (lambda m: m.append(replace(m.pop(0), receiver=m[-1].receiver)), "twice|missing|receives"),
     "to a rank of no mesh": (lambda m: m.append(replace(m.pop(0), receiver=11)), "destination"),
-    "nothing is sent": (lambda m: m.append(Move(0, 4, 5, 5)), "not nothing"),
+    "nothing is sent": (lambda m: m.append(Move(0, 4, 5, 5)), "a message is a non-empty part"),
     "one sender for two": (unbalanced, "could send"),
 }
 

@@ -81,8 +81,8 @@ def largest_distance(job: Job) -> float:
     infinite.
     """
     parts = job.parts().items()
-    local = {stage: _copies(part.shared_parameter_keys(), dict(part.module.named_parameters())) for stage, part in parts}
-    gathered = all_gather_object(local)
+    held = {stage: _copies(part.shared_parameter_keys(), dict(part.module.named_parameters())) for stage, part in parts}
+    gathered = all_gather_object(held)
     num_pipelines = len(gathered) // job.axes.pp
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for pipeline in range(num_pipelines):  # ranks of one pipeline hold the same shards

@@ -26,7 +26,7 @@ MAX_VALUES = 2**19
 
 
 def check_values(plan: ReshardPlan) -> None:
-    """Simulate a plan; raise `LayoutError` unless every rank gets its elements with each partial value once."""
+    """Simulate a plan; raise `LayoutError` unless each step leaves each rank its elements, each partial value once."""
     layouts = [plan.src, *(layout for step in plan.steps for layout in (step.src, step.dst))]
     edges = [edges_of(layouts, dim) for dim in range(len(plan.src.shape))]
     terms = plan.src.partial_axes()
