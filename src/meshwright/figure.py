@@ -24,13 +24,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def save_picture(draw: Callable[[], Figure], path: Path) -> None:
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     """Write the figure that `draw` returns as .svg or .png, independent of the user's matplotlibrc.
 
     Raises:
         InputError: the file can't be written.
     """
-    check_picture(path)
+    check_figure(path)
     import matplotlib
 
     with matplotlib.rc_context():
@@ -56,7 +56,7 @@ def plain(axes: Axes) -> None:
     axes.grid(alpha=0.25)
 
 
-def check_picture(path: Path) -> None:
+def check_figure(path: Path) -> None:
     """Check that a figure can be written to `path`.
 
     Raises:

@@ -26,7 +26,7 @@ def drift(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
 ) -> None:
     """Train with and without summing the gradients of shared parameters, and show how their replicas drift apart."""
-    from meshwright.figure import check_picture
+    from meshwright.figure import check_figure
     from meshwright.plan.make_plan import make_plan
     from meshwright.prove.drift.experiment import load_sharing, measure_drift
     from meshwright.train.launch.launcher import context_from_environment
@@ -39,7 +39,7 @@ def drift(
             fix="meshwright draw drift …, without torchrun",
         )
     if out is not None:
-        check_picture(out)
+        check_figure(out)
     config = load_sharing(*split_words(words))
     facts = f"{config.name} · {config.mesh.axes()} · {len(make_plan(config).stages)} stages · {steps} steps"
     _say(f"{facts}, two trainings …")

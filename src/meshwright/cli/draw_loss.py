@@ -19,12 +19,12 @@ def loss(
     window: Annotated[int, typer.Option(min=1, help="Steps over which differences are averaged.")] = 20,
 ) -> None:
     """Compare the losses of runs with those of the first run."""
-    from meshwright.figure import check_picture
+    from meshwright.figure import check_figure
     from meshwright.train.record.draw_loss_curves import differences, draw_losses
     from meshwright.train.record.loss_curves import read_curves
 
     if out is not None:
-        check_picture(out)
+        check_figure(out)
     curves = read_curves(folders)
     width = max(len(curve.name) for curve in curves)
     for curve in curves:

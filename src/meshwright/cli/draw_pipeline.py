@@ -17,7 +17,7 @@ from meshwright.cli.draw_drift import drift
 from meshwright.cli.draw_loss import loss
 from meshwright.cli.draw_reshard import reshard
 from meshwright.errors import InputError, ScheduleError
-from meshwright.figure import check_picture
+from meshwright.figure import check_figure
 from meshwright.output_files import check_output, write_output
 from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
 from meshwright.pipeline.actions import ActionKind
@@ -71,7 +71,7 @@ def pipeline(
             fix="--csv - alone, or a file name for one of them",
         )
     if out is not None:
-        check_picture(out)
+        check_figure(out)
     for name in (csv, json):
         if name is not None and name != "-":
             check_output(Path(name), where=name)

@@ -33,12 +33,12 @@ def reshard(
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")] = False,
 ) -> None:  # fmt: skip
     """Plan the redistribution of a tensor: steps, bytes, time, memory."""
-    from meshwright.figure import check_picture
+    from meshwright.figure import check_figure
     from meshwright.mesh.layout import Layout
     from meshwright.reshard import draw_plan, explain_plan, plan
 
     if out is not None:
-        check_picture(out)
+        check_figure(out)
     axis_sizes = _numbers("--mesh", mesh, "4,8", least=1)
     sizes = _numbers("--shape", shape, "8192,8192", least=0)
     layouts = []

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.figure import GREY, IDLE, INK, save_picture
+from meshwright.figure import GREY, IDLE, INK, save_figure
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
 from meshwright.pipeline.figure_layout import ROW_HEIGHT, TimelineBox, place_boxes, text_timeline
 from meshwright.pipeline.schedule_table import Schedule
@@ -159,7 +159,7 @@ class _TimelineFigure:
 
     def write(self, path: Path) -> None:
         """Draw the figure and save it."""
-        save_picture(lambda: _render(self), path)
+        save_figure(lambda: _render(self), path)
 
 
 def _render(content: _TimelineFigure) -> Figure:

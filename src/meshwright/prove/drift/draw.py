@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.figure import GREY, INK, plain, save_picture
+from meshwright.figure import GREY, INK, plain, save_figure
 from meshwright.prove.drift.result import DriftResult
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def draw_drift(drift: DriftResult, path: Path, *, title: str) -> None:
     Raises:
         InputError: the figure cannot be written to `path`.
     """
-    save_picture(lambda: _figure(drift, title), path)
+    save_figure(lambda: _figure(drift, title), path)
 
 
 def _figure(drift: DriftResult, title: str) -> Figure:

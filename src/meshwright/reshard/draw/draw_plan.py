@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.figure import GREY, IDLE, INK, save_picture
+from meshwright.figure import GREY, IDLE, INK, save_figure
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.draw.explain_plan import describe_tensor, format_time, short_name
@@ -53,7 +53,7 @@ def draw_plan(plan: ReshardPlan, path: str | Path) -> None:
     Raises:
         InputError: if the figure cannot be written there.
     """
-    save_picture(lambda: _figure(_FigureSpec(plan)), Path(path))
+    save_figure(lambda: _figure(_FigureSpec(plan)), Path(path))
 
 
 @dataclass(frozen=True)

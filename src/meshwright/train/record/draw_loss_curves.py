@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.figure import GREY, INK, plain, save_picture
+from meshwright.figure import GREY, INK, plain, save_figure
 from meshwright.train.record.loss_curves import Curve
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def draw_losses(curves: Sequence[Curve], path: Path, *, title: str, window: int)
     Raises:
         InputError: the file can't be written.
     """
-    save_picture(lambda: _figure(curves, title, window), path)
+    save_figure(lambda: _figure(curves, title, window), path)
 
 
 def differences(curve: Curve, first: Curve, *, window: int) -> tuple[list[int], list[float]]:
