@@ -39,8 +39,8 @@ def drifts(gang, num_ranks, source, words):
 def test_copies_come_apart_without_the_sum_and_only_then(gang, source, words):
     first, *others = drifts(gang, 2, source, words)
     assert others == [first], "all ranks see the same"
-    assert first.synced.apart == (0.0,) * STEPS
-    assert 0 < first.unsynced.apart[0] < first.unsynced.apart[-1]
+    assert first.synced.distances == (0.0,) * STEPS
+    assert 0 < first.unsynced.distances[0] < first.unsynced.distances[-1]
     assert first.unsynced.losses[0] == first.synced.losses[0]
     assert first.unsynced.losses[-1] == pytest.approx(first.synced.losses[-1], rel=0.05), "nobody would notice"
     assert drifts(gang, 2, source, words)[0] == first, "the same command, the same curves"
@@ -51,8 +51,8 @@ def test_shards_of_copies_are_as_far_apart_as_the_whole(gang):
     source, words = DIT
     [whole, *_] = drifts(gang, 2, source, words)
     [shards, *_] = drifts(gang, 4, source, (*words, "mesh.dp_shard=2"))
-    assert shards.synced.apart == (0.0,) * STEPS
-    assert shards.unsynced.apart == pytest.approx(whole.unsynced.apart, rel=1e-3)
+    assert shards.synced.distances == (0.0,) * STEPS
+    assert shards.unsynced.distances == pytest.approx(whole.unsynced.distances, rel=1e-3)
 
 
 def test_nothing_but_the_sum_is_left_out():

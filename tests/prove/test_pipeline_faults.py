@@ -82,15 +82,15 @@ VEE = StagePlacement((0, 1, 1, 0), LAYERS, {**HOLDERS, "norm.weight": (3,), "hea
 
 def test_stages_of_parameters() -> None:
     where = {"embed.weight": (0, 3), "blocks.2.ffn.up.weight": (0,), "blocks.4.x": (1,), "blocks.11.x": (3,)}
-    assert {name: VEE.of(name) for name in where} == where
-    assert VEE.of("norm.weight") == VEE.of("head.weight") == (3,)
-    assert VEE.holding(["blocks.0.x", "blocks.3.x", "blocks.4.x"]) == (0, 1)
+    assert {name: VEE.stages_with(name) for name in where} == where
+    assert VEE.stages_with("norm.weight") == VEE.stages_with("head.weight") == (3,)
+    assert VEE.stages_with_any(["blocks.0.x", "blocks.3.x", "blocks.4.x"]) == (0, 1)
 
 
 def test_stages_in_words() -> None:
-    assert VEE.words([1]) == "stage 1 (pp rank 1)"
-    assert VEE.words([3, 0]) == "stages 0 and 3 (pp rank 0)"
-    assert VEE.words([0, 1, 2]) == "stages 0, 1 and 2 (pp ranks 0 and 1)"
+    assert VEE.describe([1]) == "stage 1 (pp rank 1)"
+    assert VEE.describe([3, 0]) == "stages 0 and 3 (pp rank 0)"
+    assert VEE.describe([0, 1, 2]) == "stages 0, 1 and 2 (pp ranks 0 and 1)"
 
 
 def test_only_a_pipeline_has_stages() -> None:
@@ -100,8 +100,8 @@ def test_only_a_pipeline_has_stages() -> None:
     assert found is not None and found.ranks == (0, 1) and found.layers == (range(1), range(1, 2))
     assert found.shared == (SharedParameter("embed.weight", ((0, "embed.weight"), (1, "head.weight"))),)
     assert sorted(found.holders) == sorted(model_facts(config).parameter_names())
-    assert found.of("norm.weight") == (1,) and found.of("blocks.0.attention.wq.weight") == (0,)
-    assert found.of("embed.weight") == (0, 1)
+    assert found.stages_with("norm.weight") == (1,) and found.stages_with("blocks.0.attention.wq.weight") == (0,)
+    assert found.stages_with("embed.weight") == (0, 1)
 
 
 def test_the_suite_is_large_enough() -> None:

@@ -27,7 +27,7 @@ class StagePlacement:
     shared: tuple[SharedParameter, ...] = ()
     """Parameters that several stages share."""
     splits_backward: bool = False
-    """The backward pass B is split into I (input gradients) and W (deferred weight gradients)."""
+    """Each backward pass B is split into I (input gradients) and W (deferred weight gradients)."""
 
     @property
     def last(self) -> int:

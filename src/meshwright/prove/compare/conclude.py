@@ -28,7 +28,7 @@ from meshwright.prove.compare.scalar_verdict import (
     explain_losses,
 )
 from meshwright.prove.compare.tensor_shards import Array
-from meshwright.prove.compare.tensor_verdict import TensorVerdicts, any_wrong, compare_tensors, to_arrays
+from meshwright.prove.compare.tensor_verdict import Verdicts, any_wrong, compare_tensors, to_arrays
 from meshwright.prove.diagnose.contributions import scale_diagnosis
 from meshwright.prove.diagnose.factors import LayoutCounts, close
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
@@ -76,7 +76,7 @@ def compare(
     step_1 = _compare_step_1(sides)
     first = _compare_first_update(sides, step_1) if layout.after_first and reference.after_first else {}
     samples = _sample_findings(sides)
-    later_wrong = step_1.upstream_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
+    later_wrong = step_1.root_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
     later_wrong = later_wrong or ("copies of shared parameters that differ within a rank" if layout.unequal else "")
     final = _compare_final(sides, step_1, first, later_wrong)
     update_wrong = bool(later_wrong) or any_wrong(final)
@@ -101,13 +101,9 @@ def _sample_findings(sides: _Sides, *, num_steps: int | None = None) -> tuple[Di
 
 
 def _parameters(
-    reference: ReferenceEvidence,
-    gradients: TensorVerdicts,
-    final: TensorVerdicts,
-    initial: TensorVerdicts,
-    first: TensorVerdicts,
+    reference: ReferenceEvidence, gradients: Verdicts, final: Verdicts, initial: Verdicts, first: Verdicts
 ) -> tuple[ParameterResult, ...]:
-    def result_of(verdicts: TensorVerdicts, name: str) -> TensorResult | None:
+    def result_of(verdicts: Verdicts, name: str) -> TensorResult | None:
         return verdicts[name].result if name in verdicts else None
 
     return tuple(
@@ -123,7 +119,7 @@ def _parameters(
     )
 
 
-def _compare_initial(sides: _Sides) -> TensorVerdicts:
+def _compare_initial(sides: _Sides) -> Verdicts:
     if not sides.layout.initial:
         return {}
     references = to_arrays(sides.reference.initial)
@@ -135,7 +131,7 @@ def _compare_initial(sides: _Sides) -> TensorVerdicts:
     }
 
 
-def _compare_gradients(sides: _Sides) -> TensorVerdicts:
+def _compare_gradients(sides: _Sides) -> Verdicts:
     layout, counts = sides.layout, sides.counts
     references, grid = (to_arrays(sides.reference.gradients), (counts.axes.data_parallel(), counts.num_microbatches))
     contributions = {
@@ -184,7 +180,7 @@ def _missing_gradient(
     return Diagnosis(FaultKind.ZERO, f"no gradient {scope}", f"no gradient reached {whose}")
 
 
-def _narrow_to_axis(verdicts: TensorVerdicts, counts: LayoutCounts) -> TensorVerdicts:
+def _narrow_to_axis(verdicts: Verdicts, counts: LayoutCounts) -> Verdicts:
     """Narrow a wrong factor down to the axis over which exactly the affected parameters are replicated."""
     members: dict[float, set[str]] = {}
     for name, verdict in verdicts.items():
@@ -210,9 +206,9 @@ def _narrow_to_axis(verdicts: TensorVerdicts, counts: LayoutCounts) -> TensorVer
 class _Step1:
     """Results of step 1, up to the first update."""
 
-    gradients: TensorVerdicts
+    gradients: Verdicts
     norms: SeriesResult
-    upstream_fault: str
+    root_fault: str
     """Description of the fault that makes the update wrong; empty if there is none."""
 
     def own_fault(self, name: str) -> str:
@@ -226,11 +222,11 @@ class _Step1:
 def _compare_step_1(sides: _Sides) -> _Step1:
     gradients = _compare_gradients(sides)
     norms = _compare_norms(sides, gradients)
-    wrong = sides.context.upstream_fault() or ("wrong gradients of other parameters" if any_wrong(gradients) else "")
+    wrong = sides.context.root_fault() or ("wrong gradients of other parameters" if any_wrong(gradients) else "")
     return _Step1(gradients, norms, wrong or ("a wrong gradient norm" if norms.diagnosis is not None else ""))
 
 
-def _compare_norms(sides: _Sides, gradients: TensorVerdicts) -> SeriesResult:
+def _compare_norms(sides: _Sides, gradients: Verdicts) -> SeriesResult:
     num_ranks = sides.counts.axes.num_ranks()
     norms = compare_series(sides.layout.grad_norms, sides.reference.grad_norms, num_ranks, sides.tolerances)
     assemblies = {name: verdict.suspect.assembly for name, verdict in gradients.items()}
@@ -238,7 +234,7 @@ def _compare_norms(sides: _Sides, gradients: TensorVerdicts) -> SeriesResult:
     return explain_first_norm(norms, assemblies, sides.counts, sides.layout.stages, gradients_wrong=wrong)
 
 
-def _compare_first_update(sides: _Sides, step_1: _Step1) -> TensorVerdicts:
+def _compare_first_update(sides: _Sides, step_1: _Step1) -> Verdicts:
     references = to_arrays(sides.reference.after_first)
     verdicts = compare_tensors(sides.layout.after_first, references, sides.counts, sides.tolerances.later)
     if not any_wrong(verdicts):
@@ -249,10 +245,10 @@ def _compare_first_update(sides: _Sides, step_1: _Step1) -> TensorVerdicts:
     for name, verdict in verdicts.items():
         if not verdict.result.ok:
             history = UpdateHistory(
-                initial=_initial_value(sides, name, verdict.suspect.expected),
+                initial=_initial(sides, name, verdict.suspect.expected),
                 last=last[name].suspect.assembly if name in last else None,
                 own_fault=step_1.own_fault(name),
-                upstream_fault=step_1.upstream_fault,
+                root_fault=step_1.root_fault,
                 is_step_skipped=step_1.is_step_skipped(),
             )
             context = replace(sides.context, references=references)
@@ -260,13 +256,13 @@ def _compare_first_update(sides: _Sides, step_1: _Step1) -> TensorVerdicts:
     return verdicts
 
 
-def _wrong_updates(verdicts: TensorVerdicts) -> str:
+def _wrong_updates(verdicts: Verdicts) -> str:
     wrong = [name for name, verdict in verdicts.items() if not verdict.result.ok]
     more = [f"{len(wrong) - 2} more"] if len(wrong) > 2 else []
     return f"the wrong update of {join_words(wrong[:2] + more)}" if wrong else ""
 
 
-def _compare_final(sides: _Sides, step_1: _Step1, first: TensorVerdicts, later_wrong: str) -> TensorVerdicts:
+def _compare_final(sides: _Sides, step_1: _Step1, first: Verdicts, later_wrong: str) -> Verdicts:
     references = to_arrays(sides.reference.parameters)
     verdicts = compare_tensors(sides.layout.parameters, references, sides.counts, sides.tolerances.later)
     context = replace(sides.context, references=references)
@@ -278,9 +274,9 @@ def _compare_final(sides: _Sides, step_1: _Step1, first: TensorVerdicts, later_w
         if not own and name in first and not first[name].result.ok:
             own = "its wrong update in step 1"
         history = UpdateHistory(
-            initial=_initial_value(sides, name, verdict.suspect.expected),
+            initial=_initial(sides, name, verdict.suspect.expected),
             own_fault=own,
-            upstream_fault=later_wrong,
+            root_fault=later_wrong,
             is_step_skipped=step_1.is_step_skipped(),
             known_right="everything is correct up to the first update" if first else right,
         )
@@ -288,15 +284,12 @@ def _compare_final(sides: _Sides, step_1: _Step1, first: TensorVerdicts, later_w
     return verdicts if first else _mark_feedback(verdicts)
 
 
-def _mark_feedback(verdicts: TensorVerdicts) -> TensorVerdicts:
+def _mark_feedback(verdicts: Verdicts) -> Verdicts:
     """Mark unrecognised faults as possible consequences of a recognised one; used without evidence of step 1."""
     recognised = {FaultKind.NOT_UPDATED, FaultKind.STEP_SCALED, FaultKind.WEIGHT_DECAY, FaultKind.MISPLACED}
     unknown = {FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER}
-    kinds = {
-        name: verdict.result.diagnosis.kind
-        for name, verdict in verdicts.items()
-        if verdict.result.diagnosis is not None
-    }
+    found = {name: verdict.result.diagnosis for name, verdict in verdicts.items()}
+    kinds = {name: diagnosis.kind for name, diagnosis in found.items() if diagnosis is not None}
     blamed = _wrong_updates({name: verdicts[name] for name, kind in kinds.items() if kind in recognised})
     result = dict(verdicts)
     for name in [name for name, kind in kinds.items() if blamed and kind in unknown]:
@@ -305,7 +298,7 @@ def _mark_feedback(verdicts: TensorVerdicts) -> TensorVerdicts:
     return result
 
 
-def _initial_value(sides: _Sides, name: str, expected: Array) -> Array | None:
+def _initial(sides: _Sides, name: str, expected: Array) -> Array | None:
     initial: Mapping[str, Tensor] = sides.reference.initial
     if name not in initial or tuple(initial[name].shape) != expected.shape:
         return None
@@ -317,5 +310,5 @@ def _compare_losses(sides: _Sides, update_wrong: bool) -> SeriesResult:
     losses = compare_series(sides.layout.losses, reference.losses, counts.axes.num_ranks(), sides.tolerances)
     partial, grid = reference.partial_losses, (counts.axes.data_parallel(), counts.num_microbatches)
     contributions = None if partial is None or tuple(partial.shape) != grid else to_arrays({"": partial})[""]
-    fault = sides.context.upstream_fault()
-    return explain_losses(losses, contributions, counts, upstream_fault=fault, update_wrong=update_wrong)
+    fault = sides.context.root_fault()
+    return explain_losses(losses, contributions, counts, root_fault=fault, update_wrong=update_wrong)

@@ -69,9 +69,9 @@ class TensorResult:
     replicated: tuple[str, ...] = ()
     num_replicas: int = 1
     replicas_equal: bool = True
-    """Whether all replicas are bitwise equal."""
+    """All replicas are bitwise equal."""
     replicas_agree: bool = True
-    """Whether replicas agree within twice the tolerance, as any two correct replicas do."""
+    """Replicas agree within twice the tolerance, as any two correct replicas do."""
     max_replica_difference: float = 0.0
     diagnosis: Diagnosis | None = None
 

@@ -45,7 +45,7 @@ def compare_series(
 
 
 def explain_losses(
-    losses: SeriesResult, contributions: Array | None, counts: LayoutCounts, *, upstream_fault: str, update_wrong: bool
+    losses: SeriesResult, contributions: Array | None, counts: LayoutCounts, *, root_fault: str, update_wrong: bool
 ) -> SeriesResult:
     """Add the diagnosis of the first wrong loss, if any."""
     if all(step.ok for step in losses.steps):
@@ -53,7 +53,7 @@ def explain_losses(
     if not all(np.isfinite(step.expected) for step in losses.steps):
         return replace(losses, diagnosis=REFERENCE_NOT_FINITE)
     first = losses.steps[0]
-    cause = None if first.ok else diagnose_loss(first, contributions, counts, upstream_fault=upstream_fault)
+    cause = None if first.ok else diagnose_loss(first, contributions, counts, root_fault=root_fault)
     return replace(losses, diagnosis=diagnose_series(losses.steps, cause, name="loss", update_wrong=update_wrong))
 
 

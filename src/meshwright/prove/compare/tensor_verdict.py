@@ -36,10 +36,10 @@ class TensorVerdict:
         return replace(self, result=replace(self.result, diagnosis=diagnosis))
 
 
-TensorVerdicts = dict[str, TensorVerdict]
+Verdicts = dict[str, TensorVerdict]
 
 
-def any_wrong(verdicts: TensorVerdicts) -> bool:
+def any_wrong(verdicts: Verdicts) -> bool:
     """Return whether any tensor is out of tolerance."""
     return not all(verdict.result.ok for verdict in verdicts.values())
 
@@ -57,7 +57,7 @@ def compare_tensors(
     counts: LayoutCounts,
     tolerance: float,
     contributions: Mapping[str, Array] | None = None,
-) -> TensorVerdicts:
+) -> Verdicts:
     """Compare the shards with every reference tensor of one kind, such as gradients."""
     scales = _scales(references)
     suspects = {

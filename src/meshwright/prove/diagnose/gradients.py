@@ -42,7 +42,7 @@ class DiagnosisContext:
     shared: StageContributions | None = None
     """Contributions of the stages to the gradients of shared parameters."""
 
-    def upstream_fault(self) -> str:
+    def root_fault(self) -> str:
         """Describe the fault that makes all later values wrong; empty if there is none."""
         return "initial weights that differ" if self.initial_wrong else "wrong samples" if self.samples_wrong else ""
 
@@ -66,10 +66,10 @@ def diagnose_gradient(suspect: SuspectTensor, context: DiagnosisContext) -> Diag
 
 def consequence(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis | None:
     """Diagnose an error as the consequence of an upstream fault, if there is one."""
-    upstream_fault = context.upstream_fault()
-    if not upstream_fault:
+    root_fault = context.root_fault()
+    if not root_fault:
         return None
-    return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", f"follows from {upstream_fault}")
+    return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", f"follows from {root_fault}")
 
 
 def _no_gradient(suspect: SuspectTensor) -> Diagnosis | None:

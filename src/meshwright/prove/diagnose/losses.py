@@ -42,14 +42,12 @@ def diagnose_series(
     return Diagnosis(FaultKind.UNRECOGNISED, symptom, "not recognised", _worst(found))
 
 
-def diagnose_loss(
-    step: StepValue, contributions: Array | None, counts: LayoutCounts, *, upstream_fault: str
-) -> Diagnosis:
+def diagnose_loss(step: StepValue, contributions: Array | None, counts: LayoutCounts, *, root_fault: str) -> Diagnosis:
     """Return the likely cause of a wrong loss in step 1.
 
     Args:
         contributions: [data-parallel rank, micro-batch], which sum to the expected loss.
-        upstream_fault: description of an earlier fault that makes the loss wrong, or an empty string.
+        root_fault: description of an earlier fault that makes the loss wrong, or an empty string.
     """
     values = np.array(step.observed)
     bad = [int(rank) for rank in np.flatnonzero(~np.isfinite(values))]
@@ -59,7 +57,7 @@ def diagnose_loss(
     return (
         _weighted_contributions(values, step, contributions, counts)
         or _sum_over_ranks(values, step.expected, counts)
-        or _consequence(step, upstream_fault)
+        or _consequence(step, root_fault)
         or Diagnosis(FaultKind.UNRECOGNISED, _symptom(values, step), UNRECOGNISED, _worst(step))
     )
 
@@ -104,10 +102,10 @@ def _sum_over_ranks(values: Array, expected: float, counts: LayoutCounts) -> Dia
     return None
 
 
-def _consequence(step: StepValue, upstream_fault: str) -> Diagnosis | None:
-    if not upstream_fault:
+def _consequence(step: StepValue, root_fault: str) -> Diagnosis | None:
+    if not root_fault:
         return None
-    return Diagnosis(FaultKind.CONSEQUENCE, f"wrong in step {step.step}", f"follows from {upstream_fault}")
+    return Diagnosis(FaultKind.CONSEQUENCE, f"wrong in step {step.step}", f"follows from {root_fault}")
 
 
 def _symptom(values: Array, step: StepValue) -> str:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.compare.tensor_verdict import TensorVerdicts
+from meshwright.prove.compare.tensor_verdict import Verdicts
 from meshwright.prove.diagnose.factors import close
 from meshwright.prove.diagnose.phrases import EVERYWHERE, join_words
 from meshwright.prove.stage_placement import StagePlacement
@@ -27,7 +27,7 @@ LOCATED = (
 """Kinds of faults whose stage is reported."""
 
 
-def locate_stages(verdicts: TensorVerdicts, stages: StagePlacement | None) -> TensorVerdicts:
+def locate_stages(verdicts: Verdicts, stages: StagePlacement | None) -> Verdicts:
     """Add the affected stages, and the actions that can be at fault, to the diagnoses of gradients."""
     if stages is None:
         return verdicts
@@ -73,7 +73,7 @@ def _with_stages(text: str, where: str, *, always: bool = False) -> str:
 
 
 def _cause(
-    found: Diagnosis, names: list[str], where: tuple[int, ...], verdicts: TensorVerdicts, stages: StagePlacement
+    found: Diagnosis, names: list[str], where: tuple[int, ...], verdicts: Verdicts, stages: StagePlacement
 ) -> str:
     """Describe the actions that lose or duplicate a micro-batch on some stages; empty for any other fault."""
     if not found.microbatches:

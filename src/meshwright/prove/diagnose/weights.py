@@ -43,10 +43,10 @@ class UpdateHistory:
     """Value in the layout after the last step, when diagnosing an earlier value."""
     own_fault: str = ""
     """Earlier fault of this parameter: a wrong gradient, or a wrong update in step 1."""
-    upstream_fault: str = ""
+    root_fault: str = ""
     """Earlier fault elsewhere."""
     is_step_skipped: bool = False
-    """Whether step 1 must skip its update because of a non-finite norm."""
+    """Step 1 must skip its update because of a non-finite norm."""
     known_right: str = "the gradients and the norm of step 1 are correct"
     """Evidence against causes outside the optimizer."""
 
@@ -76,8 +76,8 @@ def diagnose_update(suspect: SuspectTensor, context: DiagnosisContext, history: 
             return Diagnosis(FaultKind.CONSEQUENCE, found.symptom, cause)
         if found is not None:
             return found
-    if history.own_fault or history.upstream_fault:
-        cause = f"follows from {history.own_fault or history.upstream_fault}"
+    if history.own_fault or history.root_fault:
+        cause = f"follows from {history.own_fault or history.root_fault}"
         return consequence(suspect, context) or Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", cause)
     return _step_fault(suspect, history) or replicas_differ(suspect) or _optimizer_fault(suspect, history)
 

@@ -47,6 +47,6 @@ def from_json(text: str) -> DriftResult:
     """Deserialize the output of `as_json`."""
     found = json.loads(text)
     synced, unsynced = (
-        DriftCurve(tuple(curve["losses"]), tuple(curve["apart"])) for curve in (found["synced"], found["unsynced"])
+        DriftCurve(tuple(curve["losses"]), tuple(curve["distances"])) for curve in (found["synced"], found["unsynced"])
     )
     return DriftResult(synced, unsynced, found["loss_unit"])
