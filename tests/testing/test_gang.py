@@ -157,7 +157,7 @@ def test_an_exception_names_the_rank_and_brings_its_traceback(gang, monkeypatch)
     with pytest.raises(GangError, match=r"rank 1 raised ValueError: no luck") as caught:
         gang(2).run(raise_on, 1)
     assert "in raise_on" in str(caught.value)
-    assert "rank 0 did not come back" in str(caught.value)
+    assert "rank 0 did not return" in str(caught.value)
     assert caught.value.ranks == (1,)
     assert isinstance(caught.value.exception, ValueError)
     assert works(gang(2))
@@ -177,7 +177,7 @@ def test_workers_that_all_raised_are_kept(gang):
 @pytest.mark.slow
 def test_a_hang_shows_the_stacks(gang):
     assert works(gang(2))  # so that this file's import doesn't count against the limit
-    with pytest.raises(GangError, match=r"rank 1 did not come back within 10 s") as caught:
+    with pytest.raises(GangError, match=r"rank 1 did not return within 10 s") as caught:
         gang(2).run(sleep_on, 1, timeout_s=10)  # enough for rank 0 to come back on a busy machine
     assert "in sleep_on" in str(caught.value)
     assert "rank 0 returned" in str(caught.value)
@@ -186,7 +186,7 @@ def test_a_hang_shows_the_stacks(gang):
 
 def test_a_hang_in_a_collective_shows_the_stacks(gang):
     assert works(gang(2))  # so that this file's import doesn't count against the limit
-    with pytest.raises(GangError, match=r"rank 0 did not come back within 4 s") as caught:
+    with pytest.raises(GangError, match=r"rank 0 did not return within 4 s") as caught:
         gang(2).run(wait_for_nobody, timeout_s=4)  # enough for rank 1 to come back on a busy machine
     assert "in barrier" in str(caught.value)
     assert "in wait_for_nobody" in str(caught.value)
@@ -195,21 +195,21 @@ def test_a_hang_in_a_collective_shows_the_stacks(gang):
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_reported_with_rank_and_signal(gang, signal_number):
-    with pytest.raises(GangError, match=f"rank 1 died of signal {signal_number.name}") as caught:
+    with pytest.raises(GangError, match=f"rank 1 died with signal {signal_number.name}") as caught:
         gang(2).run(die_on, 1, signal_number)
     assert caught.value.ranks == (1,)
     assert works(gang(2))
 
 
 def test_a_crash_leaves_its_stack(gang):
-    with pytest.raises(GangError, match="rank 1 died of signal SIGSEGV") as caught:
+    with pytest.raises(GangError, match="rank 1 died with signal SIGSEGV") as caught:
         gang(2).run(die_on, 1, signal.SIGSEGV)
     assert "in die_on" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_a_worker_that_exits_is_reported_with_its_status(gang):
-    with pytest.raises(GangError, match="rank 0 died of exit status 7"):
+    with pytest.raises(GangError, match="rank 0 died with exit status 7"):
         gang(2).run(exit_on, 0)
     assert works(gang(2))
 

@@ -1,12 +1,11 @@
-"""Gangs: worker processes that stay up, so that a distributed test costs milliseconds and not a start-up.
+"""Gangs of persistent worker processes, with which a distributed test takes milliseconds instead of a start-up.
 
 `Gang(4).run(body, …)` runs `body(rank, world_size, …)` on four gloo processes and returns the four results.
-Starting processes and importing torch for each test costs 3–12 s on two cores; here a fork server imports
-torch once, each world size forks its workers once, and each body only gets a fresh process group, made while
-the test before it looks at its results.
+Starting processes and importing torch for each test takes 3–12 s on two cores. Here a fork server imports torch
+once, each world size forks its workers once, and each body only gets a fresh process group, which is created while
+the previous test checks its results.
 
-A body can raise, hang or die, and whatever it does, the test that ran it learns which rank did what, and the
-next test finds a working gang.
+A body may raise, hang or die: its test gets an error that names the ranks, and the next test gets a working gang.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ PRELOAD = (
     "meshwright.testing.gang_worker",
 )
 START_TIMEOUT_S = 60.0
-"""For processes to start and to form a group; on an idle machine it takes about a second."""
+"""Limit for processes to start and form a group; on an idle machine it takes about a second."""
 GRACE_S = 2.0
-"""How long the other ranks have to come back once one has failed."""
+"""Time for the other ranks to return once one has failed."""
 
 _log = get_logger(__name__)
 
@@ -54,9 +53,9 @@ class GangError(RunError):
     """A body failed on some rank.
 
     Attributes:
-        ranks: the ranks that failed by themselves: raised or died; for a hang, those that did not come back.
-            The first to fail stands first: it is the likeliest cause.
-        exception: the first of the exceptions raised, when it could be pickled.
+        ranks: ranks that raised or died, or after a hang those that did not return, in the order of their failures;
+            the first one is the most likely cause.
+        exception: the first exception raised, if it could be pickled.
     """
 
     ranks: tuple[int, ...] = ()
@@ -71,7 +70,7 @@ class _Worker:
 
 @dataclass
 class _Replies:
-    """What came of one request, by rank; a rank that is in none of the three did not come back."""
+    """Replies to a request by rank; a rank in none of the three did not return."""
 
     returned: dict[int, bytes] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
@@ -87,7 +86,7 @@ class _Replies:
 class Gang:
     """`world_size` processes, each with a gloo process group of all of them and one CPU thread.
 
-    Started on first use, and again after a body left them unusable.
+    Started on first use, and restarted after a body left them unusable.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -105,19 +104,19 @@ class Gang:
         self.close()
 
     def pids(self) -> list[int | None]:
-        """The workers' process ids by rank; empty while none run."""
+        """Process ids of the workers by rank; empty while they are not running."""
         return [one.process.pid for one in self._workers]
 
     def run(self, fn: Body, *args: Any, timeout_s: float = 30.0, **kwargs: Any) -> list[Any]:
         """Run `fn(rank, world_size, *args, **kwargs)` on every rank and return the results by rank.
 
         Args:
-            fn: a top-level function of an importable module: it travels by name.
-            args, kwargs: pickled, the same for every rank.
-            timeout_s: limit for the slowest rank, without the time the gang takes to start.
+            fn: a top-level function of an importable module, pickled by name.
+            args, kwargs: pickled arguments, the same for every rank.
+            timeout_s: limit for the slowest rank, not counting the start of the gang.
 
         Raises:
-            GangError: a rank raised (its exception is the cause), died, or did not come back in time.
+            GangError: a rank raised (its exception is the cause), died, or did not return in time.
         """
         __tracebackhide__ = True  # pytest shows the test's own lines, not these
         call = Call(_pickle_call(fn, args, kwargs))
@@ -129,7 +128,7 @@ class Gang:
                 self._send(self._regroup())
             else:
                 self._kill()
-        except BaseException:  # a Ctrl-C too leaves ranks in the middle of something
+        except BaseException:  # also Ctrl-C: ranks are left in the middle of a body
             self._kill()
             raise
         if error is not None:
@@ -137,12 +136,12 @@ class Gang:
         return [pickle.loads(replies.returned[rank]) for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._kill()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _make_ready(self) -> None:
-        """Wait for the fresh group that was asked for after the last body; replace workers that can't."""
+        """Wait for the fresh group requested after the last body; restart the workers if they can't create it."""
         if self._workers:
             replies = self._collect(START_TIMEOUT_S)
             alive = all(one.process.is_alive() for one in self._workers)
@@ -191,7 +190,7 @@ class Gang:
                 gang_worker.send(one.pipe, request)
 
     def _collect(self, timeout_s: float) -> _Replies:
-        """One reply from each rank, or fewer: after a first failure the others get `GRACE_S`."""
+        """Collect a reply from each rank; after the first failure, the others get `GRACE_S`."""
         replies = _Replies()
         pending = dict(enumerate(self._workers))
         deadline = time.monotonic() + timeout_s
@@ -207,36 +206,36 @@ class Gang:
         return replies
 
     def _explain(self, fn: Any, replies: _Replies, timeout_s: float) -> GangError | None:
-        """The error that says what each rank did, or None when all returned."""
+        """Return an error that describes each rank, or None if all returned."""
         if len(replies.returned) == self.world_size:
             return None
         missing = [r for r in range(self.world_size) if not _is_in(r, replies)]
         stacks = self._stacks(missing)
         if replies.died:
             ranks = tuple(replies.died)
-            what = "; ".join(f"rank {r} died of {_cause(code)}" for r, code in replies.died.items())
+            what = "; ".join(f"rank {r} died with {_cause(code)}" for r, code in replies.died.items())
         elif replies.raised:
             ranks = tuple(replies.raised)
             what = "; ".join(f"rank {r} raised {raised.summary}" for r, raised in replies.raised.items())
         else:
             ranks = tuple(missing)
-            what = f"{_name_ranks(missing)} did not come back within {timeout_s:g} s"
+            what = f"{_name_ranks(missing)} did not return within {timeout_s:g} s"
         parts = [what]
         parts += [f"--- rank {r} raised\n{raised.traceback}" for r, raised in replies.raised.items()]
-        parts += [f"--- rank {r} died; its last words\n{self._read_stacks(r)}" for r in replies.died]
-        parts += [f"--- rank {r} did not come back; its stacks\n{text}" for r, text in stacks.items()]
+        parts += [f"--- rank {r} died; its last output\n{self._read_stacks(r)}" for r in replies.died]
+        parts += [f"--- rank {r} did not return; its stacks\n{text}" for r, text in stacks.items()]
         if replies.returned and missing:
             parts.append(f"--- {_name_ranks(list(replies.returned))} returned")
         where = f"{fn.__module__}.{fn.__qualname__} on {self.world_size} ranks"
         error = GangError("\n".join(parts), where=where)
         error.ranks = ranks
         pickled = [raised.exception for raised in replies.raised.values() if raised.exception is not None]
-        with contextlib.suppress(Exception):  # it may be of a module that only the worker has
+        with contextlib.suppress(Exception):  # its module may exist only in the worker
             error.exception = pickle.loads(pickled[0]) if pickled else None
         return error
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Have the workers of `ranks` write the stacks of their threads, now."""
+        """Make the workers of `ranks` dump the stacks of their threads."""
         for rank in ranks:
             pid = self._workers[rank].process.pid
             if pid is not None:
@@ -264,14 +263,14 @@ class Gang:
 
 
 class GangPool:
-    """One gang a world size; of more than `max_gangs`, the one unused for longest is closed."""
+    """A gang per world size; beyond `max_gangs`, the least recently used one is closed."""
 
     def __init__(self, max_gangs: int = 3) -> None:
         self._max_gangs = max_gangs
         self._gangs: OrderedDict[int, Gang] = OrderedDict()
 
     def __call__(self, world_size: int) -> Gang:
-        """The gang of `world_size`, made on first use."""
+        """Return the gang of `world_size`, created on first use."""
         if world_size not in self._gangs:
             while len(self._gangs) >= self._max_gangs:
                 self._gangs.popitem(last=False)[1].close()
@@ -287,9 +286,9 @@ class GangPool:
 
 
 def start_server(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the process that workers are forked from, if none runs; it imports `preload` beside what comes next.
+    """Start the process that workers are forked from, if it is not running; it imports `preload` in the background.
 
-    With one OpenMP thread: its children inherit that as they do the imports.
+    It uses one OpenMP thread, which its children inherit along with the imports.
     """
     get_context("forkserver").set_forkserver_preload(list(preload))
     before = os.environ.get("OMP_NUM_THREADS")
@@ -316,7 +315,7 @@ def _pickle_call(fn: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> byt
 
 def _take(one: _Worker, rank: int, replies: _Replies) -> None:
     try:
-        if one.pipe.poll():  # also when it is dead: its reply may have come before its end
+        if one.pipe.poll():  # also if it is dead: it may have replied before
             reply: Reply = gang_worker.receive(one.pipe)
             if isinstance(reply, Returned):
                 replies.returned[rank] = reply.payload

@@ -1,11 +1,11 @@
-"""One worker of a gang: waits for a body, runs it in a fresh process group, sends back what it returned.
+"""A worker of a gang: waits for a body, runs it in a fresh process group, and returns its result.
 
-Runs in a process forked from a server that has already imported torch, so starting costs milliseconds. The
-parent's side is `gang`.
+Its process is forked from a server that has already imported torch, so it starts in milliseconds. `gang` is the
+parent's side.
 
-Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the groups that
-there are, and `_process_group_name`; the `new_group` of `device_mesh`; of `torch.distributed.tensor` `_redistribute`,
-`MeshTopoInfo` and `_clear_sharding_prop_cache`, for what DTensor keeps. Checked on 2.13, and read in 2.11.
+Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the
+existing groups, and `_process_group_name`; the `new_group` of `device_mesh`; of `torch.distributed.tensor` `_redistribute`,
+`MeshTopoInfo` and `_clear_sharding_prop_cache`, for DTensor's caches. Checked on 2.13, and read in 2.11.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ STACK_SIGNAL = signal.SIGUSR1
 """A worker that gets this signal writes the stacks of all its threads to `stack_file`."""
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Longer than any body's limit: the gang's own limit ends a hang, with stacks, before gloo's does without."""
+"""Longer than any body's limit, so that the gang ends a hang, with stacks, before gloo does without."""
 
 MANY_THREADS = 80
-"""From here on a worker's threads are those of groups that are kept by mistake."""
+"""Number of threads above which groups of earlier bodies must have leaked."""
 
 
 @dataclass(frozen=True)
 class Regroup:
-    """Ask a worker for a fresh process group, which its ranks meet in under `name`, a new one each time."""
+    """Request for a fresh process group, which ranks form under the unique `name`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks meet: a port of this machine, and for rank 0 the socket that listens there, on loopback only."""
+    """Rendezvous of the ranks: a local port, and for rank 0 the socket that listens on it, on loopback only."""
 
     port: int
     listener: socket.socket | None
@@ -61,21 +61,21 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Call:
-    """Ask a worker to run a body; `payload` is the pickled `(fn, args, kwargs)`."""
+    """Request to run a body; `payload` is the pickled `(fn, args, kwargs)`."""
 
     payload: bytes
 
 
 @dataclass(frozen=True)
 class Returned:
-    """A body came back, or a fresh group is ready; `payload` is the pickled result."""
+    """Reply that a body returned or a fresh group is ready; `payload` is the pickled result."""
 
     payload: bytes = b""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """A body raised. `exception` is the pickled exception, None when it can't be pickled."""
+    """Reply that a body raised; `exception` is the pickled exception, or None if it can't be pickled."""
 
     summary: str
     traceback: str
@@ -88,21 +88,21 @@ Pipe = connection.Connection
 
 
 def send(pipe: Pipe, message: Request | Reply) -> None:
-    """Send by plain pickle.
+    """Send a pickled message.
 
-    Not `pipe.send`: torch teaches that one to send a tensor as a descriptor of shared memory, which is gone
-    once the worker moves on or is killed. A plain pickle carries the values.
+    `pipe.send` would send tensors as handles of shared memory, which is gone once the worker continues or is killed; a
+    plain pickle contains their values.
     """
     pipe.send_bytes(pickle.dumps(message))
 
 
 def receive(pipe: Pipe) -> Any:
-    """The next message of the other side."""
+    """Receive the next message."""
     return pickle.loads(pipe.recv_bytes())
 
 
 def stack_file(directory: Path, rank: int) -> Path:
-    """Where the worker of `rank` writes its stacks."""
+    """Return the path to which the worker of `rank` dumps its stacks."""
     return directory / f"stacks-{rank}.txt"
 
 
@@ -123,7 +123,7 @@ def main(rank: int, world_size: int, pipe: Pipe, directory: Path, meeting: Meeti
 def _answer(
     request: Request, rank: int, world_size: int, store: Store, names: GroupNames, environment: dict[str, str]
 ) -> Reply:
-    # Returns only bytes and text, so that nothing of a body outlives it but what it keeps on purpose.
+    # Return only bytes and text, so that nothing of a body outlives it by accident.
     try:
         if isinstance(request, Regroup):
             _regroup(rank, world_size, request.name, store, names)
@@ -131,7 +131,7 @@ def _answer(
         _reseed(environment)
         fn, args, kwargs = pickle.loads(request.payload)
         return Returned(pickle.dumps(fn(rank, world_size, *args, **kwargs)))
-    except BaseException as error:  # a worker outlives whatever a body raises, SystemExit too
+    except BaseException as error:  # workers survive any exception, including SystemExit
         return _describe(error)
 
 
@@ -139,7 +139,7 @@ def _settle(rank: int, directory: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # gloo listens where this says, loopback only: `lo`, or `lo0` on macOS.
+    # Makes gloo listen on loopback only: `lo`, or `lo0` on macOS.
     names = (name for _, name in socket.if_nameindex())
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for name in names if name.startswith("lo"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a run ends
@@ -148,7 +148,7 @@ def _settle(rank: int, directory: Path) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
-    gc.freeze()  # what torch brought is never garbage: not walked again, and its memory stays the server's
+    gc.freeze()  # torch's objects are never garbage: don't scan them, and keep their memory shared with the server
 
 
 def _die_with_parent() -> None:
@@ -159,10 +159,10 @@ def _die_with_parent() -> None:
 
 
 def _meet(meeting: Meeting) -> Store:
-    """The store by which the ranks find each other: that of rank 0, which all others ask.
+    """Return the store for the rendezvous, hosted by rank 0.
 
-    Not a file's: that one looks every 10 ms whether the others have come, again for each group. PyTorch's own would
-    listen on every interface; the socket it is given does not.
+    A file store would poll every 10 ms for each group. PyTorch's own socket would listen on every interface; the one
+    passed to it does not.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -177,10 +177,10 @@ def _meet(meeting: Meeting) -> Store:
 
 
 class GroupNames:
-    """Names process groups by their ranks, where PyTorch numbers them, and gives equal meshes the same groups.
+    """Names process groups by their ranks instead of by number, so that equal meshes get the same groups.
 
-    What DTensor keeps outlives a body, and gives later ones tensors on an earlier body's mesh, which knows its groups
-    by name. It is an equal mesh, so its names are those of the groups of these ranks; by number they may be others'.
+    DTensor's caches outlive a body and give later bodies tensors on an earlier, equal mesh, which refers to its groups
+    by name. Named by ranks, these are the right groups; by number, they could be others.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class GroupNames:
         self._is_mesh = False
 
     def install(self) -> None:
-        """Name all groups from here on."""
+        """Name all groups from now on."""
         from torch.distributed import device_mesh, distributed_c10d
 
         by_torch: Callable[[Sequence[int], bool], Any] = distributed_c10d._process_group_name
@@ -219,15 +219,15 @@ class GroupNames:
         device_mesh.new_group = of_mesh  # type: ignore[attr-defined,assignment]
 
     def begin(self) -> None:
-        """Start a body's groups."""
+        """Start naming the groups of a new body."""
         self._made.clear()
         self._of_meshes.clear()
 
 
 def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNames) -> None:
-    """Replace the process group and every group made from it.
+    """Replace the process group and all groups created from it.
 
-    A body may leave groups, or messages nobody has received; a fresh group means the next body meets neither.
+    A body may leave groups or unreceived messages behind, which a fresh group keeps from the next body.
     """
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -244,10 +244,9 @@ def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNa
 
 
 def _leave_groups() -> None:
-    """Forget all groups, and close them beside what comes next.
+    """Unregister all groups and close them in the background.
 
-    gloo waits up to 10 ms for each connection that it closes, which for the groups of a mesh is longer than most
-    bodies take.
+    gloo takes up to 10 ms to close a connection, which for the groups of a mesh is longer than most bodies.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
@@ -258,15 +257,15 @@ def _leave_groups() -> None:
 
 
 def _num_threads() -> int:
-    """Of this process, those of PyTorch included; 0 where the system doesn't say."""
+    """Return the number of threads of this process, PyTorch's included, or 0 if unknown."""
     tasks = Path("/proc/self/task")
     return sum(1 for _ in tasks.iterdir()) if tasks.exists() else 0
 
 
 def _forget_meshes() -> None:
-    """Drop the plans that DTensor keeps for ever, and with them meshes of earlier bodies and these meshes' groups.
+    """Clear DTensor's caches, which would keep the meshes of earlier bodies and their groups alive.
 
-    Each group of gloo has threads that wake every few milliseconds: hundreds of them take a good part of a core.
+    Each gloo group has threads that wake up every few milliseconds; hundreds of them take a large part of a core.
     """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor._collective_utils import MeshTopoInfo
@@ -279,7 +278,7 @@ def _forget_meshes() -> None:
 
 
 def _reseed(environment: dict[str, str]) -> None:
-    """Put back what a body may have changed: environment, default dtype, and the random streams."""
+    """Reset what a body may have changed: environment, default dtype, and random number generators."""
     import numpy
     import torch
 
@@ -296,10 +295,10 @@ def _describe(error: BaseException) -> Raised:
     exception = None
     with contextlib.suppress(Exception):
         exception = pickle.dumps(error)
-        pickle.loads(exception)  # some exceptions pickle but don't come back
+        pickle.loads(exception)  # some exceptions can be pickled but not unpickled
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
     text = "".join(traceback.format_exception(type(error), error, frames))
-    # What a body printed belongs before its error.
+    # The output of a body precedes its error.
     sys.stdout.flush()
     sys.stderr.flush()
     return Raised("".join(traceback.format_exception_only(error)).strip(), text, exception)
