@@ -10,8 +10,8 @@ from tests.helpers import meshwright, shown_error
 @pytest.mark.parametrize(
     ("words", "error", "fix"),
     [
-        (("llama-tiny",), "no parameter of this layout is on several stages", "mesh.pp=2 model.tie_embeddings=true"),
-        (("dit-digits",), "no parameter of this layout is on several stages", "mesh.pp=2"),
+        (("llama-tiny",), "no parameter is shared between stages", "mesh.pp=2 model.tie_embeddings=true"),
+        (("dit-digits",), "no parameter is shared between stages", "mesh.pp=2"),
         (("dit-digits", "mesh.pp=5"), "5 stages", ""),
         (("dit-digits", "mesh.qq=2"), "mesh.qq", ""),
         (("-o", "a.pdf"), "a.pdf", "a.svg"),

@@ -42,7 +42,7 @@ def private_breaches(tree: Tree) -> list[str]:
     adapters: dict[str, list[str]] = defaultdict(list)
     ours = set().union(*map(_defined, tree.package))
     for module in tree.package:
-        if PRIVATE_WORDS in module.docstring:
+        if PRIVATE_WORDS.lower() in module.docstring.lower():
             adapters[module.room].append(module.path)
             continue
         uses = [(line, name) for line, name in _torch_names(module) if _is_private(name)]

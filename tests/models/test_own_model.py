@@ -194,4 +194,4 @@ def test_what_a_family_lacks_is_said(home, words, tmp_path, monkeypatch):
     error = outcome([*words, "mesh.tp=2", "mesh.sequence_parallel=true"], preset(home))
     assert "mesh.sequence_parallel=false" in error.fix
     error = outcome([*words, "train.compile=true", "recompute.policy=full"], preset(home))
-    assert "activation in block" in error.what and "recompute.policy=none or train.compile=false" in error.fix
+    assert "block has activation" in error.what and "recompute.policy=none or train.compile=false" in error.fix

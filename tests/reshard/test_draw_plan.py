@@ -138,5 +138,5 @@ def test_a_thousand_ranks_stay_a_small_picture(tmp_path):
 
 
 def test_no_picture_of_another_kind(tmp_path):
-    with pytest.raises(InputError, match="no picture is called"):
+    with pytest.raises(InputError, match="unknown figure format"):
         draw_plan(PLAN, str(tmp_path / "a.pdf"))

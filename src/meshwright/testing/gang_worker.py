@@ -3,8 +3,8 @@
 Its process is forked from a server that has already imported torch, so it starts in milliseconds. `gang` is the
 parent's side.
 
-Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the
-existing groups, and `_process_group_name`; the `new_group` of `device_mesh`; of `torch.distributed.tensor` `_redistribute`,
+Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the existing
+groups, and `_process_group_name`; the `new_group` of `device_mesh`; of `torch.distributed.tensor` `_redistribute`,
 `MeshTopoInfo` and `_clear_sharding_prop_cache`, for DTensor's caches. Checked on 2.13, and read in 2.11.
 """
 

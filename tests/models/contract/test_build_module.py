@@ -156,4 +156,4 @@ def test_random_values_are_for_floats():
 
     with pytest.raises(ConfigError) as caught:
         initialize(tensors, Other(), run_facts(CONFIG))
-    assert "mask is of bool" in caught.value.what and "Constant or Computed for mask" in caught.value.fix
+    assert "mask has dtype bool" in caught.value.what and "Constant or Computed for mask" in caught.value.fix
