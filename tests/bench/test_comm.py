@@ -70,7 +70,7 @@ def test_bytes_are_those_of_codes_and_scales(gang, num_ranks):
         assert figures[f"all_gather.{dtype}.int8_bits"].value == 8.125
 
 
-@pytest.mark.parametrize("damage, words", [("sum", "reduce_scatter in loco4 is off"), ("gather", "all_gather in int8"),
+@pytest.mark.parametrize("damage, words", [("sum", "reduce_scatter in loco4 differs"), ("gather", "all_gather in int8"),
                                            ("count", "and counts")])  # fmt: skip
 def test_different_work_or_a_wrong_count_is_no_benchmark(gang, damage, words):
     with pytest.raises(GangError) as caught:
@@ -170,7 +170,7 @@ def test_with_a_device_its_kernels_are_measured(monkeypatch):
 
     monkeypatch.setattr(devices, "launch", launch)
     monkeypatch.setattr(benchmark, "CudaTask", lambda path, rounds: replace(TINY_DEVICE, result=path, rounds=rounds))
-    monkeypatch.setattr(benchmark, "measured", lambda body, task, num_ranks: device_kernels(task(Path())))
+    monkeypatch.setattr(benchmark, "run_measurement", lambda body, task, num_ranks: device_kernels(task(Path())))
     report = bench_comm(Options(rounds=1), lambda text: None)
     assert report.device.startswith("NVIDIA H200, ")
     assert all(figure.value is not None and figure.name.startswith("cuda.") for figure in report.figures)

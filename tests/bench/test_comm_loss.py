@@ -49,7 +49,7 @@ def test_a_training_of_each_way_gives_its_loss(tmp_path):
 
 @pytest.mark.slow
 def test_feedback_recovers_what_two_bits_lose():
-    """[Note: what two bits show] The bench's own trainings, of one seed."""
+    """[Note: two bits and SGD] The trainings of the benchmark, with one seed."""
     losses = train_all(("exact", "int2", "loco2"), [0], (*WORDS, *LINEAR, "train.steps=300"), lambda text: None)
     assert losses["int2"][0] > 1.005 * losses["exact"][0], "two bits without feedback leave a gap"
     assert recovered(losses) >= RECOVERED

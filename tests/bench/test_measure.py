@@ -94,7 +94,7 @@ def stop_body(rank, world_size, case):
 
 
 def test_a_wish_to_stop_ends_the_measurement(gang):
-    with pytest.raises(RunError, match="as asked"):
+    with pytest.raises(RunError, match="as requested"):
         gang(1).run(stop_body, tiny_case())
 
 

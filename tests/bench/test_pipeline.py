@@ -26,9 +26,9 @@ from meshwright_bench.pipeline.cases import (
     EngineTask,
     MemoryTask,
     WaitTask,
+    merge_ranks,
     on_four_ranks,
     on_one_rank,
-    woven,
 )
 from meshwright_bench.pipeline.engine_overhead import bare_loop, engine_arms
 from meshwright_bench.pipeline.memory import count_all
@@ -51,7 +51,7 @@ def measure_on_rank(rank, world_size, kind):
 @pytest.mark.parametrize("kind", ENGINE_STAGES)
 def test_a_woven_table_does_the_same_work_on_one_rank(kind):
     whole = on_four_ranks(kind)
-    table = woven(whole)
+    table = merge_ranks(whole)
     verify(table)
     assert table.num_ranks == 1
     assert {str(a) for _, _, a in table.positions()} == {str(a) for _, _, a in whole.positions()}

@@ -15,15 +15,15 @@ from meshwright_bench.alternate import Alternation
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.report import as_json
 from meshwright_bench.train import benchmark
-from meshwright_bench.train.benchmark import Measured, bench_train, case_figures, unmeasured_figures
+from meshwright_bench.train.benchmark import CaseResult, bench_train, case_figures, unmeasured_figures
 from meshwright_bench.train.cases import cpu_cases, cuda_cases
 
 GPU = "NVIDIA H200"
 
 
-def measured(*, device=None) -> Measured:
+def measured(*, device=None) -> CaseResult:
     memory = dict.fromkeys(("ours", "bare"), None if device is None else 2**35)
-    return Measured(Alternation({"ours": (0.5, 0.5), "bare": (0.25, 0.75)}), memory, device)
+    return CaseResult(Alternation({"ours": (0.5, 0.5), "bare": (0.25, 0.75)}), memory, device)
 
 
 def by_name(figures):
@@ -50,7 +50,7 @@ def test_a_step_faster_than_bare_is_a_ratio_over_one():
     assert figures["ratio"].value == pytest.approx((0.5 + 1.5) / 2)
     assert figures["ratio"].spread == pytest.approx((0.5, 1.5))
     assert figures["ratio"].at_least == case.at_least
-    assert figures["ours_tokens_per_s"].value == pytest.approx(case.tokens_a_step / 0.5)
+    assert figures["ours_tokens_per_s"].value == pytest.approx(case.tokens_per_step / 0.5)
     assert figures["bare_step_ms"].value == pytest.approx(500)
     assert "ours_mfu" not in figures
 
@@ -58,7 +58,7 @@ def test_a_step_faster_than_bare_is_a_ratio_over_one():
 def test_on_cuda_there_are_mfu_and_memory():
     case = cuda_cases()[0]
     figures = by_name(case_figures(case, measured(device=GPU)))
-    flops = model_facts(case.config).flops_per_token * case.tokens_a_step / 0.5
+    flops = model_facts(case.config).flops_per_token * case.tokens_per_step / 0.5
     assert figures["ours_mfu"].value == pytest.approx(flops / device_for(GPU).peak(Rate.BF16))
     assert figures["bare_memory"].value == 2**35
 
