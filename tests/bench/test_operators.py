@@ -1,4 +1,4 @@
-"""`bench operators`: with the fallback, no operator is wrong or not implemented; what is refused is known by name."""
+"""Tests of `bench operators`: with the fallback, every operator is right, except a known list of rejected ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REFUSED = {
     "cauchy", "exponential", "geometric", "log_normal", "nn.functional.rrelu", "normal", "multinomial",
     "resize_", "resize_as_",
 }  # fmt: skip
-"""Not functions of their values: drawn rank by rank, or memory."""
+"""Operators that are not functions of their inputs: random numbers per rank, or storage."""
 
 
 def swept(rank, world_size):
-    """What came of every operator on this rank, in a group that stays whole."""
+    """Return the outcomes of all operators on this rank, in one process group."""
     from meshwright_bench.operators.sweep import find_sample, name_of, operators, run_case
 
     mesh, cases = init_device_mesh("cpu", (world_size,)), []
@@ -29,7 +29,7 @@ def swept(rank, world_size):
 
 
 @pytest.mark.slow
-def test_every_operator_is_right_or_refused(gang):
+def test_every_operator_is_right_or_rejected(gang):
     pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest: pip install expecttest")
     for cases in gang(4).run(swept, timeout_s=240.0):
         bad = {Outcome.WRONG, Outcome.NOT_IMPLEMENTED, Outcome.OTHER_ERROR}
@@ -40,7 +40,7 @@ def test_every_operator_is_right_or_refused(gang):
             assert counts[Outcome.RIGHT] > 640 and counts[Outcome.UNDEFINED] < 25 and counts[Outcome.LEFT_OUT] < 40
 
 
-def test_a_case_that_killed_its_ranks_is_an_error_by_name(tmp_path):
+def test_a_case_that_killed_its_ranks_is_recorded_as_an_error(tmp_path):
     lines = tmp_path / "lines"
     begin_line(lines, "add", InputPlacement.SHARD)
     end_line(lines, Outcome.RIGHT, "")
@@ -52,7 +52,7 @@ def test_a_case_that_killed_its_ranks_is_an_error_by_name(tmp_path):
     )
 
 
-def test_figures_count_outcomes_and_promise_them_of_the_fallback_only():
+def test_figures_count_outcomes_with_targets_for_the_fallback_only():
     cases = [Case("a", InputPlacement.SHARD, Outcome.WRONG), Case("b", InputPlacement.SHARD, Outcome.RIGHT)]
     for side, is_met in ((Side.DTENSOR, None), (Side.FALLBACK, False)):
         figures = {figure.name: figure for figure in operator_figures(side, cases)}

@@ -1,4 +1,4 @@
-"""One table of parts: every row leads to a function, and an unknown name to an error that names them all."""
+"""Tests of the table of benchmarks: every entry has a function, unknown names are errors with a suggestion."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from meshwright_bench.benchmarks import BENCHMARKS, Benchmark, find_benchmark, l
 
 
 @pytest.mark.parametrize("part", Benchmark)
-def test_every_part_has_a_row_whose_body_exists(part):
+def test_every_benchmark_has_an_entry_with_an_existing_function(part):
     assert BENCHMARKS[part].title
     assert callable(load_body(part))
     assert find_benchmark(str(part)) is part
 
 
 @pytest.mark.parametrize("name, nearest", [("trian", "train"), ("TRAIN", "train"), ("pipelines", "pipeline")])
-def test_an_unknown_part_names_the_nearest(name, nearest):
+def test_the_error_for_an_unknown_name_suggests_the_nearest(name, nearest):
     with pytest.raises(InputError) as caught:
         find_benchmark(name)
     assert caught.value.fix == f"meshwright bench {nearest}"
 
 
 @pytest.mark.parametrize("name", ["trian", "nothing-like-it", ""])
-def test_an_unknown_part_names_one_and_all(name):
+def test_the_error_for_an_unknown_name_lists_all_benchmarks(name):
     with pytest.raises(InputError) as caught:
         find_benchmark(name)
     assert caught.value.exit_code == 2

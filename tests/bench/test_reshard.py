@@ -1,4 +1,4 @@
-"""The redistribution benchmark measures both sides on the same tensors, and says which pair is slowest."""
+"""Tests of `bench reshard`: both sides are measured on the same tensors, and the slowest pair is named."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_the_slowest_pair_is_named():
     assert found["4.S0_S1.S1_S0.speedup"].is_met
 
 
-def test_the_slowest_pairs_are_those_to_measure_anew():
+def test_slowest_returns_the_pairs_to_measure_again():
     ours = {("a", "b"): 1.0, ("c", "d"): 4.0, ("e", "f"): 2.0}
     timed = {pair: Alternation({OURS: (seconds,), TORCH: (2.0,)}) for pair, seconds in ours.items()}
     assert slowest(timed, 2) == [("c", "d"), ("e", "f")]
 
 
-def test_pairs_are_those_that_both_sides_can_do():
+def test_pairs_are_supported_by_both_sides():
     assert len(set(PAIRS)) == len(PAIRS) == 16 * 9 - 9
     assert ("S0 S1", "S1 S0") in PAIRS
 
@@ -69,7 +69,7 @@ def test_planning_is_timed_cold_and_cached(monkeypatch):
 
 
 @pytest.mark.slow
-def test_bytes_of_pytorchs_planners_are_those_of_their_collectives():
+def test_bytes_of_pytorchs_planners_are_counted_from_their_collectives():
     answer = run_measurement(bytes_body, BytesTask, num_ranks=1)
     found = {figure.name: figure.value for figure in bytes_figures(answer)}
     local = 8192 * 8192 * 2 // 32

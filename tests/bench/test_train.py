@@ -1,4 +1,4 @@
-"""What the cases are, and what figures a measurement of one becomes. No process is started here."""
+"""Tests of the cases of `bench train` and of their figures, without starting processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def by_name(figures):
     return {figure.name.partition(".")[2]: figure for figure in figures}
 
 
-def test_the_cases_are_the_promised_ones():
+def test_the_cases_match_the_documentation():
     one, two = cpu_cases()
     assert (one.config.mesh.axes().num_ranks(), two.config.mesh.axes().num_ranks()) == (1, 2)
     assert all(case.at_least == 0.97 and case.config.name == "llama-tiny" for case in (one, two))
@@ -63,7 +63,7 @@ def test_on_cuda_there_are_mfu_and_memory():
     assert figures["bare_memory"].value == 2**35
 
 
-def test_an_unknown_gpu_has_no_mfu_and_says_so():
+def test_an_unknown_gpu_has_no_mfu_and_the_figure_says_why():
     figures = by_name(case_figures(cuda_cases()[0], measured(device="NVIDIA X1")))
     assert figures["ours_mfu"].value is None
     assert "NVIDIA X1" in figures["ours_mfu"].note
@@ -77,7 +77,7 @@ def fake_launch(answer):
     return launch
 
 
-def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
+def test_on_a_cpu_the_cuda_figures_are_listed_as_unmeasured(monkeypatch):
     monkeypatch.setattr(devices, "launch", fake_launch(None))
     monkeypatch.setattr(benchmark, "run_case", lambda case: measured())
     said = []
@@ -87,7 +87,7 @@ def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
     for case in cuda_cases():
         assert all(figures[figure.name] is None for figure in unmeasured_figures(case))
     assert len(report.notes) == 2
-    assert all("; 8 steps an arm, against" in note for note in report.notes), "two blocks of 4 steps in one round"
+    assert all("; 8 steps per arm, against" in note for note in report.notes), "two blocks of 4 steps in one round"
     assert said
 
 

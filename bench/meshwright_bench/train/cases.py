@@ -73,7 +73,7 @@ def cpu_cases() -> tuple[Case, ...]:
 
 
 def cuda_cases() -> tuple[Case, ...]:
-    """Return the cases with a Llama of 1.1 B parameters and a vocabulary of 32,000, in bfloat16."""
+    """Return the cases with a model of 1.1 B parameters and a vocabulary of 32,000, in bfloat16."""
     loop = "a plain PyTorch loop with bfloat16 weights and float32 master weights"
     return tuple(
         Case(
