@@ -1,1 +1,1 @@
-"""Benchmarks: `meshwright bench PART`, both sides in one run."""
+"""Benchmarks of Meshwright against alternatives: `meshwright bench PART`."""

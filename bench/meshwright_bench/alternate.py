@@ -1,9 +1,9 @@
-"""Measuring arms against each other in one run.
+"""Interleaved measurement of several arms in one run.
 
-A machine's speed drifts: clocks, heat, other people's work. So the arms take turns, in rounds of A B B A (with more
-arms: forward, then backward): within a round a steady drift hits all alike and cancels out of their ratio. A
-round's ratio compares blocks that stand next to each other in time; the median over the rounds is what counts, and
-the least and greatest say how steady the machine was. Torch-free: the timer is handed in.
+The speed of a machine drifts with clocks, temperature and other jobs. The arms therefore alternate in rounds of
+A B B A (with more arms: forward, then in reverse), so that a steady drift affects all arms equally and cancels out of
+their ratio. The result is the median of the rounds' ratios; their minimum and maximum show how steady the machine
+was. Torch-free: the timer is an argument.
 """
 
 from __future__ import annotations
@@ -14,55 +14,57 @@ from statistics import median
 
 Work = Callable[[], None]
 Timer = Callable[[Work], float]
-"""Runs the work and returns the seconds it took, everything it started included."""
+"""Function that runs the work and returns its duration in seconds, including all work that it launched."""
 
 
 @dataclass(frozen=True)
 class Alternation:
-    """Seconds a step of each arm, by round."""
+    """Seconds per step of each arm and round."""
 
     seconds: Mapping[str, tuple[float, ...]]
 
     def step_seconds(self, arm: str) -> float:
-        """Median over the rounds."""
+        """Return the median seconds per step."""
         return median(self.seconds[arm])
 
     def speedups(self, arm: str, *, over: str) -> tuple[float, ...]:
-        """By round, how many times as fast `arm` was as `over`."""
-        return tuple(theirs / own for own, theirs in zip(self.seconds[arm], self.seconds[over], strict=True))
+        """Return the speed of `arm` relative to `over` in each round."""
+        return tuple(
+            baseline / seconds for seconds, baseline in zip(self.seconds[arm], self.seconds[over], strict=True)
+        )
 
     def speedup(self, arm: str, *, over: str) -> float:
-        """Median over the rounds."""
+        """Return the median speed-up over the rounds."""
         return median(self.speedups(arm, over=over))
 
     def spread(self, arm: str, *, over: str) -> tuple[float, float]:
-        """Least and greatest of the rounds' speed-ups."""
+        """Return the minimum and maximum speed-up over the rounds."""
         values = self.speedups(arm, over=over)
         return min(values), max(values)
 
 
 def alternate(arms: Mapping[str, Callable[[], object]], *, timer: Timer, rounds: int, steps: int) -> Alternation:
-    """Measure arms that are warm already.
+    """Time arms that have been warmed up, in alternating blocks.
 
     Args:
-        arms: by name, what runs one step.
+        arms: functions that run one step, by name.
         timer: times a block of steps.
-        rounds: how often each arm's turn comes, twice a round.
-        steps: steps of a block, so `2 · rounds · steps` an arm.
+        rounds: number of rounds; each arm runs two blocks per round.
+        steps: steps per block, so each arm runs `2 · rounds · steps`.
     """
     assert rounds >= 1 and steps >= 1, "nothing to measure"
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         total = dict.fromkeys(arms, 0.0)
-        for name in _turns(list(arms)):
+        for name in _round_order(list(arms)):
             total[name] += timer(_block(arms[name], steps))
         for name, value in total.items():
             seconds[name].append(value / (2 * steps))
     return Alternation({name: tuple(values) for name, values in seconds.items()})
 
 
-def _turns(names: Sequence[str]) -> list[str]:
-    """A B B A."""
+def _round_order(names: Sequence[str]) -> list[str]:
+    """Return the names forward, then in reverse: A B B A."""
     return [*names, *reversed(names)]
 
 

@@ -1,6 +1,6 @@
-"""The parts that can be measured, by name. A new benchmark is one row of `PARTS`.
+"""Table of all benchmarks by name; a new benchmark is one entry of `BENCHMARKS`.
 
-Torch-free, and a part's own module is imported only when it is asked for.
+Torch-free; the module of a benchmark is imported when it is run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright_bench.report import Report
 
 
 class DeviceChoice(StrEnum):
-    """What to measure on; `auto` takes a CUDA device when there is one, as `train.device` does."""
+    """Device to measure on; `auto` uses a CUDA device if there is one, like `train.device`."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -26,21 +26,21 @@ class DeviceChoice(StrEnum):
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says about any part."""
+    """Command-line options that all benchmarks share."""
 
     device: DeviceChoice = DeviceChoice.AUTO
     rounds: int | None = None
-    """Rounds of each comparison; None for the part's own number."""
+    """Rounds per comparison; None for the default of the benchmark."""
 
 
 Say = Callable[[str], None]
-"""Told what a longer wait is for."""
+"""Callback with the reason for a longer wait."""
 Body = Callable[[Options, Say], Report]
-"""Measures a part. Runs in the launcher, which imports no torch: what needs it is a rank."""
+"""Function that runs a benchmark in the launcher, without importing torch; work that needs torch runs on ranks."""
 
 
-class Part(StrEnum):
-    """What can be measured."""
+class Benchmark(StrEnum):
+    """Name of a benchmark."""
 
     TRAIN = "train"
     PIPELINE = "pipeline"
@@ -52,50 +52,58 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
-    """A part's place in the table."""
+class BenchmarkEntry:
+    """Entry of a benchmark in the table."""
 
     title: str
     body: str
-    """`module:function`, a `Body`."""
+    """`module:function` of the `Body`."""
 
 
-PARTS = {
-    Part.TRAIN: Row("the training step against a bare PyTorch loop", "meshwright_bench.train.benchmark:bench_train"),
-    Part.PIPELINE: Row("the pipeline engine against PyTorch's", "meshwright_bench.pipeline.benchmark:bench_pipeline"),
-    Part.SHARED_GRADIENTS: Row(
-        "the sum of shared parameters' gradients against one of whole gradients",
+BENCHMARKS = {
+    Benchmark.TRAIN: BenchmarkEntry(
+        "the training step against a bare PyTorch loop", "meshwright_bench.train.benchmark:bench_train"
+    ),
+    Benchmark.PIPELINE: BenchmarkEntry(
+        "the pipeline engine against PyTorch's", "meshwright_bench.pipeline.benchmark:bench_pipeline"
+    ),
+    Benchmark.SHARED_GRADIENTS: BenchmarkEntry(
+        "summing sharded gradients of shared parameters against summing full ones",
         "meshwright_bench.shared_gradients.benchmark:bench_shared_gradients",
     ),
-    Part.COMM: Row("compressed collectives against FSDP2's own", "meshwright_bench.comm.benchmark:bench_comm"),
-    Part.COMM_LOSS: Row(
-        "what gradients of few bits cost a training in loss", "meshwright_bench.comm.loss_cost:bench_comm_loss"
+    Benchmark.COMM: BenchmarkEntry(
+        "compressed collectives against FSDP2's own", "meshwright_bench.comm.benchmark:bench_comm"
     ),
-    Part.RESHARD: Row("redistribution by plans against DTensor's", "meshwright_bench.reshard.benchmark:bench_reshard"),
-    Part.OPERATORS: Row(
+    Benchmark.COMM_LOSS: BenchmarkEntry(
+        "the loss of training with low-bit gradients", "meshwright_bench.comm.loss_cost:bench_comm_loss"
+    ),
+    Benchmark.RESHARD: BenchmarkEntry(
+        "redistribution by plans against DTensor's", "meshwright_bench.reshard.benchmark:bench_reshard"
+    ),
+    Benchmark.OPERATORS: BenchmarkEntry(
         "operators on DTensors, with and without the fallback", "meshwright_bench.operators.benchmark:bench_operators"
     ),
 }
 
 
-def find_part(name: str) -> Part:
-    """The part of that name.
+def find_benchmark(name: str) -> Benchmark:
+    """Return the benchmark with a name.
 
     Raises:
-        InputError: there is none.
+        InputError: the name is unknown.
     """
-    if name in set(Part):
-        return Part(name)
-    near = difflib.get_close_matches(name.lower(), list(Part), n=1, cutoff=0.0)
+    if name in set(Benchmark):
+        return Benchmark(name)
+    near = difflib.get_close_matches(name.lower(), list(Benchmark), n=1, cutoff=0.0)
     raise InputError(
         f"{name} is not a benchmark",
         where="command line, PART",
-        rule=f"parts are {', '.join(Part)}",
+        rule=f"the benchmarks are {', '.join(Benchmark)}",
         fix=f"meshwright bench {near[0]}",
     )
 
 
-def load_body(part: Part) -> Body:
-    """The function that measures a part."""
-    module, _, function = PARTS[part].body.partition(":")
+def load_body(part: Benchmark) -> Body:
+    """Import and return the function that runs a benchmark."""
+    module, _, function = BENCHMARKS[part].body.partition(":")
     return cast("Body", getattr(import_module(module), function))

@@ -1,8 +1,8 @@
-"""Counting the bytes of tensors that are alive, and of those that are sent, on any device.
+"""Counters of the bytes of live tensors, and of bytes sent and received, on any device.
 
-What is alive was allocated while the count ran and still exists. An allocator's own peak would do on CUDA; on CPU there
-is none. So every storage that an operation gives back, and that none of its inputs has, is weighed when it appears and
-taken off when it is freed. Room that an operation uses inside and returns is not seen.
+Live bytes are those allocated since the counter was entered and not yet freed. On CUDA the allocator records its peak;
+on CPU it does not. The counter therefore adds the storage of each operator output that is not the storage of an input,
+and subtracts it when it is freed. Temporary memory inside an operator is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.reshard.dtensor.placements import placements_of
 from meshwright_bench.private import (
     FakeStore,
     TorchDispatchMode,
-    forget_redistribution_plans,
+    clear_redistribution_caches,
     redistribution,
     resolve_process_group,
     tree_leaves,
@@ -32,20 +32,20 @@ from meshwright_bench.private import (
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active while entered."""
+    """Dispatch mode that counts live bytes while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
-        """Bytes alive of what was allocated since the count began."""
+        """Live bytes allocated since the count began."""
         self.peak = 0
-        """The most there ever was of it."""
+        """Maximum of `now`."""
         self.held = 0
-        """The most there was of it at a call of `sample`."""
+        """Maximum of `now` over the calls of `sample`."""
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def sample(self) -> None:
-        """Note what is held at this moment."""
+        """Update `held` with the current live bytes."""
         self.held = max(self.held, self.now)
 
     def __torch_dispatch__(
@@ -55,16 +55,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and weigh what it allocated."""
+        """Run an operator and count what it allocates."""
         out = func(*args, **(kwargs or {}))
-        given = {id(storage) for storage in _storages((args, kwargs))}
+        inputs = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(out):
-            if id(storage) not in given and id(storage) not in self._alive:
-                self._weigh(storage)
+            if id(storage) not in inputs and id(storage) not in self._alive:
+                self._track(storage)
         self.peak = max(self.peak, self.now)
         return out
 
-    def _weigh(self, storage: UntypedStorage) -> None:
+    def _track(self, storage: UntypedStorage) -> None:
         key, num_bytes = id(storage), storage.nbytes()
 
         def freed(reference: weakref.ref[UntypedStorage]) -> None:
@@ -77,16 +77,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts the bytes of the tensors that are handed to collectives of c10d."""
+    """Dispatch mode that records the bytes of tensors passed to c10d collectives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[int, ...]] = []
-        """For each call so far, the bytes of the tensors that it was given, in their order: outputs, then inputs."""
+        """Bytes of each tensor of each call, in argument order: outputs, then inputs."""
 
     @property
     def total(self) -> int:
-        """Bytes so far, by this rank."""
+        """Total bytes on this rank."""
         return sum(map(sum, self.calls))
 
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and weigh what it sends."""
+        """Run an operator and record what it sends."""
         if func.namespace == "c10d":
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
             self.calls.append(tuple(x.numel() * x.element_size() for x in tensors))
@@ -107,34 +107,34 @@ _PLACEMENTS = cast(Any, placement_types)
 
 
 class ReceivedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts what this rank receives from others in the functional collectives that DTensor calls.
+    """Dispatch mode that counts the bytes this rank receives in the functional collectives of DTensor.
 
-    By the least that each must: a ring's, for sums. On CPU DTensor has no all-to-all and gathers instead; that is
-    counted as the all-to-all it has on other devices.
+    Each collective counts as the minimum that it must receive; for sums, that of a ring. On CPU, DTensor has no
+    all-to-all and gathers instead, which is counted as the all-to-all that it uses on other devices.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-        """Bytes so far, by this rank."""
+        """Bytes received by this rank."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and weigh what it brings."""
+        """Run an operator and count what it receives."""
         name = func.overloadpacket.__name__ if func.namespace == "_c10d_functional" else ""
-        if name in _SHARES:
+        if name in _RECEIVED_FRACTION:
             num_ranks = dist.get_world_size(resolve_process_group(args[-1]))
-            self.total += int(_SHARES[name](num_ranks) * args[0].nbytes)
+            self.total += int(_RECEIVED_FRACTION[name](num_ranks) * args[0].nbytes)
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> Any:
-        self._theirs = _PLACEMENTS.shard_dim_alltoall
+        self._original = _PLACEMENTS.shard_dim_alltoall
         _PLACEMENTS.shard_dim_alltoall = self._all_to_all
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        _PLACEMENTS.shard_dim_alltoall = self._theirs
+        _PLACEMENTS.shard_dim_alltoall = self._original
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _all_to_all(self, x: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
@@ -145,18 +145,18 @@ class ReceivedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return x.new_empty(shape)
 
 
-_SHARES: dict[str, Callable[[int], float]] = {
+_RECEIVED_FRACTION: dict[str, Callable[[int], float]] = {
     "all_gather_into_tensor": lambda n: n - 1,
     "reduce_scatter_tensor": lambda n: (n - 1) / n,
     "all_to_all_single": lambda n: (n - 1) / n,
     "all_reduce": lambda n: 2 * (n - 1) / n,
 }
-"""Of the bytes that go in, those that come from others."""
+"""Bytes received from other ranks, relative to the bytes of the input, for a group of n ranks."""
 
 
 @contextmanager
 def fake_process_group(num_ranks: int) -> Iterator[None]:
-    """A process group of ranks that exist in name only, for collectives on meta tensors."""
+    """Open a fake process group, for collectives on meta tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield
@@ -164,20 +164,20 @@ def fake_process_group(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def torch_redistributes(x: DTensor, layout: Layout, *, dijkstra: bool) -> bool:
-    """Redistribute by one of PyTorch's planners, with no memory of what it planned before; False if it can't."""
-    forget_redistribution_plans()
+def redistribute_with_torch(x: DTensor, layout: Layout, *, dijkstra: bool) -> bool:
+    """Redistribute with one of PyTorch's planners and empty caches; return False if the planner cannot."""
+    clear_redistribution_caches()
     current = spec_of(x)
     placements, order = placements_of(layout)
     target = DTensorSpec(x.device_mesh, placements, current.tensor_meta, shard_order=order)  # type: ignore[arg-type]
     is_default = all(DTensorSpec.is_default_device_order(spec.shard_order) for spec in (current, target))
     if not is_default and not dijkstra:
-        return False  # the greedy planner only has the axes' own order
+        return False  # the greedy planner only supports the default shard order
     redistribution.redistribute_local_tensor(local_of(x), current, target, use_graph_based_transform=dijkstra)
     return True
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """Those of all tensors in nested lists, tuples and mappings. A storage keeps one Python object while it lives."""
+    """Return the storages of all tensors in nested containers; a live storage has exactly one Python object."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]

@@ -1,4 +1,4 @@
-"""`meshwright bench PART`: the one entry to every benchmark."""
+"""The command `meshwright bench PART`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 from meshwright.cli.colors import paint
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
-from meshwright_bench.benchmarks import PARTS, DeviceChoice, Options, find_part, load_body
+from meshwright_bench.benchmarks import BENCHMARKS, DeviceChoice, Options, find_benchmark, load_body
 from meshwright_bench.report import as_json, table
 
 STDOUT = Path("-")
 JSON_OPTION = "command line, --json"
-PART_HELP = "; ".join(f"{part}: {row.title}" for part, row in PARTS.items())
+PART_HELP = "; ".join(f"{part}: {row.title}" for part, row in BENCHMARKS.items())
 
 
 def bench(
@@ -27,13 +27,13 @@ def bench(
         Path | None, typer.Option("--json", help="Also write the figures as JSON; - for stdout.")
     ] = None,
     device: Annotated[
-        DeviceChoice, typer.Option(help="What to measure on; auto takes a CUDA device when there is one.")
+        DeviceChoice, typer.Option(help="Device to measure on; auto uses a CUDA device if there is one.")
     ] = DeviceChoice.AUTO,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of each comparison; the part's own number when left out.")
+        int | None, typer.Option(min=1, help="Rounds per comparison; by default, chosen by the benchmark.")
     ] = None,
 ) -> None:
-    """Measure a part of Meshwright against the obvious alternative: both sides in one run, in turns, medians."""
+    """Compare a part of Meshwright with an alternative; both sides alternate in one run."""
     from meshwright.train.launch.launcher import context_from_environment
 
     if context_from_environment() is not None:
@@ -43,7 +43,7 @@ def bench(
             rule="bench starts its own processes on this machine",
             fix="meshwright bench …, without torchrun",
         )
-    body = load_body(find_part(part))
+    body = load_body(find_benchmark(part))
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)
     report = body(Options(device, rounds), _say)
@@ -58,7 +58,7 @@ def bench(
 
 
 def _say(text: str) -> None:
-    """What a longer wait is for; on a terminal only, and gone when it is over."""
+    """Show the reason for a longer wait in a line that is erased later; on terminals only."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
         print("\r\x1b[2K" + text[:width], end="", file=sys.stderr, flush=True)

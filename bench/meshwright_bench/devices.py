@@ -1,4 +1,4 @@
-"""Which device a part measures on. Torch-free: the launcher asks a rank."""
+"""Choice of the device to measure on. Torch-free: a rank looks for CUDA devices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from meshwright.errors import InputError
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
-from meshwright_bench.benchmarks import DeviceChoice, Options, Part, Say
+from meshwright_bench.benchmarks import Benchmark, DeviceChoice, Options, Say
 
 NEEDS_CUDA = "needs a CUDA device"
 
 
 def find_cuda(choice: DeviceChoice, say: Say) -> str | None:
-    """Name of the CUDA device to measure on, or None for the CPU.
+    """Return the name of the CUDA device to measure on, or None for the CPU.
 
     Raises:
-        InputError: CUDA was asked for and there is none.
+        InputError: CUDA was requested and is not available.
     """
     if choice is DeviceChoice.CPU:
         return None
@@ -29,23 +29,23 @@ def find_cuda(choice: DeviceChoice, say: Say) -> str | None:
         name: str | None = json.loads(result.read_text("utf-8"))
     if name is None and choice is DeviceChoice.CUDA:
         raise InputError(
-            "there is no CUDA device here, so the figures for it stay unmeasured",
+            "no CUDA device is available on this machine",
             where="command line, --device cuda",
             rule="--device cuda measures on a CUDA device",
-            fix="--device cpu, which states them as unmeasured",
+            fix="--device cpu, which lists the CUDA figures as unmeasured",
         )
     return name
 
 
-def refuse_cuda(options: Options, part: Part, *, because: str) -> None:
-    """For parts that measure on the CPU only; `because` is the rule.
+def refuse_cuda(options: Options, part: Benchmark, *, because: str) -> None:
+    """Raise if CUDA was requested for a benchmark that runs on the CPU only.
 
     Raises:
-        InputError: CUDA was asked for.
+        InputError: CUDA was requested; `because` is the rule.
     """
     if options.device is DeviceChoice.CUDA:
         raise InputError(
-            f"bench {part} measures on the CPU only",
+            f"bench {part} runs on the CPU only",
             where="command line, --device cuda",
             rule=because,
             fix="--device cpu",
@@ -53,7 +53,7 @@ def refuse_cuda(options: Options, part: Part, *, because: str) -> None:
 
 
 def look_body(context: RankContext, result: Path) -> None:
-    """Write the CUDA device's name, or null."""
+    """Write the name of the CUDA device, or null."""
     import torch
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -1,7 +1,7 @@
-"""What benchmarks use beyond public names: modes that see operators, PyTorch's planners, its operators' samples.
+"""Adapter to the private PyTorch names that the benchmarks use.
 
-Private PyTorch names are used here and nowhere else in this room: `torch.utils._python_dispatch.TorchDispatchMode`,
-`torch.utils._pytree`; for what PyTorch's planners do `_redistribute.redistribute_local_tensor`,
+Private PyTorch names: `torch.utils._python_dispatch.TorchDispatchMode`,
+`torch.utils._pytree`; for PyTorch's redistribution planners `_redistribute.redistribute_local_tensor`,
 `clear_redistribute_planner_cache` and `_gen_transform_infos`, `placement_types.shard_dim_alltoall`, `FakeStore`, and
 `_resolve_process_group` of c10d; `torch.testing._internal` for `op_db`. Checked on torch 2.13.
 """
@@ -21,7 +21,7 @@ from meshwright.errors import InputError
 __all__ = [
     "FakeStore",
     "TorchDispatchMode",
-    "forget_redistribution_plans",
+    "clear_redistribution_caches",
     "operators",
     "redistribution",
     "resolve_process_group",
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 
-def forget_redistribution_plans() -> None:
-    """Empty the caches of PyTorch's planners of redistributions."""
+def clear_redistribution_caches() -> None:
+    """Clear the caches of PyTorch's redistribution planners."""
     redistribution.clear_redistribute_planner_cache()
     redistribution._gen_transform_infos.cache_clear()
 
 
 def operators() -> list[Any]:
-    """PyTorch's descriptions of its operators, with samples.
+    """Return PyTorch's operator database, which includes samples.
 
     Raises:
-        InputError: they can't be imported.
+        InputError: it cannot be imported.
     """
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ModuleNotFoundError as error:
         raise InputError(
-            f"PyTorch's samples of its operators need {error.name}, which is not installed",
+            f"PyTorch's operator samples need {error.name}, which is not installed",
             where="torch.testing._internal",
             rule="bench operators runs PyTorch's own samples",
             fix=f"pip install {error.name}",

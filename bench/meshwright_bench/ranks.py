@@ -1,4 +1,4 @@
-"""Starting the ranks of a measurement and reading what they wrote. Torch-free."""
+"""Start the ranks of a measurement and read their result. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import Any
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
-Answer = dict[str, Any]
-"""What the ranks of a measurement wrote."""
+RawResult = dict[str, Any]
+"""JSON object written by the ranks of a measurement."""
 
 
-def measured(body: Callable[[RankContext, Any], None], task: Callable[[Path], Any], *, num_ranks: int) -> Answer:
-    """The JSON object that `body`, on ranks of one thread each, wrote where its task says.
+def run_measurement(
+    body: Callable[[RankContext, Any], None], task: Callable[[Path], Any], *, num_ranks: int
+) -> RawResult:
+    """Run `body` on ranks with one thread each and return the JSON object that they wrote.
 
     Args:
-        body: what each rank runs.
-        task: from the file for the result to the body's argument.
-        num_ranks: processes to start.
+        body: function that each rank runs.
+        task: makes the argument of `body` from the path of the result file.
+        num_ranks: number of processes.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         result = Path(folder) / "result.json"
         launch(body, task(result), num_ranks=num_ranks, threads=1)
-        answer: Answer = json.loads(result.read_text("utf-8"))
-    return answer
+        raw: RawResult = json.loads(result.read_text("utf-8"))
+    return raw
 
 
 def with_rounds(task: Callable[..., Any], rounds: int | None) -> Callable[[Path], Any]:
-    """The task, with this many rounds or its own number."""
+    """Return the task with a number of rounds, or with its default."""
     return task if rounds is None else partial(task, rounds=rounds)

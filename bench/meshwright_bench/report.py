@@ -1,7 +1,7 @@
-"""What a benchmark found: figures with their targets, as the table a person reads and the JSON a program does.
+"""Report of a benchmark: figures and targets, as a text table and as JSON.
 
-A target that was missed is shown like one that was met, and what could not be measured here is stated with the
-reason: a figure that is simply absent would read as if nobody had promised it. Torch-free.
+Missed targets are shown like met ones, and figures that could not be measured are listed with the reason, so that
+nothing disappears silently. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ PACKAGES = ("torch", "numpy")
 
 @dataclass(frozen=True)
 class Figure:
-    """One number."""
+    """A measured value with unit, spread and target."""
 
     name: str
     value: float | None
-    """None where it could not be measured; `note` says why."""
+    """None if it could not be measured; `note` gives the reason."""
     unit: str = ""
     spread: tuple[float, float] | None = None
-    """Least and greatest of the rounds that `value` is the median of."""
+    """Minimum and maximum over the rounds; `value` is their median."""
     at_least: float | None = None
-    """The target, if it has one."""
+    """Lower bound of the target, if any."""
     at_most: float | None = None
-    """The target where less is better."""
+    """Upper bound of the target, if any."""
     note: str = ""
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is met; None without a target or a value."""
+        """True if the target is met; None without a target or a value."""
         if self.value is None or (self.at_least is None and self.at_most is None):
             return None
         high_enough = self.at_least is None or self.value >= self.at_least
@@ -48,26 +48,26 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one part, and what they were measured on."""
+    """Figures of a benchmark, with device and date."""
 
     part: str
     device: str
     date: str
-    """Year-month-day."""
+    """ISO date."""
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
-    """What was compared with what, one line each."""
+    """Descriptions of the comparisons, one line each."""
 
 
 def of_rounds(
     name: str, values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> Figure:
-    """The median over rounds, and their least and greatest."""
+    """Return the figure with the median of the rounds and their spread."""
     return Figure(name, median(values), unit, (min(values), max(values)), at_least, at_most)
 
 
 def cpu_name() -> str:
-    """The processor's model and the cores this process may use: `AMD EPYC, 2 cores`."""
+    """Return the CPU model and the number of usable cores: `AMD EPYC, 2 cores`."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -77,7 +77,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on. Torch's is read without importing it."""
+    """Return the versions of Python and the packages that affect the figures, without importing torch."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         found[name] = metadata.version(name)
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as the JSON object of a benchmark; a figure that was not measured is null."""
+    """Return the report as a JSON object; figures that were not measured are null."""
     figures: dict[str, float | None] = {}
     for figure in report.figures:
         figures[figure.name] = _rounded(figure.value)
@@ -101,7 +101,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def table(report: Report) -> list[str]:
-    """The report as lines of text: the machine, what was compared, the figures with spread and target."""
+    """Return the report as lines of text: device, notes, and figures with spread and target."""
     named = ", ".join(f"{name} {version}" for name, version in versions().items())
     rows = [("figure", "value", "unit", "min … max", "target")]
     rows += [_row(figure) for figure in report.figures]
@@ -123,7 +123,7 @@ def _row(figure: Figure) -> tuple[str, str, str, str, str]:
 
 
 def _written(value: float, unit: str) -> tuple[str, str]:
-    """A value and its unit as they are printed."""
+    """Return a value and its unit as text."""
     if unit == "bytes":
         number, _, name = format_bytes(value).partition(" ")
         return number, name
@@ -135,11 +135,11 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _summary(figures: Sequence[Figure]) -> list[str]:
-    """What a person should not have to count: missed targets."""
+    """Return a line with the missed targets, if any."""
     missed = [figure.name for figure in figures if figure.is_met is False]
     return [f"missed: {', '.join(missed)}"] if missed else []
 
 
 def _rounded(value: float | None) -> float | None:
-    """Five significant digits: more is noise."""
+    """Round to five significant digits; the rest is noise."""
     return None if value is None else float(f"{value:.5g}")

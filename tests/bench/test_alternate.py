@@ -1,4 +1,4 @@
-"""Arms take turns in the order that cancels drift, and medians are over rounds. All on a clock of our own."""
+"""Tests of interleaved measurement on a simulated clock: order of blocks, cancellation of drift, medians."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright_bench.alternate import Alternation, alternate
 
 
 class FakeMachine:
-    """Steps of known cost on a clock that only they move; `drift` slows each later block down."""
+    """Steps of known cost on a simulated clock; `drift` slows down each later block."""
 
     def __init__(self, costs, *, drift=0.0):
         self.costs = costs
@@ -47,7 +47,7 @@ def test_more_arms_go_forward_and_back():
     assert machine.blocks == ["a", "b", "c", "c", "b", "a"]
 
 
-def test_seconds_are_those_of_one_step():
+def test_seconds_are_per_step():
     machine = FakeMachine({"ours": 2.0, "bare": 3.0})
     timed = alternate(machine.arms(), timer=machine.timer, rounds=3, steps=5)
     assert timed.step_seconds("ours") == pytest.approx(2.0)

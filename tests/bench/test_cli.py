@@ -1,4 +1,4 @@
-"""`meshwright bench` as a person calls it."""
+"""Tests of the command `meshwright bench`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_unknown_part_exits_2():
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_can_not_be_written_is_an_error_before_measuring(tmp_path):
+def test_an_unwritable_file_is_an_error_before_measuring(tmp_path):
     for path, words in ((tmp_path / "none" / "x.json", "mkdir"), (tmp_path, "can't write")):
         done = bench("train", "--json", str(path))
         assert done.returncode == 2
@@ -37,7 +37,7 @@ def test_under_a_launcher_is_an_error():
     assert "torchrun" in done.stderr
 
 
-def test_help_names_every_part():
+def test_help_lists_the_benchmarks():
     done = bench("--help", COLUMNS="200")
     assert done.returncode == 0
     assert "train: the training step against a bare PyTorch loop" in done.stdout

@@ -1,4 +1,4 @@
-"""`bench comm`: bytes are those that collectives are given, results are compared, and figures are what they say."""
+"""Tests of `bench comm`: byte counts, comparison of results, figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright_bench.comm.kernels_cuda import device_kernels
 from meshwright_bench.report import as_json
 
 N = 128 * 96
-"""Elements; a multiple of what blocks are aligned to, on 2 and on 3 ranks."""
+"""Number of elements, a multiple of the block alignment on 2 and on 3 ranks."""
 WIRE = WireTask(Path(), num_elements=N, rounds=2, steps=1)
 
 
@@ -34,11 +34,11 @@ def by_name(figures):
 
 
 def measure(rank, world_size, damage=""):
-    """What the ranks measure; with a fault, if it is named."""
-    rights = CompressedReduceScatter.__call__, CompressedAllGather.__call__
+    """Run the measurement, optionally with an injected fault."""
+    originals = CompressedReduceScatter.__call__, CompressedAllGather.__call__
 
     def damaged(self, output, *args, **kwargs):
-        rights[damage != "sum"](self, output, *args, **kwargs)
+        originals[damage != "sum"](self, output, *args, **kwargs)
         if damage == "count":
             self.sent.payload += 1
         elif rank == 1:
@@ -50,7 +50,7 @@ def measure(rank, world_size, damage=""):
     try:
         return collectives.all_collectives(WIRE)
     finally:
-        CompressedReduceScatter.__call__, CompressedAllGather.__call__ = rights
+        CompressedReduceScatter.__call__, CompressedAllGather.__call__ = originals
 
 
 @pytest.mark.slow
@@ -70,9 +70,9 @@ def test_bytes_are_those_of_codes_and_scales(gang, num_ranks):
         assert figures[f"all_gather.{dtype}.int8_bits"].value == 8.125
 
 
-@pytest.mark.parametrize("damage, words", [("sum", "reduce_scatter in loco4 is off"), ("gather", "all_gather in int8"),
+@pytest.mark.parametrize("damage, words", [("sum", "reduce_scatter in loco4 differs"), ("gather", "all_gather in int8"),
                                            ("count", "and counts")])  # fmt: skip
-def test_different_work_or_a_wrong_count_is_no_benchmark(gang, damage, words):
+def test_incorrect_results_or_counts_are_errors(gang, damage, words):
     with pytest.raises(GangError) as caught:
         gang(2).run(measure, damage)
     error = caught.value.exception
@@ -108,7 +108,7 @@ def test_kernels_on_one_core(monkeypatch):
 
 
 @pytest.mark.parametrize("isa, target", [("avx512", 1.5), ("avx2", None)])
-def test_rates_are_of_elements_and_shares_of_bytes(isa, target):
+def test_rates_count_elements_and_ratios_count_bytes(isa, target):
     answer = {
         "isa": isa,
         "num_elements": 2e9,
@@ -122,7 +122,7 @@ def test_rates_are_of_elements_and_shares_of_bytes(isa, target):
     assert figures["kernels.loco4_float32_of_copy"].value == 0.75
 
 
-def test_a_kernel_with_other_bits_is_no_benchmark(monkeypatch):
+def test_a_kernel_that_differs_from_the_reference_is_an_error(monkeypatch):
     cpu, right = torch.device("cpu"), dispatch.loco_quantise
     check_bits(torch.bfloat16, cpu)
     monkeypatch.setattr(dispatch, "loco_quantise", lambda g, *rest, **named: right(g * 1.01, *rest, **named))
@@ -131,7 +131,7 @@ def test_a_kernel_with_other_bits_is_no_benchmark(monkeypatch):
     assert "payload and new error" in caught.value.what
 
 
-def test_a_device_is_measured_as_it_would_be_on_cuda():
+def test_the_device_measurement_runs_on_a_cpu():
     answer = device_kernels(CudaTask(Path(), num_elements=N, num_sets=2, rounds=2, steps=3, device="cpu"))
     assert answer["bytes"]["loco4"] == 2 * N + 2 * (N * 130 // 128) + N * 66 // 128
     assert answer["bytes"]["decode_sum_8"] == 8 * (N * 66 // 128) + 2 * N
@@ -141,7 +141,7 @@ def test_a_device_is_measured_as_it_would_be_on_cuda():
 
 
 def test_the_floor_is_that_of_the_copy():
-    """At 4.3 TB/s, the floors of the design: 534 and 727 ns a MB."""
+    """At 4.3 TB/s, the the floors are 534 and 727 ns per MB."""
     num_elements = 10**9
     seconds = {"loco4": [1.18 * 534e-9 * 2000], "decode_sum_8": [2 * 727e-9 * 2000], "copy": [4.547 / 4300]}
     num_bytes = {"loco4": 4.547e9, "decode_sum_8": 6.125e9, "copy": 4.547e9}
@@ -170,7 +170,7 @@ def test_with_a_device_its_kernels_are_measured(monkeypatch):
 
     monkeypatch.setattr(devices, "launch", launch)
     monkeypatch.setattr(benchmark, "CudaTask", lambda path, rounds: replace(TINY_DEVICE, result=path, rounds=rounds))
-    monkeypatch.setattr(benchmark, "measured", lambda body, task, num_ranks: device_kernels(task(Path())))
+    monkeypatch.setattr(benchmark, "run_measurement", lambda body, task, num_ranks: device_kernels(task(Path())))
     report = bench_comm(Options(rounds=1), lambda text: None)
     assert report.device.startswith("NVIDIA H200, ")
     assert all(figure.value is not None and figure.name.startswith("cuda.") for figure in report.figures)
@@ -180,7 +180,7 @@ TINY_DEVICE = CudaTask(Path(), num_elements=N, num_sets=2, rounds=1, steps=1, de
 
 
 @pytest.mark.slow
-def test_the_whole_part_runs():
+def test_the_benchmark_runs():
     report = bench_comm(Options(DeviceChoice.CPU, rounds=1), lambda text: None)
     figures = as_json(report)["figures"]
     assert all((value is None) == name.startswith("cuda.") for name, value in figures.items())

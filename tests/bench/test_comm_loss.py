@@ -1,4 +1,4 @@
-"""What the loss of few bits says of its targets; and the real thing, small."""
+"""Tests of `bench comm-loss`: figures and targets, and small trainings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_cuda_is_refused():
 
 
 @pytest.mark.slow
-def test_a_training_of_each_way_gives_its_loss(tmp_path):
+def test_each_method_trains_and_returns_its_loss(tmp_path):
     words = [*small_corpus(tmp_path), "mesh.dp_shard=2", "train.steps=3", "model.num_layers=1", "train.seq_len=32",
              "train.global_batch=4", "train.validation_samples=4", "train.sample_tokens=0"]  # fmt: skip
     exact, again, few = (validation_loss(way, seed=0, words=words) for way in ("exact", "exact", "int2"))
@@ -49,7 +49,7 @@ def test_a_training_of_each_way_gives_its_loss(tmp_path):
 
 @pytest.mark.slow
 def test_feedback_recovers_what_two_bits_lose():
-    """[Note: what two bits show] The bench's own trainings, of one seed."""
+    """[Note: two bits and SGD] The trainings of the benchmark, with one seed."""
     losses = train_all(("exact", "int2", "loco2"), [0], (*WORDS, *LINEAR, "train.steps=300"), lambda text: None)
     assert losses["int2"][0] > 1.005 * losses["exact"][0], "two bits without feedback leave a gap"
     assert recovered(losses) >= RECOVERED

@@ -1,4 +1,4 @@
-"""Both sides run and compute the same, on every kind of case; sides that differ are refused."""
+"""Tests that both sides of every kind of case compute the same losses, and that different losses are an error."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def other_rate_body(rank, world_size, case):
 
 
 @pytest.mark.parametrize("body", [other_samples_body, other_weights_body, other_rate_body])
-def test_sides_that_compute_different_things_are_refused(gang, body):
+def test_sides_with_different_losses_are_rejected(gang, body):
     with pytest.raises(RunError, match="different losses"):
         gang(1).run(body, tiny_case())
 
 
 @pytest.mark.parametrize("own", [2.0002, float("nan"), float("inf")])
-def test_losses_apart_or_not_finite_are_refused(own):
+def test_different_or_non_finite_losses_are_rejected(own):
     case = replace(tiny_case(), warmup=1)
     arms = [Arm(name, lambda step: None, float, losses=[loss]) for name, loss in (("ours", own), ("bare", 2.0))]
     with pytest.raises(RunError) as caught:
@@ -93,8 +93,8 @@ def stop_body(rank, world_size, case):
     measure.compare(context, case, CPU)
 
 
-def test_a_wish_to_stop_ends_the_measurement(gang):
-    with pytest.raises(RunError, match="as asked"):
+def test_a_stop_request_ends_the_measurement(gang):
+    with pytest.raises(RunError, match="as requested"):
         gang(1).run(stop_body, tiny_case())
 
 

@@ -1,4 +1,4 @@
-"""`bench operators`: with the fallback, no operator is wrong or not implemented; what is refused is known by name."""
+"""Tests of `bench operators`: with the fallback, every operator is right, except a known list of rejected ones."""
 
 from __future__ import annotations
 
@@ -8,50 +8,52 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_bench.operators.benchmark import operator_figures, read_cases
-from meshwright_bench.operators.cases import Case, Outcome, Placed, Side, begin_line, end_line
+from meshwright_bench.operators.cases import Case, InputPlacement, Outcome, Side, begin_line, end_line
 
 REFUSED = {
     "cauchy", "exponential", "geometric", "log_normal", "nn.functional.rrelu", "normal", "multinomial",
     "resize_", "resize_as_",
 }  # fmt: skip
-"""Not functions of their values: drawn rank by rank, or memory."""
+"""Operators that are not functions of their inputs: random numbers per rank, or storage."""
 
 
 def swept(rank, world_size):
-    """What came of every operator on this rank, in a group that stays whole."""
+    """Return the outcomes of all operators on this rank, in one process group."""
     from meshwright_bench.operators.sweep import find_sample, name_of, operators, run_case
 
     mesh, cases = init_device_mesh("cpu", (world_size,)), []
     for entry in operators():
         sample = find_sample(entry)
-        cases += [Case(name_of(entry), at, *run_case(sample, at, Side.FALLBACK, mesh)) for at in Placed]
+        cases += [Case(name_of(entry), at, *run_case(sample, at, Side.FALLBACK, mesh)) for at in InputPlacement]
     return cases
 
 
 @pytest.mark.slow
-def test_every_operator_is_right_or_refused(gang):
+def test_every_operator_is_right_or_rejected(gang):
     pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest: pip install expecttest")
     for cases in gang(4).run(swept, timeout_s=240.0):
         bad = {Outcome.WRONG, Outcome.NOT_IMPLEMENTED, Outcome.OTHER_ERROR}
         assert [case for case in cases if case.outcome in bad] == []
-        for placed in Placed:
+        for placed in InputPlacement:
             assert {c.operator for c in cases if c.placed is placed and c.outcome is Outcome.REFUSED} == REFUSED
             counts = Counter(case.outcome for case in cases if case.placed is placed)
             assert counts[Outcome.RIGHT] > 640 and counts[Outcome.UNDEFINED] < 25 and counts[Outcome.LEFT_OUT] < 40
 
 
-def test_a_case_that_killed_its_ranks_is_an_error_by_name(tmp_path):
+def test_a_case_that_killed_its_ranks_is_recorded_as_an_error(tmp_path):
     lines = tmp_path / "lines"
-    begin_line(lines, "add", Placed.SHARD)
+    begin_line(lines, "add", InputPlacement.SHARD)
     end_line(lines, Outcome.RIGHT, "")
-    begin_line(lines, "squeeze_copy", Placed.SHARD)
+    begin_line(lines, "squeeze_copy", InputPlacement.SHARD)
     assert [case.operator for case in read_cases(lines)] == ["add"]
     end_line(lines, Outcome.OTHER_ERROR, "a rank died:\tof\nthis")
-    assert read_cases(lines)[1] == Case("squeeze_copy", Placed.SHARD, Outcome.OTHER_ERROR, "a rank died:\tof\nthis")
+    assert read_cases(lines)[1] == Case(
+        "squeeze_copy", InputPlacement.SHARD, Outcome.OTHER_ERROR, "a rank died:\tof\nthis"
+    )
 
 
-def test_figures_count_outcomes_and_promise_them_of_the_fallback_only():
-    cases = [Case("a", Placed.SHARD, Outcome.WRONG), Case("b", Placed.SHARD, Outcome.RIGHT)]
+def test_figures_count_outcomes_with_targets_for_the_fallback_only():
+    cases = [Case("a", InputPlacement.SHARD, Outcome.WRONG), Case("b", InputPlacement.SHARD, Outcome.RIGHT)]
     for side, is_met in ((Side.DTENSOR, None), (Side.FALLBACK, False)):
         figures = {figure.name: figure for figure in operator_figures(side, cases)}
         assert figures[f"{side}.shard0.right"].value == 1 and figures[f"{side}.shard0.wrong"].is_met is is_met

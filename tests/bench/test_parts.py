@@ -1,4 +1,4 @@
-"""One table of parts: every row leads to a function, and an unknown name to an error that names them all."""
+"""Tests of the table of benchmarks: every entry has a function, unknown names are errors with a suggestion."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import sys
 import pytest
 
 from meshwright.errors import InputError
-from meshwright_bench.benchmarks import PARTS, Part, find_part, load_body
+from meshwright_bench.benchmarks import BENCHMARKS, Benchmark, find_benchmark, load_body
 
 
-@pytest.mark.parametrize("part", Part)
-def test_every_part_has_a_row_whose_body_exists(part):
-    assert PARTS[part].title
+@pytest.mark.parametrize("part", Benchmark)
+def test_every_benchmark_has_an_entry_with_an_existing_function(part):
+    assert BENCHMARKS[part].title
     assert callable(load_body(part))
-    assert find_part(str(part)) is part
+    assert find_benchmark(str(part)) is part
 
 
 @pytest.mark.parametrize("name, nearest", [("trian", "train"), ("TRAIN", "train"), ("pipelines", "pipeline")])
-def test_an_unknown_part_names_the_nearest(name, nearest):
+def test_the_error_for_an_unknown_name_suggests_the_nearest(name, nearest):
     with pytest.raises(InputError) as caught:
-        find_part(name)
+        find_benchmark(name)
     assert caught.value.fix == f"meshwright bench {nearest}"
 
 
 @pytest.mark.parametrize("name", ["trian", "nothing-like-it", ""])
-def test_an_unknown_part_names_one_and_all(name):
+def test_the_error_for_an_unknown_name_lists_all_benchmarks(name):
     with pytest.raises(InputError) as caught:
-        find_part(name)
+        find_benchmark(name)
     assert caught.value.exit_code == 2
-    assert caught.value.fix.removeprefix("meshwright bench ") in set(Part)
-    assert all(part in caught.value.rule for part in Part)
+    assert caught.value.fix.removeprefix("meshwright bench ") in set(Benchmark)
+    assert all(part in caught.value.rule for part in Benchmark)
 
 
 def test_the_launcher_side_imports_no_torch():

@@ -1,4 +1,4 @@
-"""`bench pipeline`: what its figures are made of, and what holds on any machine. No test looks at a clock's reading."""
+"""Tests of `bench pipeline`: figures and properties that do not depend on the machine; no test asserts a duration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from meshwright_bench.pipeline.cases import (
     EngineTask,
     MemoryTask,
     WaitTask,
+    merge_ranks,
     on_four_ranks,
     on_one_rank,
-    woven,
 )
 from meshwright_bench.pipeline.engine_overhead import bare_loop, engine_arms
 from meshwright_bench.pipeline.memory import count_all
@@ -49,12 +49,12 @@ def measure_on_rank(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("kind", ENGINE_STAGES)
-def test_a_woven_table_does_the_same_work_on_one_rank(kind):
-    whole = on_four_ranks(kind)
-    table = woven(whole)
+def test_a_merged_schedule_has_the_same_actions_on_one_rank(kind):
+    four_ranks = on_four_ranks(kind)
+    table = merge_ranks(four_ranks)
     verify(table)
     assert table.num_ranks == 1
-    assert {str(a) for _, _, a in table.positions()} == {str(a) for _, _, a in whole.positions()}
+    assert {str(a) for _, _, a in table.positions()} == {str(a) for _, _, a in four_ranks.positions()}
 
 
 @pytest.mark.parametrize("kind", quick_and_slow(((kind,) for kind in ENGINE_STAGES), {("interleaved",), ("zb-v",)}))
@@ -81,7 +81,7 @@ def test_the_bare_loop_computes_the_gradients_of_the_whole_chain(forwards_first)
         torch.testing.assert_close(gradient, module.weight.grad)
 
 
-def test_bytes_are_counted_once_and_let_go():
+def test_live_bytes_are_counted_once_until_freed():
     before = torch.ones(1000)
     with LiveBytes() as live:
         x = before * 2
@@ -109,7 +109,7 @@ def test_saved_activations_are_counted_in_backward_too():
 
 
 @pytest.mark.slow
-def test_the_counts_hold_what_is_promised(gang):
+def test_the_counts_meet_the_targets(gang):
     answer = gang(4).run(count_on_rank)[0]
     figures = {figure.name: figure.value for figure in memory_figures(answer, TINY.unit_bytes)}
     full, none = "memory.recompute_full", "memory.recompute_none"
@@ -156,7 +156,7 @@ def test_both_engines_run_every_schedule(gang, kind):
     assert all(seconds > 0 for arm in ("ours", "torch") for seconds in found["seconds"][arm])
 
 
-def test_figures_are_of_the_time_beyond_bare_and_ideal():
+def test_figures_are_relative_to_the_bare_loop_and_the_ideal():
     seconds = {"ours": [3e-3], "torch": [5e-3], "bare": [1e-3], "ours_woven": [9e-3], "bare_woven": [1e-3]}
     actions = {"ours": 100, "torch": 100, "ours_woven": 400}
     figures = {f.name: f.value for f in engine_figures({"1f1b": {"seconds": seconds, "actions": actions}})}
@@ -180,7 +180,7 @@ def test_cuda_is_refused():
 
 
 @pytest.mark.slow
-def test_the_whole_part_runs(monkeypatch):
+def test_the_benchmark_runs(monkeypatch):
     monkeypatch.setattr(benchmark, "WaitTask", lambda result, rounds: WaitTask(result, rounds, kernel_s=0.001))
     monkeypatch.setattr(benchmark, "EngineTask", lambda result, rounds: EngineTask(result, rounds, steps=1))
     figures = as_json(bench_pipeline(Options(rounds=1), lambda text: None))["figures"]

@@ -1,4 +1,4 @@
-"""`bench shared-gradients`: bytes are counted where they are sent, and both sides' sums are seen to be right."""
+"""Tests of `bench shared-gradients`: bytes are counted in the collectives, and the sums of both sides are checked."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def measure(rank, world_size, damage=False):
 
 def test_bytes_fall_as_one_over_dp_within_a_row(gang):
     answers = {dp: gang(PP * dp).run(measure)[0] for dp in (1, 2)}
-    whole = 4 * model_facts(CONFIG).every[0].num_elements
-    assert answers[1]["bytes"] == {"sharded": whole, "whole": whole}
-    assert answers[2]["bytes"]["whole"] == whole
-    assert 0 < answers[2]["bytes"]["sharded"] - whole / 2 <= 4 * DIM, "an odd number of rows"
+    full_bytes = 4 * model_facts(CONFIG).every[0].num_elements
+    assert answers[1]["bytes"] == {"sharded": full_bytes, "whole": full_bytes}
+    assert answers[2]["bytes"]["whole"] == full_bytes
+    assert 0 < answers[2]["bytes"]["sharded"] - full_bytes / 2 <= 4 * DIM, "an odd number of rows"
     figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=4 * DIM)}
     assert figures["dp_shard_2.share"].is_met and figures["dp_shard_1.share"].is_met is None
     assert all(figures[f"dp_shard_{dp}.{side}_ms"].value > 0 for dp in (1, 2) for side in ("sharded", "whole"))
 
 
-def test_a_wrong_sum_is_no_benchmark(gang):
+def test_an_incorrect_sum_is_an_error(gang):
     with pytest.raises(GangError) as caught:
         gang(PP).run(measure, True)
     error = caught.value.exception
@@ -64,11 +64,11 @@ def count(rank, world_size):
     return sent.total
 
 
-def test_what_is_handed_to_collectives_is_counted(gang):
+def test_bytes_passed_to_collectives_are_counted(gang):
     assert gang(2).run(count) == [30 + 3 * 8] * 2
 
 
-def test_figures_are_shares_and_medians():
+def test_figures_are_ratios_and_medians():
     answers = {
         1: {
             "bytes": {"sharded": 1000, "whole": 1000},
@@ -94,7 +94,7 @@ def test_cuda_is_refused():
 
 
 @pytest.mark.slow
-def test_the_whole_part_runs():
+def test_the_benchmark_runs():
     figures = as_json(bench_shared_gradients(Options(rounds=1), lambda text: None))["figures"]
     assert all(value is not None for value in figures.values())
     assert figures["dp_shard_1.share"] == 1

@@ -1,4 +1,4 @@
-"""What the cases are, and what figures a measurement of one becomes. No process is started here."""
+"""Tests of the cases of `bench train` and of their figures, without starting processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from meshwright_bench.alternate import Alternation
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.report import as_json
 from meshwright_bench.train import benchmark
-from meshwright_bench.train.benchmark import Measured, bench_train, case_figures, unmeasured_figures
+from meshwright_bench.train.benchmark import CaseResult, bench_train, case_figures, unmeasured_figures
 from meshwright_bench.train.cases import cpu_cases, cuda_cases
 
 GPU = "NVIDIA H200"
 
 
-def measured(*, device=None) -> Measured:
+def measured(*, device=None) -> CaseResult:
     memory = dict.fromkeys(("ours", "bare"), None if device is None else 2**35)
-    return Measured(Alternation({"ours": (0.5, 0.5), "bare": (0.25, 0.75)}), memory, device)
+    return CaseResult(Alternation({"ours": (0.5, 0.5), "bare": (0.25, 0.75)}), memory, device)
 
 
 def by_name(figures):
@@ -31,7 +31,7 @@ def by_name(figures):
     return {figure.name.partition(".")[2]: figure for figure in figures}
 
 
-def test_the_cases_are_the_promised_ones():
+def test_the_cases_match_the_documentation():
     one, two = cpu_cases()
     assert (one.config.mesh.axes().num_ranks(), two.config.mesh.axes().num_ranks()) == (1, 2)
     assert all(case.at_least == 0.97 and case.config.name == "llama-tiny" for case in (one, two))
@@ -50,7 +50,7 @@ def test_a_step_faster_than_bare_is_a_ratio_over_one():
     assert figures["ratio"].value == pytest.approx((0.5 + 1.5) / 2)
     assert figures["ratio"].spread == pytest.approx((0.5, 1.5))
     assert figures["ratio"].at_least == case.at_least
-    assert figures["ours_tokens_per_s"].value == pytest.approx(case.tokens_a_step / 0.5)
+    assert figures["ours_tokens_per_s"].value == pytest.approx(case.tokens_per_step / 0.5)
     assert figures["bare_step_ms"].value == pytest.approx(500)
     assert "ours_mfu" not in figures
 
@@ -58,12 +58,12 @@ def test_a_step_faster_than_bare_is_a_ratio_over_one():
 def test_on_cuda_there_are_mfu_and_memory():
     case = cuda_cases()[0]
     figures = by_name(case_figures(case, measured(device=GPU)))
-    flops = model_facts(case.config).flops_per_token * case.tokens_a_step / 0.5
+    flops = model_facts(case.config).flops_per_token * case.tokens_per_step / 0.5
     assert figures["ours_mfu"].value == pytest.approx(flops / device_for(GPU).peak(Rate.BF16))
     assert figures["bare_memory"].value == 2**35
 
 
-def test_an_unknown_gpu_has_no_mfu_and_says_so():
+def test_an_unknown_gpu_has_no_mfu_and_the_figure_says_why():
     figures = by_name(case_figures(cuda_cases()[0], measured(device="NVIDIA X1")))
     assert figures["ours_mfu"].value is None
     assert "NVIDIA X1" in figures["ours_mfu"].note
@@ -77,7 +77,7 @@ def fake_launch(answer):
     return launch
 
 
-def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
+def test_on_a_cpu_the_cuda_figures_are_listed_as_unmeasured(monkeypatch):
     monkeypatch.setattr(devices, "launch", fake_launch(None))
     monkeypatch.setattr(benchmark, "run_case", lambda case: measured())
     said = []
@@ -87,7 +87,7 @@ def test_on_a_cpu_the_cuda_figures_are_stated_as_unmeasured(monkeypatch):
     for case in cuda_cases():
         assert all(figures[figure.name] is None for figure in unmeasured_figures(case))
     assert len(report.notes) == 2
-    assert all("; 8 steps an arm, against" in note for note in report.notes), "two blocks of 4 steps in one round"
+    assert all("; 8 steps per arm, against" in note for note in report.notes), "two blocks of 4 steps in one round"
     assert said
 
 

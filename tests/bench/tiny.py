@@ -1,4 +1,4 @@
-"""A case small enough to measure in a test: the path of the real ones, with a model of a few thousand parameters."""
+"""A case small enough to measure in a test, with a model of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright_bench.train.cases import Case
 
 
 def tiny_case(*, ranks: int = 1, precision: str = "float32", compile: bool = False, seed: int = 0) -> Case:
-    """Two rounds of two steps on random tokens, on the CPU. bfloat16 takes the CUDA cases' path."""
+    """Return a case with two rounds of two steps on random tokens, on the CPU; bfloat16 follows the CUDA cases."""
     model = "num_layers=2 dim=32 num_heads=4 num_kv_heads=2 ffn_dim=48 vocab_size=97"
     train = f"global_batch=4 seq_len=16 precision={precision} compile={str(compile).lower()} device=cpu threads=1"
     words = [*(f"model.{word}" for word in model.split()), *(f"train.{word}" for word in train.split())]

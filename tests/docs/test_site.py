@@ -15,7 +15,7 @@ import pytest
 from meshwright_docs import PAGES
 from meshwright_docs.links import Links
 from meshwright_docs.notebook import notebook_page
-from meshwright_docs.prose import as_markdown, attributes_apart, first_sentence
+from meshwright_docs.prose import as_markdown, first_sentence, split_attributes
 from meshwright_docs.reference import Reference
 from meshwright_docs.source import Source
 from tests.docs.notebook import QUICKSTART
@@ -237,7 +237,7 @@ def test_docstrings_become_markdown():
 
 def test_attributes_go_to_where_they_are_listed():
     docstring = "A.\n\nAttributes:\n    x, y: sizes\n        of it.\n    z: more.\n\nRaises:\n    Error: no."
-    rest, said = attributes_apart(docstring)
+    rest, said = split_attributes(docstring)
     assert rest == "A.\n\nRaises:\n    Error: no."
     assert said == {"x": "sizes\nof it.", "y": "sizes\nof it.", "z": "more."}
 

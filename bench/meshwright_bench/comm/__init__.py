@@ -1,1 +1,1 @@
-"""Benchmarks of compressed collectives and their kernels."""
+"""Benchmark of compressed collectives and their kernels."""

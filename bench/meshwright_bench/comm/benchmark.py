@@ -1,6 +1,6 @@
-"""`bench comm`: compressed collectives against FSDP2's own, and their kernels against a copy of memory.
+"""`bench comm`: compressed collectives against FSDP2's own, and their kernels against a memory copy.
 
-Torch-free: runs in the launcher, starts the ranks of each measurement and turns what they wrote into figures.
+Torch-free: runs in the launcher, starts the ranks of each measurement and converts their results to figures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from datetime import date
 
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Alternation
-from meshwright_bench.benchmarks import Options, Part, Say
+from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.comm.cases import (
     BITS_AT_MOST,
     BUILTIN,
@@ -29,87 +29,87 @@ from meshwright_bench.comm.cases import (
     WireTask,
 )
 from meshwright_bench.devices import NEEDS_CUDA, find_cuda
-from meshwright_bench.ranks import Answer, measured, with_rounds
+from meshwright_bench.ranks import RawResult, run_measurement, with_rounds
 from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 
 CPU_NOTES = (
-    "reduce_scatter, all_gather: 2 gloo processes of one thread, 16.8 M elements, against the collectives that FSDP2 "
-    "calls by itself",
-    "bits and bytes: what a rank sends to the other, scales included; both sides' results are compared first",
-    "kernels: one process of one thread; of_copy: bytes read and written a second, over those of a copy of memory",
+    "reduce_scatter, all_gather: 2 gloo processes with one thread, 16.8 M elements, against the collectives that FSDP2 "
+    "calls by default",
+    "bits and bytes: sent by a rank to the other, including scales; the results of both sides are compared first",
+    "kernels: one process with one thread; of_copy: bytes read and written per second, relative to a memory copy",
 )
 CUDA_NOTES = (
-    "loco4: a bfloat16 gradient and its int8 error become 4 bits and a new error; per MB of gradient",
+    "loco4: a bfloat16 gradient and its int8 error to 4 bits and a new error; per MB of gradient",
     "decode_sum_8: the sum of 8 ranks' 4-bit blocks, in bfloat16; per MB of sum",
-    "floor: 4.59 and 6.25 bytes an element at the speed of a copy; of_copy: bytes that are read and written in fact",
+    "floor: 4.59 and 6.25 bytes per element at the bandwidth of a copy; of_copy: bytes actually read and written",
 )
 
 
 def bench_comm(options: Options, say: Say) -> Report:
-    """Measure the kernels on a CUDA device; on the CPU, the collectives and the kernels.
+    """Measure the kernels on a CUDA device, or the collectives and the kernels on the CPU.
 
     Raises:
-        InputError: CUDA was asked for and there is none.
-        RunError: the two sides do not compute the same, or the count of bytes is wrong.
+        InputError: CUDA was requested and is not available.
+        RunError: the results of the two sides differ, or the byte count is incorrect.
     """
     gpu = find_cuda(options.device, say)
     today = date.today().isoformat()
     if gpu is not None:
         say("kernels on the device …")
-        answer = measured(cuda_body, with_rounds(CudaTask, options.rounds), num_ranks=1)
-        return Report(Part.COMM, f"{gpu}, {cpu_name()}", today, tuple(cuda_figures(answer)), CUDA_NOTES)
+        answer = run_measurement(cuda_body, with_rounds(CudaTask, options.rounds), num_ranks=1)
+        return Report(Benchmark.COMM, f"{gpu}, {cpu_name()}", today, tuple(cuda_figures(answer)), CUDA_NOTES)
     say("collectives of two ranks …")
-    wire = measured(wire_body, with_rounds(WireTask, options.rounds), num_ranks=NUM_RANKS)
+    wire = run_measurement(wire_body, with_rounds(WireTask, options.rounds), num_ranks=NUM_RANKS)
     say("kernels on one core …")
-    kernels = measured(kernel_body, with_rounds(KernelTask, options.rounds), num_ranks=1)
+    kernels = run_measurement(kernel_body, with_rounds(KernelTask, options.rounds), num_ranks=1)
     figures = [*wire_figures(wire), *kernel_figures(kernels), *unmeasured_figures()]
-    return Report(Part.COMM, f"{cpu_name()}, {kernels['isa']}", today, tuple(figures), CPU_NOTES)
+    return Report(Benchmark.COMM, f"{cpu_name()}, {kernels['isa']}", today, tuple(figures), CPU_NOTES)
 
 
-def wire_figures(answer: Mapping[str, Mapping[str, Answer]]) -> list[Figure]:
-    """Milliseconds, speed-ups, bytes and bits by collective and type of elements."""
+def wire_figures(answer: Mapping[str, Mapping[str, RawResult]]) -> list[Figure]:
+    """Return milliseconds, speed-ups, bytes and bits by collective and dtype."""
     figures = []
     for collective, types in answer.items():
-        for dtype, found in types.items():
-            name, timed = f"{collective}.{dtype}", _alternation(found)
-            for side, sent in found["bytes"].items():
-                is_promised = (collective, side) == (REDUCE_SCATTER, LOCO4)
+        for dtype, measured in types.items():
+            name, timed = f"{collective}.{dtype}", _alternation(measured)
+            for side, sent in measured["bytes"].items():
+                has_target = (collective, side) == (REDUCE_SCATTER, LOCO4)
                 milliseconds = [1e3 * seconds for seconds in timed.seconds[side]]
                 figures.append(of_rounds(f"{name}.{side}_ms", milliseconds, "ms"))
                 if side != BUILTIN:
-                    at_least = SPEEDUP_AT_LEAST[dtype] if is_promised else None
+                    at_least = SPEEDUP_AT_LEAST[dtype] if has_target else None
                     speedups = timed.speedups(side, over=BUILTIN)
                     figures.append(of_rounds(f"{name}.{side}_speedup", speedups, "times", at_least=at_least))
-                bits = 8 * sent / found["elements_sent"]
-                at_most = BITS_AT_MOST if is_promised else None
-                figures.append(Figure(f"{name}.{side}_bits", bits, "bits an element", at_most=at_most))
+                bits = 8 * sent / measured["elements_sent"]
+                at_most = BITS_AT_MOST if has_target else None
+                figures.append(Figure(f"{name}.{side}_bits", bits, "bits per element", at_most=at_most))
                 figures.append(Figure(f"{name}.{side}_bytes", sent, "bytes"))
     return figures
 
 
-def kernel_figures(answer: Answer) -> list[Figure]:
-    """G elements a second of each kernel, and its share of a copy's bandwidth."""
+def kernel_figures(answer: RawResult) -> list[Figure]:
+    """Return G elements per second of each kernel, and its bandwidth relative to a copy."""
     timed, num_bytes = _alternation(answer), answer["bytes"]
     rates = {kernel: _rates(timed, kernel, num_bytes[kernel] / 1e9) for kernel in num_bytes}
     figures = [of_rounds(f"kernels.{COPY}", rates[COPY], "GB/s")]
     for kernel in num_bytes:
         if kernel == COPY:
             continue
-        is_promised = kernel.startswith(f"{LOCO4}_") and answer["isa"] == "avx512"
+        has_target = kernel.startswith(f"{LOCO4}_") and answer["isa"] == "avx512"
         figures += [
             of_rounds(
                 f"kernels.{kernel}",
                 _rates(timed, kernel, answer["num_elements"] / 1e9),
                 "G elements/s",
-                at_least=LOCO_AT_LEAST if is_promised else None,
+                at_least=LOCO_AT_LEAST if has_target else None,
             ),
-            of_rounds(f"kernels.{kernel}_of_copy", _ratios(rates[kernel], rates[COPY]), "of its GB/s"),
+            of_rounds(f"kernels.{kernel}_of_copy", _ratios(rates[kernel], rates[COPY]), "of the copy's GB/s"),
         ]
     return figures
 
 
-def cuda_figures(answer: Answer) -> list[Figure]:
-    """Nanoseconds a MB of bfloat16, beside what a copy's bandwidth would allow."""
+def cuda_figures(answer: RawResult) -> list[Figure]:
+    """Return nanoseconds per MB of bfloat16, and the floor at the bandwidth of a copy."""
     timed, num_bytes = _alternation(answer), answer["bytes"]
     copied = _rates(timed, COPY, num_bytes[COPY])
     megabytes = answer["num_elements"] * 2 / 1e6
@@ -119,18 +119,18 @@ def cuda_figures(answer: Answer) -> list[Figure]:
         floors = [1e9 * FLOOR_BYTES[kernel] * answer["num_elements"] / megabytes / rate for rate in copied]
         moved = _rates(timed, kernel, num_bytes[kernel])
         figures += [
-            of_rounds(f"cuda.{kernel}", spent, "ns a MB"),
-            of_rounds(f"cuda.{kernel}_floor", floors, "ns a MB"),
+            of_rounds(f"cuda.{kernel}", spent, "ns per MB"),
+            of_rounds(f"cuda.{kernel}_floor", floors, "ns per MB"),
             of_rounds(
                 f"cuda.{kernel}_over_floor", _ratios(spent, floors), "times the floor", at_most=OVER_FLOOR_AT_MOST
             ),
-            of_rounds(f"cuda.{kernel}_of_copy", _ratios(moved, copied), "of its GB/s"),
+            of_rounds(f"cuda.{kernel}_of_copy", _ratios(moved, copied), "of the copy's GB/s"),
         ]
     return figures
 
 
 def unmeasured_figures() -> list[Figure]:
-    """The CUDA device's figures where there is none."""
+    """Return the CUDA figures on a machine without CUDA."""
     return [
         Figure(f"cuda.{kernel}_over_floor", None, at_most=OVER_FLOOR_AT_MOST, note=NEEDS_CUDA)
         for kernel in (QUANTISE, DECODE_SUM_8)
@@ -138,32 +138,32 @@ def unmeasured_figures() -> list[Figure]:
 
 
 def wire_body(context: RankContext, task: WireTask) -> None:
-    """What each rank that sends runs; imports torch only there."""
+    """Run one rank of the collectives; torch is imported here, not in the launcher."""
     from meshwright_bench.comm.collectives import measure_wire
 
     measure_wire(context, task)
 
 
 def kernel_body(context: RankContext, task: KernelTask) -> None:
-    """The kernels on one core."""
+    """Measure the kernels on one core; torch is imported here."""
     from meshwright_bench.comm.kernels import measure_kernels
 
     measure_kernels(task)
 
 
 def cuda_body(context: RankContext, task: CudaTask) -> None:
-    """The kernels on a CUDA device."""
+    """Measure the kernels on a CUDA device; torch is imported here."""
     from meshwright_bench.comm.kernels_cuda import measure_cuda
 
     measure_cuda(task)
 
 
-def _alternation(answer: Answer) -> Alternation:
+def _alternation(answer: RawResult) -> Alternation:
     return Alternation({side: tuple(seconds) for side, seconds in answer["seconds"].items()})
 
 
 def _rates(timed: Alternation, arm: str, amount: float) -> list[float]:
-    """By round, the amount a step divided by its seconds."""
+    """Return the amount per second in each round, for an amount per step."""
     return [amount / seconds for seconds in timed.seconds[arm]]
 
 

@@ -1,7 +1,4 @@
-"""What `bench comm` measures, as values: the collectives and kernels, the sizes, the targets.
-
-Torch-free.
-"""
+"""Collectives, kernels, sizes and targets of `bench comm`. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,36 +7,36 @@ from pathlib import Path
 
 NUM_RANKS = 2
 NUM_ELEMENTS = 2**24
-"""Of a gradient, and of gathered weights."""
+"""Elements of a gradient, and of gathered weights."""
 DTYPES = ("float32", "bfloat16")
 
 BUILTIN, LOCO4, INT8 = "builtin", "loco4", "int8"
-"""Sides of a comparison: what FSDP2 calls, and what `meshwright.comm.compress` calls these names."""
+"""Sides of a comparison: FSDP2's default call, and the methods of `meshwright.comm.compress` with these names."""
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
-WAYS = {REDUCE_SCATTER: (LOCO4, INT8), ALL_GATHER: (INT8,)}
+COMPRESSED_SIDES = {REDUCE_SCATTER: (LOCO4, INT8), ALL_GATHER: (INT8,)}
 """Compressed sides of each collective."""
 SPEEDUP_AT_LEAST = {"float32": 4.0, "bfloat16": 3.0}
-"""Of a reduce-scatter in `loco4`."""
+"""Target speed-up of a reduce-scatter in `loco4`."""
 BITS_AT_MOST = 4.2
-"""An element in `loco4`."""
+"""Target bits per element in `loco4`."""
 ERROR_AT_MOST = {LOCO4: 0.2, INT8: 0.02}
-"""Relative to the built-in's result on Gaussian data: twice what the codec's own error is, and more."""
+"""Maximum error relative to the built-in result on Gaussian data: more than twice the error of the codec."""
 
 COPY = "copy"
-"""The memory copy that kernels are measured beside."""
+"""Name of the memory copy that kernels are compared with."""
 LOCO_AT_LEAST = 1.5
-"""G elements a second and core of the fused LoCo quantise, with AVX-512."""
+"""Target of the fused LoCo quantize kernel with AVX-512, in G elements per second and core."""
 
 QUANTISE, DECODE_SUM_8 = "loco4", "decode_sum_8"
-"""Kernels on a CUDA device: (a) and (b)."""
+"""Kernels measured on a CUDA device."""
 FLOOR_BYTES = {QUANTISE: 4.59, DECODE_SUM_8: 6.25}
-"""Bytes an element that the targets' floor reads and writes, with a scale every 64 elements; ours has one every 128."""
+"""Bytes per element in the floor of the targets, with one scale per 64 elements; ours has one per 128."""
 OVER_FLOOR_AT_MOST = 1.18
 
 
 @dataclass(frozen=True)
 class WireTask:
-    """The collectives, on gloo processes."""
+    """Measurement of the collectives, on gloo processes."""
 
     result: Path
     num_elements: int = NUM_ELEMENTS
@@ -49,7 +46,7 @@ class WireTask:
 
 @dataclass(frozen=True)
 class KernelTask:
-    """The kernels alone, in one process of one thread."""
+    """Measurement of the kernels, in one process with one thread."""
 
     result: Path
     num_elements: int = NUM_ELEMENTS
@@ -59,13 +56,13 @@ class KernelTask:
 
 @dataclass(frozen=True)
 class CudaTask:
-    """The kernels on a CUDA device, in one process."""
+    """Measurement of the kernels on a CUDA device, in one process."""
 
     result: Path
     num_elements: int = 2**27
-    """So many that a launch from Python takes less time than the kernel."""
+    """Number of elements, large enough that a kernel takes longer than its launch from Python."""
     num_sets: int = 3
-    """Tensors that take turns, each set larger than any cache."""
+    """Number of sets of tensors that alternate, each larger than any cache."""
     rounds: int = 15
     steps: int = 30
     device: str = "cuda"

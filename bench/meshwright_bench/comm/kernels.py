@@ -1,7 +1,7 @@
-"""The kernels of compressed collectives alone, beside a copy of memory, on any device.
+"""Kernels of compressed collectives, compared with a memory copy, on any device.
 
-A kernel that is bound by memory is as fast as a copy that reads and writes as many bytes; so that is what it is
-measured against. Before the clock starts its bits are compared with the torch reference's.
+A memory-bound kernel is at best as fast as a copy that reads and writes as many bytes, so the copy is the baseline.
+Before timing, the output of each kernel is compared bitwise with the torch reference.
 """
 
 from __future__ import annotations
@@ -25,70 +25,70 @@ from meshwright_bench.train.measure import timer_on
 
 CODEC = Codec.INT4
 CHECKED_ELEMENTS = 12_345
-"""No whole number of groups."""
+"""Number of elements to check, which is not a multiple of the group size."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call that can be repeated."""
+    """A repeatable kernel call."""
 
     run: Callable[[], object]
     num_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
 
 
 def measure_kernels(task: KernelTask) -> None:
-    """Measure on the CPU; write seconds, bytes and the instruction set as JSON."""
+    """Measure on the CPU and write seconds, bytes and the instruction set as JSON."""
     task.result.write_text(json.dumps(cpu_kernels(task)), "utf-8")
 
 
 def cpu_kernels(task: KernelTask) -> dict[str, Any]:
-    """Seconds by round and bytes of each kernel.
+    """Measure the seconds per round and the bytes of each kernel.
 
     Raises:
-        RunError: a kernel's bits are not the reference's.
+        RunError: the output of a kernel differs from the reference.
     """
     cpu = torch.device("cpu")
-    num_elements, found = task.num_elements, {}
+    num_elements, kernels = task.num_elements, {}
     for name in DTYPES:
         dtype = getattr(torch, name)
         check_bits(dtype, cpu)
-        found[f"loco4_{name}"] = loco_quantise(num_elements, dtype, cpu)
-        found[f"int4_{name}"] = encode(num_elements, dtype, CODEC, rotate=False)
-        found[f"int8_rotated_{name}"] = encode(num_elements, dtype, Codec.INT8, rotate=True)
+        kernels[f"loco4_{name}"] = loco_quantise(num_elements, dtype, cpu)
+        kernels[f"int4_{name}"] = encode(num_elements, dtype, CODEC, rotate=False)
+        kernels[f"int8_rotated_{name}"] = encode(num_elements, dtype, Codec.INT8, rotate=True)
         for num_blocks in (2, 8):
-            found[f"decode_sum_{num_blocks}_{name}"] = decode_sum(num_blocks, num_elements, dtype, cpu)
-    found[COPY] = copy(found[f"loco4_{DTYPES[0]}"].num_bytes, cpu)
-    for kernel in found.values():
+            kernels[f"decode_sum_{num_blocks}_{name}"] = decode_sum(num_blocks, num_elements, dtype, cpu)
+    kernels[COPY] = copy(kernels[f"loco4_{DTYPES[0]}"].num_bytes, cpu)
+    for kernel in kernels.values():
         kernel.run()
-    arms = {name: kernel.run for name, kernel in found.items()}
+    arms = {name: kernel.run for name, kernel in kernels.items()}
     timed = alternate(arms, timer=timer_on(cpu), rounds=task.rounds, steps=task.steps)
     library = find_kernels()
     return {
         "isa": "torch reference" if library is None else library.isa.value,
         "num_elements": num_elements,
-        "bytes": {name: kernel.num_bytes for name, kernel in found.items()},
+        "bytes": {name: kernel.num_bytes for name, kernel in kernels.items()},
         "seconds": timed.seconds,
     }
 
 
 def loco_quantise(num_elements: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    """A gradient and its error become 4 bits and a new error, as in a training step."""
+    """Return the kernel from a gradient and its error to 4 bits and a new error, as in a training step."""
     g = _random((num_elements,), dtype, device)
-    error = dispatch.loco_quantise(g, _no_error(num_elements, device), CODEC)[1]
+    error = dispatch.loco_quantise(g, _zero_error(num_elements, device), CODEC)[1]
     new_error = torch.empty_like(error)
     num_bytes = _bytes(g, error, new_error) + CODEC.encoded_bytes(num_elements)
     return Kernel(lambda: dispatch.loco_quantise(g, error, CODEC, new_error=new_error), num_bytes)
 
 
 def encode(num_elements: int, dtype: torch.dtype, codec: Codec, *, rotate: bool) -> Kernel:
-    """Elements become codes, on the CPU."""
+    """Return the kernel that encodes a tensor, on the CPU."""
     x = _random((num_elements,), dtype, torch.device("cpu"))
     return Kernel(lambda: dispatch.encode(x, codec, rotate=rotate), _bytes(x) + codec.encoded_bytes(num_elements))
 
 
 def decode_sum(num_blocks: int, num_elements: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    """The sum of what 4-bit blocks of different ranks stand for."""
+    """Return the kernel that decodes and sums the 4-bit blocks of several ranks."""
     block = dispatch.encode(_random((num_elements,), dtype, device), CODEC)
     payloads = block.repeat(num_blocks, 1)
     out = torch.empty(num_elements, dtype=dtype, device=device)
@@ -98,20 +98,20 @@ def decode_sum(num_blocks: int, num_elements: int, dtype: torch.dtype, device: t
 
 
 def copy(num_bytes: int, device: torch.device) -> Kernel:
-    """A copy that reads and writes as many bytes together."""
+    """Return a copy that reads and writes `num_bytes` in total."""
     x = torch.zeros(num_bytes // 2, dtype=torch.uint8, device=device)
     y = torch.ones_like(x)
     return Kernel(lambda: y.copy_(x), _bytes(x, y))
 
 
 def check_bits(dtype: torch.dtype, device: torch.device) -> None:
-    """Compare the kernels on a device with the torch reference on the CPU, bitwise.
+    """Compare the kernels on a device bitwise with the torch reference on the CPU.
 
     Raises:
         RunError: they differ.
     """
     g = _random((CHECKED_ELEMENTS,), dtype, torch.device("cpu"))
-    _, error = error_feedback.loco_quantise(g, _no_error(CHECKED_ELEMENTS, g.device), CODEC)
+    _, error = error_feedback.loco_quantise(g, _zero_error(CHECKED_ELEMENTS, g.device), CODEC)
     payload, new_error = error_feedback.loco_quantise(g, error, CODEC)
     blocks = torch.stack([payload, codecs.encode(g, CODEC), payload])
     total = codecs.decode_sum(blocks, CODEC, num_elements=CHECKED_ELEMENTS, dtype=dtype, multiplier=1 / 3)
@@ -119,16 +119,16 @@ def check_bits(dtype: torch.dtype, device: torch.device) -> None:
     out = torch.empty(CHECKED_ELEMENTS, dtype=dtype, device=device)
     dispatch.decode_sum(blocks.to(device), CODEC, out=out, multiplier=1 / 3)
     pairs = {"payload": (ours[0], payload), "new error": (ours[1], new_error), "sum": (out, total)}
-    if wrong := [name for name, (own, expected) in pairs.items() if not torch.equal(own.cpu(), expected)]:
+    if incorrect := [name for name, (actual, expected) in pairs.items() if not torch.equal(actual.cpu(), expected)]:
         raise RunError(
-            f"the kernels' {' and '.join(wrong)} of {dtype} on {device} is not the reference's",
+            f"incorrect {' and '.join(incorrect)} of the {dtype} kernels on {device}",
             where="bench comm",
-            rule="kernels have the bits of the torch reference: figures of different work mean nothing",
-            fix="none from outside: it is a bug; please report it with this message",
+            rule="kernels must equal the torch reference bitwise, else the comparison is meaningless",
+            fix="this is a bug: please report it with this message",
         )
 
 
-def _no_error(num_elements: int, device: torch.device) -> Tensor:
+def _zero_error(num_elements: int, device: torch.device) -> Tensor:
     num_bytes = ERROR_CODEC.encoded_bytes(num_elements)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 

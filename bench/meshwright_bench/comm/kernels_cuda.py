@@ -1,6 +1,6 @@
-"""The kernels of compressed collectives on a CUDA device, beside the copy bandwidth of the same device.
+"""Kernels of compressed collectives on a CUDA device, compared with the copy bandwidth of the device.
 
-Sets of tensors take turns, so that no kernel finds what it reads in a cache; time is taken by events.
+Several sets of tensors alternate, so that no kernel reads from a cache; time is measured with device events.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DTYPE = torch.bfloat16
 
 
 def measure_cuda(task: CudaTask) -> None:
-    """Measure; write seconds and bytes as JSON."""
+    """Measure and write seconds and bytes as JSON."""
     task.result.write_text(json.dumps(device_kernels(task)), "utf-8")
 
 
 def device_kernels(task: CudaTask) -> dict[str, Any]:
-    """Seconds by round and bytes of each kernel.
+    """Measure the seconds per round and the bytes of each kernel.
 
     Raises:
-        RunError: a kernel's bits are not the reference's.
+        RunError: the output of a kernel differs from the reference.
     """
     device = torch.device(task.device)
     check_bits(DTYPE, device)
@@ -40,10 +40,10 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
     }
     sets = {name: [make() for _ in range(task.num_sets)] for name, make in makers.items()}
     sets[COPY] = [copy(sets[QUANTISE][0].num_bytes, device) for _ in range(task.num_sets)]
-    for kernels in sets.values():  # compiles, and takes memory
+    for kernels in sets.values():  # compiles and allocates
         for kernel in kernels:
             kernel.run()
-    arms = {name: _in_turns(kernels) for name, kernels in sets.items()}
+    arms = {name: _cycle(kernels) for name, kernels in sets.items()}
     timed = alternate(arms, timer=timer_on(device), rounds=task.rounds, steps=task.steps)
     return {
         "num_elements": task.num_elements,
@@ -52,7 +52,7 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
     }
 
 
-def _in_turns(kernels: list[Kernel]) -> Callable[[], object]:
-    """Each call runs the next one."""
+def _cycle(kernels: list[Kernel]) -> Callable[[], object]:
+    """Return a function that runs the next kernel at each call."""
     following = cycle(kernels)
     return lambda: next(following).run()

@@ -1,1 +1,1 @@
-"""Benchmarks of PyTorch operators on DTensors."""
+"""Benchmark of PyTorch operators on DTensors."""

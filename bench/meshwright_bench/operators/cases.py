@@ -1,4 +1,4 @@
-"""Values of `bench operators`: the sides, the cases and their outcomes. Torch-free."""
+"""Sides, cases and outcomes of `bench operators`. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from pathlib import Path
 
 
 class Side(StrEnum):
-    """Who runs the operators."""
+    """Implementation that runs the operators."""
 
     DTENSOR = "dtensor"
     FALLBACK = "fallback"
 
 
-class Placed(StrEnum):
-    """How all inputs lie."""
+class InputPlacement(StrEnum):
+    """Placement of all inputs."""
 
     SHARD = "shard0"
-    COPIES = "replicate"
+    REPLICATED = "replicate"
 
 
 class Outcome(StrEnum):
-    """What came of one operator on its first sample, in all ranks' view."""
+    """Outcome of an operator on its first sample, over all ranks."""
 
     RIGHT = "right"
     WRONG = "wrong"
     NOT_IMPLEMENTED = "not_implemented"
     OTHER_ERROR = "other_error"
-    """Also: ranks that died, or waited for others that had failed."""
+    """Includes ranks that died, or waited for others that had failed."""
     REFUSED = "not_a_function"
-    """A `MeshwrightError` that says the operator is not a function of its inputs' values."""
+    """Rejected with a `MeshwrightError`: the operator is not a function of its inputs' values."""
     UNDEFINED = "undefined_values"
-    """Ran, with values that are drawn or never set: only shapes are compared."""
+    """Succeeded, but the values are random or uninitialized: only shapes are compared."""
     LEFT_OUT = "left_out"
-    """Has no sample in float32, fails on plain tensors too, or its inputs are sparse."""
+    """Has no float32 sample, fails on plain tensors too, or has sparse inputs."""
 
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One side's way through all operators.
+    """Sweep of one side over all operators.
 
     Attributes:
-        lines: where rank 0 notes each case before it is run, and what came of it.
-        num_done: cases that are in `lines` already.
+        lines: file in which rank 0 records each case before it runs, and then its outcome.
+        num_done: number of cases that are already in `lines`.
     """
 
     lines: Path
@@ -54,21 +54,21 @@ class SweepTask:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator with its inputs placed one way, and what came of it."""
+    """An operator with one input placement, and the outcome."""
 
     operator: str
-    placed: Placed
+    placed: InputPlacement
     outcome: Outcome
     note: str = ""
 
 
-def begin_line(lines: Path, operator: str, placed: Placed) -> None:
-    """Note a case before it is run, so that one on which the ranks die has a name."""
+def begin_line(lines: Path, operator: str, placed: InputPlacement) -> None:
+    """Record a case before it runs, so that a case that kills the ranks is known."""
     with lines.open("a", encoding="utf-8") as file:
         file.write(f"{operator}\t{placed}")
 
 
 def end_line(lines: Path, outcome: Outcome, note: str) -> None:
-    """Note what came of the case that was begun last."""
+    """Record the outcome of the last case."""
     with lines.open("a", encoding="utf-8") as file:
         file.write(f"\t{outcome}\t{json.dumps(note[:500])}\n")

@@ -1,7 +1,7 @@
-"""Every operator that PyTorch has samples of, on DTensors over real ranks, beside the same on plain tensors.
+"""Sweep over all operators that PyTorch has samples of, on DTensors over real ranks, compared with plain tensors.
 
-Ranks tell each other what came of each operator through a store and not by a collective: after an operator that
-failed on some ranks only, the others may still wait in one, until its time is out, and the group is made anew.
+Ranks exchange the outcome of each operator through a store, not with a collective: if an operator fails on some ranks
+only, the others may still wait in a collective until it times out. The process group is then created again.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright.dtensor_ops.refused_ops import OperatorError
+from meshwright.dtensor_ops.refused_ops import ImpureOperatorError, OperatorError
 from meshwright.mesh.process_groups import process_group
 from meshwright.train.launch.rank_context import RankContext
-from meshwright_bench.operators.cases import Outcome, Placed, Side, SweepTask, begin_line, end_line
+from meshwright_bench.operators.cases import InputPlacement, Outcome, Side, SweepTask, begin_line, end_line
 from meshwright_bench.private import TorchDispatchMode, operators, tree_leaves, tree_map_only
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 5.0
-"""For one collective of an operator; after it the ranks that waited go on."""
+"""Timeout of a collective of an operator, after which waiting ranks continue."""
 UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-"""Operators whose values are whatever lay in memory."""
-PLACEMENTS = {Placed.SHARD: Shard(0), Placed.COPIES: Replicate()}
+"""Operators that return uninitialized memory."""
+PLACEMENTS = {InputPlacement.SHARD: Shard(0), InputPlacement.REPLICATED: Replicate()}
 
-Said = tuple[Outcome, str]
-"""What came of a case on one rank, with a note."""
+CaseOutcome = tuple[Outcome, str]
+"""Outcome of a case on one rank, with a note."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator, its arguments, and what it returns for plain tensors."""
+    """An operator, its arguments and its result for plain tensors."""
 
     name: str
     operator: Callable[..., Any]
     inputs: Any
     expected: Any
     is_defined: bool
-    """The same call returns the same values."""
+    """True if the same call returns the same values."""
 
     def run(self, inputs: Any) -> Any:
-        """What it returns for other inputs, with the same seed."""
+        """Return the operator's result for other inputs, with the same seed."""
         _seed(1)
         first, args, kwargs = inputs
         return self.operator(first, *args, **kwargs)
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether an operator draws random numbers; some set the generator back afterwards."""
+class RandomnessDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that detects operators that draw random numbers, even if they restore the generator afterwards."""
 
     seen = False
 
@@ -71,12 +71,12 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_sweep(context: RankContext, task: SweepTask) -> None:
-    """Go on behind the cases that are done; rank 0 notes each."""
+    """Run the cases that are not done yet; rank 0 records each."""
     warnings.simplefilter("ignore")
-    said = dist.FileStore(f"{context.store_path}-said", context.num_ranks)  # type: ignore[attr-defined]
+    outcomes = dist.FileStore(f"{context.store_path}-outcomes", context.num_ranks)  # type: ignore[attr-defined]
     group, num_groups = ExitStack(), 0
     mesh = sample = None
-    for number, (entry, placed) in enumerate((entry, placed) for entry in operators() for placed in Placed):
+    for number, (entry, placed) in enumerate((entry, placed) for entry in operators() for placed in InputPlacement):
         if number < task.num_done:
             continue
         if mesh is None:
@@ -87,10 +87,12 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
             mesh = init_device_mesh("cpu", (context.num_ranks,))
         if context.rank == 0:
             begin_line(task.lines, name_of(entry), placed)
-        sample = sample if placed is not Placed.SHARD and sample is not None else find_sample(entry)
-        own = run_case(sample, placed, task.side, mesh)
-        said.set(f"{number}/{context.rank}", "\t".join(own))
-        outcome, note = agreed([_split(said.get(f"{number}/{rank}")) for rank in range(context.num_ranks)])
+        sample = sample if placed is not InputPlacement.SHARD and sample is not None else find_sample(entry)
+        local = run_case(sample, placed, task.side, mesh)
+        outcomes.set(f"{number}/{context.rank}", "\t".join(local))
+        outcome, note = combine_outcomes(
+            [_parse(outcomes.get(f"{number}/{rank}")) for rank in range(context.num_ranks)]
+        )
         if context.rank == 0:
             end_line(task.lines, outcome, note)
         if outcome in (Outcome.WRONG, Outcome.OTHER_ERROR):
@@ -100,90 +102,91 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
 
 
 def name_of(entry: Any) -> str:
-    """`linalg.norm`, or with a variant `norm.inf`."""
+    """Return the name of an operator, such as `linalg.norm`, or `norm.inf` with a variant."""
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
 
 
-def run_case(sample: Sample | str, placed: Placed, side: Side, mesh: DeviceMesh) -> Said:
-    """Run one operator, unless it has no sample; what came of it on this rank."""
+def run_case(sample: Sample | str, placed: InputPlacement, side: Side, mesh: DeviceMesh) -> CaseOutcome:
+    """Run one operator, unless it has no sample, and return its outcome on this rank."""
     if isinstance(sample, str):
         return Outcome.LEFT_OUT, sample
     try:
         with replicate_fallback(warn=False) if side is Side.FALLBACK else nullcontext():
-            result = sample.run(tree_map_only(Tensor, lambda x: _placed(x, placed, mesh), sample.inputs))
-            whole = tree_map_only(DTensor, lambda x: x.full_tensor(), result)
+            result = sample.run(tree_map_only(Tensor, lambda x: _place(x, placed, mesh), sample.inputs))
+            full = tree_map_only(DTensor, lambda x: x.full_tensor(), result)
+    except ImpureOperatorError as error:
+        return Outcome.REFUSED, error.what
     except OperatorError as error:
-        is_refusal = "not a function" in error.what
-        return (Outcome.REFUSED if is_refusal else Outcome.OTHER_ERROR), error.what
+        return Outcome.OTHER_ERROR, error.what
     except NotImplementedError as error:
         return Outcome.NOT_IMPLEMENTED, str(error)
     except Exception as error:
         return Outcome.OTHER_ERROR, f"{type(error).__name__}: {error}"
-    difference = _difference(whole, sample)
+    difference = _difference(full, sample)
     if difference:
         return Outcome.WRONG, difference
     return (Outcome.RIGHT if sample.is_defined else Outcome.UNDEFINED), ""
 
 
-def agreed(said: list[Said]) -> Said:
-    """What all ranks said; where they differ, wrong if it is so on any, else an error that left others waiting."""
-    outcomes = {outcome for outcome, _ in said}
+def combine_outcomes(by_rank: list[CaseOutcome]) -> CaseOutcome:
+    """Return the common outcome of all ranks, else wrong if any rank is, else other error."""
+    outcomes = {outcome for outcome, _ in by_rank}
     if len(outcomes) == 1:
-        return said[0]
+        return by_rank[0]
     outcome = Outcome.WRONG if Outcome.WRONG in outcomes else Outcome.OTHER_ERROR
-    return outcome, "; ".join(f"rank {rank}: {outcome} {note}" for rank, (outcome, note) in enumerate(said))
+    return outcome, "; ".join(f"rank {rank}: {outcome} {note}" for rank, (outcome, note) in enumerate(by_rank))
 
 
-def _split(text: bytes) -> Said:
+def _parse(text: bytes) -> CaseOutcome:
     outcome, _, note = text.decode().partition("\t")
     return Outcome(outcome), note
 
 
 def find_sample(entry: Any) -> Sample | str:
-    """The operator with its first sample, or why it is left out."""
+    """Return the operator with its first sample, or the reason to leave it out."""
     try:
         _seed(0)
-        # Not `sample_inputs`: it looks for the test that calls it through the whole stack, 100 ms each.
+        # Not `sample_inputs`, which searches the whole stack for the calling test and takes 100 ms.
         first = next(iter(entry.sample_inputs_func(entry, "cpu", torch.float32, False)))
         inputs = (first.input, first.args, first.kwargs)
         if any(x.layout is not torch.strided for x in tree_leaves(inputs) if isinstance(x, Tensor)):
             return "sparse inputs"
         _seed(1)
         copied, args, kwargs = tree_map_only(Tensor, Tensor.clone, inputs)
-        with Draws() as draws:  # type: ignore[no-untyped-call]
+        with RandomnessDetector() as randomness:  # type: ignore[no-untyped-call]
             expected = entry(copied, *args, **kwargs)
     except Exception as error:
         return f"plain tensors: {type(error).__name__}: {error}"
-    return Sample(name_of(entry), entry, inputs, expected, not draws.seen and entry.name not in UNSET)
+    return Sample(name_of(entry), entry, inputs, expected, not randomness.seen and entry.name not in UNSET)
 
 
 def _seed(seed: int) -> None:
-    """Samples are drawn by all three generators, and all ranks need the same."""
+    """Seed all three generators that samples are drawn with, equally on all ranks."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-def _placed(x: Tensor, placed: Placed, mesh: DeviceMesh) -> DTensor:
+def _place(x: Tensor, placed: InputPlacement, mesh: DeviceMesh) -> DTensor:
     placement = PLACEMENTS[placed] if x.dim() else Replicate()
-    whole = DTensor.from_local(x.detach().clone(), mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [placement])
+    replicated = DTensor.from_local(x.detach().clone(), mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(mesh, [placement])
 
 
 def _difference(result: Any, sample: Sample) -> str:
-    """How a result differs from that of plain tensors, in words; nothing if it doesn't."""
+    """Describe how a result differs from that of plain tensors; empty if it does not."""
     found, expected = tree_leaves(result), tree_leaves(sample.expected)
     if len(found) != len(expected):
-        return f"{len(found)} results, not {len(expected)}"
+        return f"{len(found)} results, expected {len(expected)}"
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, Tensor) and not sample.is_defined:
             if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
-                return f"{one} has not the shape and type of {other}"
+                return f"shape or dtype differs: {one}, expected {other}"
         elif isinstance(other, Tensor):
             try:
                 torch.testing.assert_close(one, other, equal_nan=True)
             except AssertionError as error:
                 return str(error)
         elif sample.is_defined and one != other and one == one:
-            return f"{one}, not {other}"
+            return f"{one}, expected {other}"
     return ""

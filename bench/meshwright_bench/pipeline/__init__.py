@@ -1,1 +1,1 @@
-"""Benchmarks of the pipeline engine."""
+"""Benchmark of the pipeline engine."""

@@ -1,7 +1,7 @@
-"""What an engine adds to the computations it runs, in one process: its step, less a hand-written loop's.
+"""Engine overhead in one process: the time of a step minus that of a hand-written loop.
 
-All stages are on one rank, tensors are tiny, and the loop does the same forwards and backwards with plain autograd, a
-backward for each stage. So what is left is dispatch, bookkeeping and, for a split backward, the splitting.
+All stages are on one rank and tensors are tiny. The loop runs the same forwards and backwards with plain autograd, one
+backward per stage, so the difference is dispatch, bookkeeping and, for a split backward, the splitting.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from meshwright_bench.pipeline.cases import (
     THEIRS,
     WOVEN,
     EngineTask,
+    merge_ranks,
     on_four_ranks,
     on_one_rank,
-    woven,
 )
-from meshwright_bench.pipeline.sides import CPU, BenchStage, TheirSide, our_executor
+from meshwright_bench.pipeline.sides import CPU, BenchStage, TorchPipeline, make_executor
 from meshwright_bench.train.measure import timer_on
 
 WIDTH = 8
 WARMUP = 20
 
 
-class Times(nn.Module):
-    """x · w: the least work a stage can have."""
+class Scale(nn.Module):
+    """Elementwise x · w, a stage with minimal work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape [..., WIDTH]."""
+        """Scale x of shape [..., WIDTH]."""
         return x * self.weight
 
 
 def measure_engine(context: RankContext, task: EngineTask) -> None:
-    """Measure every schedule and write the seconds of a step, by arm and round, as JSON."""
+    """Measure every schedule and write the seconds per step, by arm and round, as JSON."""
     answer: dict[str, Any] = {}
     with process_group(rank=0, num_ranks=1, device=CPU, timeout_s=60, store_path=context.store_path):
         for kind in ENGINE_STAGES:
@@ -66,25 +66,27 @@ def measure_engine(context: RankContext, task: EngineTask) -> None:
 
 
 def engine_arms(kind: str) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """What runs a step of each arm, and how many computations that is."""
-    own, all_ranks = on_one_rank(kind), woven(on_four_ranks(kind))
+    """Return the function that runs a step of each arm, and the number of computations per step."""
+    one_rank, all_ranks = on_one_rank(kind), merge_ranks(on_four_ranks(kind))
     batch = torch.ones(NUM_MICROBATCHES, WIDTH)
-    modules = dict(enumerate(_modules(own)))
-    theirs = TheirSide(kind, modules, batch, num_stages=own.num_stages, num_microbatches=NUM_MICROBATCHES, loss=_loss)
+    modules = dict(enumerate(_modules(one_rank)))
+    theirs = TorchPipeline(
+        kind, modules, batch, num_stages=one_rank.num_stages, num_microbatches=NUM_MICROBATCHES, loss=_loss
+    )
     theirs.step()
     arms: dict[str, Callable[[], object]] = {
-        OURS: _ours(own, batch),
+        OURS: _ours(one_rank, batch),
         THEIRS: theirs.step,
-        BARE: bare_loop(_modules(own), batch, forwards_first=kind == "f-then-b"),
+        BARE: bare_loop(_modules(one_rank), batch, forwards_first=kind == "f-then-b"),
         WOVEN: _ours(all_ranks, batch),
         BARE_WOVEN: bare_loop(_modules(all_ranks), batch, forwards_first=kind == "f-then-b"),
     }
-    table = theirs.table(kind) or own
-    return arms, {OURS: _count(own), THEIRS: _count(table), WOVEN: _count(all_ranks)}
+    table = theirs.table(kind) or one_rank
+    return arms, {OURS: _count(one_rank), THEIRS: _count(table), WOVEN: _count(all_ranks)}
 
 
 def bare_loop(modules: Sequence[nn.Module], batch: Tensor, *, forwards_first: bool) -> Callable[[], object]:
-    """Forwards and backwards of all micro-batches by hand; each stage has a graph of its own."""
+    """Return a step that runs all micro-batches by hand, with a separate autograd graph per stage."""
     inputs = batch.chunk(NUM_MICROBATCHES)
     *first, last = modules
 
@@ -122,13 +124,13 @@ def _ours(schedule: Schedule, batch: Tensor) -> Callable[[], object]:
         is_last = stage == schedule.num_stages - 1
         store = defer_weight_gradients(module) if schedule.splits_backward else None
         stages[stage] = BenchStage(module, inputs, loss=_loss if is_last else None, weight_gradients=store)
-    executor, _ = our_executor(schedule, stages, rank=0, edge=inputs[0])
+    executor, _ = make_executor(schedule, stages, rank=0, edge=inputs[0])
     return executor.run
 
 
 def _modules(schedule: Schedule) -> list[nn.Module]:
-    """A stage whose backward is split needs a matrix to defer."""
-    return [Linear(WIDTH, WIDTH) if schedule.splits_backward else Times() for _ in range(schedule.num_stages)]
+    """Return one module per stage; a split backward needs a matrix whose gradient can be deferred."""
+    return [Linear(WIDTH, WIDTH) if schedule.splits_backward else Scale() for _ in range(schedule.num_stages)]
 
 
 def _loss(y: Tensor, target: Tensor) -> Tensor:

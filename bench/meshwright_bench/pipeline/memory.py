@@ -1,9 +1,9 @@
-"""What each rank of a pipeline holds: bytes counted over a step, on both sides with the same stages.
+"""Memory of each pipeline rank: live bytes during a step, on both sides with the same stages.
 
-Three counts, all with the receive buffers, which live for ever. `turn`: what is alive where the first backward begins,
-when F-then-B holds all stage inputs and no gradient yet. `held`: the most that is alive where any forward or backward
-begins; this is what the engine decides. `peak`: the fullest moment inside a computation, with what the stage itself
-works on. Parameters and their gradients exist before the count begins.
+There are three counts, all including the receive buffers, which are permanent. `turn`: live bytes when the first
+backward begins, when F-then-B holds all stage inputs and no gradient yet. `held`: maximum when any forward or backward
+begins, which the engine determines. `peak`: maximum at any time, including temporary memory of the stage itself.
+Parameters and their gradients are allocated before the count begins.
 
 Shapes: n rows of a micro-batch, d features.
 """
@@ -36,14 +36,14 @@ from meshwright_bench.pipeline.cases import (
     MemoryTask,
     on_four_ranks,
 )
-from meshwright_bench.pipeline.sides import CPU, BenchStage, TheirSide, our_executor
+from meshwright_bench.pipeline.sides import CPU, BenchStage, TorchPipeline, make_executor
 
-Count = dict[str, int]
-"""`turn`, `held`, `peak` and `buffers` of a rank, in bytes."""
+ByteCounts = dict[str, int]
+"""Counts `turn`, `held`, `peak` and `buffers` of a rank, in bytes."""
 
 
 class Layers(nn.Module):
-    """Norm, linear and activation, some times over."""
+    """Stack of layers, each a norm, a linear layer and an activation."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -51,24 +51,24 @@ class Layers(nn.Module):
         self.layers = nn.Sequential(*(part for layer in parts for part in layer))
 
     def forward(self, x_nd: Tensor) -> Tensor:
-        """[n, d] to [n, d]."""
+        """Apply the layers: [n, d] to [n, d]."""
         out: Tensor = self.layers(x_nd)
         return out
 
 
 class CountedStage(nn.Module):
-    """A stage that notes what is held where its forward and its backward begin."""
+    """A stage that samples live bytes when its forward and its backward begin."""
 
-    def __init__(self, layers: Layers, *, recomputes: bool) -> None:
+    def __init__(self, layers: Layers, *, with_recompute: bool) -> None:
         super().__init__()
         self.layers = layers
-        if recomputes:
+        if with_recompute:
             recompute(layers)
         self._live: LiveBytes | None = None
         self._turn: int | None = None
 
     def forward(self, x_nd: Tensor) -> Tensor:
-        """[n, d] to [n, d]."""
+        """Apply the layers: [n, d] to [n, d]."""
         if self._live is not None:
             self._live.sample()
         y: Tensor = self.layers(x_nd)
@@ -76,11 +76,11 @@ class CountedStage(nn.Module):
         return y
 
     def begin(self, live: LiveBytes) -> None:
-        """Tell this count from now on."""
+        """Report to this counter from now on."""
         self._live, self._turn = live, None
 
     def end(self) -> int:
-        """The count is over: bytes that were alive where its first backward began."""
+        """Stop counting and return the live bytes when the first backward began."""
         assert self._turn is not None, "a step has backwards"
         self._live = None
         return self._turn
@@ -92,7 +92,7 @@ class CountedStage(nn.Module):
 
 
 def measure_memory(context: RankContext, task: MemoryTask) -> None:
-    """Count on both sides; rank 0 writes the counts by rank as JSON."""
+    """Count bytes on both sides; rank 0 writes the counts by rank as JSON."""
     with process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
@@ -106,20 +106,20 @@ def measure_memory(context: RankContext, task: MemoryTask) -> None:
 
 
 def count_all(rank: int, task: MemoryTask) -> dict[str, Any]:
-    """All counts. All ranks call it together.
+    """Count bytes with every policy on both sides. All ranks call it together.
 
     Returns:
-        By recompute policy and side, the counts of each rank; predicted and counted bytes of a middle rank; buffers.
+        Counts of each rank by recompute policy and side; predicted and counted bytes of a middle rank; buffers.
     """
     answer: dict[str, Any] = {}
-    for name, recomputes in (("none", False), ("full", True)):
-        stage = CountedStage(Layers(task.width, task.num_layers), recomputes=recomputes)
+    for name, with_recompute in (("none", False), ("full", True)):
+        stage = CountedStage(Layers(task.width, task.num_layers), with_recompute=with_recompute)
         answer[name] = {
             "ours": all_gather_object(count_ours(on_four_ranks("f-then-b"), stage, rank, task)),
             "ours_kept": all_gather_object(count_ours(on_four_ranks("f-then-b"), stage, rank, task, release=False)),
-            "torch": all_gather_object(count_theirs("f-then-b", stage, rank, task)),
+            "torch": all_gather_object(count_torch("f-then-b", stage, rank, task)),
         }
-    stage = CountedStage(Layers(task.width, task.num_layers), recomputes=False)
+    stage = CountedStage(Layers(task.width, task.num_layers), with_recompute=False)
     costs = Costs((StageCosts(activation_bytes=saved_bytes(stage, task), buffer_bytes=task.unit_bytes),))
     answer["predicted"] = {}
     for kind in PREDICTED_KINDS:
@@ -131,23 +131,25 @@ def count_all(rank: int, task: MemoryTask) -> dict[str, Any]:
     return answer
 
 
-def count_ours(schedule: Schedule, stage: CountedStage, rank: int, task: MemoryTask, *, release: bool = True) -> Count:
-    """One step of ours after a first one. All ranks call it together."""
+def count_ours(
+    schedule: Schedule, stage: CountedStage, rank: int, task: MemoryTask, *, release: bool = True
+) -> ByteCounts:
+    """Count the bytes of our second step. All ranks call it together."""
     inputs = _batch(task, NUM_MICROBATCHES).chunk(NUM_MICROBATCHES)
     bench_stage = BenchStage(stage, inputs, loss=_loss if rank == NUM_RANKS - 1 else None)
-    executor, buffer_bytes = our_executor(schedule, {rank: bench_stage}, rank=rank, edge=inputs[0], release=release)
+    executor, buffer_bytes = make_executor(schedule, {rank: bench_stage}, rank=rank, edge=inputs[0], release=release)
     return _count(executor.run, stage, buffer_bytes)
 
 
-def count_theirs(kind: str, stage: CountedStage, rank: int, task: MemoryTask) -> Count:
-    """One step of PyTorch's after a first one. All ranks call it together."""
+def count_torch(kind: str, stage: CountedStage, rank: int, task: MemoryTask) -> ByteCounts:
+    """Count the bytes of PyTorch's second step. All ranks call it together."""
     theirs = _theirs(kind, stage, rank, task, NUM_MICROBATCHES)
     theirs.step()
     return _count(theirs.step, stage, theirs.buffer_bytes())
 
 
 def saved_bytes(stage: CountedStage, task: MemoryTask) -> int:
-    """What autograd saves of one forward, without the input: the simulator's activations."""
+    """Return the bytes that autograd saves in one forward, without the input: the simulator's activations."""
     x_nd = _batch(task, 1).requires_grad_()
     live = LiveBytes()
     with live:
@@ -157,7 +159,7 @@ def saved_bytes(stage: CountedStage, task: MemoryTask) -> int:
     return saved
 
 
-def _count(step: Callable[[], object], stage: CountedStage, buffer_bytes: int) -> Count:
+def _count(step: Callable[[], object], stage: CountedStage, buffer_bytes: int) -> ByteCounts:
     step()  # creates the gradients
     barrier()
     live = LiveBytes()
@@ -171,14 +173,14 @@ def _count(step: Callable[[], object], stage: CountedStage, buffer_bytes: int) -
 
 
 def _their_buffers(stage: CountedStage, rank: int, task: MemoryTask) -> int:
-    """Receive buffers of this rank after a step of many micro-batches."""
+    """Return the number of receive buffers of this rank after a step with many micro-batches."""
     theirs = _theirs("1f1b", stage, rank, task, SLOTS_MICROBATCHES)
     theirs.step()
     return theirs.num_buffers()
 
 
-def _theirs(kind: str, stage: CountedStage, rank: int, task: MemoryTask, num_microbatches: int) -> TheirSide:
-    return TheirSide(
+def _theirs(kind: str, stage: CountedStage, rank: int, task: MemoryTask, num_microbatches: int) -> TorchPipeline:
+    return TorchPipeline(
         kind,
         {rank: stage},
         _batch(task, num_microbatches),

@@ -1,6 +1,6 @@
-"""The two sides of `bench pipeline` over the same modules: Meshwright's executor and `torch.distributed.pipelining`.
+"""Both sides of `bench pipeline` over the same modules: Meshwright's executor and `torch.distributed.pipelining`.
 
-PyTorch's side uses its public schedules and stages as they come, without losses or outputs returned.
+PyTorch's side uses its public schedules and stages unchanged, without returning losses or outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From the last stage's output and a target that nobody needs."""
+"""Loss of the last stage's output and an unused target."""
 SINGLE = {"f-then-b": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI = {
     "interleaved": ScheduleInterleaved1F1B,
@@ -42,7 +42,7 @@ MULTI = {
 
 
 class BenchStage(ExecutableStage):
-    """A module as a stage of ours."""
+    """A module as a Meshwright stage."""
 
     def __init__(
         self,
@@ -52,45 +52,45 @@ class BenchStage(ExecutableStage):
         loss: Loss | None = None,
         weight_gradients: WeightGradStore | None = None,
     ) -> None:
-        """Over the first stage's inputs; `loss` on the last stage."""
+        """Wrap a module; `inputs` are those of the first stage, `loss` is set on the last stage only."""
         self._module, self._inputs, self._loss = module, inputs, loss
         self.weight_gradients: WeightGradStore | None = weight_gradients
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """The output, or the loss."""
+        """Return the output, or the loss on the last stage."""
         y: Tensor = self._module(self._inputs[microbatch] if x is None else x)
         return y if self._loss is None else self._loss(y, y)
 
     def before_backward(self, *, reduces: bool) -> None:
-        """Nothing is sharded."""
+        """Do nothing: nothing is sharded."""
 
     def reduce(self, *, done: bool) -> None:
-        """Nothing is replicated."""
+        """Do nothing: nothing is replicated."""
 
     def unshard(self) -> None:
-        """Nothing is sharded."""
+        """Do nothing: nothing is sharded."""
 
     def reshard(self) -> None:
-        """Nothing is sharded."""
+        """Do nothing: nothing is sharded."""
 
     def sync_shared(self, group_index: int) -> None:
-        """Nothing is shared."""
+        """Do nothing: nothing is shared."""
 
 
-def our_executor(
+def make_executor(
     schedule: Schedule, stages: Mapping[int, ExecutableStage], *, rank: int, edge: Tensor, release: bool = True
 ) -> tuple[Executor, int]:
-    """A compute table bound to this rank. All ranks call it in the same order.
+    """Build the executor of a schedule on this rank. All ranks call it in the same order.
 
     Args:
-        schedule: compute only.
-        stages: this rank's, by number.
+        schedule: a compute-only schedule.
+        stages: stages of this rank, by number.
         rank: this rank.
-        edge: what goes from stage to stage looks like this.
-        release: free what can be freed at once.
+        edge: tensor with the shape and dtype of what stages send.
+        release: release tensors as early as possible.
 
     Returns:
-        The executor and the bytes of its buffers.
+        The executor and the size of its buffers in bytes.
     """
     lowered = lower(schedule, LowerOptions(release=release))
     keys = channel_keys(lowered)
@@ -104,8 +104,8 @@ def our_executor(
     return executor, 0 if buffers is None else buffers.num_bytes()
 
 
-class TheirSide:
-    """PyTorch's engine over one rank's stages. All ranks make it in the same order."""
+class TorchPipeline:
+    """PyTorch's pipeline engine with the stages of one rank. All ranks create it in the same order."""
 
     def __init__(
         self,
@@ -118,17 +118,17 @@ class TheirSide:
         loss: Loss,
         weights: Callable[[nn.Module], Callable[[], Callable[..., None]]] | None = None,
     ) -> None:
-        """Build.
+        """Create PyTorch's stages and schedule.
 
         Args:
-            kind: the schedule, by our name.
-            modules: this rank's, by stage.
+            kind: our name of the schedule.
+            modules: modules of this rank, by stage.
             batch: inputs of all micro-batches, for the first stage.
-            num_stages: over all ranks.
-            num_microbatches: of a step.
-            loss: on the last stage.
-            weights: gives a module's builder of the work that a split backward defers (`dw_builder`); left out,
-                PyTorch splits the graph.
+            num_stages: number of stages over all ranks.
+            num_microbatches: micro-batches per step.
+            loss: loss function of the last stage.
+            weights: returns the `dw_builder` of a module, which builds the work that a split backward defers; by
+                default, PyTorch splits the graph.
         """
         self.stages = [
             PipelineStage(module, stage, num_stages, CPU, dw_builder=None if weights is None else weights(module))
@@ -144,22 +144,22 @@ class TheirSide:
         self._target = batch if num_stages - 1 in modules else None
 
     def step(self) -> None:
-        """One step."""
+        """Run one step."""
         self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
     def table(self, kind: str) -> Schedule | None:
-        """Its table of computations, for schedules that have one."""
+        """Return PyTorch's table of computations, if the schedule executes one."""
         if kind in SINGLE:
-            return None  # its hand-written loop, not its table, is what runs
+            return None  # PyTorch runs a hand-written loop, not the table
         rows = (map(_cell, filter(None, row)) for row in self._schedule.pipeline_order.values())
         return Schedule.from_csv("\n".join(map(",".join, rows)), kind=kind)
 
     def num_buffers(self) -> int:
-        """Receive buffers that its stages hold."""
+        """Return the number of receive buffers of this rank's stages."""
         return len(self._buffers())
 
     def buffer_bytes(self) -> int:
-        """Bytes of them."""
+        """Return the size of the receive buffers in bytes."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
 
     def _buffers(self) -> list[Tensor]:
@@ -174,5 +174,5 @@ class TheirSide:
 
 
 def _cell(action: Any) -> str:
-    """PyTorch's action as a cell of a CSV file."""
+    """Format an action of PyTorch as a cell of a CSV file."""
     return "+".join(map(str, action.sub_actions)) if action.sub_actions else str(action)

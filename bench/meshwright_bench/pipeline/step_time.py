@@ -1,7 +1,7 @@
-"""A pipelined step's time over the simulator's ideal: four processes whose kernels sleep.
+"""Time of a pipelined step relative to the simulated makespan, on four processes whose kernels sleep.
 
-Each F, I and W sleeps for the same time and moves a tiny tensor. So cores are idle, nothing competes for them, and
-what a step takes beyond the longest path through its table is the engine's and the transfers'.
+Each F, I and W sleeps for the same time and processes a tiny tensor. The cores are idle, so the time beyond the longest
+path through the schedule is spent in the engine and in transfers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from meshwright_bench.pipeline.cases import (
     WaitTask,
     on_four_ranks,
 )
-from meshwright_bench.pipeline.sides import CPU, BenchStage, TheirSide, our_executor
+from meshwright_bench.pipeline.sides import CPU, BenchStage, TorchPipeline, make_executor
 
 SHAPE = (4, 16)
-"""Of what goes from stage to stage."""
+"""Shape of the tensors that stages send."""
 
 
 class SleepingGradients(WeightGradStore):
@@ -49,12 +49,12 @@ class SleepingGradients(WeightGradStore):
         self._kernel_s = kernel_s
 
     def take(self) -> list[DeferredGradient]:
-        """One kernel for the whole stage."""
+        """Return one deferred kernel for the entire stage."""
         return _SleepingDeferred(self._kernel_s)
 
 
 class _SleepingDeferred(list[DeferredGradient]):
-    """Nothing deferred, but going through them takes a kernel's time."""
+    """An empty list whose iteration takes as long as a kernel."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
@@ -66,24 +66,24 @@ class _SleepingDeferred(list[DeferredGradient]):
 
 
 class SleepingStage(nn.Module):
-    """A stage of one kernel each way. Its backward sleeps for I, and for W too unless W is deferred."""
+    """A stage with one kernel per pass; its backward sleeps for I, and for W too unless W is deferred."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.kernel_s = kernel_s
         self.store: WeightGradStore | None = None
-        """Ours: it says whether W is deferred."""
+        """Store of deferred gradients on our side, which decides whether W is deferred."""
         self.always_defers = False
-        """PyTorch's: with a `dw_builder`, a backward never does W itself."""
+        """True on PyTorch's side with a `dw_builder`, where a backward never computes W."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Return a copy of x after sleeping."""
         y: Tensor = _Sleep.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
         return y
 
     def sleep_backward(self) -> None:
-        """I, and W if it is now."""
+        """Sleep for I, and for W unless it is deferred."""
         time.sleep(self.kernel_s)
         if not (self.always_defers or (self.store is not None and self.store.defers)):
             time.sleep(self.kernel_s)
@@ -121,7 +121,7 @@ def measure_wait(context: RankContext, task: WaitTask) -> None:
 
 
 def sleep_over_nominal(kernel_s: float) -> float:
-    """By how many percent a kernel's sleep is longer than asked for, when all ranks sleep: no engine's fault."""
+    """Return by how many percent a sleep exceeds the requested time when all ranks sleep, without any engine."""
     barrier()
     lengths = []
     for _ in range(30):
@@ -132,7 +132,7 @@ def sleep_over_nominal(kernel_s: float) -> float:
 
 
 def measure_kind(kind: str, *, rank: int, task: WaitTask) -> dict[str, Any]:
-    """Both sides on one schedule, in turns. All ranks call it together."""
+    """Time both sides alternately on one schedule. All ranks call it together."""
     schedule = on_four_ranks(kind)
     executor = _ours(schedule, rank, task.kernel_s)
     theirs = _theirs(kind, schedule, rank, task.kernel_s)
@@ -140,7 +140,7 @@ def measure_kind(kind: str, *, rank: int, task: WaitTask) -> dict[str, Any]:
     for step in arms.values():
         barrier()
         step()
-    # One step a block: the next one's beginning would fill the idle time at the end of the one before.
+    # One step per block, because the start of the next step would fill the idle time at the end of the previous one.
     timed = alternate(arms, timer=_span_timer(), rounds=task.rounds, steps=1)
     costs = _kernel_costs(task.kernel_s)
     table = theirs.table(kind)
@@ -163,10 +163,10 @@ def _ours(schedule: Schedule, rank: int, kernel_s: float) -> Executor:
             module.store = SleepingGradients(kernel_s)
         loss = _loss if number == schedule.num_stages - 1 else None
         stages[number] = BenchStage(module, inputs, loss=loss, weight_gradients=module.store)
-    return our_executor(schedule, stages, rank=rank, edge=inputs[0])[0]
+    return make_executor(schedule, stages, rank=rank, edge=inputs[0])[0]
 
 
-def _theirs(kind: str, schedule: Schedule, rank: int, kernel_s: float) -> TheirSide:
+def _theirs(kind: str, schedule: Schedule, rank: int, kernel_s: float) -> TorchPipeline:
     modules: dict[int, nn.Module] = {number: SleepingStage(kernel_s) for number in schedule.stages_of(rank)}
 
     def weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
@@ -174,7 +174,7 @@ def _theirs(kind: str, schedule: Schedule, rank: int, kernel_s: float) -> TheirS
         module.always_defers = True
         return lambda: lambda: time.sleep(kernel_s)
 
-    return TheirSide(
+    return TorchPipeline(
         kind,
         modules,
         torch.zeros(NUM_MICROBATCHES * SHAPE[0], SHAPE[1]),
@@ -186,17 +186,17 @@ def _theirs(kind: str, schedule: Schedule, rank: int, kernel_s: float) -> TheirS
 
 
 def _predict(schedule: Schedule, executor: Executor) -> tuple[float, float]:
-    """The makespan of a traced step: simulated with the medians of its own computations, and measured."""
+    """Return the makespan of a traced step: simulated from the medians of its computations, and measured."""
     barrier()
-    spans = [span for own in all_gather_object(executor.run_traced(synchronize=_nothing)) for span in own]
+    spans = [span for rank_spans in all_gather_object(executor.run_traced(synchronize=_nothing)) for span in rank_spans]
     costs = Costs([_measured_costs(spans, stage) for stage in range(schedule.num_stages)])
     return simulate(schedule, costs).makespan, Timeline(schedule.num_ranks, tuple(spans)).makespan
 
 
 def _measured_costs(spans: list[Span], stage: int) -> StageCosts:
     def typical(kind: ActionKind) -> float:
-        own = [s.end - s.start for s in spans if s.action.stage == stage and s.action.kind is kind]
-        return median(own)
+        durations = [s.end - s.start for s in spans if s.action.stage == stage and s.action.kind is kind]
+        return median(durations)
 
     return StageCosts(typical(ActionKind.FORWARD), typical(ActionKind.BACKWARD), 0.0)
 
@@ -206,7 +206,7 @@ def _kernel_costs(kernel_s: float) -> Costs:
 
 
 def _span_timer() -> Timer:
-    """From the first rank's start to the last one's end: processes of one machine share its monotonic clock."""
+    """Return a timer from the first rank's start to the last one's end, on the machine's shared monotonic clock."""
 
     def timer(work: Work) -> float:
         barrier()
@@ -223,4 +223,4 @@ def _loss(y: Tensor, target: Tensor) -> Tensor:
 
 
 def _nothing() -> None:
-    """A CPU has nothing to wait for."""
+    """Do nothing: a CPU needs no synchronization."""

@@ -1,1 +1,1 @@
-"""Benchmarks of redistribution by plans."""
+"""Benchmark of redistribution by plans."""

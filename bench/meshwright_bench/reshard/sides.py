@@ -1,4 +1,4 @@
-"""Both sides of `bench reshard` on ranks: DTensors redistributed by plans and by PyTorch, in turns."""
+"""Both sides of `bench reshard` on ranks: DTensors redistributed alternately by plans and by PyTorch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from meshwright.reshard.dtensor.placements import dtensor_of, placements_of
 from meshwright.reshard.dtensor.redistribute import redistribute
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Alternation, alternate
-from meshwright_bench.byte_counters import ReceivedBytes, fake_process_group, torch_redistributes
-from meshwright_bench.reshard.cases import DIJKSTRA, GREEDY, OURS, TORCH, BytesTask, MoveTask, Row
+from meshwright_bench.byte_counters import ReceivedBytes, fake_process_group, redistribute_with_torch
+from meshwright_bench.reshard.cases import DIJKSTRA, GREEDY, OURS, TORCH, BytesTask, LayoutPair, RedistributeTask
 from meshwright_bench.train.measure import timer_on
 
 CPU = torch.device("cpu")
-TIMES_LONGER = 8
-"""What is measured anew, for more rounds."""
+REPEAT_FACTOR = 8
+"""Factor of the number of rounds when a pair is measured again."""
 Pair = tuple[str, str]
 
 
-def measure_moves(context: RankContext, task: MoveTask) -> None:
-    """Time all pairs; rank 0 writes the seconds of each round, by pair and side, as JSON."""
+def measure_redistribution(context: RankContext, task: RedistributeTask) -> None:
+    """Time all pairs; rank 0 writes the seconds per round, by pair and side, as JSON."""
     _quiet()
     with process_group(
         rank=context.rank, num_ranks=context.num_ranks, device=CPU, timeout_s=60, store_path=context.store_path
@@ -41,19 +41,19 @@ def measure_moves(context: RankContext, task: MoveTask) -> None:
         mesh = init_device_mesh("cpu", task.axis_sizes)
         timed = {pair: time_pair(mesh, *pair, task, task.rounds) for pair in task.pairs}
         for pair in broadcast_object(slowest(timed, task.num_suspects)):
-            timed[pair] = time_pair(mesh, *pair, task, TIMES_LONGER * task.rounds)
+            timed[pair] = time_pair(mesh, *pair, task, REPEAT_FACTOR * task.rounds)
         answer = {" → ".join(pair): one.seconds for pair, one in timed.items()}
     if context.rank == 0:
         task.result.write_text(json.dumps(answer), "utf-8")
 
 
 def slowest(timed: Mapping[Pair, Alternation], num_pairs: int) -> list[Pair]:
-    """Those where ours does worst beside PyTorch."""
+    """Return the pairs with the smallest speed-up of our side."""
     return sorted(timed, key=lambda pair: timed[pair].speedup(OURS, over=TORCH))[:num_pairs]
 
 
-def time_pair(mesh: DeviceMesh, source: str, target: str, task: MoveTask, rounds: int) -> Alternation:
-    """Both sides on one tensor, after a first call of each, whose results are compared. All ranks call it together.
+def time_pair(mesh: DeviceMesh, source: str, target: str, task: RedistributeTask, rounds: int) -> Alternation:
+    """Time both sides on one tensor after comparing their results. All ranks call it together.
 
     Raises:
         RunError: the results differ.
@@ -73,8 +73,8 @@ def time_pair(mesh: DeviceMesh, source: str, target: str, task: MoveTask, rounds
         raise RunError(
             f"{source} → {target} differs from DTensor's result",
             where="bench reshard",
-            rule="the two sides agree to rounding: figures of different work mean nothing",
-            fix="none from outside: it is a bug; please report it with this message",
+            rule="both sides must agree up to rounding, else the comparison is meaningless",
+            fix="this is a bug: please report it with this message",
         )
     timer, arms = timer_on(CPU), {OURS: ours, TORCH: theirs}
     once = alternate(arms, timer=timer, rounds=1, steps=2)
@@ -83,34 +83,37 @@ def time_pair(mesh: DeviceMesh, source: str, target: str, task: MoveTask, rounds
 
 
 def _random(layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A tensor of the same values on ranks that hold copies, others on each that holds partial ones."""
-    place, copies = layout.coordinate(rank()), layout.replicated_axes()
-    seed = sum(at * 100**axis for axis, at in enumerate(place) if axis not in copies)
+    """Return a random tensor, with equal values on replicas and different ones on ranks with partial values."""
+    coordinate, replicated = layout.coordinate(rank()), layout.replicated_axes()
+    seed = sum(at * 100**axis for axis, at in enumerate(coordinate) if axis not in replicated)
     generator = torch.Generator().manual_seed(seed)
     return dtensor_of(torch.randn(layout.local_shape(rank()), generator=generator), mesh, layout)
 
 
 def measure_bytes(task: BytesTask) -> None:
-    """Write what a rank receives by PyTorch's planners, by row and planner; null where there is no plan."""
+    """Write the bytes that a rank receives, by layout pair and planner of PyTorch; null if it has no plan."""
     _quiet()
     answer: dict[str, dict[str, int | None]] = {}
-    for row in task.rows:
-        with fake_process_group(math.prod(row.axis_sizes)):
-            mesh = init_device_mesh("cpu", row.axis_sizes)
-            answer[row.name()] = {GREEDY: received(row, mesh, False), DIJKSTRA: received(row, mesh, True)}
+    for pair in task.layout_pairs:
+        with fake_process_group(math.prod(pair.axis_sizes)):
+            mesh = init_device_mesh("cpu", pair.axis_sizes)
+            answer[pair.name()] = {
+                GREEDY: bytes_received(pair, mesh, False),
+                DIJKSTRA: bytes_received(pair, mesh, True),
+            }
     task.result.write_text(json.dumps(answer), "utf-8")
 
 
-def received(row: Row, mesh: DeviceMesh, dijkstra: bool) -> int | None:
-    """Bytes that rank 0 receives; the sizes are even, so each rank receives as many."""
-    before, after = (Layout.parse(text, row.axis_sizes, row.shape) for text in (row.source, row.target))
+def bytes_received(pair: LayoutPair, mesh: DeviceMesh, dijkstra: bool) -> int | None:
+    """Return the bytes that rank 0 receives; all ranks receive the same because the shards are even."""
+    before, after = (Layout.parse(text, pair.axis_sizes, pair.shape) for text in (pair.source, pair.target))
     local: Tensor = torch.empty(before.local_shape(dist.get_rank()), dtype=torch.bfloat16, device="meta")
     counted = ReceivedBytes()
     with counted:
-        moved = torch_redistributes(dtensor_of(local, mesh, before), after, dijkstra=dijkstra)
-    return counted.total if moved else None
+        is_supported = redistribute_with_torch(dtensor_of(local, mesh, before), after, dijkstra=dijkstra)
+    return counted.total if is_supported else None
 
 
 def _quiet() -> None:
-    """PyTorch warns of each pair for which its plan is slow; that is what is measured here."""
+    """Silence PyTorch's warnings about slow plans, which are measured here."""
     logging.getLogger("torch").setLevel(logging.ERROR)

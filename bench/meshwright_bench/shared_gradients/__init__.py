@@ -1,1 +1,1 @@
-"""Benchmarks of the sum of shared gradients."""
+"""Benchmark of the summation of shared gradients."""

@@ -1,4 +1,4 @@
-"""Values of `bench shared-gradients`. Torch-free."""
+"""Sides and tasks of `bench shared-gradients`. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from meshwright.config.schema import RunConfig
 
 PP = 2
-SHARDED, WHOLE = "sharded", "whole"
-"""Sides of the comparison: what FSDP2 left of the gradients is added up, or the whole gradients are."""
+SHARDED, FULL = "sharded", "whole"
+"""Sides of the comparison: summing the gradient shards that FSDP2 left, or full gradients."""
 
 
 @dataclass(frozen=True)
 class SyncTask:
-    """The measurement at one number of shards."""
+    """Measurement for one number of shards."""
 
     result: Path
     config: RunConfig

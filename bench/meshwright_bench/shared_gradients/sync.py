@@ -1,7 +1,7 @@
-"""The sum of shared gradients on real ranks: the embedders of a diffusion transformer, sharded and whole.
+"""Summation of shared gradients on real ranks: the embedders of a diffusion transformer, sharded and full.
 
-The stages are those of the model without its blocks. What only one of them has (patch embedding, final layer) makes
-them differ, as the stages of a real model do.
+The stages are those of the model without its blocks. They differ, like those of a real model, because only one has the
+patch embedding and only one the final layer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshwright.train.build_job import initialize
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Timer, Work, alternate
 from meshwright_bench.byte_counters import SentBytes
-from meshwright_bench.shared_gradients.cases import PP, SHARDED, WHOLE, SyncTask
+from meshwright_bench.shared_gradients.cases import FULL, PP, SHARDED, SyncTask
 from meshwright_bench.train.measure import timer_on
 
 CPU = torch.device("cpu")
 
 
-class Side:
-    """One way of adding up: a stage on this rank, its gradients, the sum."""
+class SumSide:
+    """One side of the comparison: the stage on this rank, its gradients and their sum over stages."""
 
     def __init__(self, config: RunConfig, mesh: DeviceMesh, *, sharded: bool) -> None:
         self._stage = mesh.get_local_rank("pp")
@@ -53,26 +53,28 @@ class Side:
         declared = [SharedParameter(key, tuple((stage, key) for stage in range(PP))) for key in keys]
         self.sum = SharedGradients(declared, {self._stage: module}, pipelines=pipelines_on(mesh)).sync_all
         self._parameters: dict[str, nn.Parameter] = {p.key: module.get_parameter(p.key) for p in declared}
-        self._own = {key: self._piece(key, self._stage) for key in self._parameters}
+        self._stage_gradients = {key: self._gradient_shard(key, self._stage) for key in self._parameters}
 
     def fill(self) -> None:
-        """Set the gradients of this stage, as its backward leaves them."""
+        """Set the gradients of this stage as its backward would."""
         for key, parameter in self._parameters.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            to_local(parameter.grad).copy_(self._own[key])
+            to_local(parameter.grad).copy_(self._stage_gradients[key])
 
-    def wrong(self) -> list[str]:
-        """The parameters whose gradient isn't, bitwise, the sum of the stages' gradients."""
-        found = {
+    def incorrect_parameters(self) -> list[str]:
+        """Return the parameters whose gradient is not, bitwise, the sum of the stages' gradients."""
+        gradients = {
             key: to_local(parameter.grad) for key, parameter in self._parameters.items() if parameter.grad is not None
         }
         return [
-            key for key in self._parameters if not torch.equal(found[key], self._piece(key, 0) + self._piece(key, 1))
+            key
+            for key in self._parameters
+            if not torch.equal(gradients[key], self._gradient_shard(key, 0) + self._gradient_shard(key, 1))
         ]
 
-    def _piece(self, key: str, stage: int) -> Tensor:
-        """What this rank holds of a stage's gradient; it depends on stage and name alone."""
+    def _gradient_shard(self, key: str, stage: int) -> Tensor:
+        """Return this rank's shard of a stage's gradient, which depends on stage and name only."""
         parameter = self._parameters[key]
         return normal_shard(stage, key, parameter.shape, std=1.0, index=local_box(parameter).slices()).float()
 
@@ -82,40 +84,40 @@ def measure_sync(context: RankContext, task: SyncTask) -> None:
     with process_group(
         rank=context.rank, num_ranks=context.num_ranks, device=CPU, timeout_s=120, store_path=context.store_path
     ):
-        found = both_sides(task)
+        answer = both_sides(task)
     if context.rank == 0:
-        task.result.write_text(json.dumps(found), "utf-8")
+        task.result.write_text(json.dumps(answer), "utf-8")
 
 
 def both_sides(task: SyncTask) -> dict[str, Any]:
-    """Bytes, the most of all ranks, and seconds by round, of each side. All ranks call it together."""
+    """Measure bytes (maximum over ranks) and seconds per round of each side. All ranks call it together."""
     mesh = init_device_mesh("cpu", (PP, task.dp_shard), mesh_dim_names=("pp", "dp_shard"))
-    sides = {name: Side(task.config, mesh, sharded=name == SHARDED) for name in (SHARDED, WHOLE)}
+    sides = {name: SumSide(task.config, mesh, sharded=name == SHARDED) for name in (SHARDED, FULL)}
     num_bytes = {name: max(all_gather_object(_checked_bytes(name, side))) for name, side in sides.items()}
-    timer = partial(_filled_first, timer_on(CPU), sides.values())
+    timer = partial(_fill_and_time, timer_on(CPU), sides.values())
     arms: dict[str, Callable[[], object]] = {name: side.sum for name, side in sides.items()}
     timed = alternate(arms, timer=timer, rounds=task.rounds, steps=task.steps)
     return {"bytes": num_bytes, "seconds": timed.seconds}
 
 
-def _checked_bytes(name: str, side: Side) -> int:
-    """What this rank sends in one sum, which is seen to be right."""
+def _checked_bytes(name: str, side: SumSide) -> int:
+    """Return the bytes that this rank sends in one sum, after checking its result."""
     side.fill()
     sent = SentBytes()
     with sent:
         side.sum()
-    if wrong := side.wrong():
+    if incorrect := side.incorrect_parameters():
         raise RunError(
-            f"the sum of {name} gradients is wrong for {', '.join(wrong)}",
+            f"incorrect sum of {name} gradients for {', '.join(incorrect)}",
             where="bench shared-gradients",
-            rule="both sides give the sum of the stages' gradients, bitwise: figures of different work mean nothing",
-            fix="none from outside: it is a bug; please report it with this message",
+            rule="both sides must equal the sum of the stages' gradients bitwise, else the comparison is meaningless",
+            fix="this is a bug: please report it with this message",
         )
     return sent.total
 
 
-def _filled_first(timer: Timer, sides: Any, work: Work) -> float:
-    """Time a block that starts from the stages' own gradients: sums of sums would overflow in the end."""
+def _fill_and_time(timer: Timer, sides: Any, work: Work) -> float:
+    """Time a block that starts from the stages' own gradients, because repeated sums would overflow."""
     for side in sides:
         side.fill()
     return timer(work)

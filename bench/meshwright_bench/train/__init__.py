@@ -1,1 +1,1 @@
-"""Benchmarks of the training step."""
+"""Benchmark of the training step."""

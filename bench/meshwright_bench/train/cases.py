@@ -1,7 +1,4 @@
-"""What `bench train` measures, as values: each case is a run's configuration and the target of its comparison.
-
-Torch-free.
-"""
+"""Cases of `bench train`: the configuration of a run and the target of its comparison. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,60 +10,60 @@ from meshwright.plan.load_config import load
 from meshwright.units import format_count
 
 OURS, BARE = "ours", "bare"
-"""The sides of a comparison."""
+"""Sides of a comparison."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of Meshwright's training step with its bare counterpart."""
+    """A comparison of Meshwright's training step with its bare counterpart."""
 
     name: str
-    """First part of its figures' names."""
+    """Prefix of the figures' names."""
     config: RunConfig
-    """The run that is measured; the bare loop has the same model, batches, precision, layout and learning rates."""
+    """Configuration to measure; the bare loop has the same model, batches, precision, layout and learning rates."""
     at_least: float
-    """Target: tokens/s over the bare loop's."""
+    """Target ratio of tokens/s to the bare loop's."""
     opponent: str
-    """What the bare loop is, in a few words."""
+    """Short description of the bare loop."""
     loss_tolerance: float
-    """How far the sides' losses may be apart in the first steps, in nats a token."""
+    """Maximum difference of the sides' losses in the first steps, in nats per token."""
     rounds: int
     steps: int
-    """Steps of a block; an arm runs `2 · rounds · steps`."""
+    """Steps per block; an arm runs `2 · rounds · steps`."""
     warmup: int = 3
-    """Steps before the clock starts, whose losses are compared."""
+    """Steps before timing starts, whose losses are compared."""
     random_tokens: int = 0
-    """Train on this many random token ids rather than on `data.source`."""
+    """Number of random token ids to train on; `data.source` is used if 0."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that each arm runs in all."""
+        """Total steps of each arm."""
         return self.warmup + 2 * self.rounds * self.steps
 
     @property
-    def tokens_a_step(self) -> int:
-        """Tokens of a batch, over all ranks."""
+    def tokens_per_step(self) -> int:
+        """Tokens per global batch."""
         return self.config.train.global_batch * self.config.train.seq_len
 
     def title(self) -> str:
-        """What is compared, in one line."""
+        """Describe the comparison in one line."""
         train, axes = self.config.train, self.config.mesh.axes()
         layout = "one process" if axes.num_ranks() == 1 else f"{axes.num_ranks()} processes, FSDP2"
         return (
             f"{self.name}: {self.config.name}, {format_count(model_facts(self.config).num_params())} parameters, "
             f"batch {train.global_batch} × {train.seq_len} tokens, {train.precision}, {layout}, "
-            f"{'compiled block by block' if train.compile else 'eager'}; {2 * self.rounds * self.steps} steps an arm, "
+            f"{'compiled block by block' if train.compile else 'eager'}; {2 * self.rounds * self.steps} steps per arm, "
             f"against {self.opponent}"
         )
 
 
 FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 1e-3
-"""bfloat16 has 8 bits of mantissa, and attention's backward on CUDA adds in no fixed order."""
+"""Tolerance in bfloat16, which has an 8-bit significand; attention's backward on CUDA is not deterministic."""
 
 
 def cpu_cases() -> tuple[Case, ...]:
-    """The default preset's model, with a batch large enough that a step is mostly arithmetic."""
+    """Return the cases with the default preset's model and a batch large enough for compute to dominate."""
     words = ["train.device=cpu", "train.precision=float32", "train.global_batch=16", "train.seq_len=256"]
     one, two = (load("llama-tiny", [*words, f"mesh.dp_shard={ranks}"]) for ranks in (1, 2))
     return (
@@ -76,8 +73,8 @@ def cpu_cases() -> tuple[Case, ...]:
 
 
 def cuda_cases() -> tuple[Case, ...]:
-    """The default preset's family with 1.1 B parameters and 32,000 tokens, in bfloat16."""
-    loop = "a plain PyTorch loop with bfloat16 weights and float32 masters"
+    """Return the cases with a model of 1.1 B parameters and a vocabulary of 32,000, in bfloat16."""
+    loop = "a plain PyTorch loop with bfloat16 weights and float32 master weights"
     return tuple(
         Case(
             name,
@@ -94,9 +91,9 @@ def cuda_cases() -> tuple[Case, ...]:
 
 
 def one_billion(*, compile: bool) -> RunConfig:
-    """The run of the CUDA cases: 75 GiB or so with both arms.
+    """Return the configuration of the CUDA cases, which needs about 75 GiB with both arms.
 
-    Gathered parameters are kept until backward, because the bare loop keeps its bfloat16 weights too.
+    Parameters are not resharded after the forward, because the bare loop keeps its bfloat16 weights too.
     """
     model = "num_layers=16 dim=2048 num_heads=32 num_kv_heads=8 ffn_dim=8192 vocab_size=32000 rope_theta=500000.0"
     train = f"global_batch=8 seq_len=2048 lr=3e-4 precision=bfloat16 device=cuda compile={str(compile).lower()}"

@@ -1,7 +1,7 @@
-"""A case of `bench train` as one rank runs it: both arms built and warmed up, their losses compared, then timed.
+"""Measurement of a case of `bench train` on one rank: build and warm up both arms, compare their losses, time them.
 
-Both arms live in the same processes and take turns, so that they share machine, threads, libraries and noise. The
-first steps compare their losses: a benchmark whose sides compute different things measures nothing.
+Both arms live in the same processes and alternate, so that they share machine, threads, libraries and noise. The losses
+of the first steps are compared, because a benchmark of different computations is meaningless.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from meshwright_bench.train.plain_loop import BareBatches, bare_step
 
 @dataclass
 class Arm:
-    """One side of the comparison, and how far it is."""
+    """One side of the comparison, with its progress."""
 
     name: str
     run: Callable[[int], Any]
-    """Runs a step by its number and returns what it knows of it."""
+    """Function that runs the step with a number and returns its result."""
     mean_loss: Callable[[Any], float]
-    """The loss over the whole batch, from what `run` returned; waits for it, so it is called outside the clock."""
+    """Function from the result of `run` to the loss of the global batch; it synchronizes and is not timed."""
     done: int = 0
     losses: list[float] = field(default_factory=list)
-    """Of the warm-up steps."""
+    """Losses of the warm-up steps."""
     memory_bytes: int | None = None
-    """Peak of this arm alone; None on CPU, where both sit in one process's memory."""
+    """Peak memory of this arm alone; None on CPU, where both arms share the memory of the process."""
 
     def step(self) -> Any:
         """Run the next step."""
@@ -57,10 +57,10 @@ class Arm:
 
 
 def measure_case(context: RankContext, case: Case, result: Path) -> None:
-    """Measure; rank 0 writes the seconds, memory and device as JSON to `result`.
+    """Measure a case; rank 0 writes seconds, memory and device as JSON to `result`.
 
     Raises:
-        RunError: see `compare`.
+        RunError: `compare` failed.
     """
     config = case.config
     device = choose_device(config, context)
@@ -83,10 +83,10 @@ def measure_case(context: RankContext, case: Case, result: Path) -> None:
 
 
 def compare(context: RankContext, case: Case, device: torch.device) -> tuple[list[Arm], Alternation]:
-    """Build both arms, check that they compute the same, and time them in turns. The process group exists already.
+    """Build both arms, check that their losses agree, and time them alternately in an existing process group.
 
     Raises:
-        RunError: the arms do not compute the same losses, or somebody asked to stop.
+        RunError: the losses of the arms differ, or a stop was requested.
     """
     arms = build_arms(context, case, device)
     check_losses(case, arms)
@@ -96,7 +96,7 @@ def compare(context: RankContext, case: Case, device: torch.device) -> tuple[lis
 
 
 def build_arms(context: RankContext, case: Case, device: torch.device) -> list[Arm]:
-    """Build each arm and run its warm-up steps, one arm after the other."""
+    """Build the arms and run their warm-up steps, one arm after the other."""
     config = case.config
     tokens = _tokens(case)
     order = WindowOrder(num_windows(tokens, config.train.seq_len), config.train.seed)
@@ -114,9 +114,9 @@ def build_arms(context: RankContext, case: Case, device: torch.device) -> list[A
 
 
 def _ours(context: RankContext, case: Case, tokens: Tokens, order: WindowOrder, device: torch.device) -> Arm:
-    """The step that `meshwright run` runs."""
-    nothing = tokens[:0]
-    corpus = Corpus("", "", tokens, nothing, vocab_size=0, validation_bytes_per_token=None, fingerprint="")
+    """Build the arm with the training step of `meshwright run`."""
+    no_tokens = tokens[:0]
+    corpus = Corpus("", "", tokens, no_tokens, vocab_size=0, validation_bytes_per_token=None, fingerprint="")
     task = case.config.family.task(run_facts(case.config), corpus, device)
     job = build_job(case.config, make_plan(case.config), context, device)
     step = TrainStep(job, task, context.board.stop_requested)
@@ -124,7 +124,7 @@ def _ours(context: RankContext, case: Case, tokens: Tokens, order: WindowOrder, 
 
 
 def _bare(context: RankContext, case: Case, tokens: Tokens, order: WindowOrder, device: torch.device) -> Arm:
-    """The same training without Meshwright."""
+    """Build the arm with the same training in plain PyTorch."""
     batches = BareBatches(tokens, order, case.config, num_steps=case.num_steps, rank=context.rank, device=device)
 
     def mean_loss(loss: torch.Tensor) -> float:
@@ -134,17 +134,17 @@ def _bare(context: RankContext, case: Case, tokens: Tokens, order: WindowOrder, 
 
 
 def _tokens(case: Case) -> Tokens:
-    """What both arms train on."""
+    """Return the training tokens of both arms."""
     if not case.random_tokens:
         corpus = case.config.family.open_data(run_facts(case.config))
-        assert isinstance(corpus, Corpus), "the bare loop is a language model's"
+        assert isinstance(corpus, Corpus), "the bare loop trains language models only"
         return corpus.train
     generator = np.random.default_rng(case.config.train.seed)
     return generator.integers(_vocab_size(case.config), size=case.random_tokens, dtype=np.uint32)
 
 
 def _vocab_size(config: RunConfig) -> int:
-    """Rows of the model's embedding."""
+    """Return the number of rows of the model's embedding."""
     ends = model_facts(config).first
     return next(p.shape[0] for kind in ends for p in kind.parameters if p.role is Role.EMBEDDING)
 
@@ -153,22 +153,22 @@ def check_losses(case: Case, arms: Sequence[Arm]) -> None:
     """Check that the arms' warm-up losses agree.
 
     Raises:
-        RunError: they do not.
+        RunError: they differ.
     """
     ours, bare = arms
-    for step, (own, theirs) in enumerate(zip(ours.losses, bare.losses, strict=True), start=1):
-        if not (math.isfinite(own) and abs(own - theirs) <= case.loss_tolerance):
+    for step, (our_loss, bare_loss) in enumerate(zip(ours.losses, bare.losses, strict=True), start=1):
+        if not (math.isfinite(our_loss) and abs(our_loss - bare_loss) <= case.loss_tolerance):
             raise RunError(
-                f"the two sides compute different losses: ours {own:.6f}, the bare loop's {theirs:.6f}",
+                f"the two sides compute different losses: ours {our_loss:.6f}, bare loop {bare_loss:.6f}",
                 where=f"bench train, {case.name}, step {step}",
-                rule=f"the first {case.warmup} losses agree to {case.loss_tolerance:g} nats a token: "
-                "figures of different work mean nothing",
-                fix="none from outside: one of the two has a bug; please report it with this message",
+                rule=f"the first {case.warmup} losses must agree to {case.loss_tolerance:g} nats per token, "
+                "else the comparison is meaningless",
+                fix="this is a bug in one of them: please report it with this message",
             )
 
 
 def timer_on(device: torch.device) -> Timer:
-    """A timer of all that a block of steps starts on the device, between two points that all ranks reach."""
+    """Return a timer of all work that a block of steps launches on the device, between two barriers of all ranks."""
     return _cuda_timer(device) if device.type == "cuda" else _host_timer
 
 
@@ -181,7 +181,7 @@ def _host_timer(work: Work) -> float:
 
 
 def _cuda_timer(device: torch.device) -> Timer:
-    """By events on the device, which is idle when the first is recorded; the host waits for the last one only."""
+    """Return a timer with device events; the device is idle at the first, and the host waits only for the last."""
 
     def timer(work: Work) -> float:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -198,18 +198,18 @@ def _cuda_timer(device: torch.device) -> Timer:
 
 
 def _stoppable(timer: Timer, context: RankContext) -> Timer:
-    """The timer, raising before its next block once somebody asked to stop."""
+    """Return a timer that raises before the next block once a stop was requested."""
 
     def stoppable(work: Work) -> float:
         if context.board.stop_requested():
-            raise RunError("stopped before the measurement was over, as asked", where="bench train")
+            raise RunError("stopped before the end of the measurement, as requested", where="bench train")
         return timer(work)
 
     return stoppable
 
 
 def _start_peak(device: torch.device) -> int | None:
-    """Bytes allocated on a CUDA device now; the record of its peak starts over."""
+    """Reset the peak memory statistics of a CUDA device and return the bytes allocated now; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

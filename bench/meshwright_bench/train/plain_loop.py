@@ -1,12 +1,12 @@
-"""The opponent: the training loop a good engineer writes in plain PyTorch for the same model and the same batches.
+"""Baseline: a well-written training loop in plain PyTorch for the same model and the same batches.
 
-It uses none of Meshwright but what both sides must share to compute the same thing: the family's module,
-the initial values, the order of samples and the learning rate of a step. It looks at nothing while it trains: no
-metrics, no check for non-finite losses, no wish to stop, and on CUDA no wait for the device.
+It shares with Meshwright only what both sides need to compute the same losses: the module of the model family, initial
+values, sample order and learning rates. It has no metrics, no check for non-finite losses, no stop requests and, on
+CUDA, no synchronization with the device.
 
-bfloat16 is mixed precision by hand, which is what FSDP2's policy amounts to on one rank: weights and activations in
-bfloat16, float32 masters that the optimizer updates, gradients brought to float32. (Under `torch.autocast`, the
-other common way, the residual stream stays float32 and every product casts its weight again: more work.)
+bfloat16 means mixed precision by hand, equivalent to FSDP2's policy on one rank: weights and activations in bfloat16,
+float32 master weights that the optimizer updates, gradients converted to float32. (`torch.autocast`, the other common
+method, keeps the residual stream in float32 and casts each weight in every product, which is more work.)
 
 Shapes: b batch, t time.
 """
@@ -30,11 +30,11 @@ from meshwright.train.build_job import initialize
 from meshwright.train.lr_schedule import learning_rate
 
 BareStep = Callable[[int], Tensor]
-"""Runs the step numbered so, from 1; returns this rank's mean loss, which nothing waits for."""
+"""Function that runs the step with a number, from 1, and returns this rank's mean loss without synchronizing."""
 
 
 class BareBatches:
-    """All tokens as one tensor on the device, and every step's windows worked out beforehand."""
+    """All batches of a run: the tokens as one tensor on the device, with precomputed windows for each step."""
 
     def __init__(
         self, tokens: Tokens, order: WindowOrder, config: RunConfig, *, num_steps: int, rank: int, device: torch.device
@@ -46,16 +46,16 @@ class BareBatches:
         dtype = torch.uint8 if tokens.dtype.itemsize == 1 else torch.int32
         self._tokens = torch.tensor(tokens, dtype=dtype, device=device)
         self._starts = (windows * train.seq_len).to(device)
-        self._reach = torch.arange(train.seq_len + 1, device=device)
+        self._offsets = torch.arange(train.seq_len + 1, device=device)
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the step numbered `step`, from 1."""
-        tokens_bt = self._tokens[self._starts[step - 1][:, None] + self._reach].long()
+        """Return inputs and targets of a step, numbered from 1."""
+        tokens_bt = self._tokens[self._starts[step - 1][:, None] + self._offsets].long()
         return tokens_bt[:, :-1], tokens_bt[:, 1:]
 
 
 def bare_step(config: RunConfig, batches: BareBatches, *, device: torch.device) -> BareStep:
-    """The bare counterpart of a run: one process in float32 or bfloat16, or FSDP2 over all ranks in float32."""
+    """Build the bare counterpart of a run: one process in float32 or bfloat16, or FSDP2 over all ranks in float32."""
     train = config.train
     with device:
         f = run_facts(config)
@@ -77,7 +77,7 @@ def bare_step(config: RunConfig, batches: BareBatches, *, device: torch.device) 
 
 
 def plain_loop(model: nn.Module, batches: BareBatches, config: TrainConfig) -> BareStep:
-    """The loop in the parameters' own precision, sharded or not."""
+    """Return a step in the precision of the parameters, sharded or not."""
     weights = list(model.parameters())
     optimizer = adamw(weights, config)
 
@@ -95,7 +95,7 @@ def plain_loop(model: nn.Module, batches: BareBatches, config: TrainConfig) -> B
 
 
 def mixed_loop(model: nn.Module, batches: BareBatches, config: TrainConfig) -> BareStep:
-    """The loop with bfloat16 weights and activations, and float32 masters, gradients and moments."""
+    """Return a step with bfloat16 weights and activations, and float32 master weights, gradients and moments."""
     masters = [nn.Parameter(weight.detach().clone()) for weight in model.parameters()]
     weights = list(model.to(torch.bfloat16).parameters())
     optimizer = adamw(masters, config)
@@ -121,7 +121,7 @@ def mixed_loop(model: nn.Module, batches: BareBatches, config: TrainConfig) -> B
 
 
 def adamw(weights: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors do not."""
+    """Return a fused AdamW with weight decay for matrices but not for vectors."""
     return torch.optim.AdamW(
         [
             {"params": [weight for weight in weights if weight.dim() >= 2], "weight_decay": config.weight_decay},
@@ -135,6 +135,6 @@ def adamw(weights: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
-    """That of the step, for every group."""
+    """Set the learning rate of a step in every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config)

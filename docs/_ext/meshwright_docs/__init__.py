@@ -1,7 +1,7 @@
-"""The site's own part: pages of the reference from the source, the README and the notebook as pages, links to files.
+"""Sphinx extension of the site: the API reference, the README and the notebook as pages, and links to files.
 
-Everything is written into folders of `docs/` that git ignores, before Sphinx looks for its sources. The package is
-read as syntax and never imported, so the site builds without a GPU, and what the reference shows is what the files say.
+The pages are written into ignored folders of `docs/` before Sphinx collects its sources. The package is parsed, not
+imported, so the site builds without a GPU.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from meshwright_docs.source import Source
 
 README, CHANGES, NOTEBOOK = "README.md", "CHANGELOG.md", "docs/examples/quickstart.ipynb"
 PAGES = {README: "project/readme", CHANGES: "project/changes", NOTEBOOK: "project/quickstart"}
-"""Files of the repository that are pages of the site, and the pages, as links name them without the suffix."""
+"""Docnames of the repository files that become pages of the site."""
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Register with Sphinx."""
+    """Connect to the events of Sphinx."""
     docs = Path(app.srcdir)
     reference = Reference(Source.read(docs.parent / "src" / "meshwright"))
     app.connect("config-inited", lambda app, config: write_pages(docs, reference))
-    app.connect("doctree-read", lambda app, doctree: _unlink_names_of_others(doctree, reference.source.package))
+    app.connect("doctree-read", lambda app, doctree: _unlink_foreign_names(doctree, reference.source.package))
     app.connect("source-read", lambda app, docname, source: _rewrite(docs, reference, docname, source))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def _unlink_names_of_others(doctree: nodes.document, package: str) -> None:
-    """Make names in signatures that are not ours plain text: Sphinx would link them to ours of the same last name."""
+def _unlink_foreign_names(doctree: nodes.document, package: str) -> None:
+    """Make foreign names in signatures plain text, which Sphinx would link to ours with the same last component."""
     for node in list(doctree.findall(addnodes.pending_xref)):
         if node["refdomain"] == "py" and not node["reftarget"].startswith(f"{package}."):
             node.replace_self(addnodes.desc_sig_name("", node["reftarget"]))
 
 
 def write_pages(docs: Path, reference: Reference) -> None:
-    """Write the pages that no file in `docs/` is the source of, and remove those of names that are gone."""
+    """Write the generated pages that changed, and remove obsolete ones."""
     root = docs.parent
     links = Links(root, PAGES)
     pages = {
@@ -54,7 +54,7 @@ def write_pages(docs: Path, reference: Reference) -> None:
     for name, content in files.items():
         path = docs / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_bytes() != content:  # an equal file is not read again
+        if not path.is_file() or path.read_bytes() != content:  # Sphinx skips unchanged files
             path.write_bytes(content)
     for folder in {Path(name).parent for name in files}:
         for path in (docs / folder).iterdir():

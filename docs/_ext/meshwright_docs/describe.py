@@ -1,4 +1,4 @@
-"""One public name as a directive of Sphinx's Python domain: its signature, docstring and members, from its syntax."""
+"""Conversion of a public definition to a directive of Sphinx's Python domain: signature, docstring and members."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright_docs.prose import as_markdown, attributes_apart
+from meshwright_docs.prose import as_markdown, split_attributes
 from meshwright_docs.source import Definition, Module, Source, comment_below, is_public
 
 LONGEST_DEFAULT = 40
@@ -18,18 +18,18 @@ QUIET_BASES = ("object", "ABC", "Protocol", "Generic")
 
 @dataclass(frozen=True)
 class Scope:
-    """Where names are looked up: a module and, inside a class, the class. `shown` has documented names by full ones."""
+    """Scope of name lookup: a module and optionally a class; `shown` maps full names to documented ones."""
 
     source: Source
     shown: Mapping[str, str]
     module: Module
     owner: str | None = None
-    """The full name of the class."""
+    """Full name of the class."""
     arguments: frozenset[str] = frozenset()
-    """Names of the function's own, which stand for nothing else in its docstring."""
+    """Parameter names of the function, which are not linked in its docstring."""
 
     def link(self, name: str) -> str | None:
-        """The documented name that a name in a docstring stands for."""
+        """Return the documented name for a name in a docstring, or None."""
         if name.partition(".")[0] in self.arguments:
             return None
         if self.owner is not None and (found := self._member(self.owner, name)):
@@ -43,21 +43,21 @@ class Scope:
         return self._member(owner, member)
 
     def qualified(self, annotation: ast.expr) -> str:
-        """An annotation as text, with our names in full so that they become links."""
+        """Return an annotation as text, with full names of the package so that they become links."""
         return ast.unparse(_Qualified(self).visit(ast.parse(ast.unparse(annotation), mode="eval").body))
 
     def annotated(self, annotation: ast.expr) -> set[str]:
-        """Full names of what of ours an annotation names."""
+        """Return the full names of the package in an annotation."""
         qualified = _Qualified(self)
         qualified.visit(ast.parse(ast.unparse(annotation), mode="eval").body)
         return qualified.found
 
     def within(self, function: ast.FunctionDef) -> Scope:
-        """The scope of a function's docstring."""
+        """Return the scope of a function's docstring."""
         return replace(self, arguments=frozenset(one.arg for one in arguments(function)))
 
     def _class_named(self, name: str) -> str | None:
-        """The only documented class of a name that the module doesn't import."""
+        """Return the documented class with a name that the module does not import, if it is unique."""
         found = [full for full in self.shown if name[0].isupper() and full.endswith(f".{name}")]
         return found[0] if len(found) == 1 else None
 
@@ -94,7 +94,7 @@ class _Qualified(ast.NodeTransformer):
 
 
 def members(node: ast.ClassDef) -> list[tuple[str, ast.stmt]]:
-    """What a reader of a class may use: public fields, methods and properties, and special methods with a docstring."""
+    """Return public fields, methods and properties of a class, and special methods with a docstring."""
     found: dict[str, ast.stmt] = {}
     for one in node.body:
         if isinstance(one, ast.FunctionDef):
@@ -109,7 +109,7 @@ def members(node: ast.ClassDef) -> list[tuple[str, ast.stmt]]:
 
 
 def references(scope: Scope, node: Definition) -> set[str]:
-    """Full names of ours in the annotations and bases of something public."""
+    """Return the full names of the package in the annotations and bases of a definition."""
     found: set[str] = set()
     for annotation in _annotations(node):
         found |= scope.annotated(annotation)
@@ -135,14 +135,14 @@ def _annotations(node: ast.stmt) -> Iterator[ast.expr]:
 
 
 def arguments(function: ast.FunctionDef) -> list[ast.arg]:
-    """All arguments of a function."""
+    """Return all parameters of a function."""
     given = function.args
     several = [one for one in (given.vararg, given.kwarg) if one is not None]
     return [*given.posonlyargs, *given.args, *given.kwonlyargs, *several]
 
 
 def directive(scope: Scope, name: str, full: str) -> str:
-    """A class, function or variable by the name that it is used by, defined as `full`."""
+    """Return the directive of a class, function or variable with public name `name`, defined as `full`."""
     found = scope.source.definition(full)
     assert found is not None, full
     _, own_name, node = found
@@ -161,7 +161,7 @@ def directive(scope: Scope, name: str, full: str) -> str:
 
 
 def same_as(name: str, other: str) -> str:
-    """A second name of what is documented elsewhere."""
+    """Return the directive of a second name of a documented definition."""
     module, _, short = name.rpartition(".")
     return _fenced("py:data", short, {"module": module}, f"The same as {{py:obj}}`{other}`.")
 
@@ -172,17 +172,17 @@ def _class(scope: Scope, node: ast.ClassDef, name: str, options: dict[str, str])
     if bases:
         parts.append("Bases: " + ", ".join(_base(scope, one) for one in bases))
     made = _init(node)
-    docstring, said = attributes_apart(ast.get_docstring(node) or "")
+    docstring, descriptions = split_attributes(ast.get_docstring(node) or "")
     parts.append(as_markdown(docstring, scope.link))
     if made is not None:
         parts.append(as_markdown(ast.get_docstring(made) or "", scope.within(made).link))
     listed = dict(members(node))
-    for member in (one for one in said if one not in listed):  # set in `__init__`
-        parts.append(_fenced("py:attribute", member, {}, as_markdown(said[member], scope.link)))
+    for member in (one for one in descriptions if one not in listed):  # set in `__init__`
+        parts.append(_fenced("py:attribute", member, {}, as_markdown(descriptions[member], scope.link)))
     for member, one in listed.items():
-        parts.append(_member(scope, node, member, one, said.get(member, "")))
+        parts.append(_member(scope, node, member, one, descriptions.get(member, "")))
     kind = "py:exception" if name.endswith("Error") else "py:class"
-    return _fenced(kind, name + _made_from(scope, node), options, "\n\n".join(filter(None, parts)), depth=4)
+    return _fenced(kind, name + _constructor_signature(scope, node), options, "\n\n".join(filter(None, parts)), depth=4)
 
 
 def _base(scope: Scope, base: ast.expr) -> str:
@@ -190,7 +190,7 @@ def _base(scope: Scope, base: ast.expr) -> str:
     return f"{{py:obj}}`{ast.unparse(base)} <{target}>`" if target else f"`{ast.unparse(base)}`"
 
 
-def _member(scope: Scope, owner: ast.ClassDef, name: str, node: ast.stmt, said: str) -> str:
+def _member(scope: Scope, owner: ast.ClassDef, name: str, node: ast.stmt, description: str) -> str:
     if isinstance(node, ast.FunctionDef):
         text = as_markdown(ast.get_docstring(node) or "", scope.within(node).link)
         marks = {ast.unparse(one).rpartition(".")[2]: "" for one in node.decorator_list}
@@ -202,7 +202,7 @@ def _member(scope: Scope, owner: ast.ClassDef, name: str, node: ast.stmt, said: 
         return _fenced("py:method", name + _signature(scope, node, bound="staticmethod" not in marks), options, text)
     assert isinstance(node, ast.Assign | ast.AnnAssign)
     options = {"type": scope.qualified(node.annotation)} if isinstance(node, ast.AnnAssign) else {}
-    text = as_markdown(comment_below(owner.body, node) or said or _described(node), scope.link)
+    text = as_markdown(comment_below(owner.body, node) or description or _described(node), scope.link)
     return _fenced("py:attribute", name, options | _value(node), text)
 
 
@@ -222,7 +222,7 @@ def _default(value: ast.expr) -> str:
 
 
 def _described(node: ast.Assign | ast.AnnAssign) -> str:
-    """What `Field(…, description=…)` says of a key of the configuration."""
+    """Return the description in `Field(…, description=…)` of a configuration key."""
     given = node.value.keywords if isinstance(node.value, ast.Call) else []
     texts = [one.value.value for one in given if one.arg == "description" and isinstance(one.value, ast.Constant)]
     return re.sub(r"([<*\\])", r"\\\1", str(texts[0])) if texts else ""
@@ -232,8 +232,8 @@ def _init(node: ast.ClassDef) -> ast.FunctionDef | None:
     return next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
 
 
-def _made_from(scope: Scope, node: ast.ClassDef) -> str:
-    """What a class is called with: of `__init__`, or of its fields if it is a dataclass or a named tuple."""
+def _constructor_signature(scope: Scope, node: ast.ClassDef) -> str:
+    """Return the constructor signature, from `__init__` or from the fields of a dataclass or named tuple."""
     made = _init(node)
     if made is not None:
         return _signature(scope, made, bound=True).removesuffix(" -> None")
@@ -288,7 +288,7 @@ def _argument(scope: Scope, argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _fenced(kind: str, argument: str, options: Mapping[str, str], text: str, depth: int = 3) -> str:
-    """A directive; `depth` colons, more than those of what is inside it."""
+    """Return a directive with `depth` colons, more than those of nested directives."""
     written = {key: json.dumps(value, ensure_ascii=False) if value else "" for key, value in options.items()}
     given = [f":{key}: {value}".rstrip() for key, value in written.items()]
     body = "\n".join([*given, "", text]).strip("\n")

@@ -1,7 +1,7 @@
-"""Links between the Markdown files of the repository, as they have to be on the site.
+"""Translation of links between Markdown files of the repository to links on the site.
 
-On GitHub every file and folder has a page. On the site a file that is a page is linked, another file is offered as a
-download (which MyST does by itself), and a folder is named.
+On GitHub, every file and folder has a page. On the site, links to pages stay links, other files become downloads (by
+MyST), and folders become plain text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FENCE = re.compile(r"^ *(```+|~~~+)")
 
 @dataclass(frozen=True)
 class Links:
-    """Rewrites relative links; `pages` are the repository's files that are pages, by docname under `docs/`."""
+    """Rewriter of relative links; `pages` maps repository files to docnames under `docs/`."""
 
     root: Path
     pages: Mapping[str, str]
 
     def moved(self, text: str, folder: str, to: str) -> str:
-        """The text of a file in `folder`, as a page in the folder `to`, both from the repository's root."""
+        """Return the text of a file in `folder` with links for a page in `to`; both are relative to the repository."""
         lines, fence = [], None
         for line in text.splitlines(keepends=True):
             mark = FENCE.match(line)

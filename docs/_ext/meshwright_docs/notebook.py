@@ -1,4 +1,4 @@
-"""A notebook as a page: its Markdown, its code, and the outputs that are stored in it."""
+"""Conversion of a notebook to a page: Markdown, code and stored outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def notebook_page(notebook: Path, page: str) -> dict[str, bytes]:
-    """The files of a page, by their paths under `docs/`: the page itself and its images."""
+    """Return the page and its images, by their paths under `docs/`."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     files: dict[str, bytes] = {}
     parts = []

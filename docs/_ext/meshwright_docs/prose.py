@@ -1,4 +1,4 @@
-"""Docstrings as Markdown for MyST. They are Markdown already, but for their sections, `Args:` and its like."""
+"""Conversion of docstrings to Markdown for MyST: sections such as `Args:`, and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECTIONS = {
     "Returns": "Returns",
     "Yields": "Yields",
 }
-"""Headings of sections in docstrings, and on the pages."""
+"""Section headings in docstrings and on the pages."""
 
 HEADING = re.compile(rf"({'|'.join(SECTIONS)}):")
 ITEM = re.compile(r"(?P<names>\*{0,2}\w[\w.]*(?:, \*{0,2}\w[\w.]*)*): (?P<text>.*)")
@@ -22,11 +22,11 @@ CODE = re.compile(r"(?<![`}\[])`([^`\n]+)`(?!`)")
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 Link = Callable[[str], str | None]
-"""Gives the documented name that a name in a docstring stands for; None if it is not documented."""
+"""Function from a name in a docstring to the documented name; None if it is not documented."""
 
 
 def as_markdown(docstring: str, link: Link) -> str:
-    """A docstring with its sections as lists and its names as links."""
+    """Convert a docstring to Markdown, with sections as lists and names as links."""
     lines: list[str] = []
     rest = inspect.cleandoc(docstring).splitlines()
     while rest:
@@ -42,34 +42,34 @@ def as_markdown(docstring: str, link: Link) -> str:
     return linked(lines, link).strip()
 
 
-def attributes_apart(docstring: str) -> tuple[str, dict[str, str]]:
-    """A docstring without its section `Attributes:`, and what that says of each."""
+def split_attributes(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring without its section `Attributes:`, and the description of each attribute."""
     lines = inspect.cleandoc(docstring).splitlines()
     if "Attributes:" not in lines:
         return docstring, {}
     start = stop = lines.index("Attributes:") + 1
     while stop < len(lines) and (not lines[stop].strip() or lines[stop].startswith(" ")):
         stop += 1
-    said: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     names: list[str] = []
     for line in inspect.cleandoc("\n".join(["", *lines[start:stop]])).splitlines():
         item = ITEM.fullmatch(line)
         names = item["names"].split(", ") if item else names
         for name in names:
-            said[name] = item["text"] if item else f"{said[name]}\n{line.strip()}"
-    return "\n".join([*lines[: start - 1], *lines[stop:]]), said
+            descriptions[name] = item["text"] if item else f"{descriptions[name]}\n{line.strip()}"
+    return "\n".join([*lines[: start - 1], *lines[stop:]]), descriptions
 
 
 def first_sentence(docstring: str, link: Link) -> str:
-    """What a table says of something: its docstring up to the first full stop, on one line."""
+    """Return the first sentence of a docstring on one line, for tables."""
     paragraph = " ".join(inspect.cleandoc(docstring).partition("\n\n")[0].split())
     sentence = re.split(r"(?<=[^.\s]\w)\.(?= [A-Z`])", paragraph)[0].rstrip(".")
     return linked([sentence], link).replace("|", "\\|")
 
 
 def _items(section: str, block: list[str]) -> list[str]:
-    """`name: text` as items of a list; what has no name stays as it is, as in `Returns:`."""
-    mark = "`" if section == "Raises" else "``"  # what has two is not linked: a parameter is nothing that has a page
+    """Format `name: text` lines as list items; text without a name is unchanged, as in `Returns:`."""
+    mark = "`" if section == "Raises" else "``"  # double backticks are not linked: parameters have no page
     lines: list[str] = []
     for line in inspect.cleandoc("\n".join(["", *block])).splitlines():
         item = ITEM.fullmatch(line)
@@ -84,7 +84,7 @@ def _items(section: str, block: list[str]) -> list[str]:
 
 
 def linked(lines: list[str], link: Link) -> str:
-    """Lines of Markdown, with code that is a documented name as links; blocks of code stay as they are."""
+    """Link inline code that is a documented name; code blocks are unchanged."""
 
     def replace(code: re.Match[str]) -> str:
         name = code[1].removesuffix("()")

@@ -1,7 +1,7 @@
-"""The reference: which public names there are, which page each is on, and the pages' text.
+"""The API reference: public names, their pages and the text of the pages.
 
-A page for each library part, with the names that the part exports; for each part that exports none, a page for each of
-its modules. What a public signature names is public too: it is on the page of its module, or of its part.
+Each library package has a page with the names that it exports. A package without exports has a page for each of its
+modules. Types in public signatures are public too and are on the page of their module or package.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ FOLDER = "reference"
 
 @dataclass
 class Page:
-    """A module's page; `names` gives public names and where each is defined."""
+    """Page of a module; `names` maps public names to their definitions."""
 
     module: Module
     names: dict[str, str] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
-    """More names of this part, which public signatures name."""
+    """Further types of this package that appear in public signatures."""
     inner: list[Page] = field(default_factory=list)
-    """The pages of its modules, if it is a part that exports nothing."""
+    """Pages of the modules, if the package has no exports."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference of a package; see the module."""
+    """API reference of a package."""
 
     source: Source
 
     def pages(self) -> dict[str, str]:
-        """The text of each page, by its docname."""
+        """Return the text of each page by docname."""
         pages = {f"{FOLDER}/index": self._index()}
         for page in chain(*self.groups.values()):
             pages[f"{FOLDER}/{page.module.name}"] = self._text(page)
             for inner in page.inner:
-                # Not in the sidebar: with all modules nobody finds a part there, and Sphinx takes twice as long.
+                # Not in the sidebar, which would be crowded and take Sphinx twice as long.
                 above = f"---\norphan: true\n---\n\n[← {page.module.name}]({page.module.name}.md)\n\n"
                 pages[f"{FOLDER}/{inner.module.name}"] = above + self._text(inner)
         return pages
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The page of each public name, as it is used and as it is defined."""
+        """Pages of all public names, by public name and by full name."""
         found = {}
         for page in self._all_pages():
             for name, full in {**page.names, **page.types}.items():
@@ -61,7 +61,7 @@ class Reference:
         return found
 
     def link(self, name: str) -> str | None:
-        """The documented name or module that a full name on any page stands for."""
+        """Return the documented name or module for a full name, or None."""
         top = self.source.modules[self.source.package]
         if not name.startswith(f"{top.name}."):
             return None
@@ -70,22 +70,22 @@ class Reference:
 
     @cached_property
     def groups(self) -> dict[str, list[Page]]:
-        """Pages under the headings of the reference's first page."""
+        """Pages by heading of the reference's index."""
         package = self.source.package
         top = self.source.modules[package]
         parts = [name for name in top.lazy if f"{package}.{name}" in self.source.modules]
         groups = {
             "The package": [self._page(package)],
-            "Library parts": [self._page(f"{package}.{part}") for part in sorted({*parts, *MORE_PARTS})],
-            "For models of your own": [self._page(f"{package}.{part}") for part in FOR_MODELS],
-            "What all share": [self._page(f"{package}.{part}") for part in SHARED],
+            "Libraries": [self._page(f"{package}.{part}") for part in sorted({*parts, *MORE_PARTS})],
+            "Custom models": [self._page(f"{package}.{part}") for part in FOR_MODELS],
+            "Shared modules": [self._page(f"{package}.{part}") for part in SHARED],
         }
         others = self._add_types(groups)
-        return groups | {"Types of other parts": others}
+        return groups | {"Types of other packages": others}
 
     @cached_property
     def _shown(self) -> dict[str, str]:
-        """The name that is linked, of everything documented, by where it is defined."""
+        """Public names to link to, by full name."""
         shown: dict[str, str] = {}
         for page in self._all_pages():
             for name, full in {**page.names, **page.types}.items():
@@ -109,8 +109,8 @@ class Reference:
         found = {}
         for name in module.exports:
             full = self.source.resolve(module, name)
-            assert full is not None, f"{module.name} exports {name}, and nothing says from where"
-            # A module has a page of its own; what is PyTorch's is documented there.
+            assert full is not None, f"{module.name} exports {name}, which is not defined or imported"
+            # Modules have their own page, and PyTorch's names are documented by PyTorch.
             if full not in self.source.modules and full.startswith(f"{self.source.package}."):
                 found[f"{module.name}.{name}"] = full
         return found
@@ -124,7 +124,7 @@ class Reference:
         return found
 
     def _add_types(self, groups: Mapping[str, list[Page]]) -> list[Page]:
-        """Add what public signatures name to the pages; the pages of parts that have none yet."""
+        """Add the types in public signatures to their pages, and return new pages for other packages."""
         pages = {page.module.name: page for top in chain(*groups.values()) for page in (top, *top.inner)}
         others: dict[str, Page] = {}
         done = {full for page in pages.values() for full in page.names.values()}
@@ -137,7 +137,7 @@ class Reference:
                 waiting.append(full)
                 module = full.rpartition(".")[0]
                 part = ".".join(module.split(".")[:2])
-                if not self.source.modules[part].is_package:  # a file beside the parts
+                if not self.source.modules[part].is_package:  # a file at the top of the package
                     part = self.source.package
                 home = pages.get(module) or pages.get(part) or others.get(part)
                 if home is None:
@@ -146,7 +146,7 @@ class Reference:
         return sorted(others.values(), key=lambda page: page.module.name)
 
     def _index(self) -> str:
-        lines = ["# Reference", "", "Every public name, from the docstrings of the source.", ""]
+        lines = ["# Reference", "", "All public names, generated from the docstrings.", ""]
         for heading, pages in self.groups.items():
             if pages:
                 lines += [f"## {heading}", "", *self._table(pages), "", *_toctree(pages), ""]
@@ -154,7 +154,7 @@ class Reference:
 
     def _table(self, pages: list[Page]) -> list[str]:
         rows = [f"| [`{page.module.name}`]({page.module.name}.md) | {self._summary(page)} |" for page in pages]
-        return ["| module | what it is |", "|---|---|", *rows]
+        return ["| module | content |", "|---|---|", *rows]
 
     def _summary(self, page: Page) -> str:
         scope = Scope(self.source, self._shown, page.module)
@@ -163,7 +163,7 @@ class Reference:
     def _text(self, page: Page) -> str:
         name = page.module.name
         scope = Scope(self.source, self._shown, page.module)
-        # A part whose name is a verb's too: the verb is what a link means.
+        # If a package has the same name as a function, links mean the function.
         kind = "currentmodule" if name in self._shown.values() else "module"
         docstring = ast.get_docstring(page.module.tree) or ""
         parts = [f"# {name}", f":::{{py:{kind}}} {name}\n:::", as_markdown(docstring, scope.link)]
@@ -171,9 +171,7 @@ class Reference:
             parts.append("\n".join(self._table(page.inner)))
         parts += [self._entry(one, full, page) for one, full in page.names.items()]
         if page.types:
-            parts.append(
-                "## Types" if page.names else "What public functions and classes of other parts take and give:"
-            )
+            parts.append("## Types" if page.names else "Types in the public signatures of other packages:")
             parts += [self._entry(one, full, page) for one, full in page.types.items()]
         return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""The package as syntax: its modules, what their names stand for, and which names are public."""
+"""Syntax trees of the package: modules, name resolution and public names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
 
 
 def is_public(name: str) -> bool:
-    """Whether no part of a dotted name is private; a module `private` is an adapter to private names of PyTorch."""
+    """Return True if no component of a dotted name is private; modules `private` adapt private names of PyTorch."""
     return not any(part.startswith("_") or part == "private" for part in name.split("."))
 
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package, by its dotted name."""
+    """A source file of the package."""
 
     name: str
     is_package: bool
@@ -26,12 +26,12 @@ class Module:
 
     @cached_property
     def body(self) -> list[ast.stmt]:
-        """Its statements, with those under `if` and `try` among them."""
+        """Top-level statements, including those under `if` and `try`."""
         return list(_flat(self.tree.body))
 
     @cached_property
     def definitions(self) -> dict[str, Definition]:
-        """Classes, functions and variables by their names; of several assignments the first."""
+        """Classes, functions and variables by name; the first of several assignments."""
         found: dict[str, Definition] = {}
         for node in self.body:
             for name in _defined(node):
@@ -41,7 +41,7 @@ class Module:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Full names of what is imported."""
+        """Full names of imports."""
         names: dict[str, str] = {}
         for node in self.body:
             if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ class Module:
 
     @cached_property
     def lazy(self) -> dict[str, str]:
-        """Names that `__getattr__` answers, with the file of each, as in the module's table of them."""
+        """Names that `__getattr__` resolves, with their files from the module's table."""
         asked = self.definitions.get("__getattr__")
         if not isinstance(asked, ast.FunctionDef):
             return {}
@@ -70,19 +70,19 @@ class Module:
 
     @cached_property
     def exports(self) -> tuple[str, ...]:
-        """Names in `__all__` and those that `__getattr__` answers."""
+        """Names in `__all__` and those that `__getattr__` resolves."""
         listed = self.constant("__all__") if "__all__" in self.definitions else ()
         return tuple(dict.fromkeys([*listed, *self.lazy]))
 
     def constant(self, name: str) -> dict[str, str] | tuple[str, ...]:
-        """The value of a variable that is a literal."""
+        """Return the literal value of a variable."""
         node = self.definitions[name]
         assert isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
         value = ast.literal_eval(node.value)
         return value if isinstance(value, dict) else tuple(value)
 
     def comment(self, name: str) -> str:
-        """The string below an assignment to `name`."""
+        """Return the docstring below the assignment to `name`."""
         return comment_below(self.body, self.definitions[name])
 
     def _base(self, node: ast.ImportFrom) -> str:
@@ -95,7 +95,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Source:
-    """All modules of the package, by name."""
+    """All modules of the package by name."""
 
     package: str
     modules: Mapping[str, Module]
@@ -112,11 +112,11 @@ class Source:
         return Source(folder.name, modules)
 
     def within(self, package: str) -> list[Module]:
-        """A package's public modules at any depth, without itself."""
+        """Return the public modules of a package at any depth, without the package itself."""
         return [one for name, one in self.modules.items() if name.startswith(f"{package}.") and is_public(name)]
 
     def resolve(self, module: Module, name: str) -> str | None:
-        """The full name, where it is defined, of what a dotted name in a module stands for; None if unknown."""
+        """Return the full name of the definition of a dotted name in a module, or None if unknown."""
         first, _, rest = name.partition(".")
         if first in module.definitions:
             return f"{module.name}.{name}"
@@ -135,7 +135,7 @@ class Source:
         return self.find(f"{target}.{rest}" if rest else target)
 
     def find(self, full: str) -> str:
-        """The full name, where it is defined, of something imported from anywhere; itself when it is not ours."""
+        """Return the full name of the definition of an imported name; foreign names are returned unchanged."""
         parts = full.split(".")
         for length in range(len(parts) - 1, 0, -1):
             module = self.modules.get(".".join(parts[:length]))
@@ -149,7 +149,7 @@ class Source:
         return full
 
     def definition(self, full: str) -> tuple[Module, str, Definition] | None:
-        """The module, name and syntax of something defined at the top of a module."""
+        """Return module, name and syntax tree of a top-level definition, or None."""
         module = self.modules.get(full.rpartition(".")[0])
         name = full.rpartition(".")[2]
         if module is None or name not in module.definitions:
@@ -158,7 +158,7 @@ class Source:
 
 
 def comment_below(body: list[ast.stmt], node: ast.stmt) -> str:
-    """The string that follows a statement, which documents it; empty without one."""
+    """Return the string after a statement, which documents it; empty if there is none."""
     position = body.index(node)
     below = body[position + 1] if position + 1 < len(body) else None
     if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.dtensor_ops.private import OpOverload, schema_of
 from meshwright.errors import InputError, MeshwrightError
 
+CONTEXT = "replicate_fallback"
 STORAGE = frozenset({
     "as_strided_", "set_", "set", "resize", "resize_",
     "resize_as", "resize_as_", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
@@ -24,6 +25,10 @@ STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 
 class OperatorError(InputError):
     """An operator that cannot run on a DTensor as it was called."""
+
+
+class ImpureOperatorError(OperatorError):
+    """An operator whose result is not a function of its inputs' values: it depends on memory or on random numbers."""
 
 
 def name_of(operator: OpOverload) -> str:
@@ -40,24 +45,26 @@ def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
 
 
 def _operator_error(what: str, *, rule: str, fix: str) -> MeshwrightError:
-    return OperatorError(what, where="replicate_fallback", rule=rule, fix=fix)
+    return OperatorError(what, where=CONTEXT, rule=rule, fix=fix)
 
 
 def storage_error(name: str) -> MeshwrightError:
     """Return the error for an operator on storage."""
-    return _operator_error(
+    return ImpureOperatorError(
         f"{name} depends on the memory of its inputs, not only on their values",
         rule="an operator without a sharding rule is computed from the gathered values",
         fix="call it on x.to_local(), for the local shard, or on x.full_tensor()",
+        where=CONTEXT,
     )
 
 
 def random_error(operator: OpOverload) -> MeshwrightError:
     """Return the error for an operator that draws random numbers."""
-    return _operator_error(
+    return ImpureOperatorError(
         f"{name_of(operator)} draws random numbers, which would differ between ranks",
         rule="an operator without a sharding rule must give the same result on all ranks",
         fix="draw with torch.distributed.tensor.rand or randn, or draw one plain tensor and use distribute_tensor",
+        where=CONTEXT,
     )
 
 
