@@ -241,12 +241,12 @@ def test_alone_it_copies():
 @pytest.mark.parametrize(
     ("x", "send", "recv", "said"),
     [
-        (torch.ones(3), [2], [2], "send_splits = [2] sum to 2, and x has 3 rows"),
-        (torch.ones(3), [3], [2], "send_splits = [3] and recv_splits = [2] differ in a world of one"),
-        (torch.ones(3), [1, 2], [3], "send_splits = [1, 2] has 2 numbers for 1 ranks"),
-        (torch.ones(3), [3], [], "recv_splits = [] has 0 numbers for 1 ranks"),
+        (torch.ones(3), [2], [2], "send_splits = [2] sum to 2, but x has 3 rows"),
+        (torch.ones(3), [3], [2], "send_splits = [3] and recv_splits = [2] differ with world size 1"),
+        (torch.ones(3), [1, 2], [3], "send_splits = [1, 2] has 2 entries for 1 ranks"),
+        (torch.ones(3), [3], [], "recv_splits = [] has 0 entries for 1 ranks"),
         (torch.ones(3), [3], [-3], "recv_splits = [-3] has a negative number"),
-        (torch.ones(()), [1], [1], "x is a scalar"),
+        (torch.ones(()), [1], [1], "x is a 0-dim tensor"),
     ],
 )
 def test_wrong_splits_are_told(x, send, recv, said):
@@ -284,11 +284,11 @@ def told(rank, world_size, changes, environment):
         ({1: {"recv_splits": [4, 0, 1]}}, "rank 0 sends 5 rows to rank 1, which expects 4"),
         ({2: {"send_splits": [5, 0, 7]}},
          "rank 2 sends 5 rows to rank 0, which expects 4; rank 2 sends 0 rows to rank 1, which expects 1"),
-        ({0: {"send_splits": [0, 5]}}, "rank 0: send_splits = [0, 5] has 2 numbers for 3 ranks"),
-        ({2: {"send_splits": [1, 1, 1]}}, "rank 2: send_splits = [1, 1, 1] sum to 3, and x has 12 rows"),
+        ({0: {"send_splits": [0, 5]}}, "rank 0: send_splits = [0, 5] has 2 entries for 3 ranks"),
+        ({2: {"send_splits": [1, 1, 1]}}, "rank 2: send_splits = [1, 1, 1] sum to 3, but x has 12 rows"),
         ({1: {"x": torch.ones(5, 3)}}, "rank 1: rows of float32 [3]"),
         ({0: {"x": torch.ones(6, 2, dtype=torch.float64)}}, "rank 0: rows of float64 [2]"),
-        ({1: {"x": torch.ones(5, 3, dtype=torch.float64, requires_grad=True)}}, "need a gradient of"),
+        ({1: {"x": torch.ones(5, 3, dtype=torch.float64, requires_grad=True)}}, "whether x requires a gradient"),
     ],
 )  # fmt: skip
 def test_in_debug_mode_all_ranks_name_those_that_disagree(gang, changes, said, environment):

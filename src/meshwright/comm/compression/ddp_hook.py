@@ -192,7 +192,7 @@ class BucketReduction:
         self._has_prior_errors = is_as_saved or self._num_backwards > 1
 
     def _reduce_held(self) -> bool:
-        """Reduce the held gradients in the saved buckets if those match, else in DDP's own; return whether they match."""
+        """Reduce the held gradients in the saved buckets if they match, else in DDP's own; return whether they do."""
         held, self._held = self._held, []
         parts: dict[int, Tensor] = {}
         for key, gradients, _ in held:

@@ -138,7 +138,7 @@ def compress(
 
     Rounding depends on neighbouring elements, so replicas of a parameter over another axis (norms under tensor
     parallelism) get different gradients: average them after the backward, before clipping. Error feedback is stored by
-    position: if steps leave different parameters unused, call FSDP2's `set_reduce_scatter_unused_params(True)`. A second
+    position: if unused parameters differ between steps, call FSDP2's `set_reduce_scatter_unused_params(True)`. A second
     call replaces the collectives of the first, except by `exact`: FSDP2 cannot unset a custom collective.
 
     Args:
