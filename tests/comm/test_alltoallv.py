@@ -246,7 +246,7 @@ def test_alone_it_copies():
         (torch.ones(3), [1, 2], [3], "send_splits = [1, 2] has 2 entries for 1 ranks"),
         (torch.ones(3), [3], [], "recv_splits = [] has 0 entries for 1 ranks"),
         (torch.ones(3), [3], [-3], "recv_splits = [-3] has a negative number"),
-        (torch.ones(()), [1], [1], "x is a 0-dim tensor and has no rows"),
+        (torch.ones(()), [1], [1], "x is a 0-dim tensor"),
     ],
 )
 def test_wrong_splits_are_told(x, send, recv, said):

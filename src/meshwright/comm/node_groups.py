@@ -92,7 +92,7 @@ def place(
                 "%s reduce gradients in one stage instead of inside nodes first: their nodes %s hold different numbers "
                 "of them", format_ranks(ranks), [node_of[rank] for rank in ranks],
             )  # fmt: skip
-    return Placement(node_of, {ranks: _open_two_stage_groups(plans[ranks], groups) for ranks in local})
+    return Placement(node_of, {ranks: _open_groups(plans[ranks], groups) for ranks in local})
 
 
 def _shard_ranks(part: nn.Module) -> Iterable[Ranks]:
@@ -102,9 +102,7 @@ def _shard_ranks(part: nn.Module) -> Iterable[Ranks]:
             yield tuple(dist.get_process_group_ranks(group))
 
 
-def _open_two_stage_groups(
-    plan: TwoStagePlan | None, groups: Mapping[Ranks, ProcessGroup | None]
-) -> TwoStageGroups | None:
+def _open_groups(plan: TwoStagePlan | None, groups: Mapping[Ranks, ProcessGroup | None]) -> TwoStageGroups | None:
     if plan is None:
         return None
     me = rank()

@@ -36,10 +36,7 @@ class Links:
         return 1 + self.inside + self.between
 
     def crossing(self, num_bytes: int) -> int:
-        """Return the inter-node share of `num_bytes` that each rank sends around a ring, averaged over ranks.
-
-        NCCL's rings enter and leave each node once, so one rank per node sends to another node.
-        """
+        """Return the inter-node share of `num_bytes` sent around a ring that leaves each node once, mean over ranks."""
         return num_bytes * self.num_nodes // self.num_ranks if self.num_nodes > 1 else 0
 
 

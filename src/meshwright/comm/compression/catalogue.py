@@ -52,7 +52,7 @@ class Codec(Enum):
 
     @property
     def is_quantised(self) -> bool:
-        """True if elements are encoded as integers with one scale per group."""
+        """True if elements are integers with one scale per group."""
         return self._is_quantised
 
     @property

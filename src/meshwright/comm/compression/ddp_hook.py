@@ -42,9 +42,7 @@ _BUCKET = "parameters"
 
 
 def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") -> Compression:
-    """Compress the gradients that DDP averages for `model`.
-
-    Call it before the first backward, and call `commit` or `discard` on the result after every step.
+    """Compress the gradients of `model`; call before the first backward, and `commit` or `discard` after every step.
 
     Args:
         model: a DDP model without a communication hook.

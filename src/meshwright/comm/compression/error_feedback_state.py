@@ -133,9 +133,7 @@ class ErrorState:
         self.loss_scale = loss_scale
 
     def flush(self) -> Tensor:
-        """Return the gradient not yet sent, e / (1 − β), as float32 [blocks, elements], and reset the state.
-
-        Sending it with the last gradient ends error feedback without loss."""
+        """Return the gradient not yet sent, e / (1 − β), as float32 [blocks, elements], and reset the state."""
         assert not self._is_open, "commit or discard the step first"
         pending = decode(self._error, ERROR_CODEC, num_elements=self.layout.num_elements, dtype=torch.float32)
         self._error.zero_()

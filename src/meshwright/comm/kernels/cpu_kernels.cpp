@@ -1,4 +1,4 @@
-// Codecs and LoCo error feedback on a CPU: the bits of codecs.py and feedback.py, a group of 128 elements at a time.
+// Codecs and LoCo error feedback on a CPU, bitwise equal to codecs.py and error_feedback.py, 128 elements at a time.
 //
 // No intrinsics and no headers of torch: the loops below are plain C++ over the 128 elements of a group, of which a
 // compiler makes vectors, and each entry point is compiled three times from the same source, for AVX-512, for

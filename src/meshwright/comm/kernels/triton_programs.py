@@ -1,7 +1,7 @@
-"""The programs of a GPU for codecs and LoCo error feedback, in Triton: each byte is read and written once.
+"""Triton programs of the codecs and LoCo error feedback, which read and write each byte once.
 
-`kernels_triton` launches them on tensors, without fused multiply-adds, which round once where the reference rounds
-twice. The layout of a block and every rounding are described at the top of `codecs`.
+`triton_launch` launches them on tensors, without fused multiply-adds, which round once where the reference rounds
+twice. The format of a block and every rounding are described at the top of `codecs`.
 
 [Note: planes] A program works on a tile of some groups of one block. It holds the tile as 128 / WIDTH *planes*, tensors
 [GROUPS, WIDTH] of which plane p has the elements p·WIDTH … of every group. WIDTH is that of a field of the codec with
@@ -23,7 +23,7 @@ from meshwright.comm.compression.catalogue import GROUP
 
 _GROUP = tl.constexpr(GROUP)
 _BYTES_A_BIT = tl.constexpr(GROUP // 8)
-"""Bytes of the codes of a group, for each bit of a code."""
+"""Bytes of a group's codes per bit of a code."""
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC0)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
@@ -34,14 +34,14 @@ are those of the integer, in two's complement."""
 
 @triton.jit
 def _block_and_group(GROUPS: tl.constexpr) -> tl.tuple:
-    """Which block this program works on, and the first group of its tile; of 64 bits, as blocks can be large."""
+    """Return this program's block and the first group of its tile, in 64 bits, as blocks can be large."""
     return tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
 
 
 @triton.jit
 def _load_elements(x: tl.tensor, first: tl.tensor, num_elements: tl.tensor, GROUPS: tl.constexpr,
                    WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """The planes of a tile of the elements of one block at `x`, as float32."""
+    """Load the planes of a tile of the block's elements at `x`, as float32."""
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     planes = ()
     for p in tl.static_range(_GROUP // WIDTH):
@@ -55,7 +55,7 @@ def _load_elements(x: tl.tensor, first: tl.tensor, num_elements: tl.tensor, GROU
 @triton.jit
 def _load_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr, GROUPS: tl.constexpr,
                 WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """The planes of what a tile of the codes at `block` stands for."""
+    """Load the planes of a tile of the encoded block at `block`, dequantised."""
     STRIDE: tl.constexpr = _BYTES_A_BIT * BITS
     PARTS: tl.constexpr = STRIDE // WIDTH
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -77,7 +77,7 @@ def _load_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, BITS:
 
 @triton.jit
 def _unpacked(packed_gj: tl.tensor, scale_g: tl.tensor, SHIFT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """What the codes in a field of bytes stand for.
+    """Dequantise the codes in one field of the packed bytes.
 
     A code times UNIT, in its place in the byte, and with OFFSET added, which leaves no sign, is the lowest bits of a
     number of 2^23 and more: it takes a bitwise operation and a subtraction, and a scale divided by UNIT. All of this is
@@ -93,7 +93,7 @@ def _unpacked(packed_gj: tl.tensor, scale_g: tl.tensor, SHIFT: tl.constexpr, BIT
 def _sum_blocks(payloads: tl.tensor, rank_stride: tl.tensor, NUM_RANKS: tl.constexpr, first: tl.tensor,
                 num_groups: tl.tensor, BITS: tl.constexpr, ROTATE: tl.constexpr, GROUPS: tl.constexpr,
                 WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """The planes of the sum of a tile of one block of every rank, rotated back."""
+    """Sum a tile of one block over ranks, and invert the rotation; returns planes."""
     total = ()
     for _ in tl.static_range(_GROUP // WIDTH):
         total += (tl.zeros((GROUPS, WIDTH), tl.float32),)
@@ -123,7 +123,7 @@ def _scaled(a: tl.tuple, factor: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _rotated(x: tl.tuple, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tuple:
-    """The transform of each 32 elements, which lie in one plane: butterflies of neighbours first."""
+    """Apply the Hadamard transform to each 32 elements, which share a plane, butterflies of neighbours first."""
     planes = ()
     for p in tl.static_range(len(x)):
         plane = x[p]
@@ -140,7 +140,7 @@ def _rotated(x: tl.tuple, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tuple
 
 @triton.jit
 def _quantised(h: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
-    """Codes, in planes and with _ROUNDER added; the bits of scales; and which groups are finite, both [GROUPS]."""
+    """Return codes as planes with _ROUNDER added, the bits of scales, and a mask of finite groups, both [GROUPS]."""
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
     # Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
     bits = h[0].to(tl.uint32, bitcast=True)
@@ -196,7 +196,7 @@ def _block_bytes(num_groups: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 def _feed_back(g: tl.tuple, error: tl.tensor, payload: tl.tensor, new_error: tl.tensor, block: tl.tensor,
                first: tl.tensor, num_groups: tl.tensor, beta: tl.tensor, rest: tl.tensor, BITS: tl.constexpr,
                GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
-    """Quantise the planes `g` with the error added, and write what is sent and the new error."""
+    """Quantise the planes `g` plus the error, and store the payload and the new error."""
     ERROR_BITS: tl.constexpr = 8  # of feedback.ERROR_CODEC
     HALF: tl.constexpr = 1 << (BITS - 1)
     error_bytes = _block_bytes(num_groups, ERROR_BITS)
