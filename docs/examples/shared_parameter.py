@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from meshwright.parallel.sync_shared_gradients import SharedGradients
+from meshwright.parallel.pipeline_shared_gradients import SharedGradients
 from meshwright.pipeline.shared_parameters import SharedParameter
 
 DIM, CLASSES, STEPS, MAX_NORM = 16, 10, 20, 1.0

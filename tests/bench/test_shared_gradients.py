@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import InputError, RunError
-from meshwright.parallel import sync_shared_gradients
+from meshwright.parallel import pipeline_shared_gradients
 from meshwright.plan.load_config import load
 from meshwright.testing.gang import GangError
 from meshwright_bench.benchmarks import DeviceChoice, Options
@@ -30,11 +30,11 @@ def measure(rank, world_size, damage=False):
     task = SyncTask(Path(), CONFIG, world_size // PP, rounds=1, steps=1)
     if not damage:
         return both_sides(task)
-    sync_shared_gradients.all_reduce_sum = lambda x, group: x.mul_(2)  # as if both stages had the same gradient
+    pipeline_shared_gradients.all_reduce_sum = lambda x, group: x.mul_(2)  # as if both stages had the same gradient
     try:
         return both_sides(task)
     finally:
-        sync_shared_gradients.all_reduce_sum = all_reduce_sum
+        pipeline_shared_gradients.all_reduce_sum = all_reduce_sum
 
 
 def test_bytes_fall_as_one_over_dp_within_a_row(gang):

@@ -20,7 +20,7 @@ from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weig
 from meshwright.parallel.apply_plan import apply_plan
 from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync
 from meshwright.parallel.rank_model import part_of
-from meshwright.parallel.tensor_parallel import sync_partial_gradients
+from meshwright.parallel.tp_gradient_reduction import sync_partial_gradients
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.verify import verify

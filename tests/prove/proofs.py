@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
 from meshwright.models.dit.config import DiTConfig
-from meshwright.parallel import sync_shared_gradients
+from meshwright.parallel import pipeline_shared_gradients
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.compare.conclude import compare
@@ -101,7 +101,7 @@ def record_on_rank(
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     corpus = data or open_data(config)
-    with restored(train_step, pipeline_stages, optimizer, sync_shared_gradients, dist):
+    with restored(train_step, pipeline_stages, optimizer, pipeline_shared_gradients, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.mesh.local_shards import to_local
-from meshwright.parallel import sync_shared_gradients
-from meshwright.parallel.sync_shared_gradients import SharedGradients
+from meshwright.parallel import pipeline_shared_gradients
+from meshwright.parallel.pipeline_shared_gradients import SharedGradients
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
@@ -108,18 +108,18 @@ def exchange(first: str, second: str) -> Tamper:
 
 def leave_out_chunks(job: Job, step: TrainStep) -> None:
     """Of a rank's copies only the first enters the sum."""
-    sync_shared_gradients._sum = lambda copies: copies[0].clone()  # restored by the test
+    pipeline_shared_gradients._sum = lambda copies: copies[0].clone()  # restored by the test
 
 
 def hand_out_to_the_first(job: Job, step: TrainStep) -> None:
     """Of a rank's copies only the first gets the sum."""
-    real = sync_shared_gradients._scatter_to_copies
-    sync_shared_gradients._scatter_to_copies = lambda flat, values: real(flat, [copies[:1] for copies in values])
+    real = pipeline_shared_gradients._scatter_to_copies
+    pipeline_shared_gradients._scatter_to_copies = lambda flat, values: real(flat, [copies[:1] for copies in values])
 
 
 def count_chunks_twice(job: Job, step: TrainStep) -> None:
     """The result is handed out, and added up over chunks once more."""
-    sync_shared_gradients.all_reduce_sum = lambda total, group: all_reduce_sum(total.mul_(2), group=group)
+    pipeline_shared_gradients.all_reduce_sum = lambda total, group: all_reduce_sum(total.mul_(2), group=group)
 
 
 @torch.no_grad()

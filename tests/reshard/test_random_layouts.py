@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright_bench.operators.sweep import Draws
+from meshwright_bench.operators.sweep import RandomnessDetector
 from meshwright_bench.private import operators, tree_leaves, tree_map_only
 
 GROUPS = {
@@ -106,7 +106,7 @@ def expected_of(entry, inputs):
     """The same for plain tensors, with as many gradients as the operator has; None if it draws random numbers."""
     for num_gradients in (9, 1, 0):
         try:
-            with Draws() as draws:
+            with RandomnessDetector() as draws:
                 found = results(entry, tree_map_only(Tensor, Tensor.clone, inputs), num_gradients)
         except RuntimeError:
             if not num_gradients:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.parallel.tensor_parallel import average_replicated_gradients
+from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import predict_traffic

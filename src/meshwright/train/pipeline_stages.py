@@ -18,9 +18,9 @@ from meshwright.models.contract.task import Batch
 from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients, undeferred_parameters
 from meshwright.parallel.check_applied import FirstGradientCheck
 from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
+from meshwright.parallel.pipeline_shared_gradients import SharedGradients
 from meshwright.parallel.rank_model import StagePart
-from meshwright.parallel.sync_shared_gradients import SharedGradients
-from meshwright.parallel.tensor_parallel import average_replicated_gradients, sync_partial_gradients
+from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients, sync_partial_gradients
 from meshwright.pipeline.execute import ChannelKey, ExecutableStage, Executor, channel_keys
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import to_local
-from meshwright.parallel.sync_shared_gradients import SharedGradients, pipelines_on
+from meshwright.parallel.pipeline_shared_gradients import SharedGradients, pipelines_on
 from meshwright.pipeline.shared_parameters import SharedParameter, stage_groups
 
 PP, CHUNKS = 4, 2
