@@ -58,7 +58,7 @@ def by_api(line: Sequence[str]) -> Figures:
     try:
         config = load(line[0], line[1:])
     except MeshwrightError as error:
-        return {"refused": str(error)}
+        return {"refused": f"{type(error).__name__}, {error.where}"}  # its words may change
     plan = make_plan(config)
     figures: Figures = {f"memory.{name}": n for name, n in dataclasses.asdict(predict_memory(plan)).items()}
     most = predict_traffic(plan)
