@@ -67,7 +67,7 @@ def _add_distances(axes: Axes, drift: DriftResult) -> None:
     unsynced = drift.unsynced.distances[-1]
     axes.annotate(f"without: {unsynced:.1%} apart", (last, unsynced or zero), (0, -16),
                   textcoords="offset points", ha="right", fontsize=9, color=UNSYNCED)  # fmt: skip
-    axes.set_ylabel("copies apart", fontsize=9, color=INK)
+    axes.set_ylabel("distance between copies", fontsize=9, color=INK)
     axes.tick_params(labelbottom=False)
     plain(axes)
 
