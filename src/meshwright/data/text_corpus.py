@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import cache, text_documents
+from meshwright.data import text_documents, token_cache
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.text_documents import Document, TextSlice
 from meshwright.data.token_files import is_token_file, open_token_file
@@ -141,25 +141,27 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
 
 def _open_text(
     source: str, documents: list[Document], *, tokenizer: str, cache_dir: str | None
-) -> tuple[Tokens, cache.CorpusMetadata]:
+) -> tuple[Tokens, token_cache.CorpusMetadata]:
     identity = [_FORMAT, tokenizer_identity(tokenizer)]
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
-    def build(file: BinaryIO) -> cache.CorpusMetadata:
+    def build(file: BinaryIO) -> token_cache.CorpusMetadata:
         size = format_bytes(sum(document.num_bytes for document in documents))
         _log.info("tokenising %d files (%s) of %s with %s", len(documents), size, source, tokenizer)
         return _tokenise(file, documents, open_tokenizer(tokenizer), source=source)
 
     label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
-    path, metadata = cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
+    path, metadata = token_cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
     if metadata.num_skipped and source != text_documents.STDLIB:
         message = "skipped %d of the %d files of %s: not UTF-8, or contain zero bytes"
         _log.warning(message, metadata.num_skipped, len(documents), source)
-    return cache.map_tokens(path, metadata), metadata
+    return token_cache.map_tokens(path, metadata), metadata
 
 
-def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str) -> cache.CorpusMetadata:
+def _tokenise(
+    file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str
+) -> token_cache.CorpusMetadata:
     """Write the tokens of all documents, training split first, each document followed by a separator."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
@@ -179,7 +181,7 @@ def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *
     num_train, num_validation = counts
     if not num_train or not num_validation:
         raise _empty(source, "training" if not num_train else "validation", len(documents), len(skipped))
-    return cache.CorpusMetadata(
+    return token_cache.CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import cache
+from meshwright.data import token_cache
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
 from meshwright.errors import DataError
@@ -37,7 +37,9 @@ def is_token_file(source: str) -> bool:
     return source.lower().endswith(SUFFIXES)
 
 
-def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, cache.CorpusMetadata]:
+def open_token_file(
+    source: str, *, token_dtype: str, cache_dir: str | None
+) -> tuple[Tokens, token_cache.CorpusMetadata]:
     """Memory-map a token file and return its tokens and metadata.
 
     Args:
@@ -62,10 +64,10 @@ def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> 
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
     name = f"facts-{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
 
-    def build(_: BinaryIO) -> cache.CorpusMetadata:
+    def build(_: BinaryIO) -> token_cache.CorpusMetadata:
         return _scan(path, tokens)
 
-    _, metadata = cache.open_or_build(name, cache_dir=cache_dir, build=build)
+    _, metadata = token_cache.open_or_build(name, cache_dir=cache_dir, build=build)
     return tokens, metadata
 
 
@@ -98,7 +100,7 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _scan(path: Path, tokens: Tokens) -> cache.CorpusMetadata:
+def _scan(path: Path, tokens: Tokens) -> token_cache.CorpusMetadata:
     """Compute the largest id and the fingerprint in one pass over the tokens."""
     _log.info("scanning %s (%s) for its largest id and hash", path, format_bytes(tokens.nbytes))
     fingerprint = Fingerprint(tokens.dtype)
@@ -110,7 +112,7 @@ def _scan(path: Path, tokens: Tokens) -> cache.CorpusMetadata:
         largest = max(largest, int(chunk.max()))
         fingerprint.update(chunk)
     num_train = len(tokens) - max(1, len(tokens) // 10)
-    return cache.CorpusMetadata(
+    return token_cache.CorpusMetadata(
         dtype=tokens.dtype.str,
         num_train=num_train,
         num_validation=len(tokens) - num_train,
