@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from meshwright.data import text_documents, token_cache
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.text_documents import Document, TextSlice
+from meshwright.data.token_cache import CorpusMetadata
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
@@ -141,12 +142,12 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
 
 def _open_text(
     source: str, documents: list[Document], *, tokenizer: str, cache_dir: str | None
-) -> tuple[Tokens, token_cache.CorpusMetadata]:
+) -> tuple[Tokens, CorpusMetadata]:
     identity = [_FORMAT, tokenizer_identity(tokenizer)]
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
-    def build(file: BinaryIO) -> token_cache.CorpusMetadata:
+    def build(file: BinaryIO) -> CorpusMetadata:
         size = format_bytes(sum(document.num_bytes for document in documents))
         _log.info("tokenising %d files (%s) of %s with %s", len(documents), size, source, tokenizer)
         return _tokenise(file, documents, open_tokenizer(tokenizer), source=source)
@@ -159,9 +160,7 @@ def _open_text(
     return token_cache.map_tokens(path, metadata), metadata
 
 
-def _tokenise(
-    file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str
-) -> token_cache.CorpusMetadata:
+def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str) -> CorpusMetadata:
     """Write the tokens of all documents, training split first, each document followed by a separator."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
@@ -181,7 +180,7 @@ def _tokenise(
     num_train, num_validation = counts
     if not num_train or not num_validation:
         raise _empty(source, "training" if not num_train else "validation", len(documents), len(skipped))
-    return token_cache.CorpusMetadata(
+    return CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from meshwright.data import token_cache
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
+from meshwright.data.token_cache import CorpusMetadata
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import format_bytes
@@ -37,9 +38,7 @@ def is_token_file(source: str) -> bool:
     return source.lower().endswith(SUFFIXES)
 
 
-def open_token_file(
-    source: str, *, token_dtype: str, cache_dir: str | None
-) -> tuple[Tokens, token_cache.CorpusMetadata]:
+def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, CorpusMetadata]:
     """Memory-map a token file and return its tokens and metadata.
 
     Args:
@@ -64,7 +63,7 @@ def open_token_file(
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
     name = f"facts-{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
 
-    def build(_: BinaryIO) -> token_cache.CorpusMetadata:
+    def build(_: BinaryIO) -> CorpusMetadata:
         return _scan(path, tokens)
 
     _, metadata = token_cache.open_or_build(name, cache_dir=cache_dir, build=build)
@@ -100,7 +99,7 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _scan(path: Path, tokens: Tokens) -> token_cache.CorpusMetadata:
+def _scan(path: Path, tokens: Tokens) -> CorpusMetadata:
     """Compute the largest id and the fingerprint in one pass over the tokens."""
     _log.info("scanning %s (%s) for its largest id and hash", path, format_bytes(tokens.nbytes))
     fingerprint = Fingerprint(tokens.dtype)
@@ -112,7 +111,7 @@ def _scan(path: Path, tokens: Tokens) -> token_cache.CorpusMetadata:
         largest = max(largest, int(chunk.max()))
         fingerprint.update(chunk)
     num_train = len(tokens) - max(1, len(tokens) // 10)
-    return token_cache.CorpusMetadata(
+    return CorpusMetadata(
         dtype=tokens.dtype.str,
         num_train=num_train,
         num_validation=len(tokens) - num_train,
