@@ -130,7 +130,7 @@ def test_no_torch_and_no_matplotlib_for_text(no_torch, tmp_path):
         (("1f1b", "--stages", 0, "--microbatches", 8), "0 stages", ""),
         (("1f1b", "--stages", 4, "--microbatches", -1), "-1 micro-batches", ""),
         (("1f1b", *SIZE, "--chunks", 2), "1f1b with 2 chunks", "interleaved"),
-        (("dualpipe-v", "--stages", 4, "--microbatches", 7), "dualpipe-v on 4 ranks", "8"),
+        (("dualpipe-v", "--stages", 4, "--microbatches", 7), "only 7 micro-batches for 4 ranks", "8"),
         (("1f1b", *SIZE, "--latency", -1), "--latency -1", "--latency 0"),
         (("1f1b", *SIZE, "--forward", 0), "--forward 0", "--forward 1"),
         (("1f1b", *SIZE, "--backward-weight", "nan"), "--backward-weight nan", "--backward-weight 1"),

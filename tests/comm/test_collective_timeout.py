@@ -90,7 +90,7 @@ def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
         assert re.search(r"test_collective_timeout\.py:\d+ in (wait_here|gather_much)\n", error.where), error.where
         assert "/meshwright/comm/" not in error.where and "/torch/" not in error.where
         assert f"rank {other}: {name}, number 2 in the group of ranks 0, 1, 2" in error.where
-        assert "rank 2: in no failed collective" in error.where
+        assert "rank 2: reported no failed collective" in error.where
         assert error.rule and "MESHWRIGHT_DEBUG_COLLECTIVES=1" in error.fix
     if name == "all_reduce":
         assert "of float32 [2, 3]" in found[0].what

@@ -146,14 +146,14 @@ def test_shards_line_up_whatever_else_a_stage_has(gang, dp, dtype):
 
 
 DISAGREEMENTS = {
-    "a key": (r"rank 0 declares the shared parameter cond, rank 2 doesn't", "rank 2"),
-    "a key more": (r"rank 2 declares the shared parameter more, rank 0 doesn't", "rank 0"),
+    "a key": (r"rank 0 declares shared parameter cond, but rank 2 doesn't", "rank 2"),
+    "a key more": (r"rank 2 declares shared parameter more, but rank 0 doesn't", "rank 0"),
     "sites": (r"ranks 0 and 2 declare embed.weight at 0: embed, 7: head and at 0: embed, 6: head", "rank 2"),
     "order": (r"ranks 0 and 2 declare cond in a different order", "rank 2"),
     "a parameter": (r"stage 2 has no parameter cond, the declared copy of cond", "rank 2"),
     "shape": (r"cond has shape \[5, 3\] on rank 1 \(stage 1\) and \[5, 4\] on rank 2 \(stage 2\)", "ranks 1 and 2"),
     "dtype": (r"cond has dtype float32 on rank 1 .* and float64 on rank 2", "ranks 1 and 2"),
-    "trainability": (r"cond has trainability trained on rank 1 .* and frozen on rank 2", "ranks 1 and 2"),
+    "requires_grad": (r"cond has requires_grad True on rank 1 .* and False on rank 2", "ranks 1 and 2"),
     "a stage": (r"a copy of cond is declared on stage 2, but rank 2 has \[6\]", "cond on stage 2"),
     "a stage more": (r"a copy of more is declared on stage 8, but there are 8 stages", "more on stage 8"),
     "layout": (r"cond has shard layout unsharded.* on rank 1 .* and dp=1 S.* on rank 2", "ranks 1 and 2"),
@@ -170,7 +170,7 @@ def disagree(rank, world_size, what):
         elif what == "layout":
             for module in stages.values():
                 fully_shard(module, mesh=meshes["dp"])
-        elif what == "trainability":
+        elif what == "requires_grad":
             for module in stages.values():
                 module.cond.requires_grad_(False)
         elif what == "a parameter":
@@ -223,7 +223,7 @@ def test_copies_that_are_one_tensor_or_on_one_stage(sites, words):
 
 def test_a_key_that_is_declared_twice():
     twice = [SharedParameter("a", ((0, name), (1, name))) for name in ("own", "cond")]
-    with pytest.raises(LayoutError, match="rank 0 declares the shared parameter a twice"):
+    with pytest.raises(LayoutError, match="rank 0 declares shared parameter a twice"):
         SharedGradients(twice, {0: Stage(0), 1: Stage(1)}, stage_ranks=(0, 0))
 
 

@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
     told = rf"rank 0 timed out [after\d. s]*in {collective} in the group of ranks 0, 1, of (float|uint8)"
     assert re.match(told, error.what), error.what
     assert re.search(rf"called at\n.*{file}:\d+ in \w+\n", error.where, re.DOTALL)
-    assert "rank 1: in no failed collective" in error.where
+    assert "rank 1: reported no failed collective" in error.where
     assert re.search(r"all ranks: rank 0: step 3.*; rank 1: step 3", error.where), error.where
     assert error.exit_code == 1 and "--resume auto" in error.fix
 

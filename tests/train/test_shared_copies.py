@@ -125,12 +125,12 @@ DISAGREEMENTS = {
     "frozen, sharded": (("train.freeze=label_embed.*",), ("mesh.dp_shard=2",)),
 }
 SAYS = {
-    "frozen": r"label_embed.weight has trainability trained on rank 0 \(stage 0\) and frozen on rank 1 \(stage 1\)",
-    "a part of it frozen": r"time_embed.fc2.bias has trainability trained on rank 0 .* and frozen on rank 1",
+    "frozen": r"label_embed.weight has requires_grad True on rank 0 \(stage 0\) and False on rank 1 \(stage 1\)",
+    "a part of it frozen": r"time_embed.fc2.bias has requires_grad True on rank 0 .* and False on rank 1",
     "classes": r"label_embed.weight has shape \[14, 19\] on rank 0 .* and \[13, 19\] on rank 1",
     "width": r"label_embed.weight has shape \[14, 19\] on rank 0 .* and \[14, 21\] on rank 1",
     "dtype": r"label_embed.weight has dtype float32 on rank 0 .* and float64 on rank 1",
-    "frozen, sharded": r"label_embed.weight has trainability trained on rank 0 .* and frozen on rank 2",
+    "frozen, sharded": r"label_embed.weight has requires_grad True on rank 0 .* and False on rank 2",
 }
 
 

@@ -21,7 +21,7 @@ LOST_RANK_PHRASES = ("connection", "closed by peer", "timed out", "timeout", "gl
 EXCHANGE_TIMEOUT_S = 1.0
 """Seconds to wait for the reports of other ranks: those stuck in the same hang time out at about the same moment."""
 MAX_FRAMES = 8
-NO_REPORT = "in no failed collective: computing, waiting for something else, or stopped"
+NO_REPORT = "reported no failed collective: computing, blocked elsewhere, or stopped"
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -77,7 +77,7 @@ def collective_error(
         where=text.replace("\n", "\n       "),
         rule="all ranks of a group enter its collectives in the same order, within the group's timeout "
         "(train.timeout_s)",
-        fix="find out why the rank in a different place is there; MESHWRIGHT_DEBUG_COLLECTIVES=1 compares ranks before "
+        fix="find out why the other rank did not enter it; MESHWRIGHT_DEBUG_COLLECTIVES=1 compares ranks before "
         "each collective; if a rank was only stopped or slow, run again with --resume auto",
     )
 

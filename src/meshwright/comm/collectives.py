@@ -134,7 +134,7 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
     num_ranks = world_size(group)
     if x.shape[0] % num_ranks:
         raise LayoutError(
-            f"{x.shape[0]} rows cannot be divided over {num_ranks} ranks",
+            f"{x.shape[0]} rows are not divisible by {num_ranks} ranks",
             where="reduce_scatter_sum",
             rule="every rank gets the same number of rows",
             fix=f"pad x to {-(-x.shape[0] // num_ranks) * num_ranks} rows",

@@ -14,7 +14,7 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import local_box
 from meshwright.pipeline.shared_parameters import SharedParameter
 
-RULE = "every copy of a shared parameter has the same key, shape, dtype, trainability and shard layout"
+RULE = "every copy of a shared parameter has the same key, shape, dtype, requires_grad and shard layout"
 Properties = dict[str, str]
 
 
@@ -80,7 +80,7 @@ def _check_declarations(first: list[Any], other: list[Any], rank: int) -> None:
     if len(theirs) < len(other):
         duplicate = next(key for at, (key, _) in enumerate(other) if key in dict(other[:at]))
         raise LayoutError(
-            f"rank {rank} declares the shared parameter {duplicate} twice",
+            f"rank {rank} declares shared parameter {duplicate} twice",
             where=f"{duplicate} on rank {rank}",
             rule="each shared parameter has a unique key, and one declaration with all its sites",
             fix="merge the declarations, or use another key for one of them",
@@ -91,7 +91,7 @@ def _check_declarations(first: list[Any], other: list[Any], rank: int) -> None:
         missing = sorted(a.keys() - b.keys())
         if missing:
             raise LayoutError(
-                f"rank {holder} declares the shared parameter {missing[0]}, rank {lacker} doesn't",
+                f"rank {holder} declares shared parameter {missing[0]}, but rank {lacker} doesn't",
                 where=f"{missing[0]} on rank {lacker}",
                 rule="all ranks declare the same shared parameters",
                 fix="the same model, configuration and version of Meshwright on every rank",
@@ -138,7 +138,7 @@ def _misplaced(key: str, stage: int, actual: str) -> LayoutError:
         f"a copy of {key} is declared on stage {stage}, but {actual}",
         where=f"{key} on stage {stage}",
         rule="stage_ranks has the rank of each stage, and that rank holds the stage's module",
-        fix="declare existing stages only, and pass each stage's module on its rank",
+        fix="use existing stages, and pass each stage's module on its rank",
     )
 
 
@@ -181,7 +181,7 @@ def _properties(module: nn.Module, name: str) -> Properties:
     return {
         "shape": str(list(parameter.shape)),
         "dtype": str(parameter.dtype).removeprefix("torch."),
-        "trainability": "trained" if parameter.requires_grad else "frozen",
+        "requires_grad": str(parameter.requires_grad),
         "shard layout": f"{layout}, {list(local_box(parameter).shape)} local",
     }
 

@@ -65,7 +65,7 @@ DESCRIPTIONS = {
     K.SEND_BACKWARD: "sending the gradient of the input",
     K.RECV_BACKWARD: "receiving the gradient of the output",
     K.FREE_INPUT: "freeing the input",
-    K.FREE_OUTPUT: "waiting until the output is sent",
+    K.FREE_OUTPUT: "waiting for the send of the output",
     K.FREE_GRADIENT: "freeing the gradient of the output",
     K.UNSHARD: "unsharding the parameters",
     K.RESHARD: "resharding the parameters",

@@ -68,7 +68,7 @@ class ReceiveBuffers:
     def view(self, receive: Action) -> Tensor:
         """Return the tensor that a receive fills."""
         spec = self._spec(receive)
-        assert receive.slot is not None, "receives of a lowered table have a slot"
+        assert receive.slot is not None, "receives in a lowered table have a slot"
         return self._slots[receive.kind, receive.slot][: spec.num_bytes()].view(spec.dtype).view(spec.shape)
 
     def check_output(self, stage: int, y: Tensor) -> None:

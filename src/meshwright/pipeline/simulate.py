@@ -125,7 +125,7 @@ class _SimulationState:
                     f"rank {rank} blocks forever before action {self._next[rank] + 1}, {actions[self._next[rank]]}",
                     where=f"rank {rank}, position {self._next[rank] + 1}",
                     rule="everything an action depends on can run before it",
-                    fix="call verify(schedule) for the cause",
+                    fix="call verify(schedule) to see why",
                 )
 
     def _advance(self, rank: int, action: Action | Overlap) -> bool:

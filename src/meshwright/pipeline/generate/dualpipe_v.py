@@ -24,7 +24,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"dualpipe-v on {num_ranks} ranks with {num_microbatches} micro-batches",
+            f"only {num_microbatches} micro-batches for {num_ranks} ranks",
             rule="dualpipe-v needs two micro-batches per rank to fill its pipeline from both ends",
             fix=f"use {2 * num_ranks} or more micro-batches, or zb-v",
         )
