@@ -75,7 +75,7 @@ BENCHMARKS = {
         "compressed collectives against FSDP2's own", "meshwright_bench.comm.benchmark:bench_comm"
     ),
     Benchmark.COMM_LOSS: BenchmarkEntry(
-        "the loss of training with low-bit gradients", "meshwright_bench.comm.loss_cost:bench_comm_loss"
+        "validation loss with low-bit gradients", "meshwright_bench.comm.loss_cost:bench_comm_loss"
     ),
     Benchmark.RESHARD: BenchmarkEntry(
         "redistribution by plans against DTensor's", "meshwright_bench.reshard.benchmark:bench_reshard"

@@ -52,7 +52,7 @@ def gathered_and_scattered(rank, world_size):
             collectives.reduce_scatter_sum(x[:0]).shape,
         ))  # fmt: skip
     inside = collectives.all_gather_rows(torch.tensor([rank]), group=group).tolist() if rank < 2 else [0, 1]
-    with pytest.raises(LayoutError, match="cannot be divided"):
+    with pytest.raises(LayoutError, match="not divisible"):
         collectives.reduce_scatter_sum(torch.ones(world_size + 1))
     return found, inside
 

@@ -176,7 +176,7 @@ REFUSALS = {
     "normal": "draws random numbers", "poisson": "draws random numbers", "own plain tensor": "differ between ranks",
     "multinomial": "draws random numbers",
 
-    "out of another shape": "of shape (3, 3)", "two meshes": "on several meshes",
+    "out of another shape": "of shape (3, 3)", "two meshes": "on different meshes",
 }  # fmt: skip
 
 

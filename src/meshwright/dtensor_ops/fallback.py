@@ -171,7 +171,7 @@ class _FallbackLayer:
                 "inputs first, or use replicate_fallback(warn=True)",
             )
         if self._warn and name not in self.fallbacks.counts and not any(call.mesh().get_coordinate() or [0]):
-            _log.warning("%s has no correct sharding rule here: gathering its inputs, %s per rank and call", name, cost)
+            _log.warning("%s has no correct sharding rule here: gathering its inputs, %s per rank per call", name, cost)
 
 
 def _can_fall_back(error: Exception) -> bool:

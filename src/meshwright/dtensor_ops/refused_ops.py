@@ -98,8 +98,8 @@ def inplace_view_error(operator: OpOverload) -> MeshwrightError:
 def mesh_error(operator: OpOverload) -> MeshwrightError:
     """Return the error for inputs on different meshes."""
     return _operator_error(
-        f"{name_of(operator)} has DTensors on several meshes",
-        rule="all inputs of an operator are on one mesh",
+        f"{name_of(operator)} has inputs on different meshes",
+        rule="all inputs must be on the same mesh",
         fix="redistribute them to one mesh first",
     )
 

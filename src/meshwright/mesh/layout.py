@@ -56,7 +56,7 @@ class Layout:
         for axis in used:
             if not 0 <= axis < len(self.axis_sizes) or used.count(axis) > 1:
                 raise LayoutError(
-                    f"axis {axis} is used {used.count(axis)} times by a layout on {len(self.axis_sizes)} axes",
+                    f"axis {axis} is repeated or is not one of the mesh's {len(self.axis_sizes)} axes",
                     rule="a mesh axis shards one tensor dim, is partial, or is replicated",
                     fix="use each mesh axis at most once",
                 )

@@ -160,7 +160,7 @@ def _ordered_splits(dim: int, shards: list[_ParsedShard], shard_order: _Order, t
             f"the shards of dim {dim} have positions {', '.join('none' if p is None else str(p) for p in positions)}",
             where=text,
             rule="either all shards of a dim give a position (@0 is applied first, then @1 …) or none does",
-            fix=f"no positions for dim {dim}, or one for each of its shards: 0 … {len(of_dim) - 1}",
+            fix=f"no positions for dim {dim}, or one per shard, from 0 to {len(of_dim) - 1}",
         )
     return tuple(shard.split for shard in sorted(of_dim, key=lambda shard: shard.position or 0))
 

@@ -31,8 +31,8 @@ def explain_transfer(plan: TransferPlan) -> str:
     lines += [
         "",
         f"messages        {len(plan.moves)}",
-        f"most sent       {format_bytes(plan.bytes_sent)}, if balanced {format_bytes(plan.even_share_bytes)}",
-        f"most received   {format_bytes(plan.bytes_received)}, lower bound {format_bytes(plan.lower_bound_bytes)}",
+        f"max sent        {format_bytes(plan.bytes_sent)}, even share {format_bytes(plan.even_share_bytes)}",
+        f"max received    {format_bytes(plan.bytes_received)}, lower bound {format_bytes(plan.lower_bound_bytes)}",
     ]
     return "\n".join(line for at, line in enumerate(lines) if line or at != 1)
 

@@ -86,10 +86,10 @@ def _check_contiguous(moves: list[Move], numel: int) -> int:
         if move.start < at:
             raise _error(f"{_describe(move)}, of which {at - move.start} or more arrive twice", ONCE)
         if move.start > at:
-            raise _error(f"elements {at} … {move.start} before {_describe(move)} are missing", ONCE)
+            raise _error(f"elements {at}:{move.start} before {_describe(move)} are missing", ONCE)
         at = move.stop
     if at < numel:
-        raise _error(f"elements {at} … {numel} after {_describe(moves[-1])} are missing", ONCE)
+        raise _error(f"elements {at}:{numel} after {_describe(moves[-1])} are missing", ONCE)
     return at
 
 

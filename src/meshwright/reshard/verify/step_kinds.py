@@ -135,7 +135,7 @@ def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
         both = overlaps(step.dst, step.dst, counts.ranks)
         if pair := _first((both != after[:, :, None]) | (both != after[:, None, :]), counts):
             what = f"leaves ranks {pair[0]} and {pair[1]} of a group with different shards"
-            raise step_error(number, step, what, rule="all ranks of a group end up equal", fix="an all-to-all")
+            raise step_error(number, step, what, rule="all shards of a group end up equal", fix="an all-to-all")
     if step.kind is K.ALL_GATHER and (pair := _first(counts.elements != before[:, None, :], counts)):
         what = f"does not give rank {pair[0]} the full shard of rank {pair[1]}"
         raise step_error(number, step, what, rule="each rank ends with the shards of its group", fix="an all-to-all")
