@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, clear_sharding_cache, masked_partial, register_rule, with_dim
+from meshwright.dtensor_ops.sharding_rule_helpers import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.sharding_rules_torch_2_11 import OLDER_RULES
 from meshwright.dtensor_ops.sharding_rules_windows import SHAPE_ARGUMENTS, WINDOW_RULES
 

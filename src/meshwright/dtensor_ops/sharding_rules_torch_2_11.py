@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
-from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, with_dim
+from meshwright.dtensor_ops.sharding_rule_helpers import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.sharding_rules_windows import pass_partials, unpadded_dims
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from meshwright.dtensor_ops.placement_rules import Sharding, Spec, all_replicated, dim_shards, partials
 from meshwright.dtensor_ops.private import Rule, packet_name
+from meshwright.dtensor_ops.sharding_rule_helpers import Sharding, Spec, all_replicated, dim_shards, partials
 
 aten = torch.ops.aten
 
