@@ -77,5 +77,5 @@ def test_half_way_of_the_cosine_is_half_way_between_the_bounds():
 
 def test_a_warm_up_that_does_not_end_is_said():
     [note] = warmup_notes(TrainConfig(steps=5, warmup_steps=20, lr=1e-3))
-    assert "only reaches 0.00025 of train.lr = 0.001" in note
+    assert "only reaches 0.00025, not train.lr = 0.001" in note
     assert not list(warmup_notes(TrainConfig(steps=20, warmup_steps=20)))

@@ -27,5 +27,5 @@ def warmup_notes(config: TrainConfig) -> Iterator[str]:
         reached = learning_rate(config.steps, config)
         yield (
             f"train.warmup_steps = {config.warmup_steps} exceeds train.steps = {config.steps}: "
-            f"the learning rate only reaches {reached:.3g} of train.lr = {config.lr:g}"
+            f"the learning rate only reaches {reached:.3g}, not train.lr = {config.lr:g}"
         )
