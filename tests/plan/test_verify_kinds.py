@@ -62,7 +62,7 @@ FAULTS = {
         lambda p: without(with_parameter(p, NORM, work=("dp_replicate", "dp_shard")), "sum"),
         NORM,
         "tp",
-        "has style stream, with sequence parallelism, but tp is not in its work",
+        "has style stream, with sequence parallelism, but tp is not in `work`",
     ),
     "data left out of work": (
         TIED,
@@ -146,7 +146,7 @@ FAULTS = {
         lambda p: with_buffer(p, "block", summed=("dp_shard", "tp"), work=("dp_shard", "tp")),
         "block/router.counts",
         "dp_replicate",
-        "has dp_replicate not in its work",
+        "has dp_replicate not in `work`",
     ),
     "an auxiliary loss in parts": (
         {"tp": 2, "sequence_parallel": False},
@@ -181,7 +181,7 @@ FAULTS = {
         lambda p: with_kind(p, "block", collectives=p.kind("block").collectives[1:]),
         None,
         "tp",
-        "block has 1 all_reduce in its backward, but its styles imply 2",
+        "block calls all_reduce 1× in backward, but its styles imply 2×",
     ),
     "a style twice": (
         TIED,

@@ -114,7 +114,7 @@ FAULTS = {
         lambda p: with_root(with_stage(p, 1, before=()), 1, parameters=("final/final.modulation.weight",)),
         "embedders/time_embed.fc1.weight",
         None,
-        "embedders is an end of all stages, but not on this one",
+        "embedders must be on every stage, but is missing here",
     ),
     "an end recomputed": (
         TIED,

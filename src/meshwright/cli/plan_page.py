@@ -23,7 +23,7 @@ def page(name: str, plan: RunPlan) -> Iterator[str]:
     yield f"{name} · {format_count(_num_params(plan))} parameters"
     yield from _batch(plan)
     memory = predict_memory(plan)
-    yield f"memory of the rank that holds most  {format_bytes(memory.total())}"
+    yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
     yield from _traffic(plan, predict_traffic(plan))
     yield "stages" if len(plan.stages) > 1 else "stage"
@@ -31,7 +31,7 @@ def page(name: str, plan: RunPlan) -> Iterator[str]:
     yield "FSDP units"
     yield from _units(plan)
     if collectives := list(_collectives(plan)):
-        yield "collectives of operators, per micro-batch"
+        yield "operator collectives, per micro-batch"
         yield from collectives
     if plan.sums or plan.shared:
         yield "sums after the last backward"
@@ -151,7 +151,7 @@ def _times(one: Collective, *, recomputed: bool) -> int:
 def _sums(plan: RunPlan) -> Iterator[str]:
     who = {"ours": "by Meshwright", "fsdp": "by FSDP2", "dtensor": "by DTensor"}
     for one in plan.sums:
-        yield from _item(one.op, f"over {_axes(one.axes)}", f"{len(one.parameters)} parameters of a kind", who[one.by])
+        yield from _item(one.op, f"over {_axes(one.axes)}", f"{len(one.parameters)} distinct parameters", who[one.by])
     stages = Counter(tuple(stage for stage, _ in sites) for _, sites in plan.shared)
     for held, count in stages.items():
         where = f"stages {held[0]} and {held[1]}" if len(held) == 2 else f"{len(held)} stages"

@@ -258,7 +258,7 @@ def _unread_keys(config: RunConfig) -> Iterator[Violation]:
                 ConfigError,
                 f"{key} = {format_value(value)} has no effect",
                 key,
-                f"it applies to {purpose}, and model.kind is {config.model.kind}",
+                f"it applies to {purpose}, but model.kind is {config.model.kind}",
                 [{key: default}],
                 otherwise=f"remove {key}, or start from a preset for {purpose}",
             )

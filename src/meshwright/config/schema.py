@@ -67,7 +67,7 @@ class TrainConfig(Section):
     )
     seq_len: int = Field(256, ge=1, description="tokens per text sample; an image has one per patch")
     seed: int = Field(
-        0, ge=0, lt=2**63, description="seed of initial weights and sample order, which don't depend on the layout"
+        0, ge=0, lt=2**63, description="seed for initial weights and sample order, independent of the layout"
     )
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "wsd"] = Field(

@@ -72,7 +72,7 @@ class AuxiliaryLoss(StepHandle):
         if loss_sum.dim():
             raise LayoutError(
                 f"the auxiliary loss {self.name!r} got a tensor of shape {list(loss_sum.shape)}",
-                rule="an auxiliary loss takes a scalar",
+                rule="an auxiliary loss must be a scalar",
                 fix="pass the sum over the samples of the micro-batch, not one loss per sample",
             )
         factor = self.weight * self.scale
@@ -140,7 +140,7 @@ class StepBuffer(StepHandle):
         if update.shape != self.value.shape:
             raise LayoutError(
                 f"a buffer of shape {list(self.value.shape)} got an update of shape {list(update.shape)}",
-                rule="an update has the shape of its buffer",
+                rule="an update must have its buffer's shape",
                 fix="sum over samples and tokens only",
             )
 

@@ -22,7 +22,7 @@ from meshwright.plan.run_plan import FORMAT, RunPlan
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
-REGENERATE_FIX = "make the plan again with `meshwright plan … -o FILE`"
+REGENERATE_FIX = "regenerate the plan with `meshwright plan … -o FILE`"
 
 T = TypeVar("T")
 

@@ -65,6 +65,6 @@ def _work(held: list[tuple[Kind, int | None]], path: str, name: str) -> Atoms:
             f"{path} computes the auxiliary loss {name}, which the plan does not have there",
             where="plan, kinds",
             rule="a run does what its plan says",
-            fix="make the plan again: meshwright plan … -o FILE",
+            fix="regenerate the plan: meshwright plan … -o FILE",
         )
     return work[0]

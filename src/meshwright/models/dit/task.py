@@ -35,7 +35,7 @@ from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, d
 from meshwright.output_files import writing
 
 FIRST_VALIDATION_SAMPLE = 1 << 40
-"""First sample index for the timesteps and noise of validation, out of reach of training."""
+"""First sample index for validation timesteps and noise, never reached in training."""
 
 
 @dataclass(frozen=True, eq=False)

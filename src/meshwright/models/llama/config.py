@@ -13,14 +13,14 @@ from meshwright.settings.section import ModelSection, Section
 class RopeScalingConfig(Section):
     """RoPE frequency scaling of Llama 3.1."""
 
-    factor: float = Field(8.0, gt=0, description="scale factor of the longest wavelengths")
+    factor: float = Field(8.0, gt=0, description="scale factor for the longest wavelengths")
     low_freq_factor: float = Field(1.0, gt=0, description="wavelengths above original_seq_len / this are scaled")
     high_freq_factor: float = Field(4.0, gt=0, description="wavelengths below original_seq_len / this are unchanged")
     original_seq_len: int = Field(8192, gt=0, description="context length before scaling, in tokens")
 
 
 class LlamaConfig(ModelSection):
-    """The dimensions of a Llama."""
+    """Dimensions of a Llama model."""
 
     kind: Literal["llama"] = Field("llama", description="family: a built-in one, or package.module:Family for your own")
     num_layers: int = Field(4, ge=1, description="transformer blocks")

@@ -59,7 +59,7 @@ def export_safetensors(
     The checkpoint is verified first. The directory is created atomically.
 
     Args:
-        checkpoint: a checkpoint of a Llama, saved from any layout.
+        checkpoint: a Llama checkpoint, saved from any layout.
         out: output directory, missing or empty.
         max_shard_bytes: maximum size of a weight file; a larger tensor gets its own file.
         max_seq_len: `max_position_embeddings` in `config.json`, which some inference servers use as the limit; if
@@ -69,7 +69,7 @@ def export_safetensors(
         `out`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not a Llama's, or `out` is not empty.
+        CheckpointError: the checkpoint is damaged or not a Llama checkpoint, or `out` is not empty.
         RunError: `out` cannot be written.
     """
     model = manifest.verify(checkpoint).model

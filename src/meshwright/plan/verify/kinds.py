@@ -103,7 +103,7 @@ def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
         if (axis in parameter.work) is not _has_sharded_input(plan, style):
             having = "with" if plan.sequence_parallel else "without"
             stated = "is" if axis in parameter.work else "is not"
-            what = f"{name} has {label}, {having} sequence parallelism, but {axis} {stated} in its work"
+            what = f"{name} has {label}, {having} sequence parallelism, but {axis} {stated} in `work`"
             rule = "tp is in the work of style divided, and with sequence parallelism of style stream"
             yield Fault(what, rule, f"{field}.work", parameter=name, axis=axis)
 
@@ -177,7 +177,7 @@ def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     for op, name in dict.fromkeys((*due, *has)):
         if has[op, name] != due[op, name]:
             having = "with" if plan.sequence_parallel else "without"
-            what = f"{kind.name} has {has[op, name]} {op} in its {name}, but its styles imply {due[op, name]}"
+            what = f"{kind.name} calls {op} {has[op, name]}× in {name}, but its styles imply {due[op, name]}×"
             rule = f"collectives must match the styles {having} sequence parallelism"
             yield Fault(what, rule, f"kinds[{kind.name}].collectives", axis=next(iter(plan.mesh.view("tp")), None))
 
@@ -193,7 +193,7 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
             yield Fault(what, rule, f"{field}.summed", parameter=name, axis=axis)
         due = axis in _data(plan) or _has_sharded_input(plan, _style_of(kind, buffer.name))
         if buffer.work and divided is not due:
-            what = f"buffer {name} has {axis} {'' if divided else 'not '}in its work"
+            what = f"buffer {name} has {axis} {'' if divided else 'not '}in `work`"
             rule = "data axes are in the work of an updated buffer, and tp if its module's style implies it"
             yield Fault(what, rule, f"{field}.work", parameter=name, axis=axis)
 

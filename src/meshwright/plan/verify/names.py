@@ -110,7 +110,7 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
         allowed = [method.name for method in METHODS if use in method.uses]
         if name not in allowed:
             what = f"{use.describe()} of unit {unit.name} cannot be sent as {name!r}"
-            yield Fault(what, f"{use.describe()} are sent as one of {join_names(allowed)}", f"{field}.{use.value}")
+            yield Fault(what, f"{use.describe()} must use one of {join_names(allowed)}", f"{field}.{use.value}")
 
 
 def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:

@@ -50,7 +50,7 @@ def _kinds(plan: RunPlan) -> Iterator[Fault]:
         if not at:
             yield Fault(f"{kind.name} is on no stage", ONCE, field, parameter=_first(plan, kind.name))
         elif kind.everywhere and missing:
-            what = f"{kind.name} is an end of all stages, but not on this one"
+            what = f"{kind.name} must be on every stage, but is missing here"
             yield Fault(what, ONCE, field, parameter=_first(plan, kind.name), stages=missing)
         elif kind.everywhere and kind.is_block:
             yield Fault(f"{kind.name} is a block, but marked as an end of all stages", ONCE, f"{field}.everywhere")
