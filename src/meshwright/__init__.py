@@ -1,4 +1,4 @@
-"""Meshwright: plan, prove and run the training of transformers on any number of devices.
+"""Meshwright: plan, prove and run transformer training on any number of devices.
 
 ```python
 import meshwright
@@ -9,7 +9,7 @@ meshwright.prove(config)  # returns a Proof, true if it passed
 meshwright.run(config)    # returns a RunResult with losses and folder
 ```
 
-The verbs are documented in `meshwright.api`. The library parts (`meshwright.pipeline`, `.reshard`, `.dtensor_ops`,
+The functions are documented in `meshwright.api`. The subpackages (`meshwright.pipeline`, `.reshard`, `.dtensor_ops`,
 `.comm`, `.checkpoint`) are imported lazily. Importing the package imports neither torch nor numpy.
 """
 

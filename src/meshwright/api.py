@@ -1,4 +1,4 @@
-"""Plan, run and prove from Python: the verbs of the command line as functions that return values.
+"""Plan, run and prove from Python: the commands as functions that return values.
 
 Like the commands, they start their own processes, so a notebook's kernel holds no accelerator and no process group and
 need not import torch.

@@ -1,4 +1,4 @@
-"""Logging of the package, silent unless a verb or the user enables it."""
+"""Logging of the package, silent unless a command or the user enables it."""
 
 from __future__ import annotations
 

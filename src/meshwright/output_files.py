@@ -76,6 +76,6 @@ def _cannot_write(path: Path, error: OSError, where: str) -> InputError:
     return InputError(
         f"can't write {path}: {error.strerror or error}",
         where=where,
-        rule="an output is a file in a writable folder",
+        rule="output needs a writable folder",
         fix="another name or folder",
     )

@@ -95,7 +95,7 @@ def test_later_losses():
     case = Case(LAYOUTS[0])
     for losses in case.layout.losses:
         losses[1:] = losses[:-1]
-    case.loss_says("loss of step 2 is that of the reference in step 1: one step behind", kind=FaultKind.OUT_OF_STEP)
+    case.loss_says("loss of step 2 matches step 1 of the reference: one step behind", kind=FaultKind.OUT_OF_STEP)
     case = Case(LAYOUTS[0])
     case.layout.losses[1][2] += 1e-3
     case.loss_says("loss correct in step 1, wrong from step 3 on", "not recognised")

@@ -126,8 +126,8 @@ def _newest_valid(folder: Path) -> Path:
         raise CheckpointError(
             f"no valid checkpoint in {folder}: {reason}",
             where=str(newest),
-            rule="every file of a checkpoint has the size and hash in its manifest",
-            fix=f"restore a copy of one of the {len(checkpoints)}",
+            rule="every checkpoint file matches the size and hash in the manifest",
+            fix="restore a checkpoint from a backup",
         )
     for bad, reason in skipped:
         print(f"skipped {bad}: {reason}", file=sys.stderr)

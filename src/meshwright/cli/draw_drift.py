@@ -22,7 +22,7 @@ def drift(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each of the two trainings.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in each of the two runs.")] = 30,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
 ) -> None:
     """Train with and without summing the gradients of shared parameters, and show how their replicas drift apart."""
@@ -42,7 +42,7 @@ def drift(
         check_figure(out)
     config = load_sharing(*split_words(words))
     facts = f"{config.name} · {config.mesh.axes()} · {len(make_plan(config).stages)} stages · {steps} steps"
-    _say(f"{facts}, two trainings …")
+    _say(f"{facts}, two runs …")
     result = measure_drift(config, num_steps=steps)
     _say("")
     for label, curve in (("with the sum", result.synced), ("without it", result.unsynced)):

@@ -192,7 +192,7 @@ def _title(schedule: Schedule, simulation: Simulation) -> str:
 
 
 def _peak(schedule: Schedule, simulation: Simulation, rank: int) -> float:
-    """Return a rank's peak in activations of one micro-batch over all its chunks."""
+    """Return a rank's peak, in micro-batches of activations over all its chunks."""
     return simulation.peak_bytes[rank].total / max(1, len(schedule.stages_of(rank)))
 
 

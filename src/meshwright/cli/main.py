@@ -1,4 +1,4 @@
-"""`meshwright`: plan, prove and run. Verbs import lazily, so that help and errors appear at once."""
+"""`meshwright`: plan, prove and run. Commands import lazily, so help and errors appear at once."""
 
 from __future__ import annotations
 

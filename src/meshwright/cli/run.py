@@ -1,4 +1,4 @@
-"""`meshwright run`: start a training, or run one rank of it under torchrun, SLURM or Kubernetes."""
+"""`meshwright run`: start training, or run one rank of it under torchrun, SLURM or Kubernetes."""
 
 from __future__ import annotations
 

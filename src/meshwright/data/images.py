@@ -23,7 +23,7 @@ DIGITS, DIGITS_VIDEO = "digits", "digits-video"
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """Training and validation split of an image or video dataset.
+    """Training and validation splits of an image or video dataset.
 
     Args:
         source: `data.source`, for messages.

@@ -101,7 +101,7 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
 
 def _scan(path: Path, tokens: Tokens) -> CorpusMetadata:
     """Compute the largest id and the fingerprint in one pass over the tokens."""
-    _log.info("scanning %s (%s) for its largest id and hash", path, format_bytes(tokens.nbytes))
+    _log.info("hashing %s (%s) and finding its largest id", path, format_bytes(tokens.nbytes))
     fingerprint = Fingerprint(tokens.dtype)
     largest = 0
     for start in range(0, len(tokens), _CHUNK_TOKENS):

@@ -1,4 +1,4 @@
-"""Gangs of persistent worker processes, with which a distributed test takes milliseconds instead of a start-up.
+"""Gangs of persistent worker processes, so that a distributed test takes milliseconds, without a start-up.
 
 `Gang(4).run(body, …)` runs `body(rank, world_size, …)` on four gloo processes and returns the four results.
 Starting processes and importing torch for each test takes 3–12 s on two cores. Here a fork server imports torch

@@ -26,7 +26,7 @@ def evaluation(job: Job) -> Iterator[None]:
 
 
 class PipelineForward:
-    """The contract's `Forward` on the pipeline of a job."""
+    """The `Forward` protocol for the pipeline of a job."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

@@ -34,7 +34,7 @@ def diagnose_series(
         at = found.step - 1 + offset
         if 0 <= at < len(steps) and all(close(value, steps[at].expected) for value in found.observed):
             word = "behind" if offset < 0 else "ahead"
-            symptom = f"{name} of step {found.step} is that of the reference in step {at + 1}"
+            symptom = f"{name} of step {found.step} matches step {at + 1} of the reference"
             return Diagnosis(FaultKind.OUT_OF_STEP, symptom, f"one step {word}")
     symptom = f"{name} correct in step 1, wrong from step {found.step} on"
     if update_wrong:

@@ -26,7 +26,7 @@ class RankExit:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Order of blame: a rank killed by a signal explains lost connections elsewhere; then the earliest failure."""
+        """Blame order: ranks killed by a signal first (others then lose connections), then the earliest failure."""
         if self.exit_code < 0:
             return 0, 0.0
         if self.report is None:

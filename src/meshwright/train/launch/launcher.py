@@ -127,8 +127,8 @@ def launch(
     the first one kills. `describe_action` turns a position in a rank's row of the pipeline table into text.
 
     Raises:
-        MeshwrightError: the error of the rank that failed first, or that a rank was killed, with its rank and step; no
-            rank is left running. Or the machine has far too few cores for this many ranks; then none was started.
+        MeshwrightError: a rank failed or was killed; the error is that of the first, with its rank and step, and no
+            rank is left running. Also if the machine has far too few cores for this many ranks; then none was started.
     """
     check_ranks(num_ranks)
     threads = threads or max(1, num_cores() // num_ranks)
@@ -180,9 +180,9 @@ def _without_main() -> Iterator[None]:
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from, with SIGINT and SIGTERM blocked: ranks would die with it, unsaved.
+    """Start the fork server with SIGINT and SIGTERM blocked: if it died, the ranks would die without saving.
 
-    The server keeps the mask, and ranks inherit it until they install their own handlers.
+    The server keeps the signal mask, and ranks inherit it until they install their own handlers.
     """
     resource_tracker.ensure_running()  # started by the server otherwise, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)

@@ -110,7 +110,7 @@ def _die_with_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     launcher = multiprocessing.parent_process()
-    assert launcher is not None, "a rank is started by a launcher"
+    assert launcher is not None, "rank not started by a launcher"
 
     def wait() -> None:
         connection.wait([launcher.sentinel])

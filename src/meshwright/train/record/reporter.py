@@ -93,7 +93,7 @@ class Reporter:
         """Show the reason for a longer wait."""
 
     def progress(self, progress: Progress) -> None:
-        """Handle the progress after every step."""
+        """Handle the progress of a step."""
 
     def validated(self, step: int, validation: Validation) -> None:
         """Handle the result of a validation."""

@@ -1,8 +1,8 @@
 """Measured and predicted timeline of one step: `train.trace=true`.
 
-The measured timeline has each computation on each rank of the first pipeline, from a common start. The predicted one
+The measured timeline shows each computation on each rank of the first pipeline, from a common start. The predicted one
 simulates the same table with the median time of each kind of computation per stage and free transfers; the difference
-is waiting that the table doesn't explain.
+is wait time that the table doesn't explain.
 """
 
 from __future__ import annotations
