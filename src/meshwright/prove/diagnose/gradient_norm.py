@@ -44,12 +44,12 @@ class SuspectNorm:
     """[parameter]: number of stages that share the parameter, at least 1."""
 
     def num_replicas(self) -> Array:
-        """Number of replicas of each parameter: [parameter]."""
+        """Return the number of replicas of each parameter: [parameter]."""
         sizes = [math.prod(self.counts.axes.size(axis) for axis in axes) for axes in self.replicated]
         return np.array(sizes, dtype=np.float64)
 
     def unique_squares(self) -> Array:
-        """Squared norm of each gradient, with replicas averaged: [parameter]."""
+        """Return the squared norm of each gradient, with replicas averaged: [parameter]."""
         return np.asarray(self.squares.sum(axis=0) / self.num_replicas(), dtype=np.float64)
 
     def explains(self, squares: Array | float) -> bool:

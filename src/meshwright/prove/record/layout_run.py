@@ -32,7 +32,7 @@ ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
 
 @dataclass
 class RankRecord:
-    """Values recorded by one rank: numbers and tensors only, so that `torch.load` accepts them with `weights_only=True`."""
+    """Values recorded by one rank; only numbers and tensors, for `torch.load` with `weights_only=True`."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
