@@ -1,7 +1,7 @@
-"""Communication between ranks; no other package transfers bytes between them.
+"""Communication between ranks; all transfers between ranks go through this package.
 
-`catalogue` does not need torch. Public names are imported lazily from their files, so no file may share the name of one
-of them: the package attribute would then be the module.
+`catalogue` does not need torch. Public names are imported lazily, so no file may share a name with one of them: the
+submodule would shadow it.
 """
 
 from importlib import import_module
@@ -22,7 +22,7 @@ _FILES = {
     "compress_ddp": "compression.ddp_hook",
     "place": "node_groups",
 }
-"""The module that defines each public name; all of them import torch."""
+"""Module that defines each public name; all of these modules import torch."""
 
 __all__ = ["Compression", "Placement", "Replicas", "all_to_all", "compress", "compress_ddp", "place"]
 

@@ -1,7 +1,7 @@
 """All-to-all with uneven splits along dim 0.
 
 `torch.distributed.all_to_all_single` is easy to misuse: if output and input are swapped, gloo raises nothing and never
-writes the output; a non-contiguous output is silently wrong; and wrong splits on one rank show up on another as a
+writes the output; a non-contiguous output is silently wrong; and wrong splits on one rank surface on another as a
 closed connection. Here the output is allocated internally, splits are keyword arguments, and inputs are checked first.
 """
 
@@ -36,19 +36,19 @@ def all_to_all(
 ) -> Tensor:
     """Send rows of `x` to every rank of `group`, and return the received rows, ordered by source rank.
 
-    All ranks of the group must call it, including those with no rows. Differentiable to any order; the backward is the
-    reverse all-to-all, so either all ranks of the group run it or none.
+    All ranks of the group must call this, including those with no rows. Differentiable to any order. The backward is
+    the reverse all-to-all, so either all ranks of the group must run it or none.
 
     Args:
         x: rows along dim 0; any strides, any dtype.
         send_splits: number of rows to send to each rank of the group, in order; they sum to `x.shape[0]`.
         recv_splits: number of rows to receive from each rank.
-        group: the process group; the default group if None. A process without a process group has world size 1.
-        debug: first compare the splits of all ranks, at the cost of an extra collective: every rank then raises an
-            error that names the ranks that disagree. Also enabled by MESHWRIGHT_DEBUG_COLLECTIVES=1.
+        group: the process group; the default group if None. Without any process group, the world size is 1.
+        debug: compare the splits of all ranks first, with an extra collective. On a mismatch, every rank raises an
+            error that names the ranks involved. Also enabled by MESHWRIGHT_DEBUG_COLLECTIVES=1.
 
     Raises:
-        LayoutError: the splits do not match `x` or the group or, in debug mode, those of other ranks.
+        LayoutError: the splits do not match `x`, the group or (in debug mode) the splits of other ranks.
         CollectiveError: the collective timed out or another rank was lost.
     """
     num_ranks = world_size(group)
@@ -65,7 +65,7 @@ def all_to_all(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Autograd function whose backward returns the gradient of each row to the rank that sent it."""
+    """All-to-all with a backward that returns each row's gradient to the rank that sent the row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> Tensor:
@@ -103,8 +103,8 @@ def all_to_all_into(
     Both tensors must be contiguous, and the group must have several ranks.
 
     Args:
-        permutes: each rank of the group sends to at most one rank and receives from at most one; avoids gloo's empty
-            messages to all the others. Must be the same on all ranks.
+        permutes: True if each rank sends to at most one rank and receives from at most one; avoids gloo's empty
+            messages to the other ranks. Must be the same on all ranks.
     """
     out, x = _sendable(out), _sendable(x)
     with track_collective("all_to_all", x, group, same_shape=False):
@@ -124,14 +124,14 @@ def _permute(out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], g
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """Return a contiguous tensor itself, or a view of its rows as bytes if backends do not support its dtype."""
+    """Return a contiguous tensor unchanged, or viewed as rows of bytes if backends do not support its dtype."""
     if x.dtype in NATIVE_DTYPES:
         return x
     return x.view(x.shape[0], x[:1].numel() if x.shape[0] else 0).view(torch.uint8)
 
 
 def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) -> str:
-    """Describe what is wrong with this rank's own splits; empty if they are valid."""
+    """Describe the first error in this rank's splits; return an empty string if they are valid."""
     if x.dim() == 0:
         return "x is a 0-dim tensor and has no rows"
     for name, splits in (("send_splits", send), ("recv_splits", recv)):
@@ -149,7 +149,7 @@ def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) 
 def _check_all_ranks(
     x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None, fault: str, ranks: Sequence[int]
 ) -> None:
-    """Compare the splits and rows of all ranks, so that every rank raises if any has an error, and none hangs."""
+    """Compare the splits and rows of all ranks; if any rank has an error, all ranks raise and none hangs."""
     row = "" if fault else f"rows of {format_dtype(x.dtype)} {list(x.shape[1:])}"
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     per_rank = compare_ranks(

@@ -1,13 +1,13 @@
 """Per-group sequence numbers of collectives, and errors that identify a collective that hung.
 
-A hang is usually reported by a rank that did not cause it, and gloo says only "timed out", without the collective or
-the group. So collectives are numbered within their group, and when one fails because another rank did not enter it, the
+A hang is usually reported by a rank that did not cause it, and gloo's "timed out" names neither the collective nor the
+group. Collectives are therefore numbered within their group. When one fails because another rank did not enter it, the
 error names the collective, its number, its ranks and the call site; ranks exchange this through the rendezvous store.
 
-[Note: one record per process] Process groups are global to the process, and so is this record. It is keyed weakly by
-the group object, so an entry disappears with its group, and it holds only counts.
+[Note: one record per process] Process groups are global to the process, and so are these records. They are keyed by
+weak references to the groups, so a record disappears with its group, and they hold only counts.
 
-With NCCL a collective is only enqueued here and runs later: PyTorch's watchdog detects the hang, and aborts the process
+With NCCL, a collective is only enqueued here and runs later; PyTorch's watchdog detects a hang and aborts the process
 with its own message.
 """
 
@@ -29,7 +29,7 @@ from meshwright.comm.message_format import format_ranks, format_tensor
 from meshwright.errors import RunError
 
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
-"""Environment variable; 1 on all ranks compares each collective before it starts. Read at a group's first one."""
+"""Environment variable; set to 1 on all ranks to compare ranks before each collective. Read once per group."""
 
 
 class GroupRecord:
@@ -43,7 +43,7 @@ class GroupRecord:
         self.debug = os.environ.get(DEBUG_VARIABLE) == "1"
 
     def describe(self) -> str:
-        """Return the group's name in messages."""
+        """Return the group's name for messages."""
         return f"the group of {format_ranks(self.ranks)}"
 
 
@@ -54,7 +54,7 @@ def group_records() -> WeakKeyDictionary[ProcessGroup, GroupRecord]:
 
 
 def group_record(group: ProcessGroup | None) -> GroupRecord:
-    """Return the record of a group, or of the default group, created on first use."""
+    """Return the record of `group` (the default group if None), creating it on first use."""
     key = group if group is not None else dist.group.WORLD
     assert key is not None, "a collective of several ranks has a group"
     record = group_records().get(key)
@@ -66,7 +66,7 @@ def group_record(group: ProcessGroup | None) -> GroupRecord:
 class TrackedOperation:
     """Context manager around one collective or point-to-point operation, numbered when it is created.
 
-    Operations that only some ranks of the group enter, such as an exchange, are not counted: counts must stay equal.
+    Operations that only some ranks of the group enter, such as an exchange, are not counted: ranks must agree on counts.
 
     Raises:
         CollectiveError: on exit, when the operation timed out or another rank was lost.
@@ -103,10 +103,10 @@ def track_collective(
     """Track a collective that all ranks of a group enter; in debug mode, first compare it across ranks.
 
     Args:
-        name: the collective.
-        x: its input tensor, if it has one.
+        name: name of the collective.
+        x: input tensor, if any.
         group: the process group.
-        same_shape: `x` has the same shape on all ranks.
+        same_shape: True if `x` has the same shape on all ranks.
 
     Raises:
         RunError: in debug mode, on every rank of the group, if ranks enter different collectives.
@@ -121,7 +121,7 @@ def compare_ranks(operation: TrackedOperation, facts: str, extra: Any = None) ->
     """Check that all ranks of a group enter the same collective with equal facts, and return every rank's `extra`.
 
     Raises:
-        RunError: on every rank, if they do not.
+        RunError: on every rank, if the collectives or facts differ.
     """
     record = operation.record
     local = (f"{operation.name}, number {operation.number}", facts)

@@ -1,4 +1,4 @@
-"""Errors of collectives that timed out or lost a rank: the collective, its call site, and where the other ranks are."""
+"""Errors for collectives that timed out or lost a rank, with the call site and the state of the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.errors import RunError
 LOST_RANK_PHRASES = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
 """Lower-case phrases in a backend's error when another rank is late, lost or in a different collective."""
 EXCHANGE_TIMEOUT_S = 1.0
-"""Seconds to wait for the reports of other ranks: those stuck in the same hang time out at about the same moment."""
+"""Seconds to wait for reports from other ranks; ranks stuck in the same hang time out at about the same time."""
 MAX_FRAMES = 8
 NO_REPORT = "reported no failed collective: computing, blocked elsewhere, or stopped"
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -37,7 +37,7 @@ def is_lost_rank_error(error: BaseException) -> bool:
 
 @contextmanager
 def name_failed_collective() -> Iterator[None]:
-    """Identify, from PyTorch's flight recorder, a collective of FSDP2, DTensor or a checkpoint that fails in the block.
+    """Use PyTorch's flight recorder to name a collective of FSDP2, DTensor or a checkpoint that fails in the block.
 
     Raises:
         CollectiveError: a collective timed out or another rank was lost.
@@ -58,12 +58,12 @@ def collective_error(
     waited_s: float | None = None,
     frames: traceback.StackSummary | None = None,
 ) -> CollectiveError:
-    """Build the error of a collective that failed with `error`.
+    """Build the error for a collective that failed with `error`.
 
     Args:
-        name: the collective, as messages describe it.
+        name: description of the collective for the message.
         error: the backend's exception.
-        waited_s: seconds it had waited, if known.
+        waited_s: seconds that the collective waited, if known.
         frames: the stack of its call site; the current stack if None.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -100,7 +100,7 @@ def _stack(frames: traceback.StackSummary) -> str:
 def _exchange_reports(name: str) -> dict[int, str]:
     """Report this rank's failed collective to the other ranks, and return theirs by rank.
 
-    Runs in a thread: the rank that hosts the store may not respond, and store calls take no timeout of ours.
+    Runs in a thread, because the store's host may not respond and store calls accept no shorter timeout.
     """
     reports: dict[int, str] = {}
     thread = threading.Thread(target=_post_and_collect, args=(name, reports), daemon=True, name="exchange-reports")

@@ -1,6 +1,6 @@
-"""Wrappers around the collectives of `torch.distributed`, which the rest of Meshwright calls through this module.
+"""Wrappers around the collectives of `torch.distributed`, used by the rest of Meshwright.
 
-Without an initialised process group each behaves as if the world size were 1, so callers need no special case.
+Without an initialised process group, each behaves as if the world size were 1, so callers need no special case.
 `collective_log` tracks each call, so that a hang can be identified.
 """
 
@@ -24,7 +24,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 LARGE_SHARD_BYTES = 256 * 1024
-"""Size of a rank's shard from which bandwidth, not latency, dominates gloo's all-gather."""
+"""Shard size per rank above which gloo's all-gather is bound by bandwidth rather than latency."""
 
 NATIVE_DTYPES = frozenset({
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
@@ -56,7 +56,7 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """All-reduce `x` (any shape) with a sum over `group`, in place, and return it. Bitwise equal on all ranks."""
+    """Sum `x` (any shape) over `group` in place, and return it. The result is bitwise equal on all ranks."""
     if world_size(group) > 1:
         with track_collective("all_reduce", x, group):
             dist.all_reduce(x, dist.ReduceOp.SUM, group=group)
@@ -72,7 +72,7 @@ def broadcast(x: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tens
 
 
 def all_gather_rows(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
-    """Concatenate every rank's `x` [n, …], of the same shape, in rank order: [ranks · n, …]. Not differentiable."""
+    """Concatenate all ranks' equally shaped `x` [n, …] in rank order to [ranks · n, …]. Not differentiable."""
     x = x.detach().contiguous()
     num_ranks = world_size(group)
     out = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
@@ -87,7 +87,7 @@ def all_gather_rows_into(out: Tensor, x: Tensor | None = None, *, group: Process
     """Fill `out` [ranks · n, …] with every rank's rows in rank order. Any dtype; not differentiable.
 
     Args:
-        out: contiguous.
+        out: contiguous output.
         x: this rank's rows, contiguous; None if they are already in place in `out`.
         group: a group of several ranks.
     """
@@ -104,7 +104,7 @@ def all_gather_rows_into(out: Tensor, x: Tensor | None = None, *, group: Process
 def _is_point_to_point_faster(local: Tensor, num_ranks: int) -> bool:
     """Return whether direct messages beat gloo's ring all-gather, which synchronises at every hop.
 
-    As measured: always for more than 4 ranks, for 3 or 4 ranks if the shard is large, and never for 2.
+    Measurements: always faster for more than 4 ranks, for 3 or 4 ranks only with large shards, never for 2.
     """
     return local.device.type == "cpu" and num_ranks > 2 and (num_ranks > 4 or local.nbytes >= LARGE_SHARD_BYTES)
 
@@ -119,7 +119,7 @@ def _gather_point_to_point(flat: Tensor, local: Tensor, group: ProcessGroup | No
 
 
 def _flat_native(x: Tensor) -> Tensor:
-    """View a contiguous tensor as one dim of elements, or of bytes if backends do not support its dtype."""
+    """View a contiguous tensor as 1-dim, in bytes if backends do not support its dtype."""
     flat = x.as_strided((x.numel(),), (1,))
     return flat if x.dtype in NATIVE_DTYPES else flat.view(torch.uint8)
 
@@ -128,7 +128,7 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
     """Return this rank's shard [n, …] of the sum of `x` [ranks · n, …] over `group`. Not differentiable, not in place.
 
     Raises:
-        LayoutError: the number of ranks does not divide the rows of `x`.
+        LayoutError: the number of rows of `x` is not divisible by the number of ranks.
     """
     x = x.detach().contiguous()
     num_ranks = world_size(group)
@@ -158,7 +158,7 @@ def all_gather_object(value: T, *, group: ProcessGroup | None = None) -> list[T]
 
 
 def broadcast_object(value: T, *, src: int = 0, group: ProcessGroup | None = None) -> T:
-    """Return on every rank the picklable value of rank `src` of the group."""
+    """Broadcast a picklable value from group rank `src`, and return it on every rank."""
     if world_size(group) == 1:
         return value
     box: list[T] = [value]

@@ -1,4 +1,4 @@
-"""The run plan: making, verifying, pricing and comparing it. Doesn't import torch.
+"""Build, verify, cost and compare run plans. Doesn't import torch.
 
 The package is callable: `meshwright.plan(config)` is `meshwright.api.plan`.
 """

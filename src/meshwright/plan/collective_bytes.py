@@ -1,8 +1,8 @@
-"""Bytes that a rank sends per training step, by message: purpose, peers and size.
+"""Messages that a rank sends per training step, with purpose, peers and size.
 
-All-to-alls and sends go directly to their peers. Other collectives use rings that cross each node once, as NCCL does:
-each rank passes on as many bytes as it would send to all peers individually, and one rank per node sends them to the
-next node.
+All-to-alls and sends go directly to their peers. Other collectives use rings that enter and leave each node once, like
+NCCL's: each rank forwards as many bytes as it would send to all peers individually, and one rank per node sends them
+to the next node.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Purpose(StrEnum):
     WEIGHTS = "weights"
     """All-gather over dp_shard."""
     TENSOR = "tensor"
-    """Communication over tp: activations, their gradients, the loss's sums, and gradients of replicated parameters.
-    Collectives of operators over other axes have the purpose named in the plan."""
+    """Communication over tp: activations, their gradients, sums for the loss, and gradients of replicated parameters.
+    Operators that communicate over other axes use the purpose given in the plan."""
     STAGES = "stages"
-    """Activations and their gradients, sent between pipeline stages."""
+    """Activations and their gradients sent between pipeline stages."""
     BUFFERS = "buffers"
-    """Buffer updates, summed over the ranks that process different samples."""
+    """All-reduce of buffer updates over ranks that process different samples."""
     SHARED = "shared parameters"
-    """Gradients of parameters shared between stages, summed over these stages."""
+    """All-reduce of the gradients of parameters shared between stages."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of equal size to each of some peers, directly or around a ring."""
+    """A message of the same size to each peer, sent directly or around a ring."""
 
     purpose: str
     peers: tuple[int, ...]
@@ -55,13 +55,12 @@ class Message:
 
 
 def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
-    """Yield all messages that a rank sends in a training step, except for the reduction of the loss and the gradient
-    norm.
+    """Yield all messages that a rank sends in a training step, except the reductions of the loss and gradient norm.
 
     Args:
         plan: plan of the run.
         rank: rank on the mesh.
-        exact: whether to count uncompressed bytes.
+        exact: whether to ignore compression.
     """
     for number in plan.stages_of(rank):
         stage = plan.stages[number]
@@ -89,13 +88,13 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
             num_bytes = encoded_bytes(name, elements, element_bytes=size)
             yield Message(Purpose.GRADIENTS, _peers(rank, line), num_bytes, in_ring=name == EXACT)
         else:
-            # One shard per node, which the peer on this node keeps or forwards.
+            # Each peer on this node receives one shard per node, to keep or to forward.
             inside = method.codec_inside_node(find_method(unit.inside_node).codec)
             num_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
             yield Message(Purpose.GRADIENTS, near, num_bytes)
             yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
         share = -(-elements // len(replicas))
-        # A reduce-scatter followed by an all-gather of the sums.
+        # Modeled as a reduce-scatter followed by an all-gather of the sums.
         second = codec_of_sum(method.codec, feedback=method.feedback)
         for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
             num_bytes = codec.encoded_bytes(share, element_bytes=size)
@@ -103,8 +102,8 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
 
 
 def two_stage_peers(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the other ranks of `line` on this node, and those with the same local index on other nodes; both are empty
-    if `line` is on one node, or has more ranks on some nodes than on others."""
+    """Return the other ranks of `line` on this node, and those with the same local index on other nodes. Both are empty
+    if `line` is on a single node or unevenly spread over nodes."""
     nodes: dict[int, list[int]] = {}
     for other in line:
         nodes.setdefault(mesh.node(other), []).append(other)
@@ -122,7 +121,7 @@ def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, e
         unit, line = one.unit, plan.mesh.line(rank, one.unit.sharded)
         group_size = unit.num_secondary() or len(line)
         start = line.index(rank) // group_size * group_size
-        # Secondary shards hold decoded weights, so they are gathered uncompressed.
+        # Secondary shards hold decoded weights, so gathering them is uncompressed.
         in_group = (line[start : start + group_size], count.among_secondary, EXACT)
         for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), in_group):
             shard = one.num_elements * len(line) // len(group)
@@ -131,7 +130,7 @@ def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, e
 
 
 def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
-    """Yield the communication of operators, assuming that all parameters are trained, and sums of gradients that are
+    """Yield the operators' communication, assuming that all parameters are trained, and the sums of gradients that are
     partial over tp."""
     totals: Counter[tuple[str, Atoms]] = Counter()
     samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
@@ -149,7 +148,7 @@ def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterat
 
 
 def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
-    """Return the bytes per peer: sums run per parameter before sharding, a mean runs over all shards at once."""
+    """Return the bytes per peer: sums run per parameter before sharding, means over all shards at once."""
     ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
     found = [p for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in names]
     if step_sum.op == "mean":
@@ -160,7 +159,7 @@ def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
 
 
 def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
-    """Yield an all-reduce of each buffer update per axis."""
+    """Yield one all-reduce per buffer update and axis."""
     for kind, _ in plan.held(stage):
         for buffer in kind.buffers:
             for axis in buffer.summed:
@@ -180,7 +179,7 @@ def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
 
 
 def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
-    """Yield the sums of shared parameters, for the dp_shard rank with the largest shards."""
+    """Yield the gradient sums of shared parameters, sized for the dp_shard rank with the largest shards."""
     table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
     copies = {
         (number, kind.full_name(parameter.name, layer)): (parameter, plan.stages[number])

@@ -1,7 +1,7 @@
-"""Comparison of plans: hashes of the parts relevant to checkpoints and ranks, and a list of the fields that differ.
+"""Compare plans: hashes that decide whether checkpoints and ranks are compatible, and a list of differing fields.
 
-A checkpoint can be loaded on any layout if the model hash matches; its error feedback, which belongs to the elements
-that each rank sends, if the layout hash matches too. Ranks run together only if the fingerprints match.
+A checkpoint can be loaded on any layout if the model hash matches. Its error feedback, which is specific to the
+elements each rank sends, also requires a matching layout hash. Ranks run together only if their fingerprints match.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from meshwright.plan.serialize import canonical, encode
 
 HASH_DIGITS = 16
 MAX_VALUE_CHARS = 60
-"""Maximum number of characters shown of a differing value."""
+"""Maximum displayed length of a differing value."""
 MISSING = "missing"
-"""Placeholder for a value that one of two plans lacks."""
+"""Placeholder for a value that exists in only one of the plans."""
 
 
 @dataclass(frozen=True)
 class Hashes:
-    """Hashes of a plan, identical on all machines."""
+    """Hashes of a plan, the same on all machines."""
 
     model: str
-    """Names and shapes of the full model's parameters and saved buffers, to check that a checkpoint can be loaded."""
+    """Hash of the names and shapes of the full model's parameters and saved buffers; checked when loading a checkpoint."""
     layout: str
-    """Layout and encoding of the gradients that each rank sends, to check that error feedback can be loaded."""
+    """Hash of the layout and encoding of the gradients each rank sends; checked when loading error feedback."""
     fingerprint: str
-    """Hash of the entire plan, to check that ranks agree."""
+    """Hash of the entire plan; all ranks must agree on it."""
 
 
 def hashes(plan: RunPlan) -> Hashes:
@@ -43,7 +43,7 @@ def _hash(value: Any) -> str:
 
 
 def _model_identity(plan: RunPlan) -> Any:
-    """Return what identifies the model, independent of stages, mesh, precision, and frozen parameters."""
+    """Return the values that identify the model, independent of stages, mesh, precision and frozen parameters."""
     shapes: dict[str, list[int]] = {}
     for stage in plan.stages:
         for kind, layer in plan.held(stage):
@@ -56,8 +56,8 @@ def _model_identity(plan: RunPlan) -> Any:
 
 
 def _gradient_layout(plan: RunPlan) -> Any:
-    """Return what identifies the gradient layout, independent of schedule, micro-batches, and how weights are gathered;
-    kinds are identified by their contents."""
+    """Return the values that identify the gradient layout, independent of the schedule, micro-batches and weight
+    gathering. Kinds are identified by their contents, not by name."""
     mesh = plan.mesh
     return {
         "atoms": [[name, size] for name, size in mesh.atoms if size > 1],
@@ -67,7 +67,7 @@ def _gradient_layout(plan: RunPlan) -> Any:
 
 
 def _stage_layout(plan: RunPlan, stage: Stage) -> Any:
-    # A unit sends its members' shards concatenated, so their order, identity and sharding matter.
+    # A unit sends the concatenated shards of its parameters, so their order, identity and sharding matter.
     blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
     ends = [_units(plan.kind(name)) for name in (*stage.before, *stage.after)]
     members = [
@@ -99,12 +99,12 @@ def _member(parameter: Parameter) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field with different values in two plans."""
+    """A field that differs between two plans."""
 
     path: str
-    """Path of the field: `kinds[block].units[block].freed`."""
+    """Path of the field, such as `kinds[block].units[block].freed`."""
     first: str
-    """Value in the first plan as JSON, shortened."""
+    """Value in the first plan, as shortened JSON."""
     second: str
 
     def __str__(self) -> str:
@@ -112,8 +112,8 @@ class Difference:
 
 
 def differences(first: RunPlan, second: RunPlan) -> list[Difference]:
-    """Return the fields that differ, in plan order: kinds, units and parameters are matched by name, stages by index.
-    For each row of the schedule, only the first differing action is listed."""
+    """Return the fields that differ, in plan order. Kinds, units and parameters are matched by name, stages by index;
+    only the first differing action of each schedule row is listed."""
     return list(_diff(encode(first), encode(second), ""))
 
 
@@ -168,8 +168,7 @@ def _diff_actions(first: list[str], second: list[str], path: str) -> Iterator[Di
 
 
 def _by_name(values: list[Any]) -> dict[str, Any] | None:
-    """Return a list's values by name if all are objects with a name or (name, value) pairs with unique names, else
-    None."""
+    """Key a list by name if it consists of named objects or (name, value) pairs with unique names, else return None."""
     found: dict[str, Any] = {}
     for value in values:
         if isinstance(value, dict) and isinstance(value.get("name"), str):

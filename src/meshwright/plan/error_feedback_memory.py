@@ -1,5 +1,5 @@
-"""Memory of error feedback on a rank: LoCo keeps the error of all gradients that the rank sends, twice, so that a step
-can be skipped."""
+"""Memory for error feedback on a rank: LoCo keeps two copies of the compression error of all gradients sent, so that a
+step can be skipped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
 from meshwright.plan.run_plan import RunPlan
 
 NUM_ERROR_BUFFERS = 2
-"""Number of error buffers: that of the accepted steps, and that of the current step."""
+"""Number of error buffers: one as of the last accepted step, one for the current step."""
 
 
 def feedback_bytes(plan: RunPlan, rank: int) -> int:
-    """Return the bytes of error feedback on a rank: for full gradients, or in a two-stage reduction for the shards of
-    its local index."""
+    """Return the size in bytes of a rank's error feedback. It covers full gradients or, in a two-stage reduction, the
+    shards with the rank's local index."""
     return NUM_ERROR_BUFFERS * sum(
         _unit_bytes(plan, rank, sizes)
         for stage in plan.stages_of(rank)
@@ -28,7 +28,7 @@ def _unit_bytes(plan: RunPlan, rank: int, sizes: UnitSizes) -> int:
     far, total = two_stage_peers(plan.mesh, rank, line)[1], 0
     if len(line) > 1:
         total += (len(far) + 1 if far else len(line)) * _error_bytes(sizes.num_trained)
-    if num_replicas > 1:  # for each shard, and for the sum of the local one
+    if num_replicas > 1:  # one per shard sent, and one for the sum of the local shard
         total += (num_replicas + 1) * _error_bytes(-(-sizes.num_trained // num_replicas))
     return total
 

@@ -1,10 +1,10 @@
-"""Number of FSDP2 all-gathers per unit and step, by simulating FSDP2's states over a stage's actions.
+"""Count FSDP2 all-gathers per unit and step by simulating FSDP2's state over a stage's actions.
 
-A unit that stays unsharded after its forward is gathered by the first forward after each backward; one that is
+A unit that stays unsharded after its forward is all-gathered by the first forward after each backward; a unit that is
 resharded, by each forward and each backward. FSDP2 also prefetches: a unit's backward gathers the unit whose forward
-ended just before its own. The forward order is recorded over all micro-batches of a step, so the first unit's backward
-in the second micro-batch prefetches the last unit of the first one, which is used by the next micro-batch, or at the
-end not at all.
+ended just before its own. The forward order is recorded across all micro-batches of a step, so in the second
+micro-batch, the first unit's backward prefetches the last unit of the first micro-batch. The next micro-batch uses
+that prefetch; the last one is wasted.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from meshwright.plan.fsdp_unit_sizes import UnitSizes
 
 @dataclass
 class Gathers:
-    """Number of all-gathers of a unit per step."""
+    """Number of all-gathers per step for one unit."""
 
     among_all: int = 0
     among_secondary: int = 0
-    """All-gathers from secondary shards, kept by a small group of ranks after a forward."""
+    """All-gathers within the small group of ranks that keeps secondary shards after a forward."""
 
 
 class _State(Enum):
     SHARDED = auto()
     SECONDARY = auto()
     PREFETCHED = auto()
-    """Prefetched but not used yet."""
+    """Prefetched but not yet used."""
     UNSHARDED = auto()
 
 
 def count_gathers(actions: Iterable[Action], units: Sequence[UnitSizes]) -> list[Gathers]:
-    """Return the number of all-gathers of each unit.
+    """Return the number of all-gathers per unit.
 
     Args:
-        actions: actions of one stage, in the order of its rank's row.
-        units: units of the stage, in the order in which their forwards end.
+        actions: actions of one stage, in schedule order.
+        units: units of the stage, in the order their forwards end.
     """
     fsdp = _FsdpState(units)
     for action in actions:
@@ -55,16 +55,16 @@ def count_gathers(actions: Iterable[Action], units: Sequence[UnitSizes]) -> list
 
 
 class _FsdpState:
-    """FSDP2's state on one stage."""
+    """Simulated state of FSDP2 on one stage."""
 
     def __init__(self, units: Sequence[UnitSizes]) -> None:
         self._units = units
         self._states = [_State.SHARDED for _ in units]
         self._stays_unsharded = False
         self._order: list[int] = []
-        """Units in the order in which their forwards ended in this step."""
+        """Units in the order their forwards ended during this step."""
         self._positions: list[list[int]] = [[] for _ in units]
-        """Positions of each unit in that order."""
+        """Positions of each unit in `_order`."""
         self.counts = [Gathers() for _ in units]
 
     def forward(self) -> None:
@@ -88,7 +88,7 @@ class _FsdpState:
             self._free(i)
 
     def unshard_all(self) -> None:
-        """Gather all units, and keep them unsharded until the end of the step."""
+        """Gather all units and keep them unsharded until the end of the step."""
         self._stays_unsharded = True
         for i in range(len(self._units)):
             self._gather(i, _State.UNSHARDED)

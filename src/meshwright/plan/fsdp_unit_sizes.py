@@ -1,4 +1,4 @@
-"""Sizes of the FSDP units of a stage, and when they are gathered and freed: a fold over the plan."""
+"""Sizes and gather behavior of a stage's FSDP units, derived from the plan."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """An FSDP unit of a stage; blocks have one per layer."""
+    """Sizes of one FSDP unit of a stage; each block has its own."""
 
     unit: Unit
     num_elements: int
-    """Elements of a rank's shard, as gathered: FSDP2 pads each parameter to the same number of rows on all ranks."""
+    """Elements of a rank's shard including padding; FSDP2 pads each parameter to the same number of rows on all ranks."""
     num_trained: int
-    """Elements of these whose gradients are reduced."""
+    """Number of these elements with gradients to reduce."""
     has_backward: bool = True
-    """The backward reaches the unit: a parameter in it or before it is trained."""
+    """Whether the backward reaches the unit, i.e. a parameter in or before it is trained."""
     has_input_gradient: bool = True
-    """The unit computes input gradients, so it is freed after its own backward rather than after the stage's."""
+    """Whether the unit computes input gradients; if so, it is freed after its own backward, else after the stage's."""
 
     @property
     def is_freed(self) -> bool:
-        """The unit is resharded after its forward and gathered again for its backward."""
+        """Whether the unit is resharded after its forward and gathered again for its backward."""
         return bool(self.unit.freed)
 
 
 def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:
-    """Return the sizes of a stage's units in the order in which their forwards end; the root comes last."""
+    """Return the sizes of a stage's units in the order their forwards end; the root comes last."""
     is_first = stage is plan.stages[0]
     members: dict[tuple[str, str, int | None], list[tuple[int, Parameter]]] = {}
     units: dict[tuple[str, str, int | None], Unit] = {}
@@ -40,7 +40,7 @@ def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:
         members.setdefault(key, []).append((position, parameter))
         trained.append(parameter.trained)
     found = []
-    for key in sorted(members, key=lambda key: key == ("", "root", None)):  # a stable sort keeps module order
+    for key in sorted(members, key=lambda key: key == ("", "root", None)):  # stable sort: keeps module order
         own, unit = members[key], units[key]
         is_root = unit is stage.root
         sizes = [plan.elements(parameter, sharded=unit.sharded) for _, parameter in own]

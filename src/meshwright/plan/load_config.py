@@ -1,4 +1,4 @@
-"""Loading of a configuration that is checked against all rules, including those of the plan."""
+"""Load a configuration and check all rules, including those of the plan."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.plan.rules import violations
 def load(
     source: str | None, overrides: Sequence[str] = (), *, defaults: Sequence[str] = (), num_ranks: int | None = None
 ) -> RunConfig:
-    """Load a preset or a file, apply overrides, and check all rules; see `config.load.load` for the arguments.
+    """Load a preset or a file, apply overrides and check all rules; takes the arguments of `config.load.load`.
 
     Raises:
         ConfigError: a preset, family or key is unknown, or a value is invalid.
-        LayoutError: the mesh, the batch or the stages do not fit.
+        LayoutError: the mesh, batch or stages do not fit.
     """
     return config_load.load(source, overrides, defaults=defaults, num_ranks=num_ranks, rules=violations)

@@ -1,4 +1,4 @@
-"""Loading of a plan file, written by `meshwright plan -o` or edited by hand, and its check against a configuration."""
+"""Load a plan file, written by `meshwright plan -o` or edited by hand, and check it against a configuration."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from meshwright.plan.serialize import from_json
 from meshwright.plan.verify import verify
 
 CONFIG_FIELDS = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
-"""Fields that other code reads from the configuration, so a plan must not change them."""
+"""Fields that must match the configuration, because other code reads them from there."""
 MODEL_FIELDS = ("path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere")
-"""Fields of kinds that are derived from the family's description and styles."""
+"""Fields of kinds derived from the family's description and styles."""
 
 
 def read_plan(path: Path, *, where: str = "command line, --plan") -> RunPlan:
-    """Read the plan in a file; `where` says where the path was given.
+    """Read a plan from a file; `where` is the origin of the path, for errors.
 
     Raises:
         InputError: the file can't be read.
-        ConfigError: the file is not a plan, or a plan of another version.
+        ConfigError: the file is not a plan or has a different version.
     """
     try:
         text = path.read_text("utf-8")
@@ -39,7 +39,7 @@ def read_plan(path: Path, *, where: str = "command line, --plan") -> RunPlan:
 
 
 def load_plan(path: Path, config: RunConfig) -> RunPlan:
-    """Read the plan in a file and check that a run of `config` can execute it.
+    """Read a plan from a file and check that a run of `config` can execute it.
 
     Raises:
         InputError, ConfigError, LayoutError: see `read_plan` and `check_fits`.
@@ -50,16 +50,16 @@ def load_plan(path: Path, config: RunConfig) -> RunPlan:
 def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
     """Check that a run of `config` can execute a plan.
 
-    The plan may use other stages, FSDP units, recomputation, compilation, codecs or another schedule, but must have the
-    same model, mesh and batch.
+    The model, mesh and batch must match. Stages, FSDP units, recomputation, compilation, codecs and the schedule may
+    differ.
 
     Args:
-        plan: the plan to check.
+        plan: plan to check.
         config: configuration of the run.
         where: origin of the plan, for errors.
 
     Raises:
-        ConfigError: the plan is for another model, mesh or batch.
+        ConfigError: the plan has a different model, mesh or batch.
         LayoutError: the plan is incorrect.
     """
     verify(plan, where=where)

@@ -1,6 +1,6 @@
-"""Proofs that a layout computes the same losses, gradients and parameters as one device.
+"""Prove that a layout computes the same losses, gradients and parameters as a single device.
 
-Calling the package itself, `meshwright.prove(config)`, runs `meshwright.api.prove`.
+The package is callable: `meshwright.prove(config)` is `meshwright.api.prove`.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Entry points of the processes of a proof: first the ranks of the layout, then the reference and the comparison.
+"""Process entry points of a proof: the ranks of the layout, then the reference and the comparison.
 
-Both write to a folder that `api.prove` reads; tensors are loaded with `weights_only=True`.
+Both write to a folder read by `api.prove`; tensors are loaded with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.train.launch.rank_context import RankContext
 
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
-    """Train as one rank of the layout under proof and save the record in the folder of the spec."""
+    """Train as one rank of the layout under proof and save its record in the spec's folder."""
     config, plan = spec.config, spec.plan
     group = process_group(
         rank=context.rank,
@@ -44,7 +44,7 @@ def record_layout(context: RankContext, spec: ProofSpec) -> None:
 
 
 def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
-    """Compute the reference, compare the records of the ranks with it, and save the result in the same folder."""
+    """Compute the reference, compare the ranks' records with it, and save the result in the same folder."""
     context.post("comparing")
     num_ranks = spec.config.mesh.axes().num_ranks()
     records = [RankRecord(**torch.load(spec.record(rank), weights_only=True)) for rank in range(num_ranks)]
@@ -56,7 +56,7 @@ def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
 def conclude(
     config: RunConfig, records: list[RankRecord], *, num_steps: int, plan: RunPlan | None = None
 ) -> ProofResult:
-    """Compare the records, one per rank, with the reference."""
+    """Compare the records of all ranks with the reference."""
     plan = plan or make_plan(config)
     data = config.family.open_data(run_facts(config))
     reference = compute_reference(config, data, num_steps=num_steps, stages=stage_placement_of(plan))

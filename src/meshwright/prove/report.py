@@ -1,8 +1,8 @@
-"""Report of a proof as JSON and as at most one screen of text.
+"""Report of a proof, as JSON and as at most one screen of text.
 
-The JSON has the keys `passed`, `losses`, `parameters`, `grad_norm` and more. A non-finite number is null, and the cause
-describes it. The `max_abs_error`, `relative_error` and `cause` of a parameter refer to its gradient at step 1, or if
-that is correct to its earliest wrong value (named by `about`). All three are repeated under `initial`, `gradient`,
+The JSON has the keys `passed`, `losses`, `parameters`, `grad_norm` and more. Non-finite numbers become null and are
+described in the cause. A parameter's `max_abs_error`, `relative_error` and `cause` refer to its gradient at step 1 or,
+if that is correct, to its earliest wrong value (see `about`). All three also appear under `initial`, `gradient`,
 `after_first_step` and `after_steps`.
 """
 
@@ -22,7 +22,7 @@ MAX_NAMES = 2
 
 
 def to_json(result: ProofResult) -> dict[str, Any]:
-    """Convert the result to values that serialize to valid JSON."""
+    """Convert the result to JSON-serializable values."""
     found: dict[str, Any] = {
         "passed": result.passed,
         "losses": [_step(step, result.losses.diagnosis) for step in result.losses.steps],
@@ -102,7 +102,7 @@ def _parameter(parameter: ParameterResult) -> dict[str, Any]:
 
 
 def _tensors_by_kind(parameter: ParameterResult) -> dict[str, TensorResult | None]:
-    """Return the verdicts on a parameter by JSON key, in the order in which a fault propagates."""
+    """Return the verdicts on a parameter by JSON key, in the order a fault propagates."""
     return {
         "initial": parameter.initial,
         "gradient": parameter.gradient,
@@ -128,7 +128,7 @@ def _tensor(tensor: TensorResult) -> dict[str, Any]:
 
 
 SHOWN_ON_FAILURE = ("replicas", "first", "initial")
-"""Checks that the summary line lists only if they fail."""
+"""Checks listed in the summary line only if they fail."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ TENSOR_KINDS = {
     "after_first_step": ("parameters", " after step 1"),
     "after_steps": ("parameters", " after the last step"),
 }
-"""Name of each kind of tensor, and the time of its comparison."""
+"""Display name of each kind of tensor, and when it was recorded."""
 
 
 @dataclass(frozen=True)
 class ReportedFinding:
-    """Diagnosis with all parameters that it applies to."""
+    """Diagnosis with all affected parameters."""
 
     about: str
     """Kind of value: `gradient`, `loss`, …"""
@@ -186,7 +186,7 @@ class ReportedFinding:
     members: tuple[str, ...] = ()
     """Affected parameters; empty for other kinds of values."""
     num_all: int = 0
-    """Number of parameters with a tensor of this kind."""
+    """Total number of parameters with a tensor of this kind."""
 
     def title(self) -> str:
         """Format the members: `all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`."""
@@ -203,7 +203,7 @@ class ReportedFinding:
 
 
 def reported_findings(result: ProofResult) -> list[ReportedFinding]:
-    """Group parameters with the same diagnosis; causes come before consequences."""
+    """Group parameters by diagnosis, causes before consequences."""
     found = [ReportedFinding("evidence", finding) for finding in result.findings]
     found += [ReportedFinding("sample order", finding) for finding in result.samples]
     for about in TENSOR_KINDS:
@@ -224,7 +224,7 @@ def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> lis
             members.setdefault((finding.kind, finding.symptom, finding.cause), []).append((name, tensor))
     num_all, found = sum(tensor is not None for _, tensor in tensors), []
     for group in members.values():
-        # The member with the largest error provides the detail.
+        # Show the detail of the member with the largest error.
         group.sort(key=lambda pair: -pair[1].error.relative)
         diagnosis = group[0][1].diagnosis
         assert diagnosis is not None, "only tensors with a diagnosis are grouped"
@@ -239,7 +239,7 @@ def render(result: ProofResult) -> list[str]:
     if result.passed:
         return [*_margins(result), *tail]
     findings = reported_findings(result)
-    # Consequences are hidden if a cause is known; the summary line counts them.
+    # Hide consequences if a cause is known; the summary line still counts them.
     causes = [group for group in findings if group.diagnosis.kind is not FaultKind.CONSEQUENCE] or findings
     lines: list[str] = []
     for at, group in enumerate(causes):

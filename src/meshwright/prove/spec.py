@@ -1,4 +1,4 @@
-"""Specification of a proof, created by the launcher without importing torch."""
+"""Specification of a proof. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from meshwright.settings.violation import format_fix
 
 @dataclass(frozen=True)
 class ProofSpec:
-    """Configuration and plan to prove, and the folder that the processes exchange files through."""
+    """Configuration and plan to prove, and the folder through which processes exchange files."""
 
     config: RunConfig
     plan: RunPlan
     num_steps: int
     folder: Path
-    """Folder for the records of the ranks and the result of the comparison."""
+    """Folder for the ranks' records and the result."""
 
     def record(self, rank: int) -> Path:
-        """Return the path of the record of a rank."""
+        """Return the path of a rank's record."""
         return self.folder / f"rank-{rank}.pt"
 
     @property
     def result(self) -> Path:
-        """Path of the JSON result: `report` for programs and `lines` for the terminal."""
+        """Path of the JSON result, which has a machine-readable `report` and `lines` for the terminal."""
         return self.folder / "result.json"
 
 
 def as_proof(config: RunConfig) -> RunConfig:
-    """Return the configuration as it is proved: float64, on the CPU, otherwise unchanged.
+    """Return the configuration to prove: in float64 on the CPU, otherwise unchanged.
 
-    The model family may override more: with gates initialised to zero nearly all gradients of the first step are zero,
-    and comparing zeros proves nothing.
+    The model family may override other keys. For example, gates initialized to zero make nearly all gradients of the
+    first step zero, and comparing zeros proves nothing.
 
     Raises:
         ConfigError: gradients or weights are communicated with lossy compression.
@@ -50,7 +50,7 @@ def as_proof(config: RunConfig) -> RunConfig:
 
 
 def plan_in_float64(plan: RunPlan) -> RunPlan:
-    """Return the plan as it is proved: every dtype is float64, and nothing is compiled.
+    """Return the plan to prove: all dtypes are float64, and nothing is compiled.
 
     Raises:
         ConfigError: gradients or weights are communicated with lossy compression.

@@ -1,6 +1,6 @@
 """Placement of parameters on pipeline stages, and of stages on pipeline ranks.
 
-Taken from the plan alone; lets a finding about parameters name the stage at fault.
+Derived from the plan alone; used to name the faulty stage in findings about parameters.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class StagePlacement:
     ranks: tuple[int, ...]
     """Pipeline rank of each stage."""
     layers: tuple[range, ...]
-    """Blocks of each stage."""
+    """Layers of each stage."""
     holders: Mapping[str, tuple[int, ...]]
-    """Stages that hold a parameter, by parameter name."""
+    """Stages that hold each parameter, by name."""
     shared: tuple[SharedParameter, ...] = ()
-    """Parameters that several stages share."""
+    """Parameters shared between stages."""
     splits_backward: bool = False
-    """Each backward pass B is split into I (input gradients) and W (deferred weight gradients)."""
+    """Whether the backward pass B is split into I (input gradients) and W (deferred weight gradients)."""
 
     @property
     def last(self) -> int:

@@ -1,19 +1,19 @@
 """Catalogue of compression codecs and methods, with their encoded sizes and permitted uses.
 
-A *codec* is the format of the elements in a block of bytes; `codecs` defines every bit. A *method* is a name accepted
-by the configuration's section `comm` and by `meshwright.comm.compress`: a codec, with or without rotation and error
-feedback. Planner, configuration and collectives read them here, without torch.
+A *codec* encodes tensor elements as a block of bytes; `codecs` specifies the format bit by bit. A *method* is a codec
+with or without rotation and error feedback; the configuration's `comm` section and `meshwright.comm.compress` accept
+its name. The planner, the configuration and the collectives all use this file, which does not import torch.
 
-[Note: adding a codec] A method with an existing codec needs one row of `METHODS` here. A new codec first needs a member
-of `Codec` here and an implementation:
+[Note: adding a codec] A method with an existing codec only needs a row in `METHODS`. A new codec also needs a member of
+`Codec` and an implementation:
 
-- `codecs.py`: `encode`, and `_elements`, which reads a block. Quantised codecs follow `Codec.bits`, tested with 8, 4
+- `codecs.py`: `encode`, and `_elements` for decoding. Quantised codecs are generic in `Codec.bits`, tested with 8, 4
   and 2.
 - `cpu_kernels.cpp` and `triton_programs.py`, which implement 8, 4 and 2 bits; `dispatch.py` sends quantised codecs to
   them (`_kernels`, `requantise`) and others to the torch reference.
 
-Either way add a row to the table of `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets
---keys`); tests compare both with this file, and the size of every method with an encoded block.
+In both cases, add a row to the table in `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets
+--keys`). Tests check both files against this one, and the size of every method against an encoded block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.errors import ConfigError
 
 GROUP = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 SCALE_BYTES = 2
 ALIGNMENT = 16
 """The size of a quantised block is a multiple of this many bytes."""
 
 
 class Codec(Enum):
-    """Encoding of elements as bytes: its name, its bits per element, and whether it is quantised."""
+    """Encoding of elements as bytes, defined by name, bits per element and a flag for quantised codecs."""
 
     _value_: str
     _bits: int | None
@@ -62,7 +62,7 @@ class Codec(Enum):
         return self._bits
 
     def encoded_bytes(self, num_elements: int, *, element_bytes: int = 4) -> int:
-        """Return the bytes of a block of `num_elements` elements; only `exact` uses `element_bytes`."""
+        """Return the size in bytes of a block of `num_elements` elements; only `exact` uses `element_bytes`."""
         if self is Codec.EXACT:
             return num_elements * element_bytes
         if not self.is_quantised:
@@ -72,11 +72,11 @@ class Codec(Enum):
 
 
 ERROR_CODEC = Codec.INT8
-"""Codec of the stored error of error feedback."""
+"""Codec of the error that error feedback stores between steps."""
 
 
 class Use(StrEnum):
-    """Use of a method: a key of the configuration's section `comm`."""
+    """Use of a compression method, which is also a key of the configuration's `comm` section."""
 
     GRADIENTS = "gradients"
     WEIGHTS = "weights"
@@ -84,7 +84,7 @@ class Use(StrEnum):
     """Gradients inside a node in a two-stage reduction; only the method's codec is used."""
 
     def describe(self) -> str:
-        """Return the name of the data in messages."""
+        """Return the name of the compressed data for messages."""
         return "gradients inside a node" if self is Use.INSIDE_NODE else self.value
 
 
@@ -98,7 +98,7 @@ class Method:
     rotate: bool = False
     """Spread outliers over their neighbours before quantising."""
     feedback: bool = False
-    """Add the quantisation error of a step's gradients to those of the next step."""
+    """Add each step's quantisation error to the next step's gradients."""
 
     def __post_init__(self) -> None:
         assert self.codec.is_quantised or not (self.rotate or self.feedback), (
@@ -117,12 +117,12 @@ class Method:
         return codec_of_sum(self.codec, feedback=self.feedback)
 
     def codec_inside_node(self, configured: Codec) -> Codec:
-        """Return the codec of the first of two stages for `comm.inside_node=configured`; exact methods stay exact."""
+        """Return the first stage's codec, given the codec of `comm.inside_node`; exact methods stay exact."""
         return configured if self.is_lossy else Codec.EXACT
 
 
 EXACT = "exact"
-"""Name of the method that keeps the collectives of FSDP2 and DDP unchanged."""
+"""Name of the method that leaves the collectives of FSDP2 and DDP unchanged."""
 
 METHODS = (
     Method(EXACT, Codec.EXACT, (Use.GRADIENTS, Use.WEIGHTS, Use.INSIDE_NODE)),
@@ -134,7 +134,7 @@ METHODS = (
     Method("int2", Codec.INT2, (Use.GRADIENTS,)),
     Method("loco2", Codec.INT2, (Use.GRADIENTS,), feedback=True),
 )
-"""All methods, in the order of listings; the two 2-bit ones exist for experiments with error feedback."""
+"""All methods, in listing order; the two 2-bit methods exist for experiments with error feedback."""
 
 
 def names(use: Use) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def names(use: Use) -> tuple[str, ...]:
 
 
 def lossless_names(use: Use) -> tuple[str, ...]:
-    """Return the names of the lossless methods for `use`; the last one shares most code with the lossy ones."""
+    """Return the names of the lossless methods for `use`; the last one shares the most code with the lossy ones."""
     return tuple(method.name for method in METHODS if use in method.uses and not method.is_lossy)
 
 
@@ -180,10 +180,10 @@ def is_lossy(name: str) -> bool:
 
 
 def encoded_bytes(name: str, num_elements: int, *, element_bytes: int) -> int:
-    """Return the bytes of one block of `num_elements` elements with the method called `name`.
+    """Return the size in bytes of a block of `num_elements` elements with the method called `name`.
 
     Args:
-        element_bytes: bytes of an uncompressed element; only lossless methods use it.
+        element_bytes: size in bytes of an uncompressed element; used by lossless methods only.
     """
     return find_method(name).codec.encoded_bytes(num_elements, element_bytes=element_bytes)
 

@@ -1,4 +1,4 @@
-"""Torch reference of the compression codecs, which defines every bit of an encoded block.
+"""PyTorch reference implementation of the compression codecs, which defines every bit of an encoded block.
 
 `catalogue` lists the codecs and their sizes.
 
@@ -9,26 +9,26 @@ sends everything. With G = 128 elements per group and the last group padded with
     codes    num_groups · G · bits / 8   planar: with f = 8 / bits fields of G / f elements, byte j of a group holds
                                          element j + k·G/f in its bits k·bits …, in two's complement
     scales   num_groups · 2              bfloat16, little-endian
-    zeros    0 … 14                      so that consecutive blocks stay aligned for 16-byte loads
+    zeros    0 … 14                      padding that keeps consecutive blocks aligned for 16-byte loads
 
 and a block of `exact` or `bf16` is the elements themselves. 4-bit codes cost 4.125 bits per element.
 
 [Note: every bit of a code] The kernels must match this file bit for bit, so each step is specified, in float32 and
 without fused multiply-adds:
 - h is the element as float32, rotated if requested (below).
-- m is the h of largest magnitude in the group; the negative one if both signs occur.
+- m is the h of largest magnitude in the group; if both m and −m occur, the negative one.
 - scale = −m / 2^(bits−1), rounded to bfloat16 half to even: m itself becomes the lowest code, which has no positive
-  counterpart, so the signed scale uses a level that a symmetric one wastes (relative error 0.103 instead of 0.117 on
+  counterpart, so the signed scale uses a level that a symmetric one wastes (relative error 0.103 rather than 0.117 on
   Gaussian data at 4 bits). Below 2^−126, the smallest normal number, scale is +0 and all codes are 0.
 - code = h · (1 / scale) rounded half to even, and clamped to −2^(bits−1) … 2^(bits−1) − 1.
 - If any h is not finite the scale is the quiet NaN 0x7FC0 and the codes are 0: the entire group decodes to NaN, so an
   overflow check after the collective still detects it.
 - Decoding starts at +0, adds code · scale (exact in float32) of each block in turn, inverts the rotation, multiplies,
-  and rounds to the output dtype. Magnitudes within 0.4 % of float32's largest may decode to infinity.
+  and rounds to the output dtype. Magnitudes within 0.4 % of float32's maximum may decode to infinity.
 
-The rotation is a Hadamard transform of each 32 elements, which spreads an outlier over its neighbours (relative error
-on Student's t with 3 degrees of freedom at 4 bits: 0.10 instead of 0.20). The forward transform is not normalised,
-which avoids rounded constants; the inverse divides by 32, which is exact.
+The rotation is a Hadamard transform of every 32 elements, which spreads outliers over their neighbours (relative error
+on Student's t with 3 degrees of freedom at 4 bits: 0.10 instead of 0.20). The forward transform is not normalised, to
+avoid rounded constants; the inverse divides by 32, which is exact.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def decode(
     """Decode a block [bytes] to [num_elements], or blocks [blocks, bytes] to [blocks, num_elements].
 
     Args:
-        dtype: dtype of the result; with `exact` also of the encoded tensor.
+        dtype: dtype of the result; with `exact`, also that of the encoded tensor.
         multiplier: factor applied to the elements before rounding to `dtype`.
 
     Raises:
@@ -108,10 +108,10 @@ def decode_sum(
 
 
 def check(codec: Codec, dtype: torch.dtype, *, rotate: bool = False) -> None:
-    """Raise if `codec` does not support the dtype or the rotation.
+    """Check that `codec` supports the dtype and the rotation.
 
     Raises:
-        InputError: it does not.
+        InputError: the codec does not support one of them.
     """
     known = dtype.is_floating_point if codec is Codec.EXACT else dtype in QUANTISED_DTYPES
     if not known:
@@ -129,10 +129,10 @@ def check(codec: Codec, dtype: torch.dtype, *, rotate: bool = False) -> None:
 
 
 def check_payload(payload: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype, rotate: bool) -> None:
-    """Raise if `payload` [..., bytes] cannot be a block of `num_elements` elements.
+    """Check that `payload` [..., bytes] can be a block of `num_elements` elements.
 
     Raises:
-        InputError: it cannot be.
+        InputError: the dtype, rotation or number of bytes does not match the codec.
     """
     check(codec, dtype, rotate=rotate)
     expected = codec.encoded_bytes(num_elements, element_bytes=dtype.itemsize)
@@ -193,7 +193,7 @@ def split_block(payload: Tensor, bits: int, *, num_elements: int) -> tuple[Tenso
     groups, fields = num_groups(num_elements), 8 // bits
     code_bytes = groups * GROUP // fields
     packed = payload[..., :code_bytes].reshape(*payload.shape[:-1], groups, GROUP // fields)
-    # Shifting each field to the top and back sign-extends it.
+    # Shifting each field to the top of the byte and back sign-extends it.
     planes = [(packed << (8 - bits - k * bits)).view(torch.int8) >> (8 - bits) for k in range(fields)]
     scales = payload[..., code_bytes : code_bytes + groups * SCALE_BYTES]
     return torch.cat(planes, -1), _from_bytes(scales, torch.bfloat16)
@@ -214,19 +214,19 @@ def _accumulate(payloads: Tensor, codec: Codec, *, num_elements: int, dtype: tor
 
 
 def _elements(payload: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Decode one block without inverting the rotation: to elements, or to groups if the codec is quantised."""
+    """Decode one block to elements or, with a quantised codec, to groups that are still rotated."""
     if codec.is_quantised:
         return dequantise_groups(*split_block(payload, codec.bits, num_elements=num_elements))
     return _from_bytes(payload, dtype if codec is Codec.EXACT else torch.bfloat16)
 
 
 def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret bytes [..., n · itemsize] as [..., n], through a copy, as odd offsets and strides rule out views."""
+    """Copy bytes [..., n · itemsize] and view them as [..., n]; odd offsets and strides rule out a view in place."""
     return x.reshape(-1).clone().view(dtype).view(*x.shape[:-1], x.shape[-1] // dtype.itemsize)
 
 
 def _hadamard(x_gk: Tensor) -> Tensor:
-    """Apply the Hadamard transform to each 32 elements of the last dim, butterflies of neighbours first."""
+    """Apply the Hadamard transform to every 32 elements of the last dim, nearest-neighbour butterflies first."""
     shape = x_gk.shape
     for stage in range(int(math.log2(ROTATION_SIZE))):
         pairs = x_gk.reshape(*shape[:-1], shape[-1] // 2 ** (stage + 1), 2, 2**stage)

@@ -1,11 +1,11 @@
-"""All-reduce with encoded payloads, for DDP's buckets and for the replicas of HSDP.
+"""All-reduce with encoded payloads, for DDP buckets and HSDP replicas.
 
-Each rank owns a shard of the tensor: it receives every rank's encoded values of that shard by an all-to-all, sums them
-in float32 and encodes the sum, which is then all-gathered. So there are two encodings, with comparable errors.
+Each rank owns a shard of the tensor. It receives all ranks' encoded values of that shard in an all-to-all, sums them in
+float32, and encodes the sum for an all-gather. Values are thus encoded twice, with comparable errors.
 
-[Note: the second encoding] With feedback it has its own error, kept by the shard's owner: the server error of 1-bit
-Adam (Tang et al. 2021). Without feedback it is int8, whatever the first is. Relative error of the sum over 200 steps,
-on 2 and on 8 ranks, with gradients that consist of a constant and ten times as much noise:
+[Note: the second encoding] With feedback, the second encoding has its own error, kept by the shard's owner: the server
+error of 1-bit Adam (Tang et al. 2021). Without feedback it is int8, regardless of the first. Relative error of the sum
+over 200 steps, on 2 and on 8 ranks, for gradients made of a constant and ten times as much noise:
 
     first encoding           second encoding          2 ranks    8 ranks    bits per element
     int4 rotated             int4 rotated             0.066      0.036      8.25
@@ -15,7 +15,7 @@ on 2 and on 8 ranks, with gradients that consist of a constant and ten times as 
     int4 with feedback       int4 with feedback       0.0078     0.0042     8.25
     int4 with feedback       none                     0.0055     0.0030
 
-Shapes: r ranks of the group, n elements of a shard.
+Shapes: r ranks in the group, n elements per shard.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CompressedAllReduce(CompressedReduction):
     def __call__(self, x: Tensor, *, group: ProcessGroup | None, factor: float = 1.0) -> None:
         """Replace the contiguous 1-dim tensor `x` by `factor` times its sum over `group`; sizes are equal on all ranks.
 
-        Ordered on the current stream. A non-finite value on one rank becomes non-finite on all.
+        Runs on the current stream. A value that is non-finite on one rank becomes non-finite on all ranks.
 
         Raises:
             InputError: `x` is not contiguous and 1-dim, or the codec does not support its dtype.
@@ -104,16 +104,16 @@ class CompressedAllReduce(CompressedReduction):
 class AllReduceHook:
     """Hook for `FSDPModule.set_all_reduce_hook` that all-reduces FSDP2's reduce-scatter output over replicas.
 
-    With one hook per module, a model sharded on the mesh of a single replica trains like HSDP. FSDP2 knows only the
-    shards and divides by their number, so `factor` is 1 / replicas if gradients are averaged, and 1.0 if they are
-    summed or divided as `set_gradient_divide_factor` says. With gradient accumulation each reduce-scatter has its
-    all-reduce: `set_requires_gradient_sync(False)` skips both, and `set_requires_all_reduce(False)`, which applies to
-    native HSDP, has no effect.
+    With one hook per module, a model sharded over the mesh of a single replica trains like HSDP. FSDP2 only divides by
+    the number of shards, so `factor` is 1 / replicas if gradients are averaged, and 1.0 if they are summed or if
+    `set_gradient_divide_factor` sets the divisor. With gradient accumulation, an all-reduce follows each
+    reduce-scatter: `set_requires_gradient_sync(False)` skips both, while `set_requires_all_reduce(False)`, which is
+    for native HSDP, has no effect.
     """
 
     all_reduce: CompressedAllReduce
     group: ProcessGroup
-    """The ranks that have the same shard."""
+    """Process group of the ranks with the same shard."""
     factor: float
     """Factor applied to the sum."""
 
@@ -121,7 +121,7 @@ class AllReduceHook:
         """Reduce in place, on the stream on which FSDP2 calls the hook."""
         self.all_reduce(reduce_output, group=self.group, factor=self.factor)
         if reduce_output.is_cuda:
-            # It was allocated on the reduce-scatter stream, which could reuse it before this stream's cast has run.
+            # Allocated on the reduce-scatter stream, which could reuse the memory before this stream's cast has run.
             reduce_output.record_stream(torch.cuda.current_stream(reduce_output.device))
 
 

@@ -1,16 +1,16 @@
 """Compressed gradients for any model under `DistributedDataParallel`, through its public communication hook.
 
-[Note: buckets] DDP reduces buckets of gradients, and an error belongs to the parameters of its bucket, in their order.
-After the first backward DDP rebuilds its buckets in the order in which gradients became ready; so errors are keyed by
-parameter indices, and those of dropped buckets are discarded, in the first step without a warning.
+[Note: buckets] DDP reduces gradients in buckets, and an error belongs to the parameters of its bucket, in bucket order.
+After the first backward, DDP rebuilds its buckets in the order in which gradients became ready. Errors are therefore
+keyed by parameter indices, and errors of dropped buckets are discarded, with a warning after the first step.
 
-A resumed run starts with DDP's initial buckets again, while its saved errors belong to the rebuilt ones. To resume
-bitwise, its first backward holds gradients back until all are ready, reduces them in the saved buckets, and copies them
-back into DDP's; from the second backward on, DDP uses the saved buckets itself.
+A resumed run starts with DDP's initial buckets again, while its saved errors belong to the rebuilt ones. For a bitwise
+identical resume, the first backward holds gradients back until all are ready, reduces them in the saved buckets, and
+copies them back into DDP's buckets. From the second backward on, DDP itself uses the saved buckets.
 
-[Note: streams] All work is ordered on the stream on which DDP calls the hook, and the future is completed there at
-once: on CUDA it records an event, for which DDP waits. With gloo the hook returns when the result is ready, so
-communication does not overlap with the backward.
+[Note: streams] All work runs on the stream on which DDP calls the hook, and the future is completed immediately: on
+CUDA it records an event that DDP waits for. With gloo, the hook blocks until the result is ready, so communication
+does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
         return Compression({}, {})
     reduction = BucketReduction(model, method)
     try:
-        # A lambda, because DDP compares the hook's annotations with types, and in this file they are strings.
+        # A lambda, because DDP checks the hook's annotations against types, and annotations are strings in this file.
         model.register_comm_hook(None, lambda state, bucket: reduction.reduce(bucket))
     except RuntimeError as error:
         raise _error(
@@ -89,7 +89,7 @@ class BucketReduction:
         """True if the current errors come from more than the first step."""
         self._held: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
         self._num_changed = 0
-        """Number of buckets in this backward that replaced differently composed ones."""
+        """Number of buckets in this backward that replaced buckets with other parameters."""
 
     @property
     def sent(self) -> SentBytes:
@@ -98,7 +98,7 @@ class BucketReduction:
         return sum(counts, SentBytes())
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average the bucket over the ranks in place, as DDP's hook. [Note: buckets] [Note: streams]
+        """Average a bucket over the ranks in place, when called by DDP. [Note: buckets] [Note: streams]
 
         Raises:
             LayoutError: the gradients are sparse.
@@ -177,7 +177,7 @@ class BucketReduction:
             self._dropped_sent += sent
 
     def _overlapping(self, numbers: Iterable[int]) -> list[Bucket]:
-        """Return the known buckets that share a parameter with `numbers`."""
+        """Return the known buckets that contain any of the parameters `numbers`."""
         parameters = set(numbers)
         return [bucket for bucket in self._all_reduces if not parameters.isdisjoint(bucket)]
 

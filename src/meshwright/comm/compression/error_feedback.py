@@ -1,10 +1,10 @@
-"""Torch reference of LoCo error feedback: a step's quantisation error is added to the next (Xie et al. 2024, alg. 1).
+"""PyTorch reference of LoCo, which feeds each step's quantisation error into the next (Xie et al. 2024, alg. 1).
 
 With g the gradient, e the error and Q the codec,
 
     h = g + e      send Q(h)      e ← β · e + (1 − β) · (h − Q(h))
 
-so that everything sent sums to the sum of the gradients plus (e_first − e_last) / (1 − β): errors do not accumulate,
+so the values sent add up to the sum of the gradients plus (e_first − e_last) / (1 − β). Errors do not accumulate,
 because only the moving average is ever missing. e is stored as `int8` blocks of `codecs`, 8.125 bits per element. The
 fused kernels are tested against this file; `error_feedback_state` keeps e between steps.
 """
@@ -32,10 +32,10 @@ BETA = 0.8
 
 
 def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA) -> tuple[Tensor, Tensor]:
-    """Compute one step of the formula above: the payload to send, and the new error.
+    """Return the payload to send and the new error, according to the formula above.
 
-    In float32 and without fused multiply-adds; β and 1 − β are rounded to float32 separately. A group with a non-finite
-    value sends NaN, and its new error is zero, so that it cannot affect the steps after a skipped one.
+    Computed in float32 without fused multiply-adds; β and 1 − β are rounded to float32 separately. A group with a
+    non-finite value sends NaN and resets its error to zero, so it cannot affect the steps after a skipped one.
 
     Args:
         g: gradients [n], or [blocks, n].
@@ -63,14 +63,14 @@ def requantise(
     rotate: bool = False,
     beta: float = BETA,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `loco_quantise` to sums of encoded blocks: the payload [blocks, bytes] to send, and the new error.
+    """Apply `loco_quantise` to sums of encoded blocks; return the payload [blocks, bytes] and the new error.
 
     Args:
         payloads: blocks of `inner` from each rank, [ranks, blocks, bytes]; summed in float32 and in rank order.
         error: `int8` blocks, [blocks, bytes].
         codec: codec of the sums.
         num_elements: elements per block.
-        rotate: whether `payloads` are rotated.
+        rotate: True if `payloads` are rotated.
     """
     sums = [
         decode_sum(payloads[:, block], inner, num_elements=num_elements, dtype=torch.float32, rotate=rotate)
@@ -80,10 +80,10 @@ def requantise(
 
 
 def check_feedback(g: Tensor, error: Tensor, codec: Codec) -> None:
-    """Raise if `codec` is not quantised, or `error` does not match the gradients.
+    """Check that `codec` is quantised and that `error` matches the gradients.
 
     Raises:
-        InputError: one of these.
+        InputError: the codec, the dtype or the error block is not valid for error feedback.
     """
     if not codec.is_quantised:
         raise InputError(

@@ -1,8 +1,8 @@
-"""State of error feedback across steps, as saved in checkpoints.
+"""Error-feedback state that persists across steps and is saved in checkpoints.
 
 A step is open from the first `quantise` to `commit` or `discard`. Only `commit` makes its error the new state, so a
-step skipped after an overflow leaves no trace; a second `quantise` in an open step, of another micro-batch, continues
-from the error of the first. This takes two buffers of one byte per element.
+step skipped after an overflow leaves no trace. A second `quantise` in an open step, for another micro-batch, continues
+from the first one's error. This takes two buffers of one byte per element.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ErrorLayout:
     """Indices of the gradient shards that the blocks belong to; if empty, all shards in order."""
 
     def describe(self) -> str:
-        """Return the layout's description in messages."""
+        """Return a description of the layout for messages."""
         of = f", shards {list(self.shards)}" if self.shards else ""
         return f"{self.num_blocks} blocks of {self.num_elements} elements{of}"
 
 
 class ErrorState:
-    """The error of one parameter group on this rank.
+    """Error-feedback state of one parameter group on this rank.
 
     Args:
         name: name of the parameter group in log messages.
@@ -169,7 +169,7 @@ class ErrorState:
 
 
 class LazyErrorState:
-    """Error state that is created at first use, when the layout of the gradients is known."""
+    """Error state created on first use, when the layout of the gradients is known."""
 
     def __init__(self, name: str) -> None:
         self._name = name

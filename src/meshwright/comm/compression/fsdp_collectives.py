@@ -2,10 +2,10 @@
 
 Both implement FSDP2's public protocols (`FSDPModule.set_custom_reduce_scatter`, `set_custom_all_gather`), with one
 object per FSDP2 module. A reduce-scatter becomes an all-to-all of encoded shards, which every rank decodes and sums in
-float32 (qgZ of ZeRO++; Wang et al. 2023), optionally with LoCo's error feedback (Xie et al. 2024). Work is ordered on
-the stream on which FSDP2 calls, so no work handle is returned.
+float32 (qgZ of ZeRO++; Wang et al. 2023), optionally with LoCo's error feedback (Xie et al. 2024). Work runs on the
+stream on which FSDP2 calls the collective, so no work handle is returned.
 
-Shapes: r ranks of the group, n elements of a shard.
+Shapes: r ranks in the group, n elements per shard.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SentBytes:
     between: int = 0
     """Bytes of `payload` sent to other nodes."""
     exact_between: int = 0
-    """Bytes of `exact` sent to other nodes, averaged over the group's ranks, with rings that cross each node once."""
+    """Bytes of `exact` to other nodes, averaged over the group's ranks, assuming rings that leave each node once."""
 
     @property
     def inside(self) -> int:
@@ -81,13 +81,13 @@ class ByteCounterMixin:
     """Counter of sent bytes, inside and between nodes."""
 
     def __init__(self, nodes: Sequence[int] | None) -> None:
-        """Create a counter from the node of each rank of the world; a single node if None."""
+        """Create a counter, given the node of each global rank, or None for a single node."""
         self._nodes = nodes
         self._links: dict[ProcessGroup | None, Links] = {}
         self.sent = SentBytes()
 
     def links(self, group: ProcessGroup | None) -> Links:
-        """Return this rank's numbers of intra-node and inter-node peers in `group`."""
+        """Return the numbers of intra-node and inter-node peers of this rank in `group`."""
         if group not in self._links:
             nodes = [0] * dist.get_world_size() if self._nodes is None else self._nodes
             self._links[group] = group_links(dist.get_process_group_ranks(group), nodes, rank=dist.get_rank())
@@ -121,7 +121,7 @@ class CompressedReduction(ByteCounterMixin, ErrorFeedbackMixin):
             codec: codec of the shards; `exact` sends them unchanged.
             rotate: spread outliers before quantising.
             feedback: carry each step's error into the next one (LoCo).
-            nodes: the node of each rank of the world, for the byte counts; a single node if None.
+            nodes: node of each global rank, for the byte counts; None for a single node.
         """
         ByteCounterMixin.__init__(self, nodes)
         assert not (feedback and (rotate or not codec.is_quantised)), "feedback needs quantised, unrotated shards"
@@ -199,12 +199,12 @@ class CompressedAllGather(_AllocateMixin, ByteCounterMixin):
 
 
 def num_bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
+    """Return the size in bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
 def reduce_factor(op: Any, num_ranks: int) -> float:
-    """Return the factor applied to the sum for FSDP2's reduce op; PyTorch's stubs do not distinguish their types."""
+    """Return the factor that FSDP2's reduce op applies to the sum. Typed Any: PyTorch's stubs do not fit all ops."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 
 ROOT = "the root"
-"""The module whose name is empty, in messages."""
+"""Name of the root module in messages."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Replicas:
 
 
 Names = str | Mapping[str, str]
-"""A method for all FSDP2 modules, or one per module by its name in the model."""
+"""Method for all FSDP2 modules, or a mapping from module names to methods."""
 
 
 class Reduction(Protocol):
@@ -132,26 +132,26 @@ def compress(
     """Compress the gradients and weights that the FSDP2 modules of `model` communicate.
 
     A module that is sharded over several nodes, with the same number of ranks on each, reduces gradients in two stages:
-    inside the nodes with method `inside_node`, then between them with method `gradients`. All ranks of the world must
-    call it, because it creates process groups; if ranks hold different numbers of model parts, call `place` on all of
-    them first, and pass its result to `compress` for each part.
+    inside the nodes with method `inside_node`, then between them with method `gradients`. All ranks must call this,
+    because it creates process groups. If ranks hold different numbers of model parts, call `place` on all ranks first,
+    and pass its result to `compress` for each part.
 
     Rounding depends on neighbouring elements, so replicas of a parameter over another axis (norms under tensor
     parallelism) get different gradients: average them after the backward, before clipping. Error feedback is stored by
     position: if steps leave different parameters unused, call FSDP2's `set_reduce_scatter_unused_params(True)`. A
-    second call replaces the collectives of the first, except by `exact`: FSDP2 cannot unset a custom collective.
+    second call replaces the collectives of the first, except with `exact`: FSDP2 cannot unset a custom collective.
 
     Args:
-        model: with `fully_shard` applied.
+        model: model with `fully_shard` applied.
         gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback); or one per
             FSDP2 module, by its name in `model`.
         weights: a method of `catalogue.names(Use.WEIGHTS)` for the all-gather; sharded weights are unchanged.
         inside_node: a method of `catalogue.names(Use.INSIDE_NODE)` for the first of two stages;
             exact-via-all-to-all is exact in both.
-        nodes: the node of each rank of the world, instead of the detected hosts.
-        placement: result of `place`, instead of `nodes`; other ranks then need not call.
-        replicas: replicas of the model, sharded over the mesh of a single one, to also reduce gradients over (HSDP).
-            With FSDP2's native HSDP on a 2-dim mesh, gradients are compressed within a replica only.
+        nodes: node of each global rank; detected from the hosts if None.
+        placement: result of `place`, instead of `nodes`; other ranks then need not call `compress`.
+        replicas: replicas to reduce gradients over as well (HSDP), each sharded over its own mesh. With FSDP2's native
+            HSDP on a 2-dim mesh, gradients are compressed within a replica only.
 
     Raises:
         ConfigError: a method is unknown, or both `nodes` and `placement` are given.
@@ -184,7 +184,7 @@ def compress(
 def _compress_gradients(
     name: str, module: FSDPModule, method: Method, inside: Codec, placement: Placement, replicas: Replicas | None
 ) -> dict[str, Reduction]:
-    """Set the collectives that reduce a module's gradients, and return them by state name."""
+    """Set the collectives that reduce a module's gradients, and return them by name in the state dict."""
     comm = _reduce_scatter(name, module, method, inside, placement)
     module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
     if replicas is None:

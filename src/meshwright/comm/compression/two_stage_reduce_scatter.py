@@ -2,10 +2,10 @@
 
 Shards are summed inside a node at the precision that its fast links allow, and only the sums, 1/L of the bytes, are
 sent between nodes in few bits (ZeRO++; Wang et al. 2023, section 3.3), optionally with LoCo's error feedback (Xie et
-al. 2024). The error is that of the sums: 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the
+al. 2024). Errors are kept for the sums only, 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the
 communication plan; each stage is one all-to-all.
 
-Shapes: r = N · L ranks of the group, N nodes with L ranks each, n elements of a shard.
+Shapes: r = N · L ranks in the group, N nodes with L ranks each, n elements per shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.comm.node_topology import Links
 
 
 class TwoStageReduceScatter(CompressedReduceScatter):
-    """Reduce-scatter that encodes each rank's shards inside a node, and the node's sums between nodes."""
+    """Reduce-scatter that sends encoded shards inside each node, and encoded sums between nodes."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TwoStageReduceScatter(CompressedReduceScatter):
 
         Args:
             inside: codec of the shards inside a node; rotated if it is quantised.
-            stages: two-stage groups of the group that the module is sharded over.
+            stages: two-stage groups of the module's shard group.
             name, codec, rotate, feedback, nodes: as in `CompressedReduceScatter`, for the sums between nodes.
         """
         super().__init__(name, codec, rotate=rotate, feedback=feedback, nodes=nodes)
@@ -63,7 +63,7 @@ class TwoStageReduceScatter(CompressedReduceScatter):
         shards_rn = input_tensor.view(num_ranks, -1)
         self.count_exact(input_tensor, group)
 
-        # Reordered after encoding, when there are fewer bytes.
+        # Reorder after encoding, when there are fewer bytes to copy.
         rotates = self._inside.is_quantised
         payload = dispatch.encode(shards_rn, self._inside, rotate=rotates).index_select(0, self._order_on(shards_rn))
         self.sent.count_direct(payload, self._links_inside)

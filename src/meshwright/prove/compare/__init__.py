@@ -1,1 +1,1 @@
-"""Comparison of the two sides of a proof: a verdict on each tensor and scalar."""
+"""Compare the layout with the reference: one verdict per tensor and scalar."""

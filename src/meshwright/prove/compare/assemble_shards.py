@@ -1,8 +1,8 @@
-"""Assembly of a full tensor from the recorded shards of all ranks, with checks for gaps and overlaps.
+"""Assemble a full tensor from the recorded shards of all ranks, checking for gaps and overlaps.
 
-The placement of a parameter is not an input. An axis counts as replicated if ranks along it hold the same region, and a
-region that no rank holds, or that two ranks of one replica hold, is reported: a gather that fills missing regions with
-zeros would hide it.
+Placements are inferred rather than trusted: an axis counts as replicated if ranks along it hold the same region.
+Regions held by no rank, or by two ranks of the same replica, are reported; a gather that zero-fills missing regions
+would hide them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshwright.prove.record.evidence import RecordedShard
 
 Counter = npt.NDArray[np.int32]
 CLEAR_DIFFERENCE = 1e-3
-"""Fraction of the largest difference above which a pair of replicas is reported."""
+"""Replica pairs that differ by at least this fraction of the largest difference are reported."""
 
 
 def assemble(name: str, recorded: list[RecordedShard], shape: tuple[int, ...], axes: Axes) -> AssembledTensor:
-    """Assemble the tensor `name` of the full `shape` from the recorded shards."""
+    """Assemble tensor `name` with full shape `shape` from the recorded shards."""
     faults: list[str] = []
     holders, shards = _valid_shards(recorded, shape, axes, faults)
     faults += _silent_ranks(holders, axes)
@@ -46,7 +46,7 @@ def assemble(name: str, recorded: list[RecordedShard], shape: tuple[int, ...], a
 def _valid_shards(
     recorded: list[RecordedShard], shape: tuple[int, ...], axes: Axes, faults: list[str]
 ) -> tuple[set[int], tuple[LocalShard, ...]]:
-    """Return the ranks with a record and the non-empty shards within bounds; append the others to `faults`."""
+    """Return the ranks that recorded a shard and all valid, non-empty shards; append invalid ones to `faults`."""
     holders: set[int] = set()
     shards: list[LocalShard] = []
     for record in sorted(recorded, key=lambda record: record.rank):
@@ -69,7 +69,7 @@ def _valid_shards(
 
 
 def _silent_ranks(holders: set[int], axes: Axes) -> list[str]:
-    """Report ranks without any shard, even an empty one, where others at the same pp coordinate have one."""
+    """Report ranks that recorded no shard although other ranks at the same pp coordinate did."""
     stages = {coordinates(axes)[rank]["pp"] for rank in holders}
     silent = [r for r in range(axes.num_ranks()) if coordinates(axes)[r]["pp"] in stages and r not in holders]
     return [f"{rank_words(silent)} report{'s' if len(silent) == 1 else ''} no shard"] if silent else []
@@ -125,7 +125,7 @@ def _mismatches(assembly: AssembledTensor) -> tuple[ReplicaMismatch, ...]:
                     differing.append(ReplicaMismatch(axis, (first.rank, other.rank), largest, index))
         if differing:
             worst = max(differing, key=lambda mismatch: mismatch.largest)
-            # The first clearly differing pair, so that all tensors with the same fault name the same ranks.
+            # Pick the first clearly differing pair so that tensors with the same fault name the same ranks.
             clear = next(pair for pair in differing if pair.largest >= CLEAR_DIFFERENCE * worst.largest)
             found.append(replace(worst, ranks=clear.ranks))
     return tuple(sorted(found, key=lambda mismatch: -mismatch.largest))

@@ -1,6 +1,6 @@
-"""Audit of the evidence: reports what is missing, inconsistent or vacuous.
+"""Audit the evidence for missing, inconsistent or vacuous values.
 
-Without it, comparing two empty dictionaries, or comparing with all-zero reference gradients, would pass.
+Without this audit, two empty dictionaries or all-zero reference gradients would pass the comparison.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NAMES = 4
 COPIES_START = "all copies of a shared parameter must start from the weights of the first copy"
 COPIES_STAY = "every copy of a shared parameter needs the summed gradient, including several copies on one rank"
 ROUNDING = 1e-9
-"""Relative tolerance between sums that are equal except for rounding."""
+"""Relative tolerance for sums that should be equal up to rounding."""
 
 
 def audit(layout: LayoutEvidence, reference: ReferenceEvidence) -> tuple[Diagnosis, ...]:
@@ -36,7 +36,7 @@ def audit(layout: LayoutEvidence, reference: ReferenceEvidence) -> tuple[Diagnos
 
 
 def _unequal(copies: Iterable[UnequalCopies]) -> Iterator[Diagnosis]:
-    """Yield one finding per compared value; later ones may follow from the first."""
+    """Yield one finding per kind of compared value; later findings may follow from the first."""
     by_value: dict[str, list[UnequalCopies]] = defaultdict(list)
     for pair in copies:
         by_value[pair.what].append(pair)
@@ -132,7 +132,7 @@ def _batches(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
 
 
 def _reference(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
-    """Yield findings on a reference that is not finite or is inconsistent, which would give wrong verdicts."""
+    """Yield findings for a non-finite or inconsistent reference, which would make the verdicts wrong."""
     cause = "the reference is at fault, not the layout"
     series: Mapping[str, list[float]] = {"loss": reference.losses, "gradient norm": reference.grad_norms}
     for what, values in series.items():

@@ -1,7 +1,7 @@
-"""Compare the evidence of the layout with that of the reference and diagnose each difference.
+"""Compare the layout's evidence with the reference and diagnose each difference.
 
-Values are compared in the order in which a fault propagates: samples, initial weights, gradients, norm and loss of
-step 1, the first update, then later steps. A finding that follows from an earlier one says so.
+Values are compared in the order a fault propagates: samples, initial weights, gradients, norm and loss of step 1, the
+first update, later steps. Findings that follow from an earlier one are marked as consequences.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, RecordedSh
 
 @dataclass(frozen=True)
 class _Sides:
-    """Both sides of a proof with the tolerances and the context of a diagnosis."""
+    """Evidence of the layout and the reference, with tolerances and diagnosis context."""
 
     layout: LayoutEvidence
     reference: ReferenceEvidence
     counts: LayoutCounts
     tolerances: Tolerances
     context: DiagnosisContext
-    """Faults found before the first gradient."""
+    """Context of the diagnoses, including faults found before the first gradient."""
 
 
 def compare(
@@ -60,12 +60,12 @@ def compare(
     gradient_tolerance: float = 1e-12,
     later_tolerance: float = 1e-9,
 ) -> ProofResult:
-    """Compare the evidence of the ranks with that of the single-process reference.
+    """Compare the ranks' evidence with the single-process reference.
 
     Args:
-        gradient_tolerance: applies up to the first optimizer step: initial weights, and loss, gradients and norm of
-            step 1. Rounding differences between the two sides stay far below it.
-        later_tolerance: applies to everything later; an optimizer step divides by small numbers.
+        gradient_tolerance: relative tolerance for the initial weights and for the loss, gradients and norm of step 1.
+            Rounding stays far below it.
+        later_tolerance: relative tolerance after that; larger because AdamW divides by small numbers.
     """
     counts = LayoutCounts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
     sides = _Sides(layout, reference, counts, Tolerances(gradient_tolerance, later_tolerance), DiagnosisContext({}))
@@ -162,7 +162,7 @@ def _stage_contributions(sides: _Sides, references: Mapping[str, Array]) -> Stag
 
 
 def _with_empty_shards(gradient: list[RecordedShard], parameter: list[RecordedShard]) -> list[RecordedShard]:
-    """Add the empty parameter shards: a rank that holds an empty shard may have no gradient at all."""
+    """Add empty gradient shards for empty parameter shards, whose gradient may be None."""
     have = {shard.rank for shard in gradient}
     return gradient + [shard for shard in parameter if shard.rank not in have and not shard.value.numel()]
 
@@ -170,7 +170,7 @@ def _with_empty_shards(gradient: list[RecordedShard], parameter: list[RecordedSh
 def _missing_gradient(
     gradient: list[RecordedShard], parameter: list[RecordedShard], counts: LayoutCounts
 ) -> Diagnosis | None:
-    """Diagnose ranks that hold a parameter shard but no gradient for it, not even zeros."""
+    """Diagnose ranks that hold a parameter shard but no gradient at all for it."""
     holders = {shard.rank for shard in parameter if shard.value.numel()}
     lacking = holders - {shard.rank for shard in gradient}
     if not lacking:
@@ -181,7 +181,7 @@ def _missing_gradient(
 
 
 def _narrow_to_axis(verdicts: Verdicts, counts: LayoutCounts) -> Verdicts:
-    """Narrow a wrong factor down to the axis over which exactly the affected parameters are replicated."""
+    """Attribute a wrong factor to the axis along which exactly the affected parameters are replicated."""
     members: dict[float, set[str]] = {}
     for name, verdict in verdicts.items():
         if verdict.result.diagnosis is not None and verdict.result.diagnosis.factor is not None:
@@ -204,18 +204,18 @@ def _narrow_to_axis(verdicts: Verdicts, counts: LayoutCounts) -> Verdicts:
 
 @dataclass(frozen=True)
 class _Step1:
-    """Results of step 1, up to the first update."""
+    """Verdicts on step 1 before the first update."""
 
     gradients: Verdicts
     norms: SeriesResult
     root_fault: str
-    """Description of the fault that makes the update wrong; empty if there is none."""
+    """Fault that makes the first update wrong, or an empty string."""
 
     def own_fault(self, name: str) -> str:
         return "its wrong gradient" if name in self.gradients and not self.gradients[name].result.ok else ""
 
     def is_step_skipped(self) -> bool:
-        """Return whether a non-finite norm makes the step skip its update."""
+        """Return whether step 1 skips its update because of a non-finite norm."""
         return self.norms.diagnosis is not None and self.norms.diagnosis.kind is FaultKind.NON_FINITE
 
 
@@ -285,7 +285,7 @@ def _compare_final(sides: _Sides, step_1: _Step1, first: Verdicts, later_wrong: 
 
 
 def _mark_feedback(verdicts: Verdicts) -> Verdicts:
-    """Mark unrecognised faults as possible consequences of a recognised one; used without evidence of step 1."""
+    """Mark unrecognised faults as possible consequences of a recognised one, if step 1 was not recorded."""
     recognised = {FaultKind.NOT_UPDATED, FaultKind.STEP_SCALED, FaultKind.WEIGHT_DECAY, FaultKind.MISPLACED}
     unknown = {FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER}
     found = {name: verdict.result.diagnosis for name, verdict in verdicts.items()}

@@ -1,4 +1,4 @@
-"""Result of a proof as values: verdicts, deviations and diagnoses."""
+"""Dataclasses for the result of a proof: verdicts, deviations and diagnoses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class FaultKind(Enum):
     """Kind of fault that a diagnosis reports."""
 
     EVIDENCE = "evidence"
-    """Evidence is missing, or the shards do not make up the tensor."""
+    """Evidence is missing, or the shards do not form the full tensor."""
     NON_FINITE = "non-finite"
     ZERO = "zero"
     SCALED = "scaled"
@@ -22,7 +22,7 @@ class FaultKind(Enum):
     SUM_MISSING = "sum-missing"
     REPLICAS_DIFFER = "copies-differ"
     MISPLACED = "moved"
-    """Correct values in the wrong place."""
+    """Correct values at the wrong position."""
     NOT_UPDATED = "not-updated"
     STEP_SCALED = "step-scaled"
     WEIGHT_DECAY = "weight-decay"
@@ -32,13 +32,13 @@ class FaultKind(Enum):
     SAMPLES = "samples"
     OUT_OF_STEP = "out-of-step"
     CONSEQUENCE = "consequence"
-    """Follows from another finding."""
+    """Consequence of another finding."""
     UNRECOGNISED = "unrecognised"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Symptom and likely cause of a fault; findings with equal `kind`, `symptom` and `cause` are printed once."""
+    """Symptom and likely cause of a fault; diagnoses with equal `kind`, `symptom` and `cause` are printed once."""
 
     kind: FaultKind
     symptom: str
@@ -48,20 +48,20 @@ class Diagnosis:
     detail: str = ""
     """Details specific to this tensor."""
     factor: float | None = None
-    """Ratio to the reference, if the values are an exact multiple of it."""
+    """Ratio to the reference if the values are an exact multiple of the reference."""
     microbatches: tuple[int, ...] = ()
-    """Micro-batches that are missing (`is_missing`) or counted more than once on every data-parallel rank."""
+    """Micro-batches missing (if `is_missing`) or counted more than once on every data-parallel rank."""
     is_missing: bool = False
 
     @property
     def text(self) -> str:
-        """Symptom, cause and detail in one line."""
+        """Symptom, cause and detail on one line."""
         return self.symptom + ": " + "; ".join(part for part in (self.cause, self.detail) if part)
 
 
 @dataclass(frozen=True)
 class TensorResult:
-    """Verdict on one tensor of a parameter: its gradient, or its value at one point of the training."""
+    """Verdict on a parameter's gradient, or on its value at one point in training."""
 
     error: Deviation
     tolerance: float
@@ -69,16 +69,16 @@ class TensorResult:
     replicated: tuple[str, ...] = ()
     num_replicas: int = 1
     replicas_equal: bool = True
-    """All replicas are bitwise equal."""
+    """Whether all replicas are bitwise equal."""
     replicas_agree: bool = True
-    """Replicas agree within twice the tolerance, as any two correct replicas do."""
+    """Whether all replicas agree within twice the tolerance, the most that two correct replicas can differ."""
     max_replica_difference: float = 0.0
     diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True)
 class ParameterResult:
-    """Verdict on a parameter, which passes if all of its recorded tensors pass."""
+    """Verdict on a parameter; passes if all of its recorded tensors pass."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class ParameterResult:
     """Value after the first step; None if not recorded."""
 
     def tensors(self) -> list[TensorResult]:
-        """Return the recorded tensors in the order in which a fault propagates."""
+        """Return the recorded tensors in the order a fault propagates."""
         return [t for t in (self.initial, self.gradient, self.first, self.final) if t is not None]
 
     @property
@@ -101,7 +101,7 @@ class ParameterResult:
 
     @property
     def root(self) -> TensorResult:
-        """Tensor reported for the parameter: its gradient if wrong, else the earliest wrong value, else any."""
+        """Tensor to report: the gradient if wrong, else the earliest wrong value, else any."""
         if self.gradient is not None and not self.gradient.ok:
             return self.gradient
         wrong = [tensor for tensor in self.tensors() if not tensor.ok]
@@ -110,15 +110,15 @@ class ParameterResult:
 
 @dataclass(frozen=True)
 class StepValue:
-    """Scalar that every rank reports in a step."""
+    """Loss or gradient norm of one step, as reported by every rank."""
 
     step: int
     """Step number, from 1."""
     expected: float
     observed: tuple[float, ...]
-    """Value of each rank."""
+    """Reported value per rank."""
     relative_error: float
-    """Largest relative error of any rank."""
+    """Largest relative error over all ranks."""
     rank: int
     """Rank with the largest error."""
     tolerance: float
@@ -127,7 +127,7 @@ class StepValue:
 
 @dataclass(frozen=True)
 class SeriesResult:
-    """Losses or gradient norms of all steps."""
+    """Verdicts on the losses or gradient norms of all steps."""
 
     steps: tuple[StepValue, ...]
     diagnosis: Diagnosis | None = None
@@ -150,14 +150,14 @@ class ProofResult:
     later_tolerance: float
     num_steps: int
     findings: tuple[Diagnosis, ...]
-    """Evidence that is missing, inconsistent or vacuous."""
+    """Findings on missing, inconsistent or vacuous evidence."""
     samples: tuple[Diagnosis, ...]
-    """Ranks that read the wrong samples."""
+    """Findings on ranks that read the wrong samples."""
     losses: SeriesResult
     grad_norm: SeriesResult
     parameters: tuple[ParameterResult, ...]
     notes: tuple[str, ...] = ()
-    """Remarks that help to locate a fault or that qualify a pass."""
+    """Remarks that help locate a fault or qualify a pass."""
 
     @property
     def passed(self) -> bool:

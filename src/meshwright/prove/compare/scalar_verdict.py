@@ -1,4 +1,4 @@
-"""Verdicts on the scalars that every rank reports in every step: losses and gradient norms."""
+"""Verdicts on losses and gradient norms, which every rank reports at every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFERENCE_NOT_FINITE = Diagnosis(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Tolerances of step 1 and of later steps."""
+    """Tolerances for step 1 and for later steps."""
 
     first: float
     later: float
@@ -29,7 +29,7 @@ class Tolerances:
 def compare_series(
     by_rank: list[list[float]], references: list[float], num_ranks: int, tolerances: Tolerances
 ) -> SeriesResult:
-    """Return the verdict on each step, without a diagnosis; a value that a rank did not report counts as NaN."""
+    """Return the verdict on each step, without a diagnosis; missing values count as NaN."""
     steps = []
     for at, expected in enumerate(references):
         found = tuple(
@@ -47,7 +47,7 @@ def compare_series(
 def explain_losses(
     losses: SeriesResult, contributions: Array | None, counts: LayoutCounts, *, root_fault: str, update_wrong: bool
 ) -> SeriesResult:
-    """Add the diagnosis of the first wrong loss, if any."""
+    """Add a diagnosis of the first wrong loss, if any."""
     if all(step.ok for step in losses.steps):
         return losses
     if not all(np.isfinite(step.expected) for step in losses.steps):
@@ -65,7 +65,7 @@ def explain_first_norm(
     *,
     gradients_wrong: bool,
 ) -> SeriesResult:
-    """Add the diagnosis of a wrong norm in step 1; later steps depend on the verdict on the parameters."""
+    """Add a diagnosis if the norm of step 1 is wrong; later steps depend on the parameter verdicts."""
     if not norms.steps or norms.steps[0].ok:
         return norms
     if not all(np.isfinite(step.expected) for step in norms.steps):
@@ -76,7 +76,7 @@ def explain_first_norm(
 
 
 def explain_later_norms(norms: SeriesResult, *, update_wrong: bool) -> SeriesResult:
-    """Add the diagnosis of a wrong norm in a later step, if step 1 is correct."""
+    """Add a diagnosis if step 1 is correct but a later norm is wrong."""
     if norms.diagnosis is not None or all(step.ok for step in norms.steps):
         return norms
     found = diagnose_series(norms.steps, None, name="gradient norm", update_wrong=update_wrong)

@@ -1,7 +1,7 @@
-"""Local shards of a tensor, its replicas, and mismatches between replicas.
+"""Local shards and replicas of a tensor, and mismatches between replicas.
 
-Torch-free: diagnoses work on these NumPy arrays and can be tested without a model. `assemble` builds them from the
-evidence.
+Torch-free: diagnoses operate on NumPy arrays and can be tested without a model. `assemble` builds these classes from
+the evidence.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Array = npt.NDArray[np.float64]
 
 @cache
 def coordinates(axes: Axes) -> tuple[dict[str, int], ...]:
-    """Return the mesh coordinate of every rank; cached because a diagnosis needs it thousands of times."""
+    """Return the mesh coordinates of every rank; cached because a diagnosis calls this thousands of times."""
     return tuple(axes.coordinate(rank) for rank in range(axes.num_ranks()))
 
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """Non-empty local shard of a rank; `value` starts at index `start` of the full tensor."""
+    """Non-empty local shard of a rank, starting at index `start` of the full tensor."""
 
     rank: int
     start: tuple[int, ...]
@@ -35,21 +35,21 @@ class LocalShard:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """End of the shard in the full tensor, per dim, exclusive."""
+        """End index of the shard in the full tensor (exclusive), per dim."""
         return tuple(a + n for a, n in zip(self.start, self.value.shape, strict=True))
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the slices of the full tensor that the shard covers."""
+        """Return the shard's position in the full tensor as slices."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def slice_of(self, full: Array) -> Array:
-        """Return the region of a full tensor that the shard covers."""
+        """Return the region of `full` covered by the shard."""
         return full[self.slices()]
 
 
 @dataclass(frozen=True, eq=False)
 class FullReplica:
-    """Full tensor at one coordinate on the replicated axes; NaN where no rank holds a value."""
+    """Full tensor at one coordinate along the replicated axes; NaN where no rank holds a value."""
 
     coordinate: dict[str, int]
     value: Array
@@ -70,7 +70,7 @@ class ReplicaMismatch:
 
 @dataclass(frozen=True, eq=False)
 class AssembledTensor:
-    """All shards of a tensor, with their replicated axes and faults."""
+    """All shards of a tensor, with its replicated axes and any faults."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,11 +78,11 @@ class AssembledTensor:
     shards: tuple[LocalShard, ...]
     """Non-empty shards within bounds, in rank order."""
     replicated: tuple[str, ...]
-    """Axes along which ranks hold the same shard."""
+    """Axes along which all ranks hold the same shard."""
     mismatches: tuple[ReplicaMismatch, ...]
-    """Replicas that are not bitwise equal, one entry per axis, in order of decreasing difference."""
+    """Mismatches between replicas, at most one per axis, in order of decreasing difference."""
     faults: tuple[str, ...]
-    """Reasons why the shards do not make up the tensor; empty if they do."""
+    """Reasons why the shards do not form the full tensor; empty if they do."""
 
     def ranks(self) -> list[int]:
         """Return the ranks that hold a shard."""
@@ -101,7 +101,7 @@ class AssembledTensor:
         return max(1, len(group_by_replica(self.shards, self.replicated, self.axes)))
 
     def replicas(self) -> Iterator[FullReplica]:
-        """Yield the full tensor at each coordinate on the replicated axes."""
+        """Yield the full tensor at each coordinate along the replicated axes."""
         for coordinate, members in group_by_replica(self.shards, self.replicated, self.axes):
             value = np.full(self.shape, np.nan)
             for shard in members:
@@ -112,7 +112,7 @@ class AssembledTensor:
 def group_by_replica(
     shards: tuple[LocalShard, ...], replicated: tuple[str, ...], axes: Axes
 ) -> list[tuple[dict[str, int], list[LocalShard]]]:
-    """Group shards by replica, identified by its coordinate on the replicated axes."""
+    """Group shards by replica, identified by its coordinate along the replicated axes."""
     replicas: dict[tuple[int, ...], list[LocalShard]] = defaultdict(list)
     for shard in shards:
         replicas[tuple(coordinates(axes)[shard.rank][axis] for axis in replicated)].append(shard)
@@ -121,12 +121,12 @@ def group_by_replica(
 
 @dataclass(frozen=True)
 class Deviation:
-    """Largest deviation of a tensor from the reference and its location."""
+    """Largest deviation of a tensor from the reference, and its location."""
 
     max_abs: float
     """Largest absolute difference; infinite if a value is missing or not finite."""
     relative: float
-    """`max_abs` over the scale of the tensor, see `tensor_verdict`."""
+    """`max_abs` divided by the scale of the tensor (see `tensor_verdict`)."""
     rank: int | None = None
     index: tuple[int, ...] = ()
     observed: float = 0.0
@@ -146,7 +146,7 @@ def max_magnitude(values: Array) -> float:
 
 
 def max_difference(value: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
-    """Return the largest |value − expected| and its index; infinity at the first entry that is not finite."""
+    """Return the largest |value − expected| and its index; infinity at the first non-finite entry, if any."""
     with np.errstate(invalid="ignore", over="ignore"):
         deviation = np.abs(value - expected)
     deviation = np.where(np.isfinite(deviation), deviation, np.inf)

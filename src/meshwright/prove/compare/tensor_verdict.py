@@ -1,8 +1,8 @@
-"""Verdicts on tensors: the deviation of all shards from the reference, and whether it is within tolerance.
+"""Verdicts on tensors: the largest deviation of any shard from the reference, checked against a tolerance.
 
-The relative error of a tensor is the largest deviation of any shard over the largest magnitude of the reference tensor
-(its scale). A reference tensor of pure rounding noise or zeros (below `NOISE` times the largest of all tensors, such as
-the gradient of a key bias under softmax) uses the largest magnitude of all tensors as its scale.
+The relative error of a tensor is its largest deviation divided by its scale, the largest magnitude in the reference
+tensor. If the reference is zero or rounding noise (below `NOISE` times the largest magnitude of all tensors), like the
+gradient of a key bias under softmax, the scale is the largest magnitude of all tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from meshwright.prove.diagnose.suspect import SuspectTensor
 from meshwright.prove.record.evidence import RecordedShard
 
 NOISE = 1e-14
-"""Cancelling sums leave about 1e-16 of their terms; a true gradient this small has no effect."""
+"""Relative magnitude below which a reference tensor counts as noise: sums that cancel leave about 1e-16 of their terms,
+and a true gradient this small has no effect."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class TensorVerdict:
     suspect: SuspectTensor
 
     def with_diagnosis(self, diagnosis: Diagnosis) -> TensorVerdict:
-        """Return a copy with the diagnosis."""
+        """Return a copy with `diagnosis` set."""
         return replace(self, result=replace(self.result, diagnosis=diagnosis))
 
 
@@ -40,12 +41,12 @@ Verdicts = dict[str, TensorVerdict]
 
 
 def any_wrong(verdicts: Verdicts) -> bool:
-    """Return whether any tensor is out of tolerance."""
+    """Return whether any tensor exceeds the tolerance."""
     return not all(verdict.result.ok for verdict in verdicts.values())
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Convert tensors to float64 arrays."""
+    """Convert tensors to float64 NumPy arrays."""
     return {
         name: np.asarray(value.detach().double().cpu().numpy(), dtype=np.float64) for name, value in tensors.items()
     }
@@ -58,7 +59,7 @@ def compare_tensors(
     tolerance: float,
     contributions: Mapping[str, Array] | None = None,
 ) -> Verdicts:
-    """Compare the shards with every reference tensor of one kind, such as gradients."""
+    """Compare the shards with all reference tensors of one kind, such as gradients."""
     scales = _scales(references)
     suspects = {
         name: SuspectTensor(

@@ -1,1 +1,1 @@
-"""Diagnosis of differences: derives the likely cause from the values."""
+"""Diagnose differences: infer the likely cause from the values."""

@@ -1,7 +1,7 @@
-"""Diagnosis of fitted weights: `the contribution of data-parallel rank 1 is missing`.
+"""Turn fitted weights into a diagnosis: `the contribution of data-parallel rank 1 is missing`.
 
-`fit_contributions` finds how often the gradient contribution of each micro-batch of each data-parallel rank occurs in a
-local tensor: exactly once each if the tensor is correct. Data-parallel ranks and micro-batches count from 0.
+`fit_contributions` computes how many times a local tensor contains the gradient contribution of each micro-batch on
+each data-parallel rank; in a correct tensor, all counts are 1. Data-parallel ranks and micro-batches are 0-based.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from meshwright.prove.diagnose.phrases import EVERYWHERE, index_words, join_word
 
 MAX_LISTED = 4
 SymptomAndCause = tuple[str, str]
-"""Symptom and cause of a diagnosis."""
+"""The texts of a diagnosis."""
 
 
 def weights_diagnosis(weights: dict[int, Array], informative_ranks: list[int], counts: LayoutCounts) -> Diagnosis:
-    """Diagnose wrong ranks from the `weights` of their contributions; all other informative ranks are correct."""
+    """Diagnose wrong ranks from the `weights` of their contributions; other informative ranks are assumed correct."""
     scope = scope_words(weights, informative_ranks, counts.axes)
     only = "" if scope == EVERYWHERE else f", {scope}"
     first = next(iter(weights.values()))
     uniform = all(np.array_equal(first, other) for other in weights.values())
     if uniform and (first == first.flat[0]).all():
         return scale_diagnosis(float(first.flat[0]), scope, counts)
-    # If all wrong ranks have one data-parallel rank, its contribution is their local one.
+    # If all wrong ranks share one data-parallel rank, its contribution is their local one.
     is_one_dp_rank = len({counts.axes.data_index(rank) for rank in weights}) == 1
     local = _local_words(weights, counts) if is_one_dp_rank or not uniform else None
     if local is not None:
@@ -40,14 +40,14 @@ def weights_diagnosis(weights: dict[int, Array], informative_ranks: list[int], c
 
 
 def scale_diagnosis(factor: float, scope: str, counts: LayoutCounts, *, only_axis: str | None = None) -> Diagnosis:
-    """Diagnose an exact multiple of the reference."""
+    """Diagnose values that are an exact multiple of the reference."""
     symptom = f"{number_words(factor)} × the reference {scope}"
     cause = factor_cause(factor, counts, only_axis=only_axis) or NOTHING_FITS
     return Diagnosis(FaultKind.SCALED, symptom, cause, factor=factor)
 
 
 def uniform_words(weights: Array, counts: LayoutCounts) -> SymptomAndCause:
-    """Describe weights that are equal on all wrong ranks."""
+    """Describe weights shared by all wrong ranks."""
     unit = _unit(weights)
     base = weights / unit
     if _constant_along(base, 1):
@@ -64,9 +64,9 @@ def uniform_words(weights: Array, counts: LayoutCounts) -> SymptomAndCause:
 
 
 def _unit(weights: Array) -> float:
-    """Return the common factor of integer counts: 0.5 for [0.5, 0, 0.5], 3 for [3, 3, 0].
+    """Return the common factor to divide by to get integer counts: 0.5 for [0.5, 0, 0.5], 3 for [3, 3, 0].
 
-    The factor is 1 for [2, 0, 1] and for [3, 0, 0], whose total is right: some contributions replace others.
+    The factor is 1 for [2, 0, 1] and [3, 0, 0]: the total is correct, but some contributions replace others.
     """
     values, nums = np.unique(weights[weights != 0], return_counts=True)
     is_whole = bool((weights >= 0).all() and (weights == np.round(weights)).all())
@@ -80,7 +80,7 @@ def _constant_along(base: Array, dim: int) -> bool:
 
 
 def _dp_rank_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
-    """Describe one weight per data-parallel rank."""
+    """Describe weights that vary only over data-parallel ranks."""
     lost, extra = _lost_and_extra(base)
     if lost and extra:
         a, b = ("ranks " if len(lost) > 1 else "rank ") + index_words(lost), index_words(extra)
@@ -98,7 +98,7 @@ def _dp_rank_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
 
 
 def _odd_microbatches(weights: Array) -> tuple[tuple[int, ...], bool]:
-    """Return micro-batches missing or duplicated on every data-parallel rank, and whether they are missing."""
+    """Return the micro-batches missing or duplicated on every data-parallel rank, and whether they are missing."""
     if weights.shape[1] == 1 or (weights != weights[:1]).any():
         return (), False
     lost, extra = _lost_and_extra(weights[0])
@@ -115,7 +115,7 @@ def _missing_cause(left: list[int], lost: list[int], counts: LayoutCounts) -> st
 
 
 def _microbatch_words(base: Array) -> SymptomAndCause:
-    """Describe one weight per micro-batch."""
+    """Describe weights that vary only over micro-batches."""
     lost, extra = _lost_and_extra(base)
     last = len(base) - 1
     if lost and extra and len(lost) == len(extra) == 1:
@@ -163,7 +163,7 @@ def _weight_list(base: Array, counts: LayoutCounts) -> SymptomAndCause:
 
 
 def _local_words(weights: dict[int, Array], counts: LayoutCounts) -> SymptomAndCause | None:
-    """Describe ranks that each hold only their local contribution or that of a data-parallel subgroup."""
+    """Describe ranks that hold only their own contribution or that of a data-parallel subgroup."""
     num_options = len(local_masks(counts, 0))
     if any(found.shape != (counts.axes.data_parallel(), counts.num_microbatches) for found in weights.values()):
         return None

@@ -1,7 +1,7 @@
-"""Explanation of a factor by the counts of a layout: 2.000 may be dp_shard, 0.125 the micro-batches times tp.
+"""Match a wrong factor to the sizes of a layout: 2.000 may be dp_shard, 0.125 the micro-batches times tp.
 
-A value off by an exact factor was almost always summed over ranks or micro-batches instead of averaged, or vice versa.
-The factor alone cannot distinguish two axes of equal size, so all candidates are named.
+A value off by an exact factor was almost always summed instead of averaged over ranks or micro-batches, or vice versa.
+The factor alone cannot distinguish two axes of equal size, so all candidates are listed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ NOTHING_FITS = "a factor that no axis, micro-batch count or batch size explains"
 
 @dataclass(frozen=True)
 class ReductionTerm:
-    """Set of ranks, micro-batches or samples that a sum can run over."""
+    """Ranks, micro-batches or samples that a reduction can run over."""
 
     label: str
     size: int
     rarity: int
-    """Rank of plausibility, 1 for the most common; only the most plausible matches are named."""
+    """Rarity of such a fault, 1 for the most common; only the most plausible matches are listed."""
 
 
 @dataclass(frozen=True)
 class LayoutCounts:
-    """Mesh, micro-batch and batch sizes, any of which can appear as a wrong factor."""
+    """Sizes of the mesh and the batch, any of which can appear as a wrong factor."""
 
     axes: Axes
     num_microbatches: int
@@ -38,7 +38,7 @@ class LayoutCounts:
     """Number of samples in the global batch."""
 
     def terms(self) -> list[ReductionTerm]:
-        """Return the terms that a sum can run over, most plausible first."""
+        """Return everything a reduction can run over, most plausible first."""
         used, terms = self.axes.used(), []
         data = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis in used)
         for num in range(1, len(used) + 1):
@@ -64,16 +64,16 @@ class LayoutCounts:
         return sorted(terms, key=lambda term: term.rarity)
 
     def factors(self) -> list[float]:
-        """Return candidate factors for a fit: every count, its inverse, and 2."""
+        """Return candidate factors for a fit: all sizes, their inverses, and 2."""
         sizes = {1, 2} | {term.size for term in self.terms() if term.rarity <= 2}
         return sorted({*map(float, sizes), *(1.0 / size for size in sizes)}, key=lambda c: abs(math.log(c)))
 
 
 def factor_cause(factor: float, counts: LayoutCounts, *, only_axis: str | None = None) -> str:
-    """Describe the likely cause of `factor`, or return an empty string if no count explains it.
+    """Describe the likely cause of `factor`, or return an empty string if no size explains it.
 
     Args:
-        only_axis: restricts the candidates to this axis.
+        only_axis: axis to restrict the candidates to.
     """
     if factor < 0:
         rest = "" if close(factor, -1.0) else factor_cause(-factor, counts)
@@ -91,7 +91,7 @@ def factor_cause(factor: float, counts: LayoutCounts, *, only_axis: str | None =
 
 
 def close(value: float, target: float) -> bool:
-    """Return whether the values are equal except for rounding."""
+    """Return whether the values are equal up to rounding."""
     return abs(value - target) <= CLOSE * abs(target)
 
 

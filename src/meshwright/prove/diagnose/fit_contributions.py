@@ -1,9 +1,9 @@
-"""Fit of a tensor by the contributions of each micro-batch of each data-parallel rank.
+"""Fit a tensor as a weighted sum of the contributions of each micro-batch on each data-parallel rank.
 
-The reference records these contributions, which sum to the gradient. A faulty layout usually holds another combination
-of them: one data-parallel rank only, or a micro-batch twice. The weights are recovered exactly, by least squares if the
-tensor has more elements than there are contributions, otherwise by trying combinations typical of faults. A fit is
-accepted only if the residual is rounding error, so noise is never given a cause.
+The reference records these contributions, which sum to the gradient. A faulty layout usually computes a different
+combination, such as a single data-parallel rank or a micro-batch counted twice. The weights are recovered by least
+squares if the tensor has more elements than contributions, otherwise by trying combinations typical of faults. A fit
+is accepted only if its residual is at rounding level, so noise is never attributed to a cause.
 
 Shape suffixes: d data-parallel rank, m micro-batch, n element.
 """
@@ -23,33 +23,33 @@ from meshwright.prove.compare.tensor_shards import Array, coordinates, max_magni
 from meshwright.prove.diagnose.factors import CLOSE, LayoutCounts, close, factor_cause
 
 RESIDUAL = 1e-11
-"""Largest residual relative to the largest value: the rounding error of a few thousand additions."""
+"""Maximum residual relative to the largest value: the rounding error of a few thousand additions."""
 PROGRESS = 1e-3
-"""Largest residual relative to the error to explain: a fit with a factor of 1 + 1e-12 explains nothing."""
+"""Maximum residual relative to the error to explain: a fit with a factor of 1 + 1e-12 explains nothing."""
 SIGNIFICANT_DIGITS = 9
-"""Decimal digits that must match before a fit is not attributed to chance."""
+"""Number of matching decimal digits that rules out a chance fit."""
 MIN_SPARE = 4
-"""Number of elements beyond the number of unknowns that least squares needs."""
+"""Minimum number of elements in excess of the unknowns for least squares."""
 MAX_PLAIN_FACTOR = 16
 """Largest integer factor accepted for a single element without a known cause."""
 MAX_FIT_ELEMENTS = 2048
-"""Number of elements used by least squares; the solution is checked on all elements."""
+"""Maximum number of elements in the least-squares fit; the solution is checked on all elements."""
 
 
 @dataclass(frozen=True, eq=False)
 class FitProblem:
-    """Local values and the contributions to fit them with."""
+    """Local values and the contributions to fit to them."""
 
     value_n: Array
     contributions_dmn: Array
-    """Contributions, which sum to the expected values."""
+    """Contributions; they sum to the expected values."""
     counts: LayoutCounts
     num_distinct: int
-    """Number of elements without replicas, which add no equations."""
+    """Number of elements not counting replicas, which add no equations."""
     rank: int | None = None
-    """Rank, if all elements belong to one data-parallel rank; allows weights relative to that rank."""
+    """Rank of the elements if they belong to one data-parallel rank; enables patterns relative to that rank."""
     max_error: float = math.inf
-    """Upper bound of the error to explain, if smaller than that of `value_n`."""
+    """Upper bound on the error to explain, if smaller than the error of `value_n`."""
 
     @cached_property
     def flat_contributions(self) -> Array:
@@ -64,12 +64,12 @@ class FitProblem:
         return min(self.max_error, max_magnitude(self.value_n - self.expected_n))
 
     def limit(self, size: float) -> float:
-        """Return the largest residual of an acceptable fit with values of magnitude `size`."""
+        """Return the maximum acceptable residual for values of magnitude `size`."""
         return min(RESIDUAL * size, PROGRESS * self.error)
 
 
 def is_significant(num_spare: int, error: float, residual: float) -> bool:
-    """Return whether a fit that reduces `error` to `residual` on `num_spare` spare elements is not chance."""
+    """Return whether reducing `error` to `residual` on `num_spare` spare elements is too unlikely to be chance."""
     return (
         num_spare > 0
         and error > 0.0
@@ -78,7 +78,7 @@ def is_significant(num_spare: int, error: float, residual: float) -> bool:
 
 
 def common_factor(problem: FitProblem) -> float | None:
-    """Return c with value = c · expected, or None; with few elements only factors with a known cause count."""
+    """Return c such that value = c · expected, or None; with few elements, c must have a known cause."""
     value_n, expected_n = problem.value_n, problem.expected_n
     energy = float(expected_n @ expected_n)
     if energy == 0.0 or not np.isfinite(energy):
@@ -97,7 +97,7 @@ def common_factor(problem: FitProblem) -> float | None:
 
 
 def contribution_weights(problem: FitProblem) -> Array | None:
-    """Return weights w with value = Σ w[d, m] · contributions[d, m], or None."""
+    """Return weights w such that value = Σ w[d, m] · contributions[d, m], or None."""
     shape, num_contributions = problem.contributions_dmn.shape[:2], len(problem.flat_contributions)
     factor = common_factor(problem)
     if factor is not None:
@@ -133,13 +133,13 @@ def _explains(weights: Array, problem: FitProblem) -> bool:
 
 
 def _rounded(weight: float) -> float:
-    """Round a fitted weight to a nearby simple fraction, if there is one."""
+    """Round a fitted weight to the nearest simple fraction if it is close to one."""
     simple = float(Fraction(weight).limit_denominator(256))
     return simple if close(weight, simple) or abs(weight - simple) < CLOSE else weight
 
 
 def _fit_typical(problem: FitProblem) -> Array | None:
-    """Return the first typical combination that fits; screened on the largest elements, then checked on all."""
+    """Return the first typical combination that fits; candidates are screened on the largest elements first."""
     value_n, contributions = problem.value_n, problem.flat_contributions
     elements = np.argsort(-np.abs(contributions).max(axis=0))[:64]
     patterns = _typical_weights(problem.counts, problem.rank)
@@ -155,12 +155,12 @@ def _fit_typical(problem: FitProblem) -> Array | None:
 
 @cache
 def _typical_weights(counts: LayoutCounts, rank: int | None) -> Array:
-    """Return the typical weights as an array: [pattern, contribution]."""
+    """Return `typical_weights` as an array: [pattern, contribution]."""
     return np.array([pattern.reshape(-1) for pattern in typical_weights(counts, rank)])
 
 
 def typical_weights(counts: LayoutCounts, rank: int | None) -> Iterator[Array]:
-    """Yield weights that faults typically produce, simplest first."""
+    """Yield weights that are typical of faults, simplest first."""
     dp_size, micro = counts.axes.data_parallel(), counts.num_microbatches
     ones = np.ones((dp_size, micro))
     columns = list(_line_patterns(micro, 1, ones))
@@ -180,7 +180,7 @@ def typical_weights(counts: LayoutCounts, rank: int | None) -> Iterator[Array]:
 
 
 def local_masks(counts: LayoutCounts, rank: int) -> list[tuple[Array, tuple[str, ...]]]:
-    """Return masks of the contributions that `rank` holds without the sum over some data axes, and those axes."""
+    """Return masks of the contributions left on `rank` if the sum over some data axes is missing, with these axes."""
     used, position = counts.axes.used(), coordinates(counts.axes)[rank]
     data = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis in used)
     found = []
@@ -194,7 +194,7 @@ def local_masks(counts: LayoutCounts, rank: int) -> list[tuple[Array, tuple[str,
 
 
 def _line_patterns(num: int, dim: int, ones: Array) -> Iterator[Array]:
-    """Yield weights where one of `num` slices along `dim` is alone, missing, duplicated or replaces another."""
+    """Yield weights for one of `num` slices along `dim` being alone, missing, duplicated, or in place of another."""
 
     def broadcast(weights: Array) -> Array:
         return ones * (weights[:, None] if dim == 0 else weights[None, :])

@@ -1,7 +1,7 @@
-"""Diagnosis of a wrong gradient norm of correct gradients: parameters or ranks omitted or counted more than once.
+"""Diagnose a wrong gradient norm of correct gradients: parameters or ranks omitted or counted more than once.
 
-The squared norm is a sum over ranks and parameters, so the difference of squares identifies the terms: it equals the
-contribution of a parameter, a group of parameters or a rank, or the reported norm is reduced over some axes only.
+The squared norm is a sum over ranks and parameters. The error in the squared norm therefore equals the contribution of
+a parameter, a group of parameters or a rank, unless a reduction over some axis is missing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshwright.prove.diagnose.phrases import join_words, number_words, rank_wor
 from meshwright.prove.stage_placement import StagePlacement
 
 RESIDUAL = 1e-11
-"""Relative tolerance of squared norms within which a sum explains a reported norm."""
+"""Relative tolerance for matching a sum of squares to a reported squared norm."""
 PROGRESS = 1e-3
 MAX_CANDIDATES = 3
 
 
 @dataclass(frozen=True, eq=False)
 class SuspectNorm:
-    """Reported norms of step 1 with the terms that they should consist of."""
+    """Reported norms of step 1 and the terms they should consist of."""
 
     reported: Array
     """[rank]: reported norm."""
@@ -38,10 +38,10 @@ class SuspectNorm:
     squares: Array
     """[rank, parameter]: sum of squares of the local gradient shard."""
     replicated: tuple[frozenset[str], ...]
-    """Axes that each parameter is replicated over."""
+    """Axes along which each parameter is replicated."""
     counts: LayoutCounts
     shared: Array
-    """[parameter]: number of stages that share it, at least 1."""
+    """[parameter]: number of stages that share the parameter, at least 1."""
 
     def num_replicas(self) -> Array:
         """Return the number of replicas of each parameter: [parameter]."""
@@ -49,11 +49,11 @@ class SuspectNorm:
         return np.array(sizes, dtype=np.float64)
 
     def unique_squares(self) -> Array:
-        """Return the squared norm of each gradient, counting each element once (mean of its replicas): [parameter]."""
+        """Return the squared norm of each gradient, with replicas averaged: [parameter]."""
         return np.asarray(self.squares.sum(axis=0) / self.num_replicas(), dtype=np.float64)
 
     def explains(self, squares: Array | float) -> bool:
-        """Return whether `squares` equals the squared norm that every rank reports, unlike the expected norm."""
+        """Return whether `squares` matches the squared norm on every rank and differs from the expected one."""
         mine = self.reported**2
         left = np.abs(mine - squares).max()
         error = np.abs(mine - self.expected**2).max()
@@ -67,7 +67,7 @@ def suspect_norm(
     counts: LayoutCounts,
     stages: StagePlacement | None,
 ) -> SuspectNorm:
-    """Collect the reported norms of step 1 and the terms that they should consist of."""
+    """Collect the reported norms of step 1 and the terms they should consist of."""
     names = tuple(gradients)
     squares = np.zeros((counts.axes.num_ranks(), len(names)))
     for column, assembly in enumerate(gradients.values()):
@@ -118,7 +118,7 @@ def _ratio(suspect: SuspectNorm) -> str:
 
 
 def _wrong_members(suspect: SuspectNorm) -> Diagnosis | None:
-    """Diagnose a parameter, a group of parameters or a rank that is counted the wrong number of times."""
+    """Diagnose a parameter, parameter group or rank that is counted the wrong number of times."""
     unique_squares, total = suspect.unique_squares(), float(suspect.unique_squares().sum())
     found: list[str] = []
     for label, members in _classes(suspect):
@@ -149,7 +149,7 @@ def _wrong_members(suspect: SuspectNorm) -> Diagnosis | None:
 
 
 def _left_out_positions(suspect: SuspectNorm) -> Iterator[str]:
-    """Yield coordinates on an axis whose ranks are left out: `ranks 2 and 3 (pp = 1)`."""
+    """Yield mesh coordinates whose ranks are left out of the norm: `ranks 2 and 3 (pp = 1)`."""
     axes, by_rank = suspect.counts.axes, (suspect.squares / suspect.num_replicas()).sum(axis=1)
     for axis, size in axes.used().items():
         for at in range(size):
@@ -160,7 +160,7 @@ def _left_out_positions(suspect: SuspectNorm) -> Iterator[str]:
 
 
 def _classes(suspect: SuspectNorm) -> Iterator[tuple[str, list[int]]]:
-    """Yield groups of parameters that one fault could affect: by name, module or placement."""
+    """Yield groups of parameters that a single fault could affect: by name, module or placement."""
     names = suspect.names
     for at, name in enumerate(names):
         yield name, [at]
@@ -179,7 +179,7 @@ def _same_name(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Return `blocks.3.*` for a parameter of a numbered block, else its first name component."""
+    """Return `blocks.3.*` for a parameter of a numbered block, else the first component of its name."""
     found = re.match(r"^(\D*\d+)\.", name)
     return f"{found.group(1) if found else name.split('.')[0]}.*"
 
@@ -189,7 +189,7 @@ def _last_word(name: str) -> str:
 
 
 def _replicated_classes(suspect: SuspectNorm) -> Iterator[tuple[tuple[str, ...], str, list[int]]]:
-    """Yield parameters by the axes they are replicated over; a sum over all ranks counts them once per replica."""
+    """Group parameters by the axes they are replicated over; a sum over all ranks counts each replica."""
     used = tuple(suspect.counts.axes.used())
     for num in range(1, len(used) + 1):
         for axes in itertools.combinations(used, num):
@@ -203,7 +203,7 @@ def _replicated_classes(suspect: SuspectNorm) -> Iterator[tuple[tuple[str, ...],
 
 
 def _missing_reduction(suspect: SuspectNorm) -> Diagnosis | None:
-    """Diagnose local sums that are reduced over some axes only, or that count replicas separately."""
+    """Diagnose a reduction that is missing along some axes or counts every replica."""
     used = tuple(suspect.counts.axes.used())
     options = [axes for num in range(len(used) + 1) for axes in itertools.combinations(used, num)]
     for missing, recounted in sorted(itertools.product(options, options), key=lambda pair: len(pair[0]) + len(pair[1])):
@@ -217,7 +217,7 @@ def _missing_reduction(suspect: SuspectNorm) -> Diagnosis | None:
 
 
 def _partial_sums(suspect: SuspectNorm, missing: tuple[str, ...], recounted: tuple[str, ...]) -> Array:
-    """Sum squares over all axes but `missing`, each divided by its replicas along all axes but `recounted`: [rank]."""
+    """Sum squares over all axes except `missing`; replicas along `recounted` are counted separately: [rank]."""
     axes = suspect.counts.axes
     num_replicas = [math.prod(axes.size(axis) for axis in r if axis not in recounted) for r in suspect.replicated]
     local = (suspect.squares / np.array(num_replicas, dtype=np.float64)).sum(axis=1)
@@ -232,7 +232,7 @@ def _partial_sums(suspect: SuspectNorm, missing: tuple[str, ...], recounted: tup
 
 
 def _wrong_form(suspect: SuspectNorm) -> Diagnosis | None:
-    """Diagnose the right terms in the wrong form: a missing or repeated root, a sum of norms, or a factor."""
+    """Diagnose correct terms combined incorrectly: a missing or repeated square root, a sum of norms, or a factor."""
     total, unique_squares = float(suspect.unique_squares().sum()), suspect.unique_squares()
     forms: list[tuple[str, Callable[[], float]]] = [
         ("the square root is missing", lambda: total**2),
@@ -262,7 +262,7 @@ def _sum_of_rank_norms(suspect: SuspectNorm) -> float:
 
 
 def _wrong_ranks_only(suspect: SuspectNorm) -> Diagnosis | None:
-    """Report the ranks with a wrong norm, if others report the right one."""
+    """Diagnose wrong norms on some ranks only."""
     wrong = _wrong(suspect)
     if len(wrong) == len(suspect.reported):
         return None

@@ -1,6 +1,6 @@
-"""Diagnosis of wrong gradients from ratios, contributions to the reference gradient, and sums over replicas.
+"""Diagnose wrong gradients from ratios, contributions to the reference gradient, and sums over replicas.
 
-Causes are tried from simple to complex, and the first that explains every wrong shard to within rounding is reported.
+Causes are tried from simple to complex; the first that explains every wrong shard up to rounding is reported.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from meshwright.prove.diagnose.suspect import (
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """Facts about the rest of the proof that the diagnosis of a tensor uses."""
+    """Results from the rest of the proof that the diagnosis of a tensor depends on."""
 
     references: Mapping[str, Array]
     """Reference tensors of the same kind, by name."""
     samples_wrong: bool = False
     initial_wrong: bool = False
     shared: StageContributions | None = None
-    """Contributions of the stages to the gradients of shared parameters."""
+    """Contribution of each stage to the gradients of shared parameters."""
 
     def root_fault(self) -> str:
-        """Describe the fault that makes all later values wrong; empty if there is none."""
+        """Describe the fault that makes all later values wrong, or return an empty string."""
         return "initial weights that differ" if self.initial_wrong else "wrong samples" if self.samples_wrong else ""
 
 
@@ -65,7 +65,7 @@ def diagnose_gradient(suspect: SuspectTensor, context: DiagnosisContext) -> Diag
 
 
 def consequence(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis | None:
-    """Diagnose an error as the consequence of an upstream fault, if there is one."""
+    """Diagnose an error as the consequence of an upstream fault, if any."""
     root_fault = context.root_fault()
     if not root_fault:
         return None
@@ -91,12 +91,12 @@ def _weighted_contributions(suspect: SuspectTensor) -> Diagnosis | None:
 def weights_by_rank(
     suspect: SuspectTensor, shards: Iterable[LocalShard], *, max_error: float = math.inf
 ) -> dict[int, Array] | None:
-    """Return the weights of the contributions on each rank, or None unless they explain all `shards`.
+    """Return the weights of the contributions on each rank, or None if they do not explain all `shards`.
 
-    Shards with equal weights are fitted together, as a small shard may have too few elements for a fit.
+    Shards with equal weights are fitted together, since a small shard may have too few elements for a fit.
 
     Args:
-        max_error: upper bound of the error to explain, if smaller than that of `shards`.
+        max_error: upper bound on the error to explain, if smaller than the error of `shards`.
     """
     chosen, axes = list(shards), suspect.counts.axes
     for key in (lambda rank: 0, axes.data_index, lambda rank: rank):
@@ -126,7 +126,7 @@ def _fit_problem(suspect: SuspectTensor, pool: list[LocalShard], rank: int | Non
 
 
 def _missing_reduction(suspect: SuspectTensor) -> Diagnosis | None:
-    """Diagnose replicas that differ along some axes and whose sum there is the reference: the reduction is missing."""
+    """Diagnose a missing reduction: replicas differ along some axes, and their sum there is the reference."""
     axes_apart = [mismatch.axis for mismatch in suspect.large_mismatches]
     for num in range(1, len(axes_apart) + 1):
         for chosen in itertools.combinations(axes_apart, num):

@@ -1,4 +1,4 @@
-"""Diagnosis of wrong losses: a wrong reduction, a local contribution only, or a consequence of another fault."""
+"""Diagnose wrong losses: a wrong reduction, a missing reduction, or a consequence of another fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNRECOGNISED = "not recognised: the forward pass differs"
 def diagnose_series(
     steps: tuple[StepValue, ...], first: Diagnosis | None, *, name: str, update_wrong: bool
 ) -> Diagnosis:
-    """Diagnose the first wrong step of losses or norms; `first` is the diagnosis of a wrong step 1."""
+    """Diagnose the first wrong step of losses or norms; `first` is the diagnosis if that is step 1."""
     wrong = [step for step in steps if not step.ok]
     if first is not None:
         return first
@@ -46,7 +46,7 @@ def diagnose_loss(step: StepValue, contributions: Array | None, counts: LayoutCo
     """Return the likely cause of a wrong loss in step 1.
 
     Args:
-        contributions: [data-parallel rank, micro-batch], which sum to the expected loss.
+        contributions: [data-parallel rank, micro-batch]; they sum to the expected loss.
         root_fault: description of an earlier fault that makes the loss wrong, or an empty string.
     """
     values = np.array(step.observed)
@@ -78,7 +78,7 @@ def _weighted_contributions(
 
 
 def _sum_over_ranks(values: Array, expected: float, counts: LayoutCounts) -> Diagnosis | None:
-    """Diagnose local losses whose sum or mean along some axes is the expected loss."""
+    """Diagnose unreduced losses whose sum or mean along some axes is the expected loss."""
     used = counts.axes.used()
     options = [axes for num in range(1, len(used) + 1) for axes in itertools.combinations(used, num)]
     for axes in options:

@@ -1,4 +1,4 @@
-"""Remarks on a proof as a whole: where the backward pass breaks, and qualifications of a pass."""
+"""Remarks on the proof as a whole: where the backward pass breaks, and caveats on a pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _notes(result: ProofResult, stages: StagePlacement | None) -> Iterator[str]:
 
 
 def _backward_break(gradients: list[tuple[str, TensorResult]], stages: StagePlacement | None) -> Iterator[str]:
-    """Locate a break in the backward pass: parameters are in model order, and gradients are wrong only before it."""
+    """Locate a break in the backward pass: in model order, gradients are wrong only before it."""
     odd = [at for at, (_, gradient) in enumerate(gradients) if _unknown(gradient)]
     num_wrong = sum(not gradient.ok for _, gradient in gradients)
     if 1 < len(odd) == num_wrong < len(gradients) and odd == list(range(len(odd))):

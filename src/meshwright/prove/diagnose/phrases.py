@@ -1,4 +1,4 @@
-"""Formatting of ranks, regions, numbers and lists in findings."""
+"""Format ranks, regions, numbers and lists for findings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def coordinate_words(coordinate: dict[str, int]) -> str:
 
 
 def scope_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str:
-    """Format the wrong ones of the ranks: `on every rank`, `only on rank 3`, `only on ranks 1 and 3 (tp = 1)`."""
+    """Format the wrong ranks among `holders`: `on every rank`, `only on rank 3`, `only on ranks 1 and 3 (tp = 1)`."""
     some, every, at_rank = set(wrong), set(holders), coordinates(axes)
     if some >= every:
         return EVERYWHERE
@@ -68,7 +68,7 @@ def number_words(value: float) -> str:
 
 
 def box_words(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
-    """Format the bounding box of the true entries: `element [3, 4]`, `dim 0: 2…3`, `everywhere`."""
+    """Format the bounding box of the true elements: `element [3, 4]`, `dim 0: 2…3`, `everywhere`."""
     if mask.ndim == 0:
         return "everywhere"
     at = np.argwhere(mask)

@@ -1,8 +1,8 @@
-"""Location of gradient faults in a pipeline: the affected stages and the actions that can cause the fault.
+"""Locate gradient faults in a pipeline: the affected stages and the actions that can cause the fault.
 
-The gradients of a stage depend on its own backward pass and on those of all later stages. A micro-batch missing
-on the first stages only was lost before it reached them; if missing on one middle stage, that stage dropped it; if
-missing from matrices only, their deferred weight gradients are at fault.
+A stage's gradients depend on its own backward pass and those of all later stages. A micro-batch missing only from the
+first stages was lost on its way to them. If it is missing from one middle stage, that stage dropped it; if only from
+matrices, their deferred weight gradients are at fault.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOCATED = (
     FaultKind.NON_FINITE,
     FaultKind.UNRECOGNISED,
 )
-"""Kinds of faults whose stage is reported."""
+"""Fault kinds for which the stage is reported."""
 
 
 def locate_stages(verdicts: Verdicts, stages: StagePlacement | None) -> Verdicts:
-    """Add the affected stages, and the actions that can be at fault, to the diagnoses of gradients."""
+    """Add the affected stages and the suspect actions to gradient diagnoses."""
     if stages is None:
         return verdicts
     groups: dict[tuple[FaultKind, str, str], list[str]] = defaultdict(list)
@@ -57,7 +57,7 @@ def locate_stages(verdicts: Verdicts, stages: StagePlacement | None) -> Verdicts
 
 
 def _copy_cause(found: Diagnosis, num_copies: int, stages: StagePlacement) -> str:
-    """Return the cause of a factor that is the number of copies of a shared parameter, not of ranks."""
+    """Return the cause if a factor equals the number of copies of a shared parameter."""
     if found.factor is not None and num_copies != stages.num_ranks:
         if close(found.factor, num_copies):
             return f"summed twice over its {num_copies} copies"
@@ -75,7 +75,7 @@ def _with_stages(text: str, where: str, *, always: bool = False) -> str:
 def _cause(
     found: Diagnosis, names: list[str], where: tuple[int, ...], verdicts: Verdicts, stages: StagePlacement
 ) -> str:
-    """Describe the actions that lose or duplicate a micro-batch on some stages; empty for any other fault."""
+    """Describe the actions that can lose or duplicate a micro-batch on some stages; empty for other faults."""
     if not found.microbatches:
         return ""
     on_stages = [name for name in verdicts if set(stages.stages_with(name)) <= set(where)]

@@ -1,7 +1,7 @@
-"""Diagnosis of ranks that read the wrong samples.
+"""Diagnose ranks that read the wrong samples.
 
-Data-parallel rank d reads the d-th contiguous block of a global batch, and its micro-batches are contiguous in that
-block. Ranks that differ only along other axes read the same samples.
+Data-parallel rank d reads the d-th contiguous block of a global batch, split into contiguous micro-batches. Ranks that
+differ only along other axes read the same samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.prove.diagnose.phrases import MAX_LISTED, index_words, join_word
 def diagnose_samples(
     read: list[list[list[int]]], batches: list[list[int]], axes: Axes, num_microbatches: int
 ) -> tuple[Diagnosis, ...]:
-    """Return one finding per cause of wrong samples, or an empty tuple if all ranks read the expected samples."""
+    """Return one diagnosis per cause of wrong samples, or an empty tuple if all samples are as expected."""
     cases_by_cause: dict[tuple[FaultKind, str], list[tuple[int, int, str]]] = defaultdict(list)
     for rank in range(min(axes.num_ranks(), len(read))):
         for step in range(min(len(batches), len(read[rank]))):
@@ -29,7 +29,7 @@ def diagnose_samples(
 
 
 def samples_of_dp_rank(batch: list[int], dp_rank: int, axes: Axes) -> list[int]:
-    """Return the samples of a data-parallel rank in a batch, in order."""
+    """Return a data-parallel rank's samples in a batch, in order."""
     size = len(batch) // axes.data_parallel()
     return batch[dp_rank * size : (dp_rank + 1) * size]
 

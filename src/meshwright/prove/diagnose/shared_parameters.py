@@ -1,7 +1,7 @@
-"""Diagnosis of the gradient of a parameter that several stages share: faults in the sum over its copies.
+"""Diagnose the gradient of a parameter shared between stages: faults in the sum over its copies.
 
-The reference records the contribution of each stage. A faulty rank holds only contributions of its own stages, lacks
-those of another rank, or holds contributions of another parameter.
+The reference records each stage's contribution. On a faulty rank, the sum contains only its own stages' contributions,
+lacks those of another rank, or contains contributions of another parameter.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from meshwright.prove.stage_placement import StagePlacement
 MAX_LISTED = 4
 Mask = npt.NDArray[np.bool_]
 WeightsByPpRank = dict[int, Array]
-"""Per pipeline rank: how often it holds the contribution of each stage."""
+"""Per pipeline rank: number of times its sum contains each stage's contribution."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageContributions:
-    """Contributions of each stage to the gradients of shared parameters."""
+    """Contribution of each stage to the gradients of shared parameters."""
 
     stages: StagePlacement
     by_name: Mapping[str, Array]
     """[stage, *shape] per parameter."""
 
     def is_nonzero(self, name: str) -> Mask:
-        """Return whether the contribution of each stage is nonzero: [stage]."""
+        """Return a mask of the stages whose contribution is nonzero: [stage]."""
         return np.asarray(self.by_name[name].reshape(len(self.stages.ranks), -1).any(axis=1))
 
     def stages_on_rank(self, name: str, pp: int) -> list[int]:
-        """Return the stages of a pipeline rank that share the parameter."""
+        """Return the stages on a pipeline rank that share the parameter."""
         return [stage for stage in self.stages.sharing_stages(name) if self.stages.ranks[stage] == pp]
 
 
@@ -62,7 +62,7 @@ def diagnose_shared(suspect: SuspectTensor, shared: StageContributions | None) -
 
 
 def _weights(suspect: SuspectTensor, pool: list[LocalShard], contributions: Array) -> Array | None:
-    """Fit the weight of the contribution of each stage, 1 where the contribution is zero: [stage]."""
+    """Fit a weight for each stage's contribution, 1 where the contribution is zero: [stage]."""
     values = np.concatenate([shard.value.reshape(-1) for shard in pool])
     inside = np.concatenate(
         [contributions[(slice(None), *shard.slices())].reshape(len(contributions), -1) for shard in pool], axis=1
@@ -80,7 +80,7 @@ def _weights(suspect: SuspectTensor, pool: list[LocalShard], contributions: Arra
 def _local_contributions(
     suspect: SuspectTensor, weights: WeightsByPpRank, shared: StageContributions, only: str
 ) -> Diagnosis | None:
-    """Diagnose ranks that hold only the contributions of their own stages."""
+    """Diagnose ranks whose sums contain only their own stages' contributions."""
     name = suspect.assembly.name
     is_nonzero = shared.is_nonzero(name)
     own_stages = {pp: shared.stages_on_rank(name, pp) for pp in weights}
@@ -104,13 +104,13 @@ def _local_contributions(
 
 
 def _holds(weights: Array, held: Iterable[int], is_nonzero: Mask) -> bool:
-    """Return whether the contributions of exactly these stages are present, each once."""
+    """Return whether exactly the contributions of the stages in `held` are present, each once."""
     expected = np.isin(np.arange(len(weights)), list(held))
     return bool(((weights == expected) | ~is_nonzero).all())
 
 
 def _uniform(name: str, weights: WeightsByPpRank, shared: StageContributions, only: str) -> Diagnosis | None:
-    """Diagnose equal sums on all ranks with contributions of some stages missing or duplicated."""
+    """Diagnose sums that are equal on all ranks but lack or duplicate some stages' contributions."""
     first, stages, is_nonzero = next(iter(weights.values())), shared.stages, shared.is_nonzero(name)
     if any(not np.array_equal(first, other) for other in weights.values()):
         return None
@@ -150,14 +150,14 @@ def _listed(weights: WeightsByPpRank, only: str) -> Diagnosis:
 def _swapped_keys(
     suspect: SuspectTensor, pools: Mapping[int, list[LocalShard]], shared: StageContributions
 ) -> Diagnosis | None:
-    """Diagnose contributions of another shared parameter, as when one rank reduces the keys in a different order."""
+    """Diagnose contributions of another shared parameter, e.g. because one rank reduces keys in a different order."""
     own_stages = shared.by_name[suspect.assembly.name]
     for name, other in shared.by_name.items():
         if name == suspect.assembly.name or other.shape != own_stages.shape:
             continue
         for pp in range(shared.stages.num_ranks):
             here = np.array([rank == pp for rank in shared.stages.ranks]).reshape(-1, *[1] * (own_stages.ndim - 1))
-            # Sums on the other ranks and on this one.
+            # Sums on the other ranks, then on this one.
             mixtures = [np.where(here, other, own_stages).sum(0), np.where(here, own_stages, other).sum(0)]
             if all(_matches_any(suspect, shard, mixtures) for pool in pools.values() for shard in pool):
                 symptom = f"contributions of {name} replace its own {suspect.scope_text()}"

@@ -1,7 +1,7 @@
-"""A wrong tensor, and the diagnoses that gradients and weights share.
+"""A wrong tensor, and diagnoses common to gradients and weights.
 
-These are incomplete or overlapping shards, non-finite values, correct values in the wrong place, and replicas that
-differ; if none applies, the location and the size of the error are reported.
+These cover incomplete or overlapping shards, non-finite values, misplaced values and differing replicas. If none
+applies, the location and size of the error are reported.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from meshwright.prove.diagnose.fit_contributions import PROGRESS, RESIDUAL
 from meshwright.prove.diagnose.phrases import box_words, rank_words, scope_words
 
 NEGLIGIBLE = 1e-14
-"""Fraction of the scale below which a reference shard is too small to judge its rank."""
+"""Fraction of the scale below which a reference shard is too small to tell whether its rank is correct."""
 
 
 @dataclass(frozen=True, eq=False)
 class SuspectTensor:
-    """Tensor of the layout with its reference."""
+    """Tensor of the layout together with its reference."""
 
     assembly: AssembledTensor
     expected: Array
@@ -41,11 +41,11 @@ class SuspectTensor:
     tolerance: float
     counts: LayoutCounts
     contributions: Array | None = None
-    """[data-parallel rank, micro-batch, *shape] of a gradient; they sum to `expected`."""
+    """Contributions to a gradient, which sum to `expected`: [data-parallel rank, micro-batch, *shape]."""
 
     @cached_property
     def wrong_shards(self) -> tuple[LocalShard, ...]:
-        """Shards that are out of tolerance."""
+        """Shards that exceed the tolerance."""
         limit = self.tolerance * self.scale
         return tuple(p for p in self.assembly.shards if max_difference(p.value, p.slice_of(self.expected))[0] > limit)
 
@@ -55,7 +55,7 @@ class SuspectTensor:
 
     @cached_property
     def informative_ranks(self) -> list[int]:
-        """Ranks whose shard can be judged: wrong ones and those with a nonzero reference shard."""
+        """Ranks whose shard can be checked: wrong ones and those with a non-negligible reference shard."""
         nonzero = {
             p.rank for p in self.assembly.shards if max_magnitude(p.slice_of(self.expected)) > NEGLIGIBLE * self.scale
         }
@@ -63,7 +63,7 @@ class SuspectTensor:
 
     @cached_property
     def large_mismatches(self) -> list[ReplicaMismatch]:
-        """Replica mismatches beyond the tolerance."""
+        """Replica mismatches that exceed the tolerance."""
         return [mismatch for mismatch in self.assembly.mismatches if mismatch.largest > self.tolerance * self.scale]
 
     def scope_text(self) -> str:
@@ -71,14 +71,14 @@ class SuspectTensor:
         return scope_words(self.wrong_ranks, self.informative_ranks, self.counts.axes)
 
     def matches(self, value: Array, target: Array, error: float) -> bool:
-        """Return whether `value` equals `target` within rounding, relative to the deviation `error` to explain."""
+        """Return whether `value` equals `target` up to rounding, relative to the deviation `error` to explain."""
         left = max_difference(value, target)[0]
         size = max(max_magnitude(value), max_magnitude(target))
         return left <= max(RESIDUAL, self.tolerance) * size and left <= PROGRESS * error
 
 
 def incomplete(suspect: SuspectTensor) -> Diagnosis | None:
-    """Diagnose shards that do not make up the tensor."""
+    """Diagnose shards that do not form the full tensor."""
     if not np.isfinite(suspect.expected).all():
         return Diagnosis(FaultKind.EVIDENCE, "the reference is not finite", "the reference is at fault, not the layout")
     faults = suspect.assembly.faults
@@ -102,7 +102,7 @@ def non_finite(suspect: SuspectTensor) -> Diagnosis | None:
 
 
 def misplaced(suspect: SuspectTensor, references: Mapping[str, Array]) -> Diagnosis | None:
-    """Diagnose correct values in the wrong place: another shard, shifted rows, a transpose or another tensor."""
+    """Diagnose correct values at the wrong position: another shard, shifted rows, a transpose or another tensor."""
     return _swapped_shards(suspect) or _rearranged(suspect, references)
 
 
@@ -133,7 +133,7 @@ def _swapped_shards(suspect: SuspectTensor) -> Diagnosis | None:
 
 
 def _nearest(suspect: SuspectTensor, rank: int, other: LocalShard) -> int:
-    """Return the rank that holds the shard `other` and differs from `rank` along the fewest axes."""
+    """Return the rank closest to `rank` (fewest differing axes) that holds shard `other`."""
     axes, home = suspect.counts.axes, coordinates(suspect.counts.axes)[rank]
     same = [p.rank for p in suspect.assembly.shards if (p.start, p.stop) == (other.start, other.stop)]
     return min(same, key=lambda r: sum(home[axis] != at for axis, at in coordinates(axes)[r].items()))
@@ -171,7 +171,7 @@ def _rearrangement(suspect: SuspectTensor, value: Array, error: float, reference
 
 
 def replicas_differ(suspect: SuspectTensor) -> Diagnosis | None:
-    """Diagnose replicas that differ where no missing reduction explains it."""
+    """Diagnose replicas that differ for a reason other than a missing reduction."""
     if not suspect.large_mismatches:
         return None
     mismatch = suspect.large_mismatches[0]
@@ -207,7 +207,7 @@ def describe_error(suspect: SuspectTensor) -> str:
 
 
 def wrong_mask(suspect: SuspectTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return a mask of the elements of the full tensor that are out of tolerance on any rank."""
+    """Return a mask of the elements of the full tensor that exceed the tolerance on any rank."""
     mask = np.zeros(suspect.expected.shape, dtype=np.bool_)
     for shard in suspect.wrong_shards:
         with np.errstate(invalid="ignore"):

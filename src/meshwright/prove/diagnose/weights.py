@@ -1,9 +1,8 @@
-"""Diagnosis of wrong parameters before the first step, after it, and after the last step.
+"""Diagnose wrong parameters before the first step, after it, and after the last step.
 
-A wrong gradient, norm or sample reaches every parameter through clipping and the next forward pass, so an error after
-such a fault is reported as its consequence. Otherwise the diagnosis is a missing update, a multiple of the step, or
-wrong weight decay. It is exact after the first step; later a wrong update has affected everything else, and factors are
-reported as `about`.
+A wrong gradient, norm or sample affects every parameter through clipping and the next forward pass, so later errors are
+reported as its consequences. Otherwise the diagnosis is a missing update, a scaled update or wrong weight decay. It is
+exact after the first step; after the last, errors have fed back through training and factors are prefixed with `about`.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from meshwright.prove.diagnose.suspect import (
 )
 
 EXACT = 1e-6
-"""Largest relative residual of a fit after one step, without feedback."""
+"""Maximum relative residual of a fit after one step, without feedback."""
 ROUGH = 0.05
-"""Largest relative residual of a fit after several steps, with feedback; reported as `about`."""
+"""Maximum relative residual of a fit after several steps, with feedback; factors are prefixed with `about`."""
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateHistory:
-    """Facts about the steps that led to a parameter value."""
+    """Values and faults before the parameter value under diagnosis."""
 
     initial: Array | None
     """Reference value before the first step."""
     last: AssembledTensor | None = None
-    """Value in the layout after the last step, when diagnosing an earlier value."""
+    """Value after the last step in the layout, if an earlier value is being diagnosed."""
     own_fault: str = ""
-    """Earlier fault of this parameter: a wrong gradient, or a wrong update in step 1."""
+    """Earlier fault of the same parameter: a wrong gradient, or a wrong update in step 1."""
     root_fault: str = ""
     """Earlier fault elsewhere."""
     is_step_skipped: bool = False
-    """Step 1 must skip its update because of a non-finite norm."""
+    """Whether step 1 must skip its update because of a non-finite norm."""
     known_right: str = "the gradients and the norm of step 1 are correct"
-    """Evidence against causes outside the optimizer."""
+    """Text that rules out causes outside the optimizer."""
 
 
 def diagnose_initial(suspect: SuspectTensor, context: DiagnosisContext) -> Diagnosis:
@@ -160,7 +159,7 @@ def _weight_decay(suspect: SuspectTensor, off: Array, weights: Array, limit: flo
 
 
 def _coefficient(value: Array, basis: Array, off: Array, limit: float) -> float | None:
-    """Return c with value ≈ c · basis, or None if the residual is not small relative to the error `off`."""
+    """Return c such that value ≈ c · basis, or None if the residual is too large relative to the error `off`."""
     energy = float(basis @ basis)
     if energy == 0.0:
         return None

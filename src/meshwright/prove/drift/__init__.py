@@ -1,1 +1,1 @@
-"""Drift experiment: copies of shared parameters diverge when their gradients are not summed."""
+"""Drift experiment: copies of shared parameters diverge if their gradients are not summed."""

@@ -1,4 +1,4 @@
-"""Figure of the drift experiment: training with and without summed gradients of shared parameters."""
+"""Plot the drift experiment: training with and without gradient sync of shared parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SYNCED, UNSYNCED = (0.18, 0.40, 0.69), (0.78, 0.36, 0.11)
 
 
 def draw_drift(drift: DriftResult, path: Path, *, title: str) -> None:
-    """Write a figure as .svg or .png: distances between copies above, losses below.
+    """Save a .svg or .png figure with distances between copies at the top and losses at the bottom.
 
     Args:
         drift: result of the experiment.
         path: file to write.
-        title: headline in the first line, explanation in the following ones.
+        title: headline on the first line, explanation on the rest.
 
     Raises:
         InputError: the figure cannot be written to `path`.
@@ -46,7 +46,7 @@ def _figure(drift: DriftResult, title: str) -> Figure:
 
 
 def _add_distances(axes: Axes, drift: DriftResult) -> None:
-    """Plot the distances on a logarithmic axis whose lowest tick is zero."""
+    """Plot the distances on a log axis whose lowest tick stands for zero."""
     apart = [value for curve in (drift.synced, drift.unsynced) for value in curve.distances if value > 0]
     lowest = math.floor(math.log10(min(apart))) if apart else -1
     highest = math.ceil(math.log10(max(apart))) if apart else 0
@@ -73,7 +73,7 @@ def _add_distances(axes: Axes, drift: DriftResult) -> None:
 
 
 def _add_losses(axes: Axes, drift: DriftResult) -> None:
-    """Plot both losses; the thin line covers the wide one while they are equal."""
+    """Plot both losses; where they are equal, the thin line lies on top of the wide one."""
     from matplotlib.ticker import MaxNLocator
 
     _line(axes, drift.synced.losses, SYNCED, label="with SYNC_SHARED", linewidth=4.0, alpha=0.45)

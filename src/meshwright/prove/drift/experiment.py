@@ -1,6 +1,6 @@
-"""Drift experiment: distances between copies of shared parameters whose gradients are not summed.
+"""Launcher of the drift experiment, which measures distances between copies of shared parameters.
 
-Torch-free launcher side; `record` runs on the ranks and `draw` draws the figure.
+Torch-free; `record` runs on the ranks and `draw` plots the result.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SHARING_OVERRIDES = (
     ("mesh.pp=2", "train.num_microbatches=2"),
     ("mesh.pp=2", "train.num_microbatches=2", "model.tie_embeddings=true"),
 )
-"""Overrides that make stages share a parameter, shortest first."""
+"""Overrides that cause stages to share a parameter, shortest first."""
 
 
 def load_sharing(source: str | None, overrides: Sequence[str]) -> RunConfig:
-    """Load the layout to train, on the CPU.
+    """Load the configuration to train, with the device set to CPU.
 
     Raises:
-        LayoutError: no parameter is shared between stages.
+        LayoutError: stages share no parameter.
         MeshwrightError: the configuration is invalid.
     """
     if source is None and not overrides:
@@ -55,7 +55,7 @@ def load_sharing(source: str | None, overrides: Sequence[str]) -> RunConfig:
 
 
 def measure_drift(config: RunConfig, *, num_steps: int) -> DriftResult:
-    """Train with and without summing the gradients of shared parameters, on local processes."""
+    """Train with and without gradient sync of shared parameters, in local processes."""
     steps = max(num_steps, config.train.steps)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     config.family.open_data(run_facts(config))
@@ -66,7 +66,7 @@ def measure_drift(config: RunConfig, *, num_steps: int) -> DriftResult:
 
 
 def drift_body(context: RankContext, spec: DriftSpec) -> None:
-    """Run one rank of the experiment; imports torch only there."""
+    """Run one rank of the experiment; torch is imported only on the ranks."""
     from meshwright.prove.drift.record import record_drift
 
     record_drift(context, spec)
@@ -77,7 +77,7 @@ def _has_shared_parameters(config: RunConfig) -> bool:
 
 
 def _suggest_overrides(source: str, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return overrides that make stages share a parameter, or else the default command."""
+    """Return overrides that cause stages to share a parameter, or the default command if there are none."""
     for extra in SHARING_OVERRIDES:
         try:
             if _has_shared_parameters(load(source, [*overrides, *extra])):

@@ -1,4 +1,4 @@
-"""Training with and without summed gradients of shared parameters, and the distances between their copies."""
+"""Train with and without gradient sync of shared parameters and measure distances between their copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TensorsByKey = dict[str, Tensor]
 
 
 def record_drift(context: RankContext, spec: DriftSpec) -> None:
-    """Run both trainings as one rank; rank 0 writes the result."""
+    """Run both trainings on this rank; rank 0 writes the result."""
     config = spec.config
     with process_group(
         rank=context.rank,
@@ -46,7 +46,7 @@ def record_drift(context: RankContext, spec: DriftSpec) -> None:
 
 
 def train_twice(config: RunConfig, context: RankContext, corpus: TrainingData, *, num_steps: int) -> DriftResult:
-    """Train with SYNC_SHARED and without, on the CPU, as one rank of an existing process group."""
+    """Train with and without SYNC_SHARED on this rank of an existing process group, on the CPU."""
     task = config.family.task(run_facts(config), corpus, torch.device("cpu"))
     synced, unsynced = (_train(config, context, task, num_steps=num_steps, syncs=syncs) for syncs in (True, False))
     return DriftResult(synced, unsynced, task.unit.name)
@@ -75,10 +75,10 @@ def without_sync(table: Schedule) -> Schedule:
 
 
 def largest_distance(job: Job) -> float:
-    """Return the largest distance of any stage's copies from the first copies, relative to the norm of the latter.
+    """Return the largest distance of any stage's copies from the first stage's, relative to the norm of the latter.
 
-    All shared parameters of a stage are measured together: the relative distance of a bias initialized to zero would be
-    infinite.
+    All shared parameters of a stage are measured together, because the relative distance of a zero-initialized bias
+    would be infinite.
     """
     parts = job.parts().items()
     held = {stage: _copies(part.shared_parameter_keys(), dict(part.module.named_parameters())) for stage, part in parts}

@@ -11,16 +11,16 @@ from meshwright.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class DriftCurve:
-    """Losses and distances of one training, per step."""
+    """Losses and distances of one training run, per step."""
 
     losses: tuple[float, ...]
     distances: tuple[float, ...]
-    """Largest relative distance of any stage's copies from the first copies after each step."""
+    """Largest relative distance of any stage's copies from the first stage's, after each step."""
 
 
 @dataclass(frozen=True)
 class DriftResult:
-    """Training with and without summed gradients of shared parameters."""
+    """Curves of training with and without gradient sync of shared parameters."""
 
     synced: DriftCurve
     """Training with SYNC_SHARED."""
@@ -31,7 +31,7 @@ class DriftResult:
 
 @dataclass(frozen=True)
 class DriftSpec:
-    """Parameters of the experiment for the ranks."""
+    """Experiment settings passed to the ranks."""
 
     config: RunConfig
     num_steps: int

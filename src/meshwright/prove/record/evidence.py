@@ -1,6 +1,6 @@
-"""Evidence of a proof: the values recorded by the ranks of the layout and by the reference.
+"""Evidence of a proof: values recorded by the ranks of the layout and by the reference.
 
-Ranks record their local shards without any collective, so that a faulty collective cannot hide itself; `compare`
+Ranks record local shards without using collectives, so a faulty collective cannot mask its own error. `compare`
 assembles the shards.
 """
 
@@ -20,13 +20,13 @@ DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class RecordedShard:
-    """Local shard of a tensor as one rank recorded it."""
+    """Local shard of a tensor, as recorded by one rank."""
 
     rank: int
     offset: tuple[int, ...]
-    """Start of the shard in the full tensor, per dim."""
+    """Start index of the shard in the full tensor, per dim."""
     value: Tensor
-    """Local values; empty on some ranks if the sharded dim is smaller than the number of ranks."""
+    """Local values; may be empty if the sharded dim is smaller than the number of ranks."""
 
 
 INITIAL = "initial weight"
@@ -40,7 +40,7 @@ class UnequalCopies:
     name: str
     stages: tuple[int, int]
     what: str
-    """Compared value: `initial weight`, `gradient of step 1` or `parameter after the last step`."""
+    """Kind of value: `initial weight`, `gradient of step 1` or `parameter after the last step`."""
     largest: float
     """Largest absolute difference."""
 
@@ -52,11 +52,11 @@ class LayoutEvidence:
     axes: Axes
     num_microbatches: int
     losses: list[list[float]]
-    """[rank][step]: loss that each rank reports, the mean over the global batch."""
+    """[rank][step]: loss as reported by each rank, averaged over the global batch."""
     grad_norms: list[list[float]]
-    """[rank][step]: the global gradient norm before clipping."""
+    """[rank][step]: global gradient norm before clipping."""
     samples: list[list[list[int]]]
-    """[rank][step]: indices of the samples the rank processed, in micro-batch order."""
+    """[rank][step]: indices of the samples processed by the rank, in micro-batch order."""
     gradients: dict[str, list[RecordedShard]]
     """Per parameter: shards of the gradient of step 1, before clipping."""
     parameters: dict[str, list[RecordedShard]]
@@ -64,17 +64,17 @@ class LayoutEvidence:
     initial: dict[str, list[RecordedShard]] = field(default_factory=dict)
     """Per parameter: shards before the first step; empty if not recorded."""
     after_first: dict[str, list[RecordedShard]] = field(default_factory=dict)
-    """Per parameter: shards after the first step; empty if not recorded. Shows an optimizer fault before it affects
-    everything else."""
+    """Per parameter: shards after the first step; empty if not recorded. Optimizer faults are visible here before they
+    affect everything else."""
     stages: StagePlacement | None = None
     """Stage placement of a pipeline."""
     unequal: tuple[UnequalCopies, ...] = ()
-    """Copies of shared parameters that differ from the first copy on the same rank; only the first one is compared."""
+    """Copies of shared parameters that differ from the rank's first copy; only the first is compared."""
 
 
 @dataclass(frozen=True)
 class ReferenceEvidence:
-    """Values computed by one process with a plain module and a plain loop on the same samples."""
+    """Values computed in a single process by a plain module and training loop on the same samples."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -83,16 +83,14 @@ class ReferenceEvidence:
     gradients: dict[str, Tensor]
     """Full gradients of step 1, before clipping."""
     partial_gradients: dict[str, Tensor]
-    """Per parameter, [data_parallel, num_microbatches, *shape]: gradient contribution of each micro-batch of each
-    data-parallel rank. They sum to `gradients`."""
+    """Per parameter, [data_parallel, num_microbatches, *shape]: gradient contributions, which sum to `gradients`."""
     parameters: dict[str, Tensor]
     """Full parameters after the last step."""
     initial: dict[str, Tensor]
     """Full parameters before the first step."""
     partial_losses: Tensor | None = None
-    """[data_parallel, num_microbatches]: contributions to the loss of step 1; they sum to `losses[0]`."""
+    """[data_parallel, num_microbatches]: contributions to the loss of step 1, which sum to `losses[0]`."""
     after_first: dict[str, Tensor] = field(default_factory=dict)
     """Full parameters after the first step; empty if not recorded."""
     stage_gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Per shared parameter, [stage, *shape]: contribution of each stage to the gradient of step 1. They sum to
-    `gradients`."""
+    """Per shared parameter, [stage, *shape]: contributions to the gradient of step 1, which sum to `gradients`."""

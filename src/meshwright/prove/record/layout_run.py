@@ -1,6 +1,6 @@
-"""Layout side of a proof: each rank trains as in a normal run and records its local shards.
+"""Layout side of a proof: each rank trains as in a normal run and records its local shards and their offsets.
 
-Recording uses no collective: a rank records its shards and their offsets.
+Recording uses no collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
 
 @dataclass
 class RankRecord:
-    """Values recorded by one rank: plain numbers and tensors, which `torch.load` accepts with `weights_only=True`."""
+    """Values recorded by one rank; only numbers and tensors, for `torch.load` with `weights_only=True`."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -42,11 +42,11 @@ class RankRecord:
     initial: ShardsByName = field(default_factory=dict)
     after_first: ShardsByName = field(default_factory=dict)
     unequal: list[tuple[str, int, int, str, float]] = field(default_factory=list)
-    """Fields of `UnequalCopies` except the rank: name, both stages, compared value, largest difference."""
+    """Fields of `UnequalCopies` except the rank: name, both stages, kind of value, largest difference."""
 
 
 class RecordingTask(Task):
-    """Wrapper of a task that records the indices of requested samples."""
+    """Task wrapper that records the indices of requested samples."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -54,7 +54,7 @@ class RecordingTask(Task):
         self.read: list[int] = []
 
     def batch(self, samples: range) -> Batch:
-        """Return the batch of the wrapped task and record its samples."""
+        """Return the wrapped task's batch and record its samples."""
         self.read.extend(samples)
         return self._task.batch(samples)
 
@@ -76,7 +76,7 @@ class RecordingTask(Task):
 
 
 Tamper = Callable[[Job, TrainStep], None]
-"""Function that seeds a fault in a built job, to test that the proof detects it."""
+"""Function that injects a fault into a job, to test that the proof detects the fault."""
 
 
 def record_rank(
@@ -88,15 +88,15 @@ def record_rank(
     plan: RunPlan | None = None,
     tamper: Tamper | None = None,
 ) -> RankRecord:
-    """Train `num_steps` steps of `config` as this rank of an existing process group, on the CPU.
+    """Train for `num_steps` steps on this rank of an existing process group, on the CPU.
 
     Args:
-        config: configuration of the run, from `as_proof`.
+        config: configuration returned by `as_proof`.
         context: context of this rank.
         corpus: training data.
         num_steps: number of steps, at least one.
         plan: plan of the layout; made from the configuration if None.
-        tamper: called on the job before the first step; used only by the seeded-fault tests.
+        tamper: called on the job before the first step; used only by fault-injection tests.
     """
     job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
     task = RecordingTask(config.family.task(run_facts(config), corpus, job.device))
@@ -128,7 +128,7 @@ def record_rank(
 def _unequal_copies(
     job: Job, what: str, value: Callable[[nn.Parameter], Tensor | None]
 ) -> list[tuple[str, int, int, str, float]]:
-    """Return the copies of shared parameters that are not bitwise equal to the first copy on this rank."""
+    """Return the shared-parameter copies that are not bitwise equal to this rank's first copy."""
     first: dict[str, tuple[int, nn.Parameter]] = {}
     unequal = []
     for stage, part in job.parts().items():
@@ -145,7 +145,7 @@ def _unequal_copies(
 
 
 def _by_microbatch(read: list[int], job: Job) -> list[int]:
-    """Return the samples in micro-batch order; the schedule may run micro-batches in a different order."""
+    """Reorder samples by micro-batch, since the schedule may run micro-batches in a different order."""
     row = (part for action in job.schedule.actions[job.pipeline_rank] for part in action.parts())
     order = list(dict.fromkeys(part.microbatch for part in row if part.kind is ActionKind.FORWARD))
     size, rest = divmod(len(read), len(order))
@@ -164,7 +164,7 @@ def _local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
 
 
 def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPlan | None = None) -> LayoutEvidence:
-    """Combine the records of all ranks."""
+    """Combine all ranks' records."""
 
     def by_name(kind: str) -> dict[str, list[RecordedShard]]:
         shards: dict[str, list[RecordedShard]] = {}

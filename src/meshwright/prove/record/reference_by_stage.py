@@ -1,7 +1,7 @@
-"""Reference gradients of shared parameters per stage.
+"""Per-stage reference gradients of shared parameters.
 
-The model is split into the stages of the layout, which run one after another in one process. Used only to diagnose
-which stages contribute to a wrong gradient, never to decide whether a proof passes.
+Splits the model into the layout's stages and runs them sequentially in one process. Used only to diagnose which stages
+contribute to a wrong gradient, never to decide whether a proof passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.prove.stage_placement import StagePlacement
 
 
 class _StageSequence(nn.Module):
-    """Stages of a model, each applied to the output of the previous one."""
+    """Stages of a model, applied in sequence."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class _StageSequence(nn.Module):
 def stage_gradients(
     config: RunConfig, stages: StagePlacement | None, weights: dict[str, Tensor], samples: Reference, indices: list[int]
 ) -> dict[str, Tensor]:
-    """Compute the gradient contribution of each stage to each shared parameter: by key, [stage, *shape].
+    """Compute each stage's contribution to the gradient of each shared parameter: by key, [stage, *shape].
 
     Args:
         config: configuration of the run.
         stages: stages that the model is split into.
         weights: initial weights of the full model.
-        samples: reference loss over samples of the run.
-        indices: samples of the batch.
+        samples: reference loss on the run's data.
+        indices: sample indices of the batch.
     """
     if stages is None or not any(len(parameter.sites) > 1 for parameter in stages.shared):
         return {}

@@ -1,7 +1,7 @@
-"""Reference of a proof: one process, a plain module and a plain loop, without the distributed code.
+"""Reference of a proof: a plain module and training loop in one process, without any distributed code.
 
-Must not import `parallel`, `pipeline`, `mesh` or the training step, as the code under proof must not be compared with
-itself. Gradients are computed per micro-batch of each data-parallel rank; AdamW is written out as in the paper.
+Must not import `parallel`, `pipeline`, `mesh` or the training step, or the code under proof would be compared with
+itself. Gradients are computed per micro-batch of each data-parallel rank; AdamW is implemented as in the paper.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TensorsByName = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _BatchGradients:
-    """Losses and gradients of one step, per micro-batch of each data-parallel rank."""
+    """Losses and gradients of one step, per data-parallel rank and micro-batch."""
 
     partial_losses: Tensor
     """[data_parallel, num_microbatches]"""
@@ -43,13 +43,13 @@ class _BatchGradients:
 def compute_reference(
     config: RunConfig, data: TrainingData, *, num_steps: int, stages: StagePlacement | None = None
 ) -> ReferenceEvidence:
-    """Train `num_steps` steps in float64 and return the values that a proof compares with.
+    """Train for `num_steps` steps in float64 and return the reference values.
 
     Args:
-        config: configuration of the run, from `as_proof`.
+        config: configuration returned by `as_proof`.
         data: training data.
         num_steps: number of steps, at least one.
-        stages: stage placement of the layout, used only to diagnose gradients of shared parameters.
+        stages: the layout's stage placement, used only to diagnose gradients of shared parameters.
     """
     train = config.train
     model, samples_of = _build(config), config.family.reference(run_facts(config), data)
@@ -113,14 +113,14 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _values(model: nn.Module) -> TensorsByName:
-    """Copy the parameters and the saved buffers."""
+    """Copy the parameters and saved buffers."""
     saved = model.state_dict()
-    tensors = chain(model.named_parameters(), model.named_buffers())  # tied parameters only once
+    tensors = chain(model.named_parameters(), model.named_buffers())  # yields tied parameters once
     return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
 
 
 def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, indices: list[int]) -> _BatchGradients:
-    """Compute losses and gradients per micro-batch of each data-parallel rank."""
+    """Compute losses and gradients per data-parallel rank and micro-batch."""
     train, axes = config.train, config.mesh.axes()
     grid = (axes.data_parallel(), train.num_microbatches)
     samples_per_cell = train.global_batch // math.prod(grid)
