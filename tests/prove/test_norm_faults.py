@@ -174,9 +174,7 @@ def test_later_norms():
     case = Norms(Axes(dp_shard=2))
     for norms in case.layout.grad_norms:
         norms[1] = case.reference.grad_norms[0]
-    case.says(
-        "gradient norm of step 2 matches step 1 of the reference", "one step behind", kind=FaultKind.OUT_OF_STEP
-    )
+    case.says("gradient norm of step 2 matches step 1 of the reference", "one step behind", kind=FaultKind.OUT_OF_STEP)
     case = Norms(Axes(dp_shard=2))
     case.layout.grad_norms[0][2] *= 1.5
     case.says("gradient norm correct in step 1, wrong from step 3 on", "not recognised")
