@@ -2,7 +2,7 @@
 
 A *codec* is the format of the elements in a block of bytes; `codecs` defines every bit. A *method* is a name accepted
 by the configuration's section `comm` and by `meshwright.comm.compress`: a codec, with or without rotation and error
-feedback. Planner, configuration and collectives read them here, without torch.
+feedback. Importing this file does not import torch, for the planner and the configuration.
 
 [Note: adding a codec] A method with an existing codec needs one row of `METHODS` here. A new codec first needs a member
 of `Codec` here and an implementation:
@@ -29,7 +29,7 @@ GROUP = 128
 """Elements that share a scale."""
 SCALE_BYTES = 2
 ALIGNMENT = 16
-"""The size of a quantised block is a multiple of this many bytes."""
+"""Bytes that the size of a quantised block is a multiple of."""
 
 
 class Codec(Enum):
@@ -76,7 +76,7 @@ ERROR_CODEC = Codec.INT8
 
 
 class Use(StrEnum):
-    """Use of a method: a key of the configuration's section `comm`."""
+    """Use of a method; the values are keys of the configuration's section `comm`."""
 
     GRADIENTS = "gradients"
     WEIGHTS = "weights"
@@ -84,7 +84,7 @@ class Use(StrEnum):
     """Gradients inside a node in a two-stage reduction; only the method's codec is used."""
 
     def describe(self) -> str:
-        """Return the name of the data in messages."""
+        """Return the name used for the data in messages."""
         return "gradients inside a node" if self is Use.INSIDE_NODE else self.value
 
 

@@ -26,7 +26,7 @@ without fused multiply-adds:
 - Decoding starts at +0, adds code · scale (exact in float32) of each block in turn, inverts the rotation, multiplies,
   and rounds to the output dtype. Magnitudes within 0.4 % of float32's largest may decode to infinity.
 
-The rotation is a Hadamard transform of each 32 elements, which spreads an outlier over its neighbours (relative error
+The rotation is a Hadamard transform of every 32 elements, which spreads an outlier over its neighbours (relative error
 on Student's t with 3 degrees of freedom at 4 bits: 0.10 instead of 0.20). The forward transform is not normalised,
 which avoids rounded constants; the inverse divides by 32, which is exact.
 """
@@ -111,7 +111,7 @@ def check(codec: Codec, dtype: torch.dtype, *, rotate: bool = False) -> None:
     """Raise if `codec` does not support the dtype or the rotation.
 
     Raises:
-        InputError: it does not.
+        InputError: the dtype or the rotation is not supported.
     """
     known = dtype.is_floating_point if codec is Codec.EXACT else dtype in QUANTISED_DTYPES
     if not known:
@@ -132,7 +132,7 @@ def check_payload(payload: Tensor, codec: Codec, *, num_elements: int, dtype: to
     """Raise if `payload` [..., bytes] cannot be a block of `num_elements` elements.
 
     Raises:
-        InputError: it cannot be.
+        InputError: the dtype, rotation or number of bytes does not match.
     """
     check(codec, dtype, rotate=rotate)
     expected = codec.encoded_bytes(num_elements, element_bytes=dtype.itemsize)
@@ -226,7 +226,7 @@ def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hadamard(x_gk: Tensor) -> Tensor:
-    """Apply the Hadamard transform to each 32 elements of the last dim, butterflies of neighbours first."""
+    """Apply the Hadamard transform to every 32 elements of the last dim, starting with adjacent pairs."""
     shape = x_gk.shape
     for stage in range(int(math.log2(ROTATION_SIZE))):
         pairs = x_gk.reshape(*shape[:-1], shape[-1] // 2 ** (stage + 1), 2, 2**stage)

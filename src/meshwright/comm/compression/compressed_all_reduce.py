@@ -1,10 +1,10 @@
 """All-reduce with encoded payloads, for DDP's buckets and for the replicas of HSDP.
 
 Each rank owns a shard of the tensor: it receives every rank's encoded values of that shard by an all-to-all, sums them
-in float32 and encodes the sum, which is then all-gathered. So there are two encodings, with comparable errors.
+in float32 and encodes the sum, which is then all-gathered. Values are thus encoded twice, with comparable errors.
 
 [Note: the second encoding] With feedback it has its own error, kept by the shard's owner: the server error of 1-bit
-Adam (Tang et al. 2021). Without feedback it is int8, whatever the first is. Relative error of the sum over 200 steps,
+Adam (Tang et al. 2021). Without feedback, quantised codecs use int8 for it. Relative error of the sum over 200 steps,
 on 2 and on 8 ranks, with gradients that consist of a constant and ten times as much noise:
 
     first encoding           second encoding          2 ranks    8 ranks    bits per element
@@ -106,14 +106,14 @@ class AllReduceHook:
 
     With one hook per module, a model sharded on the mesh of a single replica trains like HSDP. FSDP2 knows only the
     shards and divides by their number, so `factor` is 1 / replicas if gradients are averaged, and 1.0 if they are
-    summed or divided as `set_gradient_divide_factor` says. With gradient accumulation each reduce-scatter has its
+    summed or divided by `set_gradient_divide_factor`. With gradient accumulation each reduce-scatter is followed by an
     all-reduce: `set_requires_gradient_sync(False)` skips both, and `set_requires_all_reduce(False)`, which applies to
     native HSDP, has no effect.
     """
 
     all_reduce: CompressedAllReduce
     group: ProcessGroup
-    """The ranks that have the same shard."""
+    """Ranks that hold the same shard."""
     factor: float
     """Factor applied to the sum."""
 
@@ -121,7 +121,7 @@ class AllReduceHook:
         """Reduce in place, on the stream on which FSDP2 calls the hook."""
         self.all_reduce(reduce_output, group=self.group, factor=self.factor)
         if reduce_output.is_cuda:
-            # It was allocated on the reduce-scatter stream, which could reuse it before this stream's cast has run.
+            # Allocated on the reduce-scatter stream, which could reuse the memory before this stream's cast has run.
             reduce_output.record_stream(torch.cuda.current_stream(reduce_output.device))
 
 

@@ -2,7 +2,7 @@
 
 [Note: buckets] DDP reduces buckets of gradients, and an error belongs to the parameters of its bucket, in their order.
 After the first backward DDP rebuilds its buckets in the order in which gradients became ready; so errors are keyed by
-parameter indices, and those of dropped buckets are discarded, in the first step without a warning.
+parameter indices, and those of dropped buckets are discarded, with a warning except in the first step.
 
 A resumed run starts with DDP's initial buckets again, while its saved errors belong to the rebuilt ones. To resume
 bitwise, its first backward holds gradients back until all are ready, reduces them in the saved buckets, and copies them
@@ -62,7 +62,7 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
         return Compression({}, {})
     reduction = BucketReduction(model, method)
     try:
-        # A lambda, because DDP compares the hook's annotations with types, and in this file they are strings.
+        # A lambda has no annotations: DDP compares them with types, but in this file they are strings.
         model.register_comm_hook(None, lambda state, bucket: reduction.reduce(bucket))
     except RuntimeError as error:
         raise _error(
@@ -89,7 +89,7 @@ class BucketReduction:
         """True if the current errors come from more than the first step."""
         self._held: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
         self._num_changed = 0
-        """Number of buckets in this backward that replaced differently composed ones."""
+        """Number of buckets in this backward that replaced buckets with other parameters."""
 
     @property
     def sent(self) -> SentBytes:

@@ -4,8 +4,8 @@ With g the gradient, e the error and Q the codec,
 
     h = g + e      send Q(h)      e ← β · e + (1 − β) · (h − Q(h))
 
-so that everything sent sums to the sum of the gradients plus (e_first − e_last) / (1 − β): errors do not accumulate,
-because only the moving average is ever missing. e is stored as `int8` blocks of `codecs`, 8.125 bits per element. The
+so that the payloads sum to the sum of the gradients plus (e_first − e_last) / (1 − β): errors do not accumulate,
+because only the moving average remains unsent. e is stored as `int8` blocks of `codecs`, 8.125 bits per element. The
 fused kernels are tested against this file; `error_feedback_state` keeps e between steps.
 """
 
@@ -83,7 +83,7 @@ def check_feedback(g: Tensor, error: Tensor, codec: Codec) -> None:
     """Raise if `codec` is not quantised, or `error` does not match the gradients.
 
     Raises:
-        InputError: one of these.
+        InputError: the codec, a dtype or a shape does not match.
     """
     if not codec.is_quantised:
         raise InputError(

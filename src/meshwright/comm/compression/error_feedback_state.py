@@ -38,7 +38,7 @@ class ErrorLayout:
     """Indices of the gradient shards that the blocks belong to; if empty, all shards in order."""
 
     def describe(self) -> str:
-        """Return the layout's description in messages."""
+        """Return a description for messages."""
         of = f", shards {list(self.shards)}" if self.shards else ""
         return f"{self.num_blocks} blocks of {self.num_elements} elements{of}"
 
@@ -97,7 +97,7 @@ class ErrorState:
         return payload
 
     def commit(self) -> None:
-        """Make the open step's error the new state. A step without gradients counts too."""
+        """Make the open step's error the new state, and count the step even if it had no gradients."""
         if self._is_open:
             self._error, self._next = self._next, self._error
             self._is_open = False

@@ -3,7 +3,7 @@
 Both implement FSDP2's public protocols (`FSDPModule.set_custom_reduce_scatter`, `set_custom_all_gather`), with one
 object per FSDP2 module. A reduce-scatter becomes an all-to-all of encoded shards, which every rank decodes and sums in
 float32 (qgZ of ZeRO++; Wang et al. 2023), optionally with LoCo's error feedback (Xie et al. 2024). Work is ordered on
-the stream on which FSDP2 calls, so no work handle is returned.
+the stream that is current when FSDP2 calls, so no work handle is returned.
 
 Shapes: r ranks of the group, n elements of a shard.
 """
@@ -130,7 +130,7 @@ class CompressedReduction(ByteCounterMixin, ErrorFeedbackMixin):
         ErrorFeedbackMixin.__init__(self, {"": self._feedback} if self._feedback else {})
 
     def _encode(self, rows: Tensor, codec: Codec, feedback: LazyErrorState | None) -> Tensor:
-        """Encode `rows` [blocks, elements], with error feedback if there is a state for it."""
+        """Encode `rows` [blocks, elements], with error feedback if `feedback` is given."""
         return dispatch.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
 
 
@@ -204,7 +204,7 @@ def num_bytes(x: Tensor) -> int:
 
 
 def reduce_factor(op: Any, num_ranks: int) -> float:
-    """Return the factor applied to the sum for FSDP2's reduce op; PyTorch's stubs do not distinguish their types."""
+    """Return the factor that FSDP2's reduce op applies to the sum; PyTorch's stubs do not type reduce ops precisely."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

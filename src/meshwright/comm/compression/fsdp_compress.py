@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 
 ROOT = "the root"
-"""The module whose name is empty, in messages."""
+"""Name of the root module in messages."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def compress(
 
     A module that is sharded over several nodes, with the same number of ranks on each, reduces gradients in two stages:
     inside the nodes with method `inside_node`, then between them with method `gradients`. All ranks of the world must
-    call it, because it creates process groups; if ranks hold different numbers of model parts, call `place` on all of
+    call this, because it creates process groups; if ranks hold different numbers of model parts, call `place` on all of
     them first, and pass its result to `compress` for each part.
 
     Rounding depends on neighbouring elements, so replicas of a parameter over another axis (norms under tensor
@@ -149,7 +149,7 @@ def compress(
         inside_node: a method of `catalogue.names(Use.INSIDE_NODE)` for the first of two stages;
             exact-via-all-to-all is exact in both.
         nodes: the node of each rank of the world, instead of the detected hosts.
-        placement: result of `place`, instead of `nodes`; other ranks then need not call.
+        placement: result of `place`, instead of `nodes`; the other ranks then need not call `compress`.
         replicas: replicas of the model, sharded over the mesh of a single one, to also reduce gradients over (HSDP).
             With FSDP2's native HSDP on a 2-dim mesh, gradients are compressed within a replica only.
 

@@ -1,8 +1,8 @@
 """Compressed reduce-scatter in two stages (qgZ): inside each node first, then between nodes with error feedback.
 
-Shards are summed inside a node at the precision that its fast links allow, and only the sums, 1/L of the bytes, are
-sent between nodes in few bits (ZeRO++; Wang et al. 2023, section 3.3), optionally with LoCo's error feedback (Xie et
-al. 2024). The error is that of the sums: 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the
+Shards are sent at higher precision over the fast links inside a node and summed there. Only the sums, 1/L of the bytes,
+are sent between nodes in few bits (ZeRO++; Wang et al. 2023, section 3.3), optionally with LoCo's error feedback (Xie
+et al. 2024), whose state covers only the sums: 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the
 communication plan; each stage is one all-to-all.
 
 Shapes: r = N · L ranks of the group, N nodes with L ranks each, n elements of a shard.
@@ -63,7 +63,7 @@ class TwoStageReduceScatter(CompressedReduceScatter):
         shards_rn = input_tensor.view(num_ranks, -1)
         self.count_exact(input_tensor, group)
 
-        # Reordered after encoding, when there are fewer bytes.
+        # Reordering after encoding moves fewer bytes.
         rotates = self._inside.is_quantised
         payload = dispatch.encode(shards_rn, self._inside, rotate=rotates).index_select(0, self._order_on(shards_rn))
         self.sent.count_direct(payload, self._links_inside)
