@@ -1,4 +1,4 @@
-"""Plain FSDP2 training with gradients sent in four bits and weights in eight; only four lines are Meshwright's.
+"""Plain FSDP2 training with 4-bit gradients and 8-bit weights; only four lines are specific to Meshwright.
 
 torchrun --nproc-per-node 2 docs/examples/compressed_fsdp2.py
 """
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def restarted(model: nn.Module, compression: meshwright.comm.Compression, rank: int) -> meshwright.comm.Compression:
-    """Save and load the per-rank rounding errors, which a checkpoint needs besides model and optimizer."""
+    """Save and load the per-rank rounding errors, which belong in a checkpoint next to model and optimizer."""
     file = Path(tempfile.gettempdir()) / f"errors-{os.environ['MASTER_PORT']}-{rank}.pt"
     torch.save(compression.state_dict(), file)  # 4. saved and loaded by the same rank of the same layout
     reloaded = meshwright.comm.compress(model, gradients="loco4", weights="int8")

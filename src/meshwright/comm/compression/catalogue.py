@@ -29,7 +29,7 @@ GROUP = 128
 """Number of elements that share a scale."""
 SCALE_BYTES = 2
 ALIGNMENT = 16
-"""The size of a quantised block is a multiple of this many bytes."""
+"""Bytes that the size of a quantised block is a multiple of."""
 
 
 class Codec(Enum):

@@ -97,7 +97,7 @@ class ErrorState:
         return payload
 
     def commit(self) -> None:
-        """Make the open step's error the new state. A step without gradients counts too."""
+        """Make the open step's error the new state, and count the step even if it had no gradients."""
         if self._is_open:
             self._error, self._next = self._next, self._error
             self._is_open = False

@@ -130,7 +130,7 @@ class CompressedReduction(ByteCounterMixin, ErrorFeedbackMixin):
         ErrorFeedbackMixin.__init__(self, {"": self._feedback} if self._feedback else {})
 
     def _encode(self, rows: Tensor, codec: Codec, feedback: LazyErrorState | None) -> Tensor:
-        """Encode `rows` [blocks, elements], with error feedback if there is a state for it."""
+        """Encode `rows` [blocks, elements], with error feedback if `feedback` is given."""
         return dispatch.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
 
 

@@ -1,16 +1,16 @@
 // Codecs and LoCo error feedback on a CPU, bitwise equal to codecs.py and error_feedback.py, 128 elements at a time.
 //
-// No intrinsics and no headers of torch: the loops below are plain C++ over the 128 elements of a group, of which a
-// compiler makes vectors, and each entry point is compiled three times from the same source, for AVX-512, for
-// AVX2 and for whatever the compiler's default is (the only one off x86). The caller chooses by what the processor has.
+// Without intrinsics or torch headers: the loops are plain C++ over the 128 elements of a group, which the compiler
+// vectorises. Each entry point is compiled three times from the same source, for AVX-512, for AVX2 and for the
+// compiler's default target (the only one on non-x86 CPUs); the caller selects one by CPU features.
 // Must be compiled with -ffp-contract=off: a fused multiply-add rounds once where the reference rounds twice.
 //
-// The layout of a block and every rounding are described at the top of codecs.py.
+// codecs.py specifies the layout of a block and every rounding.
 
 #include <cstdint>
 #include <cstring>
 
-// Inlined into each of the three versions, and so compiled for its instructions.
+// Inlined into each of the three versions, and thus compiled for its instruction set.
 #define INLINE static inline __attribute__((always_inline))
 
 namespace {
@@ -21,8 +21,7 @@ constexpr int kAlignment = 16;
 constexpr uint32_t kInfinity = 0x7F800000u;
 constexpr uint32_t kSmallestNormal = 0x00800000u;
 constexpr uint16_t kNan = 0x7FC0u;
-// Added to a number below 2^22, it leaves no bits for a fraction: the sum is rounded half to even, and its lowest bits
-// are those of the integer.
+// Adding it to a number below 2^22 rounds half to even, and leaves the integer in the lowest bits of the sum.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 
 struct BFloat16 { uint16_t bits; };
@@ -36,12 +35,12 @@ INLINE float to_float(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
 INLINE float to_float(Float16 x) {
     const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
     const uint32_t magnitude = uint32_t(x.bits & 0x7FFFu) << 13;
-    const uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);  // moves the exponent, and normalises
+    const uint32_t finite = bits_of(float_of(magnitude) * 0x1p112f);  // rebias the exponent, normalise subnormals
     const uint32_t special = magnitude | kInfinity;
     return float_of(sign | (magnitude >= 0x0F800000u ? special : finite));
 }
 
-INLINE uint16_t rounded_bfloat16(uint32_t bits) {  // half to even; not for NaN
+INLINE uint16_t rounded_bfloat16(uint32_t bits) {  // half to even; invalid for NaN
     return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -55,16 +54,16 @@ INLINE void from_float(float x, Float16* out) {
     const uint32_t bits = bits_of(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7FFFFFFFu;
-    // Subnormal halves: adding 0.5 leaves their last place where the fraction of the sum ends, rounded half to even.
+    // Subnormal halves: 0.5 in float32 has the same last place, so adding it rounds half to even there.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
     const uint32_t normal = (magnitude - 0x38000000u + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
     uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
-    half = magnitude >= 0x477FF000u ? 0x7C00u : half;  // 65520 and more round to infinity
+    half = magnitude >= 0x477FF000u ? 0x7C00u : half;  // values from 65520 round to infinity
     half = magnitude > kInfinity ? 0x7E00u : half;
     out->bits = uint16_t(sign | half);
 }
 
-// A block: codes of all groups, scales of all groups, zeros.
+// A block: the codes of all groups, the scales of all groups, zero padding.
 struct Block { uint8_t* codes; uint8_t* scales; };
 
 INLINE int64_t groups_of(int64_t num_elements) { return (num_elements + kGroup - 1) / kGroup; }
@@ -84,17 +83,17 @@ INLINE float read_scale(const uint8_t* scales, int64_t group) {
 }
 INLINE void write_scale(uint8_t* scales, int64_t group, uint16_t scale) { std::memcpy(scales + 2 * group, &scale, 2); }
 
-// Groups that take each step together. One group alone would wait for its largest element, the division by it and the
-// codes in turn; of several, one is worked on while another waits.
+// Number of groups processed together. For a single group, maximum, division and codes are a serial dependency chain;
+// the chains of several groups overlap.
 constexpr int kTile = 8;
 
-// The scales of a tile's groups.
+// Scales of the groups in a tile.
 struct Scales {
     alignas(64) float value[kTile], inverse[kTile];
     alignas(64) uint32_t bits[kTile], finite[kTile];
 };
 
-// Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
+// Keys hold the magnitude above the sign: the maximum is the largest magnitude, negative on ties, or non-finite.
 INLINE uint32_t largest_key(const float* h) {
     uint32_t key = 0;
     for (int i = 0; i < kGroup; ++i) {
@@ -120,8 +119,8 @@ template <int kBits> INLINE void scales_of(const uint32_t* keys, Scales* scales)
     }
 }
 
-// All 0 in a group that is not finite. Codes need no lower bound: a scale is off by 2^-9 of itself at most, and less
-// than half a code below the lowest one is rounded to it.
+// Codes of a non-finite group are 0. Codes need no lower clamp: the relative error of a scale is at most 2^-9, so
+// values are less than half a code below the lowest code, and round to it.
 template <int kBits> INLINE void codes_of(const float* h, float inverse, bool finite, int32_t* codes) {
     constexpr int32_t highest = (1 << (kBits - 1)) - 1;
     if (!finite) {
@@ -143,22 +142,22 @@ template <int kBits> INLINE void pack(const int32_t* codes, uint8_t* out) {
     }
 }
 
-// What codes and a scale stand for, added to `sum`, or to zero if they are the first.
+// Dequantises a group and adds it to `sum`, or to zero if it is the first.
 template <int kBits, bool kFirst> INLINE void unpack(const uint8_t* packed, float scale, float* sum) {
     constexpr int kFields = 8 / kBits, kWidth = kGroup / kFields;
     for (int k = 0; k < kFields; ++k) {
         float* field = sum + k * kWidth;
         for (int j = 0; j < kWidth; ++j) {
-            // To the top of the byte and back, which brings the sign along.
+            // Shifting the field to the top of the byte and back sign-extends it.
             const int8_t code = int8_t(int8_t(packed[j] << (8 - kBits - k * kBits)) >> (8 - kBits));
             field[j] = (kFirst ? 0.0f : field[j]) + float(code) * scale;
         }
     }
 }
 
-// Five stages that each take neighbours and put sums before differences: the next stage's neighbours are then those
-// that an ordinary butterfly finds at twice the distance, and after the fifth all are where they were. All shards of a
-// group take a stage together, as each stage has to wait for the one before.
+// Five stages, each of which combines adjacent elements and stores sums before differences: the next stage's adjacent
+// elements are then those at twice the distance in an ordinary butterfly, and the fifth restores the order. A stage
+// depends on the previous one, so all transforms of a group run it together.
 INLINE void hadamard(float* x) {
     constexpr int kHalf = kRotated / 2;
     alignas(64) float other[kGroup];
@@ -194,7 +193,7 @@ template <class T> INLINE void store_as(const float* h, int64_t group, int64_t n
     for (int i = 0; i < left; ++i) from_float(h[i], to + i);
 }
 
-// The type of elements is asked for in each group: a guessed branch, for a third of the code to compile.
+// Dispatch on the dtype is per group: the branch is well predicted, and there is a third of the code to compile.
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 INLINE int64_t size_of(int dtype) { return dtype == kFloat32 ? 4 : 2; }
@@ -242,7 +241,7 @@ INLINE void encode(const char* x, int dtype, int64_t num_blocks, int64_t num_ele
     }
 }
 
-// `next` may be `error`: a tile is read before it is written.
+// `next` may alias `error`: a tile is read before it is written.
 template <int kBits>
 INLINE void loco(const char* g, int dtype, int64_t num_blocks, int64_t num_elements, float beta, float rest,
                  uint8_t* error, uint8_t* next, uint8_t* out) {
@@ -312,7 +311,7 @@ INLINE void decode_sum(uint8_t* payloads, int dtype, int64_t num_ranks, int64_t 
 
 }  // namespace
 
-// Calls `function<bits>` with the rest; kernels_cpu.py has checked the numbers that it passes.
+// Calls `function<bits>` with the other arguments, which cpu_kernels.py has validated.
 #define WITH_BITS(function, bits, ...)                      \
     do {                                                    \
         if (bits == 8) function<8>(__VA_ARGS__);            \
@@ -340,7 +339,7 @@ ENTRY_POINTS(baseline, )
 int has_baseline() { return 1; }
 
 #if defined(__x86_64__)
-// Both compilers prefer half of AVX-512's width unless told, each in its own words.
+// GCC and Clang default to 256-bit vectors for AVX-512, and have different options for 512.
 #if defined(__clang__)
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512)))
 #else
