@@ -1,4 +1,4 @@
-"""Corrected DTensor operators: sharding rules, fixes for incorrect results, and a fallback to replicated tensors.
+"""Corrections for DTensor operators: sharding rules, fixes for wrong results, and a fallback to replicated tensors.
 
 `for_dtensor` and `replicate_fallback` are context managers; `register_rules` only registers the sharding rules.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.dtensor_ops.sharding_rules import register_rules
 
 _FILES = {"for_dtensor": "dispatch_mode", "register_rules": "sharding_rules", "replicate_fallback": "fallback"}
-"""Public names and the modules that define them, imported lazily because they import torch."""
+"""Modules by the public name they define, imported lazily because they need torch."""
 
 __all__ = ["for_dtensor", "register_rules", "replicate_fallback"]
 

@@ -1,4 +1,4 @@
-"""Consensus among the ranks of a mesh on a flag or an integer."""
+"""Agree on a flag or an integer across the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 def any_rank(condition: bool, mesh: DeviceMesh) -> bool:
-    """Return True if `condition` holds on any rank of the mesh; a collective call."""
+    """Return True if `condition` holds on any rank of the mesh. Must be called on all ranks."""
     return all_reduce_int(int(condition), mesh, "max") == 1
 
 

@@ -1,7 +1,7 @@
-"""The dispatch mode that intercepts operators before DTensor, within `for_dtensor` and `replicate_fallback`.
+"""Dispatch mode behind `for_dtensor` and `replicate_fallback`, which intercepts operators before DTensor.
 
-Corrections are layers: each layer calls the next one, and the last calls DTensor. A separate mode for each would
-cost every operator about as much as DTensor's own dispatch.
+Corrections are layers: each layer calls the next one, and the last calls DTensor. A separate mode per correction
+would add about as much overhead to each operator as DTensor's own dispatch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.reshard.dtensor import redistribution_hook
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 OpLayer = Callable[[OpCall, RunOp], Any]
-"""Computes the result of an operator call, given the next layer."""
+"""Function that computes the result of an operator call, given the next layer."""
 
 
 class OpDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that intercepts every operator of this thread before DTensor.
+    """Dispatch mode that intercepts all operators on this thread before DTensor.
 
     Attributes:
         views: the layer that tracks gathered views.
@@ -46,7 +46,7 @@ class OpDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run unchanged, and their operators are not intercepted."""
+        """Return True, so that compiled functions run unchanged and their operators are not intercepted."""
         return True
 
     def __torch_dispatch__(
@@ -62,17 +62,17 @@ def _run_layer(layer: OpLayer, run: RunOp, call: OpCall) -> Any:
 
 
 def active_context() -> OpDispatchMode | None:
-    """Return the active mode of this thread, if any."""
+    """Return this thread's active mode, or None."""
     return next((mode for mode in active_modes() if isinstance(mode, OpDispatchMode) and not mode.is_suspended), None)
 
 
 @contextmanager
 def dispatch_context(*layers: OpLayer, on_gather: OnGather | None = None) -> Iterator[None]:
-    """Run this thread's redistributions by Meshwright's plans and its operators through `layers`, within the block.
+    """Run redistributions on this thread with Meshwright's plans, and operators through `layers`, within the block.
 
     Args:
         layers: layers to run after the standard ones for views, losses, partial values and shard orders.
-        on_gather: called before a write to a gathered view (see `GatheredViews`).
+        on_gather: callback before a write to a gathered view (see `GatheredViews`).
     """
     outer, mover = active_context(), Redistributor()
     views = GatheredViews(mover, on_gather, outer.views.origins if outer else None)
@@ -93,11 +93,11 @@ def dispatch_context(*layers: OpLayer, on_gather: OnGather | None = None) -> Ite
 def for_dtensor() -> Iterator[None]:
     """Plan and run DTensor's redistributions in this thread with Meshwright, within the block.
 
-    This covers redistributions for operators, `DTensor.redistribute`, `full_tensor`, and the backward pass if it
-    runs within the block. PyTorch's own planner still handles placements without a layout (`_MaskPartial`),
-    asynchronous redistributions, tracing, symbolic sizes, and unsupported reductions. All ranks of a mesh must enter
-    the block, or none. Operators use the rules of `sharding_rules`, which stay registered when the block ends, and
-    preserve shard orders (`shard_order_ops`) and views (`gathered_views`). A nested block changes nothing.
+    This covers operators, `DTensor.redistribute`, `full_tensor`, and the backward pass if it runs within the block.
+    PyTorch's own planner still handles placements without a layout (`_MaskPartial`), asynchronous redistributions,
+    tracing, symbolic sizes, and unsupported reductions. Either all ranks of a mesh enter the block or none do.
+    Operators use the rules of `sharding_rules`, which stay registered after the block, and preserve shard orders
+    (`shard_order_ops`) and views (`gathered_views`). A nested block has no effect.
     """
     register_rules()
     if active_context():

@@ -1,14 +1,14 @@
 """Fallback to replicated tensors for operators without a sharding rule: `with replicate_fallback(): …`.
 
-DTensor raises for operators without a sharding rule, and for plain tensors mixed with DTensors. In this context such
-an operator is computed from its gathered inputs instead (`run_replicated`), with a warning that states the cost. The
-fallback works below autograd, so it applies to the backward pass of an operator as well.
+DTensor raises on operators without a sharding rule, and on plain tensors mixed with DTensors. Within this context, such
+operators run on gathered inputs instead (`run_replicated`), with a warning that states the cost. The fallback works
+below autograd, so it also applies to backward passes.
 
-Each operator of this thread is intercepted before DTensor, which is itself left unmodified. DTensor runs whatever it
-can: an operator falls back only if DTensor failed during planning, which is deterministic across ranks. A failure
-during computation is specific to one rank and is raised, with one exception that is known in advance: if some rank's
-shard is empty (a dim of 3 sharded over 4 ranks), many operators fail on that rank and leave the others hanging. In
-that case the ranks first agree on whether any of them failed.
+Each operator on this thread is intercepted before DTensor, which stays unmodified. DTensor runs whatever it can: an
+operator falls back only if DTensor fails during planning, which is deterministic across ranks. A failure during
+computation may be local to one rank and is raised. The exception is known in advance: if some rank's shard is empty
+(a dim of size 3 sharded over 4 ranks), many operators fail on that rank and leave the others hanging. The ranks then
+first agree on whether any of them failed.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ Warn = bool | Literal["error"]
 EMPTY_SAFE_PREFIXES = ("new_", "slice", "select")
 """Name prefixes of operators that, like elementwise ones, cannot fail on an empty shard."""
 REFUSED_BEFORE_PLANNING = ("aten.as_strided.default",)
-"""Operators that DTensor's own handlers refuse before planning."""
+"""Operators that DTensor's own handlers reject before planning."""
 
 
 class FallbackCounts:
-    """The fallbacks within one `replicate_fallback`.
+    """Counter of the fallbacks within a `replicate_fallback` block.
 
     Attributes:
         counts: number of fallbacks by operator name.
@@ -74,17 +74,18 @@ class FallbackCounts:
 
 @contextmanager
 def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
-    """Compute operators without a sharding rule from their gathered inputs, on this thread.
+    """Run operators without a sharding rule on gathered inputs, on this thread.
 
-    Results take the placements of the sharded input of their shape, or are replicated. A plain tensor mixed with
-    DTensors is treated as replicated if all ranks hold the same values. Otherwise the block acts as `for_dtensor`.
+    A result takes the placements of a sharded input of the same shape, or is replicated. A plain tensor mixed with
+    DTensors is treated as replicated if all ranks hold the same values. In all other respects the block acts like
+    `for_dtensor`.
 
     Args:
-        warn: True logs a warning on the first fallback of each operator, with the bytes each rank receives; False
-            logs nothing; "error" raises instead of gathering, before any communication.
+        warn: True logs a warning on each operator's first fallback, with the bytes received per rank; False logs
+            nothing; "error" raises before any communication instead of gathering.
 
     Raises:
-        OperatorError: within the block, for operators that cannot fall back: on storage, with random numbers, ….
+        OperatorError: within the block, for operators that cannot fall back, such as storage and random operators.
     """
     register_rules()
     fallback = _FallbackLayer(warn)
@@ -93,14 +94,14 @@ def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
 
 
 class _FallbackLayer:
-    """The layer that runs operators on gathered inputs if DTensor cannot run them."""
+    """Layer that runs operators on gathered inputs if DTensor cannot run them."""
 
     def __init__(self, warn: Warn) -> None:
         self.fallbacks = FallbackCounts()
         self._warn = warn
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
-        """Compute the result of `call` by `run`, or from gathered inputs if that fails."""
+        """Compute `call` with `run`, or from gathered inputs if that fails."""
         call = self._replicate_plain_tensors(call)
         if is_incorrect(call):
             return self._from_copies(call)
@@ -116,7 +117,7 @@ class _FallbackLayer:
         return self._from_copies(call)
 
     def _replicate_plain_tensors(self, call: OpCall) -> OpCall:
-        """Convert plain tensors to replicated DTensors, except scalars, which DTensor converts itself."""
+        """Convert plain tensors to replicated DTensors, except scalars, which DTensor handles itself."""
         plain = [t for t in call.tensors() if not isinstance(t, DTensor) and t.numel() != 1]
         if not plain or self._warn == "error" or any(tensor.layout is not torch.strided for tensor in plain):
             return call
@@ -129,7 +130,7 @@ class _FallbackLayer:
         return OpCall(call.operator, args, kwargs)
 
     def _run_on_empty_shards(self, call: OpCall, run: RunOp) -> Any:
-        """Return DTensor's result if no rank failed to compute its shard of it, else fall back on all ranks."""
+        """Return DTensor's result if it succeeded on every rank, else fall back on all ranks."""
         result, failed = None, None
         written = [local_tensor(tensor) for tensor in call.written_tensors() if isinstance(tensor, DTensor)]
         before = [tensor.clone() for tensor in written]
@@ -153,7 +154,7 @@ class _FallbackLayer:
         return run_replicated(call)
 
     def record(self, call: OpCall) -> None:
-        """Warn about a fallback and count it, or raise if `warn` is "error"."""
+        """Count a fallback and log a warning, or raise if `warn` is "error"."""
         name = name_of(call.operator)
         self._warn_or_raise(name, call)
         self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
@@ -175,7 +176,7 @@ class _FallbackLayer:
 
 
 def _can_fall_back(error: Exception) -> bool:
-    """Return True if DTensor failed on all ranks alike, before communicating or writing anything."""
+    """Return True if DTensor failed in the same way on all ranks, before communicating or writing anything."""
     return isinstance(error, NotImplementedError) or failed_in_planning(error)
 
 
@@ -185,7 +186,7 @@ def _is_safe_on_empty(operator: OpOverload) -> bool:
 
 
 def _has_empty_shards(call: OpCall) -> bool:
-    """Return True if some rank's shard of an input is empty."""
+    """Return True if any rank's shard of an input is empty."""
     for tensor in call.dtensors():
         shard_dims = [p.dim for p in tensor.placements if is_shard(p)]  # type: ignore[attr-defined]
         is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in shard_dims)
@@ -209,7 +210,7 @@ def _expected_local_shape(x: DTensor) -> tuple[int, ...]:
 
 
 def _is_same_on_all_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Return True if all ranks of the mesh have the same bytes, shape and dtype."""
+    """Return True if the tensor has the same bytes, shape and dtype on all ranks of the mesh."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256(repr((tensor.shape, tensor.dtype)).encode() + content).digest()
     checksum = int.from_bytes(digest[:7], "little")

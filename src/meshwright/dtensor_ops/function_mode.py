@@ -1,6 +1,6 @@
-"""The `replicate_fallback` handlers for torch functions that must be intercepted before they become operators.
+"""Handlers of `replicate_fallback` for torch functions that must be intercepted before they decompose into operators.
 
-Some read memory before any operator is dispatched, and einsum turns into matrix products of flattened dims.
+Some functions read memory before they dispatch any operator, and einsum turns into matrix products of flattened dims.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from meshwright.dtensor_ops.sharded_einsum import einsum_on_shards
 POINTER_FUNCTIONS = (Tensor.data_ptr,)
 """Functions that return 0 for a DTensor."""
 HOST_INDEX_FUNCTIONS = (torch.tensor_split, Tensor.tensor_split)
-"""Functions that read an integer tensor on the host."""
+"""Functions that read an index tensor on the host."""
 HOST_VALUE_FUNCTIONS = (Tensor.tolist, Tensor.__format__)
 """Functions that copy values to the host and reject tensor subclasses."""
 
 
 class OpFunctionMode(TorchFunctionMode):
-    """A function mode that intercepts every torch function of this thread."""
+    """Function mode that intercepts all torch functions on this thread."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,14 +1,14 @@
 """View semantics for gathered views, which share no memory with their base tensor.
 
 For a slice along a sharded dim, a diagonal or an unfold, DTensor (or the fallback) gathers the tensor first, and the
-result is a view of the gathered copy. Writes to it would silently not reach the base tensor, nor would it see later
-writes to the base. Within `for_dtensor` and `replicate_fallback` such views behave as on one device:
+result is a view of the gathered copy. Writes to the view would silently miss the base tensor, and later writes to the
+base would not show in the view. Within `for_dtensor` and `replicate_fallback`, such views behave as on one device:
 
-- A write to a gathered view runs on the gathered base tensor, and each rank keeps its shard: one gather.
-- After a write to the base, through any alias, its live gathered views are refreshed: one gather.
+- A write to a gathered view runs on the gathered base tensor, and each rank keeps its shard. This costs one gather.
+- After a write to the base, through any alias, its live gathered views are refreshed. This costs one gather.
 
-All ranks agree on which views are gathered, because gathering communicates. They may disagree on which are still
-alive, since each rank collects garbage at its own time, so the ranks reach consensus before they gather.
+All ranks agree on which views are gathered, because gathering communicates. They may disagree on which views are still
+alive, since each rank runs garbage collection at its own time, so the ranks reach consensus before they gather.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from meshwright.reshard.dtensor import DTensorSpec, spec_of
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 OnGather = Callable[[OpCall], None]
-"""Callback that receives a call before a full tensor is gathered for it."""
+"""Callback invoked with an operator call before a full tensor is gathered for it."""
 Origins = MutableMapping[DTensor, "_ViewOrigin"]
-"""Origins of tensors that are alive, by tensor."""
+"""View origins by live tensor."""
 
 
 @dataclass(frozen=True)
 class _ViewOp:
-    """A view operator without its tensor, and the index of the result if it returns several."""
+    """View operator without its tensor argument, and the result's index if the operator returns several."""
 
     operator: OpOverload
     args: tuple[Any, ...]
@@ -62,12 +62,12 @@ class _ViewOp:
 
 @dataclass(eq=False)
 class _ViewFamily:
-    """A base tensor and its views; holds the local tensor, since the DTensor would keep its autograd graph alive."""
+    """Base tensor and its views. Holds the local tensor, since the DTensor would keep its autograd graph alive."""
 
     local: Tensor
     spec: DTensorSpec
     gathered_views: Origins = field(default_factory=WeakIdKeyDictionary)
-    """Gathered views that are alive on this rank, with their origins."""
+    """Origins of the gathered views that are alive on this rank."""
     has_gathered_views: bool = False
     """True if gathered views may be alive on some rank; the same on all ranks."""
 
@@ -75,12 +75,12 @@ class _ViewFamily:
         return wrap_local(self.local, self.spec)
 
     def gather_base(self) -> Tensor:
-        """Gather a copy of the full base tensor on this rank."""
+        """Gather the full base tensor on this rank as a copy."""
         full = gather_full(self.tensor())
         return full.clone() if is_alias(full, self.local) else full
 
     def write_back(self, full: Tensor) -> None:
-        """Copy `full` to this rank's shard of the base tensor and to the gathered views."""
+        """Copy `full` into this rank's shard of the base tensor and into the gathered views."""
         self.local.copy_(shard_like(full, self.tensor()))
         self.refresh_views(full)
 
@@ -92,14 +92,14 @@ class _ViewFamily:
 
 @dataclass(frozen=True, eq=False)
 class _ViewOrigin:
-    """The base of a view and the view operators that lead to it."""
+    """Base of a view, and the view operators that produce the view from it."""
 
     family: _ViewFamily
     view_ops: tuple[_ViewOp, ...] = ()
     is_gathered: bool = False
 
     def apply(self, full: Tensor) -> Tensor:
-        """Return the same view of another tensor of the base's shape."""
+        """Return the same view of another tensor with the base's shape."""
         for view_op in self.view_ops:
             full = view_op.apply(full)
         return full
@@ -112,11 +112,11 @@ class _ViewOrigin:
 
 
 class GatheredViews:
-    """The layer that gives gathered views the semantics of views.
+    """Layer that gives gathered views the semantics of views.
 
     Args:
         mover: the hook that runs and counts this thread's redistributions.
-        on_gather: called before a write that gathers; may raise.
+        on_gather: callback before a write that gathers; may raise.
         origins: the view origins of an enclosing context.
     """
 
@@ -127,7 +127,7 @@ class GatheredViews:
         self._on_gather = on_gather
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
-        """Compute the result of `call` by `run`, and track views."""
+        """Compute `call` with `run` and track views."""
         if call.operator.is_view:
             return self._run_view(call, run)
         if torch.Tag.inplace_view in call.operator.tags:
@@ -137,7 +137,7 @@ class GatheredViews:
         return run(call)
 
     def _run_view(self, call: OpCall, run: RunOp) -> Any:
-        """Run a view operator and record the origin of its results."""
+        """Run a view operator and record the origins of its results."""
         before = self._mover.num_redistributions
         result = run(call)
         base = call.args[0] if call.args else None
@@ -162,7 +162,7 @@ class GatheredViews:
             origin.family.has_gathered_views = True
 
     def _run_inplace_view(self, call: OpCall, run: RunOp) -> Any:
-        """Run an in-place view operator such as `t_`; DTensor's own leaves the tensor's shape unchanged."""
+        """Run an in-place view operator such as `t_`; DTensor alone would leave the tensor's shape unchanged."""
         view_operator, tensor = out_of_place_view(call.operator), call.args[0] if call.args else None
         if view_operator is None or call.kwargs or not isinstance(tensor, DTensor):
             return run(call)
@@ -177,7 +177,7 @@ class GatheredViews:
         return self.origins.get(tensor) if isinstance(tensor, DTensor) else None
 
     def _run_write(self, call: OpCall, run: RunOp) -> Any:
-        """Run an operator that writes to a base or a view, and update the other views of the same base."""
+        """Run an operator that writes to a base or a view, and update the base's other views."""
         targets = [(tensor, self._origin_of(tensor)) for tensor in call.written_tensors()]
         known = [(tensor, origin) for tensor, origin in targets if origin is not None]
         has_gathered = any(origin.is_gathered for _, origin in known)
@@ -190,7 +190,7 @@ class GatheredViews:
         return result
 
     def _write_through(self, call: OpCall, families: Sequence[_ViewFamily]) -> Any:
-        """Run a write to gathered views on the gathered base tensors, and write those back."""
+        """Run a write to gathered views on the gathered base tensors, then write the bases back."""
         if self._on_gather is not None:
             self._on_gather(call)
         full_bases = {id(family): family.gather_base() for family in families}

@@ -1,4 +1,4 @@
-"""Checks for operator calls that DTensor 2.13 computes incorrectly or fails on midway, and that must fall back.
+"""Checks for operator calls that must fall back because DTensor 2.13 computes them incorrectly or fails midway.
 
 Each check depends only on properties that are the same on all ranks.
 """
@@ -37,7 +37,7 @@ def _draws(call: OpCall) -> bool:
 
 
 def is_sharded(x: Any, first_dim: int = 0) -> bool:
-    """Return True if `x` is a DTensor sharded along dim `first_dim` or a later one."""
+    """Return True if `x` is a DTensor sharded along any dim from `first_dim` on."""
     dims = [shard_dim(placement) for placement in x.placements] if isinstance(x, DTensor) else []
     return any(dim is not None and dim >= first_dim for dim in dims)
 
@@ -56,9 +56,9 @@ def _any_partial(call: OpCall) -> bool:
 
 
 def _convolution(call: OpCall) -> bool:
-    """Check for a sharded kernel or image, whose partial result DTensor treats as the full one.
+    """Check for a sharded kernel or image: DTensor treats the partial result as the full one.
 
-    An input sharded along channels fails, and a partial one fails in the backward pass.
+    An input sharded along channels fails in the forward pass, and a partial input in the backward pass.
     """
     x, kernel, bias = call.args[:3]
     return is_sharded(x, first_dim=1) or is_sharded(kernel) or is_sharded(bias) or _any_partial(call)
@@ -70,31 +70,31 @@ def _convolution_backward(call: OpCall) -> bool:
 
 
 def _shapes_differ(call: OpCall) -> bool:
-    """Check for different shapes, which DTensor shards alike even along a dim that one input lacks."""
+    """Check for different shapes: DTensor shards both inputs alike, even along a dim that one of them lacks."""
     x, other = call.args
     return bool(x.shape != other.shape)
 
 
 def _is_non_contiguous(call: OpCall) -> bool:
-    """Check for a non-contiguous input: forward tests the shard for contiguity, backward the full tensor."""
+    """Check for a non-contiguous input: the forward tests the shard for contiguity, the backward the full tensor."""
     x: DTensor = call.args[0]
     return not x.is_contiguous()
 
 
 def _is_unbatched(call: OpCall) -> bool:
-    """Check for an unbatched input, whose second dim DTensor takes for channels."""
+    """Check for an unbatched input: DTensor mistakes its second dim for channels."""
     x: DTensor = call.args[0]
     return x.dim() == 3
 
 
 def _has_no_elements(call: OpCall) -> bool:
-    """Check for a size of 0, which makes DTensor's planning loop forever."""
+    """Check for a dim of size 0, which makes DTensor's planning loop forever."""
     x: DTensor = call.args[0]
     return x.numel() == 0
 
 
 def _is_partial_to_float8(call: OpCall) -> bool:
-    """Check for a cast of partial values to float8, in which they cannot be summed."""
+    """Check for a cast of partial values to float8, which does not support summation."""
     dtype: torch.dtype | None = call.kwargs.get("dtype")
     return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1 and is_partial(call.args[0])
 
@@ -102,7 +102,7 @@ def _is_partial_to_float8(call: OpCall) -> bool:
 CHECKS: dict[str, Callable[[OpCall], bool]] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
-    # A rank squeezes a sharded dim of which it holds one index.
+    # A rank that holds one index of a sharded dim squeezes the dim.
     "aten.squeeze_copy.default": _is_input_sharded,
     "aten.squeeze_copy.dim": _is_input_sharded,
     "aten.squeeze_copy.dims": _is_input_sharded,
@@ -115,4 +115,4 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
     "aten._unsafe_view.default": _has_no_elements,
     "aten.reshape.default": _has_no_elements,
 }
-"""Checks by operator; a check returns True if DTensor is incorrect for the call."""
+"""Checks by operator; a check returns True if DTensor computes the call incorrectly."""

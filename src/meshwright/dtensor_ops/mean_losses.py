@@ -1,9 +1,8 @@
-"""The layer that computes mean losses of sharded inputs as a global sum divided by the global count.
+"""Layer that computes mean losses of sharded inputs as a global sum divided by the global count.
 
-DTensor 2.13 averages each shard and then the averages, which is correct only if all shards have equal weight: not if
-a dim is sharded unevenly, nor if classes are ignored or weighted. Its gradients of elementwise mean losses divide by
-the shard size, and are too large by a factor of the number of shards. Sums have neither fault, and
-need no extra communication.
+DTensor 2.13 averages the averages of the shards, which is incorrect if shards have different weights, because a dim is
+sharded unevenly or classes are ignored or weighted. Its gradients of elementwise mean losses divide by the shard size,
+so they are too large by a factor of the number of shards. Sums have neither problem and need no extra communication.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ ELEMENTWISE_BACKWARD = frozenset({
 })  # fmt: skip
 """Backward operators of elementwise losses: gradient, input, target."""
 CLASS_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
-"""Classification losses; they also return the total weight, which makes their gradients correct."""
+"""Classification losses, which also return the total weight; it makes their gradients correct."""
 
 
 def correct_mean_losses(call: OpCall, run: RunOp) -> Any:
-    """Compute the result of `call` by `run`, with mean losses as sums."""
+    """Compute `call` with `run`, replacing mean losses by sums."""
     operator = call.operator
     if operator in CLASS_LOSSES:
         return _mean_class_loss(call, run)
@@ -63,7 +62,7 @@ def _mean_elementwise_loss(call: OpCall, run: RunOp) -> Any:
     if dtype is not torch.float16:
         total = run(_with_reduction(call, LossReduction.SUM))
         return run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
-    elements = run(_with_reduction(call, LossReduction.NONE))  # their sum may overflow float16
+    elements = run(_with_reduction(call, LossReduction.NONE))  # a sum may overflow float16
     total = run(OpCall(aten.sum.default, (elements,), {"dtype": torch.float32}))
     mean = run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
     return run(OpCall(aten._to_copy.default, (mean,), {"dtype": dtype}))

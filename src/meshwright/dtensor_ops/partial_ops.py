@@ -1,8 +1,8 @@
-"""The layer that corrects operators that DTensor 2.13 computes incorrectly on partial values.
+"""Layer that corrects operators that DTensor 2.13 computes incorrectly on partial values.
 
-DTensor returns each rank's partial value as the scalar: `x.sum().item()` differs between ranks, and fails in
-inference mode. `fill_` sets every partial value to the fill value, so that their sum is too large by a factor of the
-number of ranks. The result of a lookup in a sharded tensor can be used only once: the second use fails.
+DTensor reads a scalar from the local partial value, so `x.sum().item()` differs between ranks; it also fails in
+inference mode. `fill_` sets every partial value to the fill value, so the sum is too large by a factor of the number
+of ranks. The result of a lookup in a sharded tensor can be used only once: a second use fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def correct_partial_ops(call: OpCall, run: RunOp) -> Any:
-    """Compute the result of `call` by `run`, or by its correction."""
+    """Compute `call` with its correction if there is one, else with `run`."""
     correct = CORRECTIONS.get(call.operator)
     return run(call) if correct is None or not isinstance(call.args[0], DTensor) else correct(call, run)
 
@@ -32,7 +32,7 @@ def _read_scalar(call: OpCall, run: RunOp) -> Any:
 
 
 def _fill_partial(call: OpCall, run: RunOp) -> Any:
-    """Fill with the value on the first rank of each sum or product, and with the identity on the others."""
+    """Fill with the value on the first rank of each sum or product, and with the identity on the other ranks."""
     x, value = call.args
     partials = {axis: placement for axis, placement in enumerate(x.placements) if placement.is_partial()}
     coordinate = x.device_mesh.get_coordinate()
@@ -52,7 +52,7 @@ def _unmask_lookup(call: OpCall, run: RunOp) -> Any:
 
 
 IDENTITIES = {"sum": 0, "product": 1}
-"""Identity elements by reduction; the others allow the same value on all ranks."""
+"""Identity elements by reduction; other reductions allow the same value on all ranks."""
 CORRECTIONS: dict[OpOverload, Callable[[OpCall, RunOp], Any]] = {
     aten._local_scalar_dense.default: _read_scalar,
     aten.item.default: _read_scalar,

@@ -1,7 +1,7 @@
-"""Adapter for the private PyTorch APIs of this room: DTensor's sharding propagation and operator dispatch.
+"""Adapter for private PyTorch APIs: DTensor's sharding propagation and operator dispatch.
 
-Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and the operators it draws random
-numbers for), `RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
+Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators),
+`RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
 `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
 of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`, operators' `_schema` and
 `_qualified_op_name`, and the name of the function in which DTensor plans an operator. Checked on 2.11 and 2.13.
@@ -38,14 +38,14 @@ PLANNING = "_propagate_op_sharding_dispatch_slow_path"
 """Name of the function in which DTensor plans an operator, before it communicates or computes anything."""
 
 PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
-"""DTensor's error message for an in-place operator on a tensor that would have to be redistributed."""
+"""DTensor's error message for an in-place operator that would have to redistribute its tensor."""
 
 Rule = Callable[..., Sequence[tuple[list[Placement | None], list[Placement | None]]]]
-"""Maps an operator's arguments, with specs for tensors, to (output placements, input placements) on one axis."""
+"""Function from an operator's arguments, with specs for tensors, to (output, input) placements on one axis."""
 
 
 def is_shard(placement: Placement) -> bool:
-    """Return True for a shard, strided or not, of dim `placement.dim`."""
+    """Return True for a placement, strided or not, that shards dim `placement.dim`."""
     return isinstance(placement, Shard | _StridedShard)
 
 
@@ -62,14 +62,14 @@ def with_dim(placement: Placement, dim: int) -> Placement:
 
 
 def has_default_order(tensor: DTensor) -> bool:
-    """Return True if axes that shard the same dim do so from the first to the last, as the placements imply."""
+    """Return True if the axes that shard a dim do so in ascending order, as the placements imply."""
     default = _default_order(tensor._spec.placements)
     return default is None or tensor._spec.shard_order == default
 
 
 @lru_cache(maxsize=4096)
 def _default_order(placements: tuple[Placement, ...]) -> tuple[ShardOrderEntry, ...] | None:
-    """Return the shard order that the placements imply, or None if strided shards define it."""
+    """Return the shard order implied by the placements, or None if strided shards define the order."""
     is_strided = any(isinstance(placement, _StridedShard) for placement in placements)
     return None if is_strided else DTensorSpec.compute_default_shard_order(placements)
 
@@ -81,20 +81,20 @@ def has_same_layout(a: DTensor, b: DTensor) -> bool:
 
 
 def correct_aliasing(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Mark which results alias which arguments, according to the operator's schema."""
+    """Set up the aliasing between results and arguments that the operator's schema declares."""
     return return_and_correct_aliasing(operator, args, kwargs, result)  # type: ignore[no-untyped-call]
 
 
 def masked_partial(shape: Sequence[int], dim: int) -> Placement:
-    """Return the partial placement of a lookup along a sharded dim: local values, and zero elsewhere."""
+    """Return the partial placement of a lookup along a sharded dim: local values are kept, others are zero."""
     return _MaskPartial(offset_shape=torch.Size(shape), offset_dim=dim)  # type: ignore[no-untyped-call]
 
 
 def apply_masks(x: DTensor) -> DTensor:
     """Turn masked partial placements into plain partial sums by zeroing the masked values now.
 
-    PyTorch applies a mask when it reduces. A mask can be used only once and belongs to the operator's plan: a second
-    use of the result fails, and so does a second call before the first result is used.
+    PyTorch applies a mask during the reduction. A mask can be used only once and belongs to the operator's plan, so a
+    second use of the result fails, and so does a second call before the first result is used.
     """
     local, placements = wait_tensor(x._local_tensor), list(x.placements)
     for axis, placement in enumerate(placements):
@@ -108,12 +108,12 @@ def apply_masks(x: DTensor) -> DTensor:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return the local tensor itself: a write to it writes to the DTensor."""
+    """Return the local tensor itself, not a copy: writes to it change the DTensor."""
     return tensor._local_tensor
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor as the DTensor with this spec; a leaf that requires no gradient."""
+    """Wrap a local tensor as a leaf DTensor with this spec that does not require grad."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -130,7 +130,7 @@ def gather_full(tensor: DTensor) -> Tensor:
 
 
 def dtensor_like(full: Tensor, local: Tensor, like: DTensor) -> DTensor:
-    """Wrap this rank's shard of `full` as a DTensor placed as `like`, with its shard order, but not partial."""
+    """Wrap `local`, this rank's shard of `full`, as a DTensor with the placements and shard order of `like`."""
     placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
     order = None if any(isinstance(p, _StridedShard) for p in placements) else like._spec.shard_order
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
@@ -139,7 +139,7 @@ def dtensor_like(full: Tensor, local: Tensor, like: DTensor) -> DTensor:
 
 
 def as_replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Wrap a tensor that every rank holds in full as a replicated DTensor."""
+    """Wrap a tensor that is the same on all ranks as a replicated DTensor."""
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(full.shape, full.stride(), full.dtype))
     return DTensor(full, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -162,7 +162,7 @@ def is_view(tensor: Tensor) -> bool:
 
 @cache
 def out_of_place_view(operator: OpOverload) -> OpOverload | None:
-    """Return the view operator that an in-place one applies, such as `aten.t` for `aten.t_`, or None."""
+    """Return the out-of-place version of an in-place view operator, such as `aten.t` for `aten.t_`, or None."""
     name = operator._schema.name.rpartition("::")[2]
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     types = [str(argument.type) for argument in operator._schema.arguments]
@@ -174,22 +174,22 @@ def out_of_place_view(operator: OpOverload) -> OpOverload | None:
 
 
 def become_view(tensor: DTensor, view: DTensor, operator: OpOverload, args: tuple[Any, ...]) -> None:
-    """Give `tensor` the spec and the memory of `view`, as the in-place view operator does."""
+    """Give `tensor` the spec and the memory of `view`, like the in-place view operator."""
     tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
     return_and_correct_aliasing(operator, args, {}, tensor)  # type: ignore[no-untyped-call]
 
 
 def failed_in_planning(error: BaseException) -> bool:
-    """Return True if DTensor failed on all ranks alike, before writing anything.
+    """Return True if DTensor failed in the same way on all ranks, before writing anything.
 
-    DTensor 2.11 finds only after computing, on copies, that an in-place operator would have to change placements.
+    DTensor 2.11 detects only after computing, on copies, that an in-place operator would have to change placements.
     """
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_name == PLANNING for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
 
 
 def draws_per_rank(operator: OpOverload) -> bool:
-    """Return True if DTensor runs the operator on each shard without synchronizing the random number generators."""
+    """Return True if DTensor runs the operator on each shard without synchronizing random number generators."""
     return operator not in DTensor._op_dispatcher._random_ops
 
 
@@ -199,7 +199,7 @@ def has_custom_handler(operator: OpOverload) -> bool:
 
 
 def active_modes() -> list[TorchDispatchMode]:
-    """Return this thread's dispatch modes, innermost last."""
+    """Return this thread's dispatch modes, outermost first."""
     return _get_current_dispatch_mode_stack()
 
 
@@ -209,7 +209,7 @@ def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | Non
     Args:
         operator: the operator overload.
         rule: the allowed placements on each mesh axis.
-        shape_argument: index of the argument that is the result's shape, which must be localized for each shard.
+        shape_argument: index of the argument with the result's shape, which must be localized for each shard.
 
     `register_sharding` reuses cached plans for calls that differ in arguments before the first plain int (such as a
     list of paddings), so all non-tensor arguments are added to the cache key here.
@@ -225,7 +225,7 @@ def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | Non
 
 
 def clear_sharding_cache() -> None:
-    """Clear DTensor's sharding cache on this thread, so that new rules apply from the next call on."""
+    """Clear DTensor's sharding cache on this thread so that new rules take effect."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 

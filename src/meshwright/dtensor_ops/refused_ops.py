@@ -1,7 +1,7 @@
 """Operators that cannot fall back to replicated tensors, and the errors that they raise.
 
-A DTensor has values, but no single memory for an operator to inspect: operators that read or change
-storage cannot be computed from the gathered values. Neither can random operators: each rank would draw its own numbers.
+A DTensor has no single storage, so operators that inspect or change storage cannot be computed from gathered values.
+Neither can random operators, since each rank would draw its own numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ STORAGE = frozenset({
     "new_empty_strided", "data_ptr", "is_set_to", "storage_offset", "record_stream",
 })  # fmt: skip
 STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
-"""Operators that access memory by strides; `STORAGE` lists those that access it otherwise."""
+"""Operators that access storage by strides; `STORAGE` lists those that access it in other ways."""
 
 
 class OperatorError(InputError):
-    """An operator that cannot run on a DTensor as it was called."""
+    """Error for an operator call that cannot run on DTensors."""
 
 
 class ImpureOperatorError(OperatorError):
-    """An operator whose result is not a function of its inputs' values: it depends on memory or on random numbers."""
+    """Error for an operator whose result depends not only on its inputs' values but on storage or random numbers."""
 
 
 def name_of(operator: OpOverload) -> str:
@@ -37,7 +37,7 @@ def name_of(operator: OpOverload) -> str:
 
 
 def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
-    """Return True if an operator depends on memory; strides into contiguous tensors only select values."""
+    """Return True if an operator depends on storage; strides into contiguous tensors only select values."""
     name = schema_of(operator).name.rpartition("::")[2]
     if name in STRIDES:
         return not all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors)
@@ -78,7 +78,7 @@ def shape_error(operator: OpOverload, result: tuple[int, ...], output: tuple[int
 
 
 def partial_write_error(operator: OpOverload) -> MeshwrightError:
-    """Return the error for a write to masked or norm partial values."""
+    """Return the error for a write to masked or norm-partial values."""
     return _operator_error(
         f"{name_of(operator)} writes to a DTensor with masked or norm partial values",
         rule="only plain Partial, Shard and Replicate placements can be written to",

@@ -1,7 +1,7 @@
-"""Replicated execution of an operator: gather its inputs, compute on every rank, keep each rank's shard.
+"""Run an operator replicated: gather its inputs, compute on every rank, keep each rank's shard of the result.
 
-Every rank computes the same result from the same values, so results are sharded by slicing, without communication.
-In-place writes go to copies first: an operator that fails leaves its inputs unchanged.
+All ranks compute the same result from the same values, so sharding the result is a local slice without communication.
+In-place writes go to copies first, so an operator that fails leaves its inputs unchanged.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from meshwright.reshard.dtensor.placements import has_layout
 from meshwright.reshard.dtensor.redistribute_local import redistribute_detached
 
 TensorPairs = list[tuple[Tensor, Tensor]]
-"""Tensors that an operator was called with, and the full tensors that it runs on."""
+"""Pairs of an operator's tensor argument and the full tensor that replaces it."""
 
 
 @dataclass(slots=True)
 class OpCall:
-    """An operator call: the operator and its arguments."""
+    """Operator with the arguments of a call."""
 
     operator: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensor arguments, including those in lists."""
+        """Return all tensor arguments, including those inside lists."""
         tensors: list[Tensor] = []
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor):
@@ -77,7 +77,7 @@ class OpCall:
         """Return the mesh of the DTensor arguments.
 
         Raises:
-            OperatorError: they are on several meshes.
+            OperatorError: the arguments are on several meshes.
         """
         meshes = [tensor.device_mesh for tensor in self.dtensors()]
         if any(mesh != meshes[0] for mesh in meshes):
@@ -90,11 +90,11 @@ class OpCall:
 
 
 RunOp = Callable[[OpCall], Any]
-"""Computes the result of an operator call."""
+"""Function that computes the result of an operator call."""
 
 
 def gather_bytes(tensor: DTensor) -> int:
-    """Return the bytes each rank receives to gather a tensor: a reduction of partial values, and the other shards."""
+    """Return the bytes that each rank receives to gather a tensor, including the reduction of partial values."""
     num_shards = num_partials = 1
     for axis, placement in enumerate(tensor.placements):
         size = tensor.device_mesh.size(axis)
@@ -108,11 +108,11 @@ def gather_bytes(tensor: DTensor) -> int:
 
 
 def run_replicated(call: OpCall, full_by_id: Mapping[int, Tensor] | None = None) -> Any:
-    """Compute the result of `call` from full inputs, and place it as the sharded input of its shape.
+    """Compute `call` from full inputs, and place the result like a sharded input of the same shape.
 
     Args:
         call: the operator call.
-        full_by_id: full tensors to use for some arguments, by `id`; writes to these are not copied back.
+        full_by_id: full tensors for some arguments, by `id`; writes to these are not copied back.
 
     Raises:
         OperatorError: the operator draws random numbers, or its output tensor cannot be written to.
@@ -158,7 +158,7 @@ def _is_float8(tensor: DTensor) -> bool:
 
 
 def _gather_float8(tensor: DTensor) -> Tensor:
-    """Gather a float8 tensor as bytes or, if partial, as float32, because gloo supports only 8-bit integers."""
+    """Gather a float8 tensor as bytes or, if partial, as float32, because gloo does not support float8."""
     if any(placement.is_partial() for placement in tensor.placements):
         local = local_tensor(tensor).float()
         full = gather_full(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor))
@@ -167,19 +167,19 @@ def _gather_float8(tensor: DTensor) -> Tensor:
 
 
 def is_writable(tensor: DTensor) -> bool:
-    """Return True unless the tensor has placements that only operators create, such as masked partial values."""
+    """Return True unless the tensor has placements that only operators can create, such as masked partial values."""
     return has_layout(tensor.placements)
 
 
 def _with_strides(full: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the tensor with the strides it has on one device, since some operators' results depend on them."""
+    """Return the tensor with its single-device strides, since the results of some operators depend on strides."""
     if full.stride() == strides or any(stride == 0 for stride in strides):
         return full
     return torch.empty_strided(full.shape, strides, dtype=full.dtype, device=full.device).copy_(full)
 
 
 def _run_deterministic(call: OpCall) -> Any:
-    """Run an operator on plain tensors, and raise if it drew random numbers."""
+    """Run an operator on plain tensors; raise if it draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in call.operator.tags:
         return call.run()
     if isinstance(call.kwargs.get("generator"), torch.Generator):
@@ -215,13 +215,13 @@ def _place_result(full: Tensor, call: OpCall, mesh: DeviceMesh) -> Tensor:
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of `full`, placed as `like`."""
+    """Return this rank's shard of `full`, placed like `like`."""
     if not isinstance(like, DTensor) or all(placement.is_replicate() for placement in like.placements):
         return full
     return local_tensor(_place_like(full, like.device_mesh, like.placements, like))
 
 
 def _place_like(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: DTensor) -> DTensor:
-    """Distribute `full` with these placements and the shard order of `like`, in memory of its own."""
+    """Distribute `full` with these placements and the shard order of `like`, without sharing its memory."""
     placed = redistribute_detached(as_replicated(full, mesh), placements, spec_of(like).shard_order)
     return wrap_local(local_tensor(placed).clone(), spec_of(placed)) if is_alias(local_tensor(placed), full) else placed

@@ -1,12 +1,12 @@
-"""The layer for operators on DTensors with a shard order other than the order of the mesh axes.
+"""Layer for operators on DTensors with a non-default shard order.
 
-DTensor 2.13 considers placements only: `detach`, `t`, views, and `copy_` from or products with a tensor in the default
-shard order keep a rank's shard but forget which shard it is, so that values silently change position. Within
-`for_dtensor` and `replicate_fallback` such operators are intercepted:
+DTensor 2.13 considers only placements. `detach`, `t`, views, and `copy_` from or products with a tensor in the default
+shard order keep a rank's shard but lose track of which shard it is, so values silently change position. Within
+`for_dtensor` and `replicate_fallback`, such operators are intercepted:
 
-- An elementwise operator is independent of the order if all its tensors share it: tensors with another order are
+- An elementwise operator does not depend on the order if all its tensors share one. Tensors with another order are
   redistributed, the operator runs on the shards as if in default order, and its result gets the actual order. An
-  optimizer step on such parameters thus writes in place, and its states have the same order.
+  optimizer step on such parameters thus writes in place, and the optimizer states have the same order.
 - Any other operator gets copies of its inputs in the default order, and its writes are copied back.
 """
 
@@ -38,7 +38,7 @@ ELEMENTWISE_PREFIXES = (
 )  # fmt: skip
 """Name prefixes of elementwise operators, in addition to those that PyTorch tags as pointwise."""
 REDUCTION_PREFIXES = ("_foreach_norm", "_foreach_max")
-"""Name prefixes of exceptions, which are reductions."""
+"""Name prefixes of reductions that match `ELEMENTWISE_PREFIXES` but are not elementwise."""
 
 Replacements = dict[int, Tensor]
 """Replacements of an operator's tensors, by `id`."""
@@ -55,17 +55,17 @@ def is_elementwise(operator: OpOverload) -> bool:
 
 
 class ShardOrders:
-    """The layer that preserves shard orders.
+    """Layer that preserves shard orders.
 
     Args:
-        mover: the hook whose count of redistributions tells the view layer which views are gathered.
+        mover: the hook that counts redistributions; from the count, the view layer infers which views are gathered.
     """
 
     def __init__(self, mover: Redistributor) -> None:
         self._mover = mover
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
-        """Compute the result of `call` by `run`, and preserve shard orders."""
+        """Compute `call` with `run` and preserve shard orders."""
         if all(has_default_order(tensor) for tensor in call.dtensors()):
             return run(call)
         if is_elementwise(call.operator):
@@ -76,7 +76,7 @@ class ShardOrders:
         return self._run_in_default_order(call, run)
 
     def _run_in_default_order(self, call: OpCall, run: RunOp) -> Any:
-        """Run on copies in the default order, and copy writes back."""
+        """Run `call` on copies in the default order and copy writes back."""
         ordered = {id(t): t for t in call.dtensors() if not has_default_order(t)}
         reordered = {key: redistribute_detached(t, t.placements, None) for key, t in ordered.items()}
         self._mover.num_redistributions += len(reordered)
@@ -89,7 +89,7 @@ class ShardOrders:
 
 
 def _elementwise_groups(call: OpCall) -> list[list[Tensor]]:
-    """Group the tensors that an operator combines; for a foreach operator, those at the same list index."""
+    """Group the tensors that an operator combines; a foreach operator combines those at the same list index."""
     values = [*call.args, *call.kwargs.values()]
     lists = [value for value in values if isinstance(value, list | tuple) and any(isinstance(x, Tensor) for x in value)]
     if not lists:
@@ -100,7 +100,7 @@ def _elementwise_groups(call: OpCall) -> list[list[Tensor]]:
 
 
 def _reference(group: Sequence[Tensor], written: set[int]) -> DTensor | None:
-    """Return the tensor whose order the others take: the one that is written, else the first in another order."""
+    """Return the tensor that sets the group's shard order: a written one, else the first with a non-default order."""
     dtensors = [x for x in group if isinstance(x, DTensor)]
     ordered = [x for x in dtensors if not has_default_order(x)]
     if not ordered:
@@ -109,7 +109,7 @@ def _reference(group: Sequence[Tensor], written: set[int]) -> DTensor | None:
 
 
 def _align_order(group: Sequence[Tensor], call: OpCall) -> Replacements | None:
-    """Redistribute the tensors to one shard order, relabelled as the default one; return None if impossible."""
+    """Redistribute the tensors to one shard order, relabeled as the default; return None if impossible."""
     written = {id(x) for x in call.written_tensors()}
     reference = _reference(group, written)
     if reference is None:
@@ -132,7 +132,7 @@ def _align_order(group: Sequence[Tensor], call: OpCall) -> Replacements | None:
 
 
 def _run_elementwise(call: OpCall, run: RunOp, groups: Sequence[Sequence[Tensor]], replacements: Replacements) -> Any:
-    """Run an operator on tensors that share a shard order, and give its results that order."""
+    """Run an operator on tensors that share a shard order, and give the results that order."""
     written = {id(x) for x in call.written_tensors()}
     references = [_reference(group, written) for group in groups]
     originals = {id(replacements[id(x)]): x for x in call.written_tensors() if id(x) in replacements}

@@ -1,7 +1,7 @@
 """Einsum on local shards without communication, for `replicate_fallback`.
 
-PyTorch lowers an einsum to matrix products of flattened dims, but DTensor cannot flatten a dim that is sharded
-unevenly without gathering it. Label by label no flattening is needed: if the operands are sharded along one label,
+PyTorch lowers an einsum to matrix products of flattened dims, but DTensor cannot flatten an unevenly sharded dim
+without gathering it. Working on local shards needs no flattening: if the operands are sharded along the same label,
 each rank computes its shard of the result along that label or, if the label is summed over, a partial sum.
 """
 
@@ -18,11 +18,11 @@ from meshwright.dtensor_ops.private import has_default_order, shard_dim, with_di
 from meshwright.reshard.dtensor import local_of
 
 EinsumTerms = tuple[list[str], str]
-"""The dim labels of each operand, and of the result."""
+"""Dim labels of each operand and of the result."""
 
 
 def einsum_on_shards(equation: Any, *operands: Any) -> DTensor | None:
-    """Compute an einsum on local shards; return None if it needs communication or is left to DTensor."""
+    """Compute an einsum on local shards; return None if it needs communication or DTensor should handle it."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     terms = _terms(equation, operands)
@@ -45,10 +45,10 @@ def einsum_on_shards(equation: Any, *operands: Any) -> DTensor | None:
 
 
 class _ToLocal(torch.autograd.Function):
-    """`DTensor.to_local` with a gradient that has the same strides on all ranks.
+    """Autograd function like `DTensor.to_local`, but with the same gradient strides on all ranks.
 
-    PyTorch 2.11 derives the strides from the shard, with another result if it has one row: autograd then copies the
-    gradient on that rank only, which may communicate.
+    PyTorch 2.11 derives the strides from the shard and gets different ones for a shard of one row. Autograd then copies
+    the gradient on that rank only, which may communicate.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def _terms(equation: Any, operands: Sequence[Any]) -> EinsumTerms | None:
-    """Parse the labels, if all operands are DTensors on one mesh with a distinct label for each dim."""
+    """Parse the labels; return None unless all operands are DTensors on one mesh with a distinct label per dim."""
     if not isinstance(equation, str) or "." in equation:
         return None
     inputs, arrow, result = equation.replace(" ", "").partition("->")

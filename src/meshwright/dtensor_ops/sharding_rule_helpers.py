@@ -9,18 +9,18 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from meshwright.dtensor_ops.private import is_shard
 
 Sharding = tuple[list[Placement | None], list[Placement | None]]
-"""Placements of the outputs and of the inputs, on one mesh axis."""
+"""Placements of the outputs and of the inputs on one mesh axis."""
 Spec = Any
-"""A tensor argument as DTensor passes it to a rule: `shape`, `ndim` and `placements`."""
+"""Tensor argument as DTensor passes it to a rule, with `shape`, `ndim` and `placements`."""
 
 
 def all_replicated(num_outputs: int, num_inputs: int) -> Sharding:
-    """Replicate all outputs and inputs, which is always correct."""
+    """Return replicated placements for all outputs and inputs, which are always correct."""
     return [Replicate()] * num_outputs, [Replicate()] * num_inputs
 
 
 def dim_shards(dim: int, *tensors: Spec) -> list[Placement]:
-    """Return the candidate placements that shard `dim`: `Shard`, and the current (strided) ones of the tensors."""
+    """Return the candidate placements that shard `dim`: `Shard` and the tensors' current (strided) placements."""
     candidates: list[Placement] = [Shard(dim)]
     for tensor in tensors:
         candidates += [p for p in tensor.placements if is_shard(p) and p.dim == dim and p not in candidates]
@@ -28,5 +28,5 @@ def dim_shards(dim: int, *tensors: Spec) -> list[Placement]:
 
 
 def partials(tensor: Spec) -> list[Placement]:
-    """Return the partial placements of a tensor; operators that only select values can pass them through."""
+    """Return a tensor's partial placements, which operators that only select values can pass through."""
     return [p for p in dict.fromkeys(tensor.placements) if type(p) is Partial]

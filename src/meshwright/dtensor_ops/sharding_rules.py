@@ -1,14 +1,14 @@
-"""Sharding rules for operators for which DTensor has no rule, an incorrect one, or one that communicates too much.
+"""Sharding rules for operators that DTensor has no rule for, an incorrect one, or one that communicates too much.
 
 Each rule lists the allowed placements of outputs and inputs on one mesh axis. DTensor tries them on every axis and
 chooses the cheapest for the given inputs. All rules follow one principle: work along an unsharded dim needs no
-communication, whatever the sharding of the other dims, strided or not, as long as all tensors are sharded alike along
-them, which requires equal sizes.
+communication as long as all tensors are sharded alike along the other dims, strided or not. This requires equal sizes
+of those dims.
 
 DTensor 2.13 has correct rules for index_put, softmax and its backward, constant padding and einsum (as matrix
-products), which are kept. Its rules for sort, gather and scatter gather strided shards; those for gather and
-scatter_add also shard dims of different sizes alike, and then access wrong elements. Its in-place index_add and
-index_copy take each rank's shard of the index for the full index.
+products), which are kept. Its rules for sort, gather and scatter gather strided shards. Those for gather and
+scatter_add also shard dims of different sizes alike and then access wrong elements. Its in-place index_add and
+index_copy mistake each rank's shard of the index for the full index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def sort_along_rule(x: Spec, dim: int) -> list[Sharding]:
-    """Return the placements of a sort along `dim`: values and indices are sharded as the input along other dims."""
+    """Return the placements of a sort along `dim`: values and indices are sharded like the input along other dims."""
     other_dims = [d for d in range(x.ndim) if d != dim % x.ndim]
     return [all_replicated(2, 1)] + [([p, p], [p]) for d in other_dims for p in dim_shards(d, x)]
 
@@ -73,7 +73,7 @@ def scatter_rule(x: Spec, dim: int, index: Spec, src: Any, reduce: str = "", **_
 
 
 def scatter_add_rule(x: Spec, dim: int, index: Spec, src: Spec) -> list[Sharding]:
-    """Sharding rule of `scatter_add`: as `scatter_rule`, and sums may stay partial, with shards of `src` added."""
+    """Sharding rule of `scatter_add`: like `scatter_rule`, but sums may also stay partial, adding shards of `src`."""
     shardings = scatter_rule(x, dim, index, src)
     if not can_be_partial(x):
         return shardings
@@ -94,7 +94,7 @@ def index_rule(x: Spec, dim: int, index: Spec, source: Spec) -> list[Sharding]:
 
 
 def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float = 1) -> list[Sharding]:
-    """Sharding rule of `index_add`: as `index_rule`, and sums may stay partial, with shards of `source` added."""
+    """Sharding rule of `index_add`: like `index_rule`, but sums may also stay partial, adding shards of `source`."""
     shardings = index_rule(x, dim, index, source)
     if not can_be_partial(x):
         return shardings
@@ -107,26 +107,26 @@ def index_add_rule(x: Spec, dim: int, index: Spec, source: Spec, *, alpha: float
 
 
 def can_be_partial(x: Spec) -> bool:
-    """Return True for floating-point and complex tensors: DTensor may divide to create partial values."""
+    """Return True for floating-point and complex tensors, since DTensor may divide to create partial values."""
     return x.tensor_meta is not None and (x.tensor_meta.dtype.is_floating_point or x.tensor_meta.dtype.is_complex)
 
 
 def scatter_reduce_rule(
     x: Spec, dim: int, index: Spec, src: Spec, reduce: str, *, include_self: bool = True
 ) -> list[Sharding]:
-    """Sharding rule of `scatter_reduce`: a sum is `scatter_add`; other reductions are as `scatter`."""
+    """Sharding rule of `scatter_reduce`: like `scatter_add` for sums, like `scatter` for other reductions."""
     if reduce == "sum" and include_self:
         return scatter_add_rule(x, dim, index, src)
     return scatter_rule(x, dim, index, src)
 
 
 def masked_scatter_rule(x: Spec, mask: Spec, source: Spec) -> list[Sharding]:
-    """Sharding rule of `masked_scatter`, replicated: each position depends on all earlier mask values."""
+    """Sharding rule of `masked_scatter`: replicated, since each position depends on all earlier mask values."""
     return [all_replicated(1, 3)]
 
 
 def masked_scatter_backward_rule(grad: Spec, mask: Spec, sizes: list[int]) -> list[Sharding]:
-    """Sharding rule of `masked_scatter_backward`, replicated as the forward."""
+    """Sharding rule of `masked_scatter_backward`: replicated like the forward."""
     return [all_replicated(1, 2)]
 
 
@@ -158,7 +158,7 @@ RULES: dict[Any, Rule] = {
 
 @cache
 def register_rules() -> None:
-    """Register the sharding rules with DTensor, once per process; call it on all ranks, before using the operators."""
+    """Register the sharding rules with DTensor, once per process. Call on all ranks before using the operators."""
     older_rules = OLDER_RULES if TorchVersion(torch.__version__) < "2.13" else {}
     for operator, rule in (RULES | older_rules).items():
         register_rule(operator, rule, shape_argument=SHAPE_ARGUMENTS.get(operator))

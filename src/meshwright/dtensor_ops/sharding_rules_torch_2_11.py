@@ -1,7 +1,7 @@
-"""Sharding rules of operators that DTensor 2.11 computes incorrectly; registered only before 2.13, which is correct.
+"""Sharding rules of operators that DTensor 2.11 computes incorrectly and 2.13 correctly; registered only before 2.13.
 
-DTensor 2.11 weights shards of different sizes equally in means over strided shards, pads with constants as if
-every mesh had one axis, and slices the local shard of a dim with a strided shard.
+DTensor 2.11 gives shards of different sizes equal weight in means over strided shards, pads with constants as if every
+mesh had one axis, and applies the indices of a slice to the local shard of a strided dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def mean_rule(
     x: Spec, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> list[Sharding]:
-    """Sharding rule of `mean`: partial averages along sharded dims, if all shards have the same size on any axes."""
+    """Sharding rule of `mean`: partial averages along sharded dims, if shards are even over any set of axes."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
     reduced_dims = {d % x.ndim for d in dims} if x.ndim else set()
     shardings = [all_replicated(1, 1), *linear_partials(x)]
@@ -37,7 +37,7 @@ def mean_rule(
 
 
 def constant_pad_rule(x: Spec, padding: list[int], value: float = 0) -> list[Sharding]:
-    """Sharding rule of constant padding: shards along unpadded dims; partial sums if the value is 0."""
+    """Sharding rule of constant padding: shards along unpadded dims, and partial sums if the value is 0."""
     shardings = [all_replicated(1, 1)] + [([p], [p]) for d in unpadded_dims(x, padding) for p in dim_shards(d, x)]
     return shardings + (linear_partials(x) if value == 0 else [])
 
@@ -60,7 +60,7 @@ def select_rule(x: Spec, dim: int, index: int) -> list[Sharding]:
 
 
 def linear_partials(x: Spec) -> list[Sharding]:
-    """Return the placements that pass partial sums and averages through a linear operator."""
+    """Return placements that pass partial sums and averages through a linear operator."""
     return [([p], [p]) for p in partials(x) if p in (Partial("sum"), Partial("avg"))]
 
 

@@ -1,6 +1,6 @@
 """Sharding rules of window operators: reflection and replication padding, unfold, im2col and col2im.
 
-Dims other than those of the windows may be sharded in any way.
+Dims that the windows do not cover may be sharded in any way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def padded_backward_rule(grad: Spec, x: Spec, padding: list[int]) -> list[Shardi
 
 
 def unfold_rule(x: Spec, dim: int, size: int, step: int) -> list[Sharding]:
-    """Sharding rule of `unfold`: shards along dims other than `dim`; window elements are in a new last dim."""
+    """Sharding rule of `unfold`: shards along dims other than `dim`; a new last dim holds the window elements."""
     shardings = [all_replicated(1, 1), *pass_partials(x)]
     return shardings + [([p], [p]) for d in range(x.ndim) if d != dim % x.ndim for p in dim_shards(d, x)]
 
@@ -39,12 +39,12 @@ def unfold_backward_rule(grad: Spec, shape: list[int], dim: int, size: int, step
 
 
 def im2col_rule(x: Spec, *_: Any) -> list[Sharding]:
-    """Sharding rule of `im2col`: shards along the batch dim, if there is one."""
+    """Sharding rule of `im2col`: shards along the batch dim, if any."""
     return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 4 else [])
 
 
 def col2im_rule(x: Spec, *_: Any) -> list[Sharding]:
-    """Sharding rule of `col2im`: shards along the batch dim, if there is one."""
+    """Sharding rule of `col2im`: shards along the batch dim, if any."""
     return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 3 else [])
 
 
@@ -55,7 +55,7 @@ def unpadded_dims(x: Spec, padding: list[int]) -> list[int]:
 
 
 def pass_partials(x: Spec) -> list[Sharding]:
-    """Return the placements that pass partial values through an operator that only selects values."""
+    """Return placements that pass partial values through an operator that only selects values."""
     return [([p], [p]) for p in partials(x)]
 
 
@@ -72,4 +72,4 @@ WINDOW_RULES: dict[Any, Rule] = {
     aten.col2im.default: col2im_rule,
 }
 SHAPE_ARGUMENTS: dict[Any, int] = {aten.unfold_backward.default: 1}
-"""Indices of the arguments that are the shape of the result, by operator."""
+"""Index of the argument with the result's shape, by operator."""

@@ -1,6 +1,6 @@
-"""Tensor redistribution: plans of collectives that change a tensor's layout, with their cost, verification and figures.
+"""Tensor redistribution: plan, verify, draw and run the collectives that change a tensor's layout.
 
-Plans and layouts need no torch; the modules that run them are imported on first access.
+Plans and layouts do not need torch; the modules that run plans are imported on first access.
 """
 
 from importlib import import_module
@@ -30,7 +30,7 @@ _WITH_TORCH = {
     "redistribute": "dtensor.redistribute",
     "redistribute_across": "cross_mesh.redistribute_across",
 }
-"""Public names defined in modules that import torch, and these modules."""
+"""Public names that need torch, and the modules that define them."""
 
 __all__ = [
     "Layout",

@@ -1,4 +1,4 @@
-"""Textual description of a transfer between meshes."""
+"""Text summary of a transfer between meshes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_RANKS = 32
 
 
 def explain_transfer(plan: TransferPlan) -> str:
-    """Return a table of the bytes that each rank sends and receives, with totals and lower bounds."""
+    """Return a table of the bytes sent and received by each rank, with totals and lower bounds."""
     shape = " × ".join(map(str, plan.src.shape)) or "scalar"
     lines = [
         f"{plan.dtype} {shape}: {_describe_end(plan.src, plan.src_ranks)} → {_describe_end(plan.dst, plan.dst_ranks)}",

@@ -1,4 +1,4 @@
-"""Redistribution of DTensors to another mesh on different ranks: trainer → inference, stage → stage."""
+"""Redistribute DTensors to a mesh on different ranks: trainer → inference, stage → stage."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def redistribute_across(
     devices_per_node: int | None = None,
     group: ProcessGroup | None = None,
 ) -> DTensor:
-    """Redistribute `x` to another mesh, whose ranks may be disjoint from those of its own mesh or overlap them.
+    """Redistribute `x` to another mesh. The two meshes may overlap or share no ranks.
 
-    Must be called on all ranks of both meshes; other ranks may call it. On ranks outside the source mesh `x` is a
-    DTensor of the same shape and dtype with an empty local tensor, as PyTorch constructs it there. Partial values are
-    reduced on the source mesh first. Each receiver gets each element once, and replicas share the sending evenly.
+    Must be called on all ranks of both meshes; other ranks may call it too. On ranks outside the source mesh, `x` is a
+    DTensor of the same shape and dtype with an empty local tensor, which is what PyTorch constructs there. Partial
+    values are reduced on the source mesh first. Each receiver gets each element once; replicas share the sends evenly.
 
-    Differentiable to any order: the gradient has the placements of `x`. `requires_grad` must be the same on all ranks
-    of both meshes, and all of them must run the backward pass; ranks outside the destination mesh, which have no loss,
-    call `y.backward(y.detach())`, since gradients are empty there.
+    Differentiable to any order; the gradient has the placements of `x`. `requires_grad` must be the same on all ranks
+    of both meshes, and all of them must run the backward pass. Ranks outside the destination mesh have no loss; they
+    call `y.backward(y.detach())`, with an empty gradient.
 
     Args:
         x: the DTensor on the source mesh; not modified.
-        placements: one for each axis of `mesh`; none may be partial.
+        placements: one placement per axis of `mesh`, none of them partial.
         mesh: the destination mesh, of the same device type.
-        shard_order: for each tensor dim, the axes of `mesh` that shard it, in shard order; ascending by default.
-        devices_per_node: number of consecutive ranks per node. If given, ranks prefer to send within their node.
-        group: a process group with the ranks of both meshes; the default group if not given.
+        shard_order: the axes of `mesh` that shard each tensor dim, in shard order; ascending by default.
+        devices_per_node: number of consecutive ranks per node. If given, sends within a node are preferred.
+        group: a process group that contains the ranks of both meshes; the default group if None.
 
     Raises:
         LayoutError: if the placements do not fit `x` or the mesh, or one of them is partial.
@@ -91,7 +91,7 @@ def redistribute_across(
 
 
 class _Across(torch.autograd.Function):
-    """Autograd function on DTensors, since `from_local` drops ranks outside the mesh from the autograd graph."""
+    """Autograd function on DTensors; `from_local` would drop ranks outside the mesh from the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, plan: TransferPlan, mesh: DeviceMesh, group: ProcessGroup | None) -> DTensor:

@@ -1,4 +1,4 @@
-"""Execution of a transfer plan: one message per pair of ranks, all posted at once.
+"""Run a transfer plan: one message per pair of ranks, all posted at once.
 
 Ranks outside both meshes need not take part. Contiguous views are sent and received in place; other blocks are packed.
 """
@@ -25,19 +25,19 @@ Runs = Sequence[Sequence[IndexRun]]
 def transfer(local: Tensor, plan: TransferPlan, *, group: ProcessGroup | None = None) -> Tensor:
     """Transfer a tensor between meshes according to a plan.
 
-    Must be called on all ranks of both meshes. Differentiable to any order; the backward pass runs the reverse plan, so
-    either all of these ranks run it or none, including those whose result is empty.
+    Must be called on all ranks of both meshes. Differentiable to any order. The backward pass runs the reverse plan, so
+    either all of these ranks must run it or none, including ranks with an empty result.
 
     Args:
-        local: this rank's shard under `plan.start`; outside the source mesh, an empty tensor of the same dtype.
+        local: this rank's shard in layout `plan.start`; outside the source mesh, an empty tensor of the same dtype.
         plan: the same plan on all ranks.
-        group: a process group with the ranks of both meshes; the default group if not given.
+        group: a process group that contains the ranks of both meshes; the default group if None.
 
     Returns:
-        this rank's shard under `plan.dst`; an empty tensor outside the destination mesh.
+        this rank's shard in layout `plan.dst`; an empty tensor outside the destination mesh.
 
     Raises:
-        LayoutError: if `local` does not have the shape of the rank's shard.
+        LayoutError: if the shape of `local` is not that of the rank's shard.
         CollectiveError: if another rank fails or does not take part.
     """
     result: Tensor = _Transfer.apply(local, plan, group)  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def transfer(local: Tensor, plan: TransferPlan, *, group: ProcessGroup | None = 
 
 
 class _Transfer(torch.autograd.Function):
-    """Autograd function whose backward returns each element's gradient to all ranks that hold the element."""
+    """Autograd function that returns each element's gradient to all ranks that hold the element."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> Tensor:
@@ -60,7 +60,7 @@ class _Transfer(torch.autograd.Function):
 def _exchange(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> Tensor:
     rank = rank_in()
     _check_shape(local, plan, rank)
-    # Lazy conjugation and negation must be materialized: sends read raw memory.
+    # Materialize lazy conjugation and negation: sends read raw memory.
     source = _indexable(local.resolve_conj().resolve_neg())
     out = local.new_empty(plan.dst.local_shape(plan.dst_ranks.index(rank)) if rank in plan.dst_ranks else 0)
     target = _indexable(out)
@@ -71,7 +71,7 @@ def _exchange(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> 
     blocks: dict[tuple[tuple[IndexRun, ...], ...], Tensor] = {}
     for move in plan.receives(rank):
         runs = plan.block(move.sender, rank)
-        if runs not in blocks:  # senders of the same shard fill one block
+        if runs not in blocks:  # all senders of a shard fill the same block
             blocks[runs] = _receive_buffer(target, runs)
         receives[move.sender] = blocks[runs][move.start : move.stop]
     exchange(sends, receives, group=group)
@@ -94,7 +94,7 @@ def _check_shape(local: Tensor, plan: TransferPlan, rank: int) -> None:
 
 
 def _indexable(x: Tensor) -> Tensor:
-    """Return the tensor, or a uint8 view for one-byte dtypes, since not all backends can index float8 tensors."""
+    """Return `x`, or a uint8 view of a one-byte dtype, since not all backends can index float8 tensors."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.dtype is not torch.bool else x
 
 
@@ -103,7 +103,7 @@ def _shape(runs: Runs) -> list[int]:
 
 
 def _block(source: Tensor, runs: Runs) -> Tensor:
-    """Return the elements of a block of the sender's tensor, as a view if each dim has a single run."""
+    """Return a block of the sender's tensor, as a view if each dim has a single run."""
     for dim, of_dim in enumerate(runs):
         if len(of_dim) == 1:
             source = source.narrow(dim, of_dim[0].source, of_dim[0].length)
@@ -114,7 +114,7 @@ def _block(source: Tensor, runs: Runs) -> Tensor:
 
 
 def _pack_message(source: Tensor, runs: tuple[tuple[IndexRun, ...], ...], move: Move) -> Tensor:
-    """Return the elements of a message, contiguous; only the rows of the block that contain them are packed."""
+    """Return a message's elements as a contiguous tensor, packing only the block's rows that contain them."""
     if not runs:
         return source.reshape(1)
     row = math.prod(_shape(runs[1:]))
@@ -124,7 +124,7 @@ def _pack_message(source: Tensor, runs: tuple[tuple[IndexRun, ...], ...], move: 
 
 
 def _contiguous_view(target: Tensor, runs: Runs) -> Tensor | None:
-    """Return the block as a contiguous view of the receiver's tensor, or None."""
+    """Return the block as a contiguous view of the receiver's tensor, or None if it is not contiguous."""
     for dim, of_dim in enumerate(runs):
         if len(of_dim) != 1:
             return None
@@ -133,7 +133,7 @@ def _contiguous_view(target: Tensor, runs: Runs) -> Tensor | None:
 
 
 def _receive_buffer(target: Tensor, runs: Runs) -> Tensor:
-    """Return a one-dimensional buffer for a block: a view of `target` if the block is contiguous there."""
+    """Return a flat buffer for a block: a view of `target` if the block is contiguous there, else a new tensor."""
     view = _contiguous_view(target, runs)
     return target.new_empty(math.prod(_shape(runs))) if view is None else view.view(-1)
 

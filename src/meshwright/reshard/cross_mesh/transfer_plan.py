@@ -1,8 +1,8 @@
 """Plan for transferring a tensor between meshes on different ranks: trainer → inference, stage → stage.
 
-The source shards are disjoint, and each is held by equally many ranks, so each shard is planned independently: the
-elements that its receivers lack are concatenated, and the sequence is split evenly among the ranks that hold the shard.
-Each element is sent to a receiver once, and no rank can send less unless another holder of its shard sends more.
+The source shards are disjoint and all have the same number of replicas, so each shard is planned independently. The
+elements that its receivers lack are concatenated, and the sequence is split evenly among the shard's replicas. Each
+receiver gets each element once, and no rank can send less unless another replica of its shard sends more.
 
 Ranks are global. Where the meshes overlap, elements that a rank already holds are copied locally, not sent.
 """
@@ -28,7 +28,7 @@ from meshwright.reshard.run.shard_exchange import IndexRun, intersect_runs
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Message with elements `[start, stop)`, in row-major order, of the block that both ranks hold."""
+    """Message with elements `[start, stop)` of the block that both ranks hold, in row-major order."""
 
     sender: int
     receiver: int
@@ -42,8 +42,8 @@ class TransferPlan:
 
     Attributes:
         src: the source layout.
-        start: the layout that messages are sent from: `src` after its partial values have been reduced on the source
-            mesh, through the layouts of `reduction_layouts(src)`.
+        start: the layout from which messages are sent: `src` after reducing its partial values on the source mesh,
+            through the layouts of `reduction_layouts(src)`.
         dst: the destination layout.
         src_ranks: global rank of each rank of the source mesh, in mesh order.
         dst_ranks: global rank of each rank of the destination mesh, in mesh order.
@@ -52,9 +52,9 @@ class TransferPlan:
         moves: messages sorted by sender, then receiver; at most one per pair.
         bytes_sent: bytes sent by the rank that sends most.
         bytes_received: bytes received by the rank that receives most.
-        lower_bound_bytes: the most bytes that any rank lacks, which it must receive with any method.
-        even_share_bytes: lower bound on `bytes_sent` if ranks do not forward what they receive: the maximum over source
-            shards of the bytes sent from the shard, divided evenly among its holders.
+        lower_bound_bytes: the most bytes that any rank lacks and therefore must receive with any method.
+        even_share_bytes: lower bound on `bytes_sent` if ranks do not forward received data: the maximum over source
+            shards of the bytes sent from the shard divided by its number of replicas.
     """
 
     src: Layout
@@ -80,15 +80,15 @@ class TransferPlan:
         )
 
     def sends(self, rank: int) -> list[Move]:
-        """Return the messages that the rank sends, by receiver."""
+        """Return the messages sent by a rank, sorted by receiver."""
         return self._by_sender.get(rank, [])
 
     def receives(self, rank: int) -> list[Move]:
-        """Return the messages that the rank receives, by sender."""
+        """Return the messages received by a rank, sorted by sender."""
         return self._by_receiver.get(rank, [])
 
     def has_local_copy(self, rank: int) -> bool:
-        """Return whether the rank is on both meshes and copies the elements that it keeps."""
+        """Return whether the rank is on both meshes and copies elements locally."""
         return rank in self.src_ranks and rank in self.dst_ranks
 
     def bytes_by_rank(self) -> dict[int, tuple[int, int]]:
@@ -100,7 +100,7 @@ class TransferPlan:
         }
 
     def reverse(self) -> TransferPlan:
-        """Return the plan from `dst` back to `start`, which gradients follow."""
+        """Return the plan from `dst` back to `start`, used for gradients."""
         return plan_transfer(
             self.dst,
             self.start,
@@ -111,7 +111,7 @@ class TransferPlan:
         )
 
     def to_json(self) -> str:
-        """Return the plan as JSON; `from_json` is the inverse."""
+        """Serialize the plan to JSON; `from_json` is the inverse."""
         layouts = {name: asdict(getattr(self, name)) for name in ("src", "start", "dst")}
         moves = [(move.sender, move.receiver, move.start, move.stop) for move in self.moves]
         return json.dumps(asdict(replace(self, moves=())) | layouts | {"moves": moves})
@@ -162,12 +162,12 @@ def plan_transfer(
 
     Args:
         src: the source layout, on its mesh.
-        dst: the destination layout of the same tensor, on its mesh; without partial values.
+        dst: the destination layout of the same tensor, on its mesh, without partial values.
         src_ranks: global rank of each rank of the source mesh, in mesh order.
         dst_ranks: global rank of each rank of the destination mesh, in mesh order.
         dtype: name of the dtype, a key of `DTYPE_BYTES`.
-        devices_per_node: number of consecutive global ranks per node. If given, ranks prefer to send within their node,
-            as far as the balance allows.
+        devices_per_node: number of consecutive global ranks per node. If given, sends within a node are preferred as
+            long as the load stays balanced.
 
     Raises:
         LayoutError: if the layouts have different tensor shapes, a list of ranks does not fit its mesh, or `dst` is
@@ -192,10 +192,10 @@ def plan_transfer(
 
 
 def reduction_layouts(layout: Layout) -> list[Layout]:
-    """Return the layouts through which the source's partial values are reduced before the transfer, one axis at a time.
+    """Return the sequence of layouts that reduces the source's partial values before the transfer, axis by axis.
 
-    The last partial axis is reduced first, as the layout defines. After its reduction the axis shards the dim whose
-    shards are longest (if longer than 1), so that each rank reduces a part of the tensor.
+    The last partial axis is reduced first, as the layout defines. Once reduced, an axis shards the dim with the longest
+    shards (if longer than 1), so that each rank reduces only a part of the tensor.
     """
     messages_of = []
     for axis in reversed(layout.partial_axes()):
@@ -257,7 +257,7 @@ def _plan(
 
 
 def _holders(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, Ints]]:
-    """Return, for each shard, one rank of the mesh that holds it and all global ranks that do, ascending."""
+    """Return, for each shard, the mesh rank of one replica and the global ranks of all replicas, ascending."""
     copies = layout.replicated_axes()
     sharding_axes = [axis for axis in range(len(layout.axis_sizes)) if axis not in copies]
     grid = np.arange(layout.num_ranks()).reshape(layout.axis_sizes).transpose([*sharding_axes, *copies])
@@ -268,8 +268,8 @@ def _holders(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, Ints]]:
 def _assign_messages(holders: Ints, receivers: Ints, demand: Ints, devices_per_node: int | None) -> Ints:
     """Return the messages of one shard as columns (sender, receiver, start, stop), balanced to within one element.
 
-    No sender sends two messages to the same receiver: if a receiver still lacks elements after its node's round, then
-    the holders of its node have nothing left to send.
+    No sender sends two messages to the same receiver: if a receiver still lacks elements after its node's round, the
+    holders on that node have no supply left.
     """
     total, num_holders = int(demand.sum()), len(holders)
     supply = total // num_holders + (np.arange(num_holders) < total % num_holders)
@@ -287,7 +287,7 @@ def _assign_messages(holders: Ints, receivers: Ints, demand: Ints, devices_per_n
 
 
 def _matching_rounds(holders: Ints, receivers: Ints, devices_per_node: int | None) -> list[tuple[Ints, Ints]]:
-    """Return masks of the holders and receivers to match in each round: each node alone, then all ranks."""
+    """Return masks of the holders and receivers to match in each round: first within each node, then all ranks."""
     all_ranks = (np.ones(len(holders), bool), np.ones(len(receivers), bool))
     if devices_per_node is None:
         return [all_ranks]
@@ -297,7 +297,7 @@ def _matching_rounds(holders: Ints, receivers: Ints, devices_per_node: int | Non
 
 
 def _match_intervals(supply: Ints, demand: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Split `[0, total)` at the cumulative sums of both; return each interval's holder, receiver, start and stop."""
+    """Split `[0, total)` at both cumulative sums; return each interval's holder, receiver, start and stop."""
     ends_of_supply, ends_of_demand = np.cumsum(supply), np.cumsum(demand)
     total = min(ends_of_supply[-1], ends_of_demand[-1])
     edges = np.unique(np.concatenate([[0, total], ends_of_supply, ends_of_demand]))
@@ -312,7 +312,7 @@ def _match_intervals(supply: Ints, demand: Ints) -> tuple[Ints, Ints, Ints, Ints
 
 
 def _max_per_rank(ranks: Ints, amounts: Ints) -> int:
-    """Return the largest sum of amounts over any rank."""
+    """Sum the amounts of each rank and return the maximum."""
     sums: defaultdict[int, int] = defaultdict(int)
     for rank, amount in zip(ranks.tolist(), amounts.tolist(), strict=True):
         sums[rank] += amount

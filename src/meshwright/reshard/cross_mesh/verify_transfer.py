@@ -1,6 +1,6 @@
-"""Verification that a transfer delivers each element once, from ranks that hold it, with balanced traffic.
+"""Verify that a transfer delivers each element once, from ranks that hold it, with balanced traffic.
 
-Independent of the planner's arithmetic: uses only the slices of each rank and the messages.
+The checks are independent of the planner's arithmetic: they use only the messages and each rank's slices.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan
 from meshwright.reshard.planner.steps import dtype_bytes
 
 SLACK = 1.1
-"""Largest allowed ratio of a rank's sent elements to the even share."""
+"""Maximum ratio of the elements a rank sends to its even share."""
 
 ONCE = "each element arrives once"
 
 TensorSlices = tuple[tuple[slice, ...], ...]
 SlicesKey = tuple[tuple[tuple[int, int], ...], ...]
-"""Hashable form of a shard's slices, equal for ranks that hold the same elements."""
+"""Hashable form of a shard's slices; equal on ranks that hold the same elements."""
 
 
 def verify_transfer(plan: TransferPlan) -> None:
     """Verify that a plan transfers the tensor correctly and balances the traffic.
 
     Raises:
-        LayoutError: if an element arrives twice or never, a message is sent by a rank that does not hold it or to one
-            that does not need it, replicas send uneven shares, or the totals are wrong.
+        LayoutError: if an element arrives twice or never, a sender does not hold its message, a receiver does not need
+            it, replicas send uneven shares, or the totals are wrong.
     """
     _check_layouts(plan)
     held, wanted = _slices_by_rank(plan.start, plan.src_ranks), _slices_by_rank(plan.dst, plan.dst_ranks)
@@ -60,7 +60,7 @@ def _check_messages(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
 
 
 def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> int:
-    """Check that each rank receives each missing element once; return the most elements that any rank lacks."""
+    """Check that each rank receives each element it lacks once; return the most elements that any rank lacks."""
     keys = {rank: _key(shard) for rank, shard in held.items()}
     arriving: dict[int, defaultdict[SlicesKey, list[Move]]] = {rank: defaultdict(list) for rank in wanted}
     for move in plan.moves:
@@ -71,7 +71,7 @@ def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
         if own is not None and keys[rank] in blocks:
             raise _error(_describe(blocks[keys[rank]][0]), "a rank does not receive what it has itself")
         lacking = _numel(shard) - (0 if own is None else _num_common(own, shard))
-        # The source shards are disjoint, so complete blocks of the right total size cover everything.
+        # Source shards are disjoint, so complete blocks of the right total size cover the whole shard.
         num_received = sum(_check_contiguous(m, _num_common(held[m[0].sender], shard)) for m in blocks.values())
         if num_received != lacking:
             raise _error(f"rank {rank} receives {num_received} of the {lacking} elements it lacks", ONCE)
@@ -80,7 +80,7 @@ def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
 
 
 def _check_contiguous(moves: list[Move], numel: int) -> int:
-    """Check that the messages cover the block's `numel` elements once each; return their number."""
+    """Check that the messages cover each of the block's `numel` elements once; return `numel`."""
     at = 0
     for move in sorted(moves, key=lambda move: move.start):
         if move.start < at:
@@ -94,7 +94,7 @@ def _check_contiguous(moves: list[Move], numel: int) -> int:
 
 
 def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
-    """Check that no rank sends much more than its shard's even share; return the largest even share, in elements."""
+    """Check that no rank sends much more than its even share; return the largest even share, in elements."""
     sent: defaultdict[int, int] = defaultdict(int)
     for move in plan.moves:
         sent[move.sender] += move.stop - move.start

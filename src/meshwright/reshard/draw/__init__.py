@@ -1,1 +1,1 @@
-"""Draw plans as figures, and explain them in text."""
+"""Figures and text descriptions of plans."""

@@ -1,7 +1,7 @@
-"""Figures of plans: the shards of each rank before, between and after the steps, and the bytes between each two ranks.
+"""Figures of plans: the ranks' shards before and after each step, and the bytes sent between each pair of ranks.
 
-Each rank has a color, shown by the small mesh on the left. Under the same matplotlib version, figures of the same plan
-are byte-identical, so tests can check those in the docs.
+Each rank has a color, given by the small mesh on the left. With the same matplotlib version, figures of the same plan
+are byte-identical, so that tests can check the figures in the docs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AxesAt = Callable[[float, float, float, float], "Axes"]
-"""Function that creates axes from left, bottom, width and height, in inches."""
+"""Function that creates axes at (left, bottom, width, height), in inches."""
 
 SIDE, GAP, MESH = 2.3, 1.75, 1.75
-"""Inches: side of a tensor, gap between two tensors, width of the mesh's column."""
+"""Side of a tensor, gap between two tensors, and width of the mesh column, in inches."""
 
 LEFT, RIGHT, TOP, BOTTOM = 0.3, 0.3, 1.3, 0.82
 SHEET = 0.075
-"""Offset in inches of each sheet from the one in front of it."""
+"""Offset of each sheet from the one in front of it, in inches."""
 
 MAX_SHEETS, MAX_BOXES, MAX_MATRIX = 4, 1024, 64
 LARGEST_FONT, SMALLEST_FONT = 9.0, 4.8
@@ -76,11 +76,11 @@ class _FigureSpec:
 
     @cached_property
     def height(self) -> float:
-        """Height of a tensor in inches; less if the figure has no vertical dim."""
+        """Return the height of a tensor in inches, smaller if the figure has no vertical dim."""
         return SIDE if self.dims.down else SIDE * 0.85
 
     def subtitle(self) -> str:
-        """Return the tensor's description and, on a second line, the plan's cost."""
+        """Return a line that describes the tensor and a line with the plan's cost."""
         plan = self.plan
         if not plan.steps:
             return f"{describe_tensor(plan)}\nevery rank has its shard already, nothing has to move"
@@ -132,7 +132,7 @@ def _figure(spec: _FigureSpec) -> Figure:
 
 
 def _add_mesh(axes: Axes, spec: _FigureSpec) -> None:
-    """Draw the ranks in their colors, the first axes vertically, the others horizontally, as square as possible."""
+    """Draw the mesh in the ranks' colors as square as possible, with leading axes vertical and the rest horizontal."""
     sizes = spec.plan.src.axis_sizes
     first = min(range(len(sizes)), key=lambda axis: abs(math.log(math.prod(sizes[:axis]) / math.prod(sizes[axis:]))))
     first = max(first, int(len(sizes) > 1))
@@ -151,7 +151,7 @@ def _add_mesh(axes: Axes, spec: _FigureSpec) -> None:
 
 
 def _add_state(axes: Axes, spec: _FigureSpec, layout: Layout) -> None:
-    """Draw the tensor, with replicas and partial values as sheets behind it."""
+    """Draw the tensor in one layout, with replicas and partial values as sheets behind it."""
     axes.set(xlim=(0, SIDE), ylim=(spec.height, 0))
     all_sheets = sheets(layout, spec.dims)
     if not all_sheets:
@@ -198,7 +198,7 @@ def _add_numbers(
     axes: Axes, front: Sheet, all_sheets: Sequence[Sheet], colors: NDArray[np.float64], corner: tuple[float, float],
     size: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Label each box with its ranks, in one font size for all; leave them out if there is no room."""
+    """Label each box with its ranks in a common font size, or omit the labels if they do not fit."""
     if front.ranks.size > MAX_BOXES:
         return
     wide, high = np.diff(front.columns) * size[0], np.diff(front.rows) * size[1]
@@ -222,7 +222,7 @@ def _add_numbers(
 
 
 def _add_caption(axes: Axes, spec: _FigureSpec, layout: Layout, when: str) -> None:
-    """Write the layout's name, the bytes per rank and the meaning of the sheets below a state."""
+    """Write the layout's name, the bytes per rank and a legend for the sheets below a tensor."""
     plan, high = spec.plan, spec.height
     size = format_bytes(int(layout.local_numels().max()) * dtype_bytes(plan.dtype))
     axes.text(0, high + 0.10, short_name(layout), fontsize=10.5, fontweight="bold", color=INK, va="top")
@@ -231,7 +231,7 @@ def _add_caption(axes: Axes, spec: _FigureSpec, layout: Layout, when: str) -> No
 
 
 def _add_dims(axes: Axes, spec: _FigureSpec, layout: Layout) -> None:
-    """Label the vertical and horizontal dims beside the first state."""
+    """Label the vertical and horizontal dims next to the first tensor."""
     above = 0.05 + SHEET * (min(MAX_SHEETS, _num_sheets(layout)) - 1)
     for dims, x, y, turn in ((spec.dims.down, -0.07, 0.0, 270), (spec.dims.right, 0.0, -above, 0)):
         if dims:
@@ -259,7 +259,7 @@ def _describe_axes(axes: Sequence[int]) -> str:
 
 
 def _add_step(axes_at: AxesAt, spec: _FigureSpec, number: int, left: float, wide: float) -> None:
-    """Draw the step between two states: an arrow with its name, and the matrix of bytes between ranks."""
+    """Draw a step between two tensors: an arrow labeled with its name, and the matrix of bytes between ranks."""
     step = spec.plan.steps[number]
     words = axes_at(left, BOTTOM, wide, spec.height)
     words.set(xlim=(0, wide), ylim=(spec.height, 0))
@@ -280,7 +280,7 @@ def _add_step(axes_at: AxesAt, spec: _FigureSpec, number: int, left: float, wide
 
 
 def _add_matrix(axes: Axes, step: Step, spec: _FigureSpec) -> None:
-    """Draw the traffic matrix: receivers as rows, senders as columns, darker for more bytes."""
+    """Draw the traffic matrix with receivers as rows and senders as columns; darker cells mean more bytes."""
     from matplotlib.colors import LinearSegmentedColormap
 
     matrix = _block_sums(count_exchange(step).matrix())
@@ -298,7 +298,7 @@ def _add_matrix(axes: Axes, step: Step, spec: _FigureSpec) -> None:
 
 
 def _block_sums(matrix: Counts) -> Counts:
-    """Sum blocks of neighboring ranks so that at most `MAX_MATRIX` rows and columns remain."""
+    """Sum blocks of adjacent ranks to leave at most `MAX_MATRIX` rows and columns."""
     num = len(matrix)
     block = -(-num // MAX_MATRIX)
     starts = np.arange(0, num, block)

@@ -1,4 +1,4 @@
-"""Textual description of a plan: a table of its steps, and its traffic relative to the lower bound."""
+"""Text description of a plan: a table of its steps, and its traffic relative to the lower bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step
 from meshwright.units import format_bytes
 
 MAX_LAYOUT = 28
-"""Maximum width of a layout's name, which keeps table lines within 110 columns."""
+"""Maximum width of a layout's name, chosen to keep table lines within 110 columns."""
 
 HEAD = ("step", "kind", "axes", "layout after", "received", "sent", "time", "live")
 LEFT = (False, True, True, True, False, False, False, False)
@@ -16,7 +16,7 @@ LEFT = (False, True, True, True, False, False, False, False)
 def explain_plan(plan: ReshardPlan) -> str:
     """Return the plan as a table of steps with its cost and lower bound, or one line if there are no steps.
 
-    Columns: most bytes received and sent by any rank, time by the cost model, and most bytes live on any rank.
+    The columns are the most bytes received and sent by any rank, the modeled time, and the peak bytes live on any rank.
     """
     if not plan.steps:
         return f"{describe_plan(plan)}: every rank has its shard already, nothing has to move"
@@ -33,12 +33,12 @@ def explain_plan(plan: ReshardPlan) -> str:
 
 
 def describe_plan(plan: ReshardPlan) -> str:
-    """Return the plan's layouts, tensor and mesh as one line."""
+    """Describe the plan's layouts, tensor and mesh in one line."""
     return f"{short_name(plan.src)} → {short_name(plan.dst)} · {describe_tensor(plan)}"
 
 
 def describe_tensor(plan: ReshardPlan) -> str:
-    """Return the tensor's shape and dtype, and the sizes of the mesh."""
+    """Describe the tensor's shape and dtype and the mesh's axis sizes."""
     shape = " × ".join(map(str, plan.src.shape)) or "scalar"
     return f"{shape} {plan.dtype} on a mesh of {' × '.join(map(str, plan.src.axis_sizes))}"
 
@@ -50,7 +50,7 @@ def short_name(layout: Layout) -> str:
 
 
 def format_time(time_us: float) -> str:
-    """Format a time with three digits: `3.4 µs`, `12.7 ms`, `1.2 s`."""
+    """Format a time with a suitable unit: `3.4 µs`, `12.7 ms`, `1.2 s`."""
     for size, name in ((1e6, "s"), (1e3, "ms")):
         if time_us >= size:
             return f"{time_us / size:.3g} {name}"
@@ -58,7 +58,7 @@ def format_time(time_us: float) -> str:
 
 
 def summary_lines(plan: ReshardPlan) -> list[str]:
-    """Return the plan's maximum cost over ranks, compared with the lower bound, as lines of text."""
+    """Return lines that compare the plan's cost, the maximum over ranks, with the lower bound."""
     received, bound = plan.bytes_received, plan.lower_bound_bytes
     if received == 0:
         against = "nothing is received"

@@ -1,7 +1,7 @@
-"""Geometry of a layout's figure: the tensor as a rectangle of boxes, each in the color of the rank that holds it.
+"""Geometry of a layout's figure: a rectangle of boxes, each in the color of the rank that holds it.
 
-Replicated and partial axes give several full tensors, drawn as sheets one behind the other. For tensors with more than
-two dims, only sharded dims are shown: the first one vertically, the others horizontally, nested in each other.
+Replicated and partial axes give several full tensors, drawn as sheets stacked behind each other. For tensors with more
+than two dims, only sharded dims are shown: the first one vertically, the others nested horizontally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sheet:
     Attributes:
         rows: vertical edges of the boxes, from 0 to 1.
         columns: horizontal edges of the boxes, from 0 to 1.
-        ranks: the rank that holds each box: shape (rows, columns).
+        ranks: the rank that holds each box, of shape (rows, columns).
     """
 
     rows: Places
@@ -45,7 +45,7 @@ class Dims:
 
 
 def shown_dims(layouts: Sequence[Layout]) -> Dims:
-    """Choose the dims to show, the same for all states of a plan."""
+    """Choose the dims to show for all layouts of a plan."""
     num_dims = len(layouts[0].shape)
     if num_dims <= 2:
         return Dims(tuple(range(num_dims - 1)), tuple(range(num_dims))[-1:])
@@ -54,7 +54,7 @@ def shown_dims(layouts: Sequence[Layout]) -> Dims:
 
 
 def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
-    """Return a sheet per replica or partial value, by ascending coordinates; none for an empty tensor."""
+    """Return one sheet per replica or partial value, by ascending coordinates; none for an empty tensor."""
     edges = [edges_of([layout], dim) for dim in range(len(layout.shape))]
     if 0 in layout.shape:
         return []
@@ -74,7 +74,7 @@ def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
 
 
 def _nest_edges(edges: Sequence[Ints]) -> Places:
-    """Scale the first dim's edges to 0 … 1 and nest the next dim's edges within each of its segments, recursively."""
+    """Scale the first dim's edges to [0, 1] and recursively nest the next dim's edges in each of its segments."""
     scale = np.array([0.0, 1.0])
     for dim_edges in reversed(edges):
         outer = dim_edges / dim_edges[-1]
@@ -84,7 +84,7 @@ def _nest_edges(edges: Sequence[Ints]) -> Places:
 
 
 def downsample(sheet: Sheet, most: int) -> Sheet:
-    """Reduce a sheet to at most `most` rows and columns by sampling boxes at equal distances."""
+    """Downsample a sheet to at most `most` rows and columns by picking evenly spaced boxes."""
 
     def pick(edges: Places) -> Ints:
         return np.searchsorted(edges, (np.arange(most) + 0.5) / most, "right") - 1
@@ -97,7 +97,7 @@ def downsample(sheet: Sheet, most: int) -> Sheet:
 
 
 def rank_labels(ranks: Sequence[int]) -> list[str]:
-    """Return labels for the ranks that hold a box, from the longest to the shortest."""
+    """Return labels for the ranks that hold a box, longest first."""
     first, last = str(ranks[0]), str(ranks[-1])
     if len(ranks) == 1:
         return [first]
@@ -108,7 +108,7 @@ def rank_labels(ranks: Sequence[int]) -> list[str]:
 
 
 def rank_colors(axis_sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Return a color per rank: shades along the last axis, hues along the others; hues only on a one-axis mesh."""
+    """Return a color per rank: the last axis varies the shade, the others the hue; a single axis varies the hue."""
     sizes = [size for size in axis_sizes if size > 1] or [1]
     num_shades = sizes[-1] if len(sizes) > 1 else 1
     num_hues = math.prod(sizes) // num_shades
@@ -120,7 +120,7 @@ def rank_colors(axis_sizes: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _from_oklch(light: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """Convert a color from Ottosson's perceptually uniform OKLCH (2020) to sRGB, clipped to the displayable range."""
+    """Convert a color from OKLCH (Ottosson, 2020) to sRGB, clipped to the displayable range."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3
     middle = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3

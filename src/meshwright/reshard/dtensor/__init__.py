@@ -1,4 +1,4 @@
-"""Redistribution of DTensors by plans.
+"""Plan-based redistribution of DTensors.
 
 Exports the low-level functions that other packages use; only this package imports `private`.
 """

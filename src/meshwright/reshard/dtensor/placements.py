@@ -28,7 +28,7 @@ ShardOrder = Mapping[int, Sequence[int]] | Iterable[tuple[int, Sequence[int]]]
 """Mapping of tensor dims to the mesh axes that shard them, in shard order."""
 
 FullShardOrder = tuple[ShardOrderEntry, ...] | None
-"""DTensor's form of a shard order, with an entry for each sharded dim; None for the default order."""
+"""Shard order as DTensor stores it, with an entry for each sharded dim; None for the default order."""
 
 _REDUCTIONS = frozenset(Reduction)
 
@@ -43,7 +43,7 @@ def layout_of(x: DTensor) -> Layout:
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:
-    """Return the layout that a DTensor spec describes.
+    """Return the layout described by a DTensor spec.
 
     Raises:
         LayoutError: if a placement has no layout.
@@ -53,7 +53,7 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
 
 
 def layout_ignoring_partial(tensor: DTensor) -> Layout:
-    """Return the layout of a DTensor with partial placements treated as replicated."""
+    """Return the layout of a DTensor, treating partial placements as replicated."""
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     order = spec_of(tensor).shard_order
     shard_order = None if order is None else tuple((dim, tuple(axes)) for dim, axes in order)
@@ -67,7 +67,7 @@ def layout_of_placements(
     shape: tuple[int, ...],
     axis_sizes: tuple[int, ...],
 ) -> Layout:
-    """Return the layout of placements, sharded in axis order or in the given order.
+    """Return the layout described by placements, sharded in the given order or else in axis order.
 
     Raises:
         LayoutError: if a placement has no layout or does not fit the tensor.
@@ -100,7 +100,7 @@ def layout_of_placements(
 
 
 def has_layout(placements: Sequence[Placement]) -> bool:
-    """Return whether every placement can be expressed in a layout."""
+    """Return whether every placement can be expressed as part of a layout."""
     return all(
         type(placement) in (Shard, StridedShard, Replicate)
         or (type(placement) is Partial and placement.reduce_op in _REDUCTIONS)
@@ -125,7 +125,7 @@ def _layout_error(placement: Placement, axis: int, rule: str, fix: str) -> Layou
 
 
 def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], tuple[ShardOrderEntry, ...] | None]:
-    """Return a layout's DTensor placements and its shard order, which is None if it is the default order."""
+    """Return a layout's DTensor placements and its shard order (None for the default order)."""
     placements: list[Placement] = [Partial(str(r)) if r else Replicate() for r in layout.partial]
     order, is_default = [], True
     for dim, splits in enumerate(layout.splits):
@@ -140,7 +140,7 @@ def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], tuple[ShardOrd
 
 
 def dtensor_of(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """Return the DTensor of a contiguous tensor with this layout, whose shard on this rank is `local`."""
+    """Wrap `local`, this rank's shard of a contiguous tensor, as a DTensor with this layout."""
     stride = torch.empty(layout.shape, device="meta").stride()
     meta = TensorMeta(torch.Size(layout.shape), stride, local.dtype)
     return make_dtensor(local, mesh, *placements_of(layout), meta, requires_grad=local.requires_grad)
@@ -149,10 +149,10 @@ def dtensor_of(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 def full_shard_order(
     order: ShardOrder | None, placements: Sequence[Placement], num_dims: int
 ) -> tuple[ShardOrderEntry, ...] | None:
-    """Return a shard order in DTensor's form: an entry per sharded dim, ascending; None if it is the default order.
+    """Return a shard order as DTensor stores it: an entry per sharded dim, ascending; None for the default order.
 
     Raises:
-        LayoutError: if it is not a shard order or names a dim twice.
+        LayoutError: if `order` is not a shard order or names a dim twice.
     """
     if order is None:
         return None

@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 StridedShard = _StridedShard
-"""Placement of a strided shard, re-exported for the conversion from and to layouts."""
+"""PyTorch's strided shard placement, re-exported for conversion to and from layouts."""
 
 
 def new_dtensor(
@@ -38,7 +38,7 @@ def new_dtensor(
     *,
     like: DTensor,
 ) -> DTensor:
-    """Return a DTensor with the global shape, strides and dtype of `like`; a leaf that does not require grad."""
+    """Return a leaf DTensor that does not require grad, with the global shape, strides and dtype of `like`."""
     return make_dtensor(local, mesh, placements, order, spec_of(like).tensor_meta, requires_grad=False)
 
 
@@ -69,12 +69,12 @@ def spec_of(x: DTensor) -> DTensorSpec:
 
 
 def local_of(x: DTensor) -> Tensor:
-    """Return the local tensor without recording autograd, after waiting for any pending collective."""
+    """Return the local tensor, detached from autograd, after waiting for any pending collective."""
     return wait_tensor(x._local_tensor)
 
 
 def wait_tensor(local: Tensor) -> Tensor:
-    """Wait for the tensor if an asynchronous collective is filling it, and return it."""
+    """Wait for any asynchronous collective that writes the tensor, and return the tensor."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -82,7 +82,7 @@ Hook = Callable[[Tensor, DTensorSpec, DTensorSpec], Tensor | None]
 """Function that redistributes a local tensor from one spec to another, or returns None to leave it to PyTorch."""
 
 _MODULES = (_redistribute, _dispatch, _api)
-"""Modules whose `redistribute_local_tensor` is called by `DTensor.redistribute`, operators and conversions."""
+"""Modules that look up `redistribute_local_tensor` for `DTensor.redistribute`, operators and conversions."""
 
 _KEY = "meshwright.reshard.hook"
 
@@ -125,21 +125,21 @@ class _Patch:
 
 @cache
 def _patch() -> _Patch:
-    """Return the patch of this process, since modules are process-wide."""
+    """Return the process-wide patch."""
     return _Patch()
 
 
 def _hook() -> Hook | None:
-    """Return the hook of this thread; autograd passes it on to the threads of backward passes."""
+    """Return this thread's hook; autograd propagates it to backward threads."""
     c = cast(Any, torch._C)
     return c._get_obj_in_tls(_KEY) if c._is_key_in_tls(_KEY) else None
 
 
 def _stash(hook: Hook | None) -> None:
-    """Set the hook for this thread and for the backward passes that it starts.
+    """Set the hook for this thread and for the backward passes it starts.
 
-    PyTorch releases a reference when the value is replaced, on other threads too, but 2.11 does not acquire one;
-    without the extra reference the hook would be freed while in use.
+    PyTorch drops a reference whenever the value is replaced, on other threads too, but 2.11 never takes one. Without
+    the extra reference the hook would be freed while in use.
     """
     if not _stash_takes_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(hook))
@@ -171,7 +171,7 @@ def redistribution_hook(hook: Hook) -> Iterator[None]:
 
 
 def _is_plain(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> bool:
-    """Return whether this is a plain tensor of static size on one mesh, outside of tracing."""
+    """Return whether `local` is a plain tensor of static size, both specs share a mesh, and nothing is being traced."""
     return (
         type(local) in (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
         and not _are_we_tracing()

@@ -1,4 +1,4 @@
-"""Redistribution of DTensors by plans, as a replacement for `DTensor.redistribute`."""
+"""Plan-based replacement for `DTensor.redistribute`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ def redistribute(
     shard_order: ShardOrder | None = None,
     memory_cap_bytes: int | None = None,
 ) -> DTensor:
-    """Redistribute `x` to other placements by the cheapest plan that fits. Must be called on all ranks of the mesh.
+    """Redistribute `x` to other placements with the cheapest plan that fits in memory; a collective call on the mesh.
 
-    On a mesh of a subset of the ranks, steps over several axes need the process groups that `prepare(mesh)` creates.
+    If the mesh does not contain all ranks, steps over several axes need the process groups created by `prepare(mesh)`.
 
-    Differentiable to any order: as with `DTensor.redistribute`, the gradient has the placements of `x`, replicated
+    Differentiable to any order. As with `DTensor.redistribute`, the gradient has the placements of `x`, replicated
     where `x` is partial.
 
     Args:
         x: the DTensor to redistribute; not modified.
-        placements: one for each mesh axis; may be partial.
-        mesh: the mesh of the result, if it differs from that of `x`; see `redistribute_across`.
-        shard_order: for each tensor dim, the mesh axes that shard it, in shard order; ascending by default.
-        memory_cap_bytes: limit on the bytes live on a rank: its shard of `x`, staging buffers, and its shard of the
-            result.
+        placements: one placement per mesh axis, possibly partial.
+        mesh: the mesh of the result if it is not that of `x`; see `redistribute_across`.
+        shard_order: the mesh axes that shard each tensor dim, in shard order; ascending by default.
+        memory_cap_bytes: limit on the bytes live on a rank: its shards of `x` and of the result, plus staging buffers.
 
     Raises:
         LayoutError: if the placements do not fit `x` or the mesh, or no plan fits the cap.

@@ -1,4 +1,4 @@
-"""Redistribution of DTensors and their local tensors by a plan, below autograd."""
+"""Plan-based redistribution of DTensors and their local tensors, below autograd."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NAMES = {
     torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64", torch.complex128: "complex128",
 }  # fmt: skip
 _OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""Dtype names by element size for all other dtypes, since a plan depends only on the element size."""
+"""Substitute dtype names by element size, the only property of a dtype that a plan depends on."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the dtype's name in plans, or the name of a dtype of the same size."""
+    """Return the dtype's name in plans, or that of a dtype of the same size."""
     return _NAMES.get(dtype) or _OF_SIZE[dtype.itemsize]
 
 
 def redistribute_detached(
     x: DTensor, placements: tuple[Placement, ...], order: FullShardOrder, cap: int | None = None
 ) -> DTensor:
-    """Redistribute `x` without autograd to placements with non-negative dims and a full shard order.
+    """Redistribute `x`, without autograd, to placements with non-negative dims and a full shard order.
 
     The result shares memory with `x` if nothing changes on this rank.
     """
@@ -45,24 +45,24 @@ def redistribute_detached(
 
 
 class Redistributor:
-    """Hook that redistributes by plans and counts the redistributions.
+    """Hook that runs redistributions as plans and counts them.
 
     Attributes:
-        num_redistributions: number of redistributions to different placements so far, equal on all ranks of the mesh.
+        num_redistributions: number of redistributions so far that changed placements; equal on all ranks of the mesh.
     """
 
     def __init__(self) -> None:
         self.num_redistributions = 0
 
     def __call__(self, local: Tensor, current: DTensorSpec, target: DTensorSpec) -> Tensor | None:
-        """Redistribute as `redistribute_by_plan` does, and count it if the placements differ."""
+        """Call `redistribute_by_plan` and count the call if the placements differ."""
         if (current.placements, current.shard_order) != (target.placements, target.shard_order):
             self.num_redistributions += 1
         return redistribute_by_plan(local, current, target)
 
 
 def redistribute_by_plan(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> Tensor | None:
-    """Redistribute a local tensor between two specs by a plan, or return None to leave it to PyTorch."""
+    """Redistribute a local tensor between two specs with a plan, or return None to leave it to PyTorch."""
     if not (has_layout(current.placements) and has_layout(target.placements)):
         return None
     src, dst = layout_of_spec(current), layout_of_spec(target)
@@ -74,7 +74,7 @@ def redistribute_by_plan(local: Tensor, current: DTensorSpec, target: DTensorSpe
 def redistribute_local_tensor(
     local: Tensor, src: Layout, dst: Layout, mesh: DeviceMesh, cap: int | None = None
 ) -> Tensor:
-    """Return this rank's shard under `dst` of the tensor whose shard under `src` is `local`."""
+    """Redistribute `local`, this rank's shard in layout `src`, to layout `dst`."""
     if src == dst:
         return local
     groups, dtype = groups_of(mesh), dtype_name(local.dtype)

@@ -38,7 +38,7 @@ def redistribute_on_mesh(
 
 
 class _Redistribute(torch.autograd.Function):
-    """Autograd function that redistributes gradients to the original placements."""
+    """Autograd function that redistributes gradients back to the original placements."""
 
     @staticmethod
     def forward(

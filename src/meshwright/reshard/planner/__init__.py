@@ -1,1 +1,1 @@
-"""Planning of redistributions: plans and steps as values, their cost, and the search for the cheapest."""
+"""Redistribution planner: plans and steps as immutable values, a cost model, and a search for the cheapest plan."""

@@ -1,4 +1,4 @@
-"""Candidate steps of a plan and their cost: each changes the layout once, over the smallest group that suffices."""
+"""Candidate steps of a plan and their costs. Each step uses the fewest mesh axes that suffice."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Problem:
     one_axis: bool = False
 
     def limit(self) -> int:
-        """Return the number of elements that a rank may hold."""
+        """Return the maximum number of elements live on a rank."""
         return sys.maxsize if self.memory_cap_bytes is None else self.memory_cap_bytes // self.element_bytes
 
     def held(self, src: Layout, dst: Layout) -> Ints:
-        """Return the elements of the plan's source and of the step's source and result on each rank, over the mesh."""
+        """Count the elements of the plan's source and of the step's source and result on each rank of the mesh."""
         return numels(self.src) + numels(dst) + (0 if src == self.src else numels(src))
 
 
 def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
-    """Return the step from `src` to `dst`, or None if no single step does it within the memory cap.
+    """Return the step from `src` to `dst`, or None if there is no single step within the memory cap.
 
-    The step uses as many rounds as the cap requires, if the problem allows more than one.
+    The step is split into as many rounds as the cap requires, if the problem allows more than one.
     """
     volume = exchange_volume(src, dst)
     kind = _allowed_kind(problem, src, dst, volume)
@@ -63,7 +63,7 @@ def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
 
 
 def min_live_elements(problem: Problem, src: Layout, dst: Layout) -> int | None:
-    """Return the elements live during the step from `src` to `dst` at the maximum number of rounds, or None."""
+    """Return the peak live elements of the step from `src` to `dst` at the maximum number of rounds, or None."""
     volume = exchange_volume(src, dst)
     kind = _allowed_kind(problem, src, dst, volume)
     if kind is None:
@@ -75,14 +75,14 @@ def min_live_elements(problem: Problem, src: Layout, dst: Layout) -> int | None:
 
 
 def _allowed_kind(problem: Problem, src: Layout, dst: Layout, volume: ExchangeVolume) -> StepKind | None:
-    """Return `kind_of` the step if the problem allows it, else None."""
+    """Return the step's kind if the problem allows it, else None."""
     kind = kind_of(src, dst, volume)
     merges = kind is not None and kind not in LOCAL and len(volume.axes) > 1
     return None if problem.one_axis and merges else kind
 
 
 def kind_of(src: Layout, dst: Layout, volume: ExchangeVolume) -> StepKind | None:
-    """Return the kind of the step from `src` to `dst`, or None if it takes several steps or breaks reduction order."""
+    """Return the kind of the step from `src` to `dst`, or None if no single step reduces in a valid order."""
     changed = [(axis, src.partial[axis]) for axis in volume.reduced]
     changed += [(axis, dst.partial[axis]) for axis in volume.created]
     kept = [axis for axis in src.partial_axes() if src.partial[axis] == dst.partial[axis]]

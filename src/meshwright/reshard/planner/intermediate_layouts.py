@@ -2,12 +2,12 @@
 
 [Note: normal forms] A plan slices replicated axes, exchanges once (reducing partial values), gathers, and creates
 partial values last. Its intermediate layouts, called forms, are:
-  - after slicing: `src` with some replicated axes sharded innermost, so that all replicas share the work;
+  - after slicing: `src` with some replicated axes sharded innermost, to split the work among the replicas;
   - after the exchange: the goal (`dst` before partial values are created) with some replicated axes still sharded
-    innermost, so that each element is sent once before it is replicated;
+    innermost, to send each element once before it is replicated;
   - between gathers: the goal with fewer of these axes sharded. Slow axes are innermost and gathered first, while the
     shards are small;
-  - where links differ, mixtures of `src` and the goal: axes of one speed redistributed, the others not yet.
+  - if link speeds differ, mixtures of `src` and the goal: axes of one speed redistributed, the others not yet.
 The search considers steps between any two forms.
 """
 
@@ -24,13 +24,13 @@ from meshwright.reshard.planner.link_cost import Topology
 from meshwright.reshard.planner.volumes import Splits, can_commute
 
 MAX_FORMS = 64
-"""Maximum number of ways to shard replicated axes that are tried at each end."""
+"""Maximum number of shardings of the replicated axes to try at each end."""
 
 
 def goal_of(src: Layout, dst: Layout) -> Layout:
-    """Return `dst` before partial values are created: partial only on the axes that keep the partial values of `src`.
+    """Return `dst` before partial values are created: partial only on axes that stay partial from `src`.
 
-    An axis keeps them if all other changes may precede its reduction: on axes further in, or for reductions that
+    An axis stays partial if all other changes may precede its reduction: changes on inner axes, or reductions that
     commute with it.
     """
     kept = {axis for axis, reduction in enumerate(src.partial) if reduction and reduction == dst.partial[axis]}
@@ -48,9 +48,9 @@ def goal_of(src: Layout, dst: Layout) -> Layout:
 
 
 def partition_stages(goal: Layout, dst: Layout) -> list[Layout]:
-    """Return the layouts from the goal to `dst`, creating partial values outermost first where reductions differ.
+    """Return the layouts from the goal to `dst`, creating partial values outermost first if reductions differ.
 
-    A new partial axis is filled with its reduction's neutral element, which axes further in must preserve.
+    A new partial axis is filled with its reduction's neutral element, which inner axes must preserve.
     """
     stages, partial = [goal], list(goal.partial)
     last: Reduction | None = None
@@ -63,12 +63,12 @@ def partition_stages(goal: Layout, dst: Layout) -> list[Layout]:
 
 
 def can_precede(axis: int, reduction: Reduction, kept: int, other: Reduction | None) -> bool:
-    """Return whether values can be reduced, or made partial, over `axis` while they stay partial over `kept`."""
+    """Return whether values that stay partial over `kept` can be reduced, or made partial, over `axis`."""
     return other is None or kept < axis or can_commute(reduction, other)
 
 
 def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
-    """Return the intermediate layouts in a fixed order without duplicates, including `src`, `dst` and the goal."""
+    """Return the distinct intermediate layouts in a fixed order, including `src`, `dst` and the goal."""
     stages = partition_stages(goal_of(src, dst), dst)
     goal, order = stages[0], _order(src, dst, topology)
     forms = [src, dst, *stages[:-1]]
@@ -89,7 +89,7 @@ def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
 
 
 def _partition_early(src: Layout, dst: Layout, goal: Layout, order: Sequence[int]) -> list[Layout]:
-    """Return forms where partial values are created before the last slice, or while axes are sharded as in `src`."""
+    """Return forms that create partial values before the last slice, or while axes are still sharded as in `src`."""
     created = [axis for axis in dst.partial_axes() if axis not in goal.partial_axes()]
     if not created:
         return []
@@ -113,14 +113,14 @@ def _partition_sharded_axes(src: Layout, dst: Layout, axes: frozenset[int]) -> L
 
 
 def _order(src: Layout, dst: Layout, topology: Topology) -> list[int]:
-    """Return the axes from outermost to innermost for sharding: those that become partial, then fast before slow."""
+    """Return the sharding order of the axes, outermost first: those that become partial, then fast before slow."""
     created = [bool(b) and a != b for a, b in zip(src.partial, dst.partial, strict=True)]
     axes = range(len(src.axis_sizes))
     return sorted(axes, key=lambda axis: (not created[axis], -topology.bandwidth((axis,)), axis))
 
 
 def _shard_replicated(base: Layout, other: Layout, order: Sequence[int]) -> list[Layout]:
-    """Return `base` with each replicated axis unchanged or sharding a dim innermost, in all (or the likeliest) ways."""
+    """Return `base` with every (or likely) choice of leaving a replicated axis alone or sharding a dim innermost."""
     replicated = [axis for axis in order if base.axis_sizes[axis] > 1 and axis in base.replicated_axes()]
     if not replicated or not base.shape:
         return []
@@ -140,7 +140,7 @@ def _shard_replicated(base: Layout, other: Layout, order: Sequence[int]) -> list
 
 
 def _likely_dims(base: Layout, other: Layout, axis: int) -> list[int]:
-    """Return the dims to shard by an axis, likeliest first: sharded by it in `other`, divisible by it, longest."""
+    """Return the dims that an axis may shard, most likely first: sharded by it in `other`, divisible by it, longest."""
 
     def key(dim: int) -> tuple[bool, bool, int, int]:
         size = base.axis_sizes[axis]
@@ -154,7 +154,7 @@ def _likely_dims(base: Layout, other: Layout, axis: int) -> list[int]:
 
 
 def _shard_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int]) -> list[Layout]:
-    """Return `base`, and `base` with its slow, fast or all replicated axes sharding their likeliest dims."""
+    """Return `base` with none, the slow, the fast, or all of its replicated axes sharding their likeliest dims."""
     forms = [base]
     for axes in (slow, fast, slow | fast) if base.shape else ():
         form = base
@@ -168,7 +168,7 @@ def _shard_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int])
 
 
 def mixed_layouts(src: Layout, goal: Layout, moved: frozenset[int]) -> list[Layout]:
-    """Return `src` with the `moved` axes sharded as in the goal, innermost or outermost."""
+    """Return `src` with the `moved` axes sharded as in the goal, either innermost or outermost."""
     stays = frozenset(range(len(src.axis_sizes))) - moved
     partial = tuple((goal if axis in moved else src).partial[axis] for axis in range(len(src.axis_sizes)))
     sizes, forms = src.axis_sizes, []
@@ -186,7 +186,7 @@ def _without_axes(layout: Layout, axes: frozenset[int]) -> tuple[Splits, ...]:
 
 
 def remove_axes(splits: Splits, axes: Iterable[int], axis_sizes: tuple[int, ...]) -> Splits:
-    """Remove the splits of some axes, keeping the others in place: exact if the dim divides evenly."""
+    """Remove the splits of some axes and keep the others in place. Exact if the dim divides evenly."""
     kept: list[Split] = []
     removed: list[tuple[int, int]] = []
     for split in splits:

@@ -1,10 +1,10 @@
-"""Cost model of a step: latency and bandwidth of the slowest mesh axis whose ranks take part.
+"""Cost model of a step, based on the latency and bandwidth of its slowest mesh axis.
 
     time = rounds × latency + max(bytes sent, bytes received) / bandwidth
 
-with the maximum bytes over ranks. All messages of a round are in flight at once, so a round pays the latency once,
-regardless of its kind and number of ranks; the ports of a link carry different messages. Local steps are free, since
-copying in memory is fast relative to sending. Latencies and bandwidths are those of the cluster.
+where bytes are maxima over ranks. All messages of a round are in flight at once, so a round pays the latency once,
+regardless of its kind and number of ranks. Different messages use different ports of a link. Local steps are free,
+since memory copies are fast relative to communication. Latencies and bandwidths come from the cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.cluster.spec import Cluster, Link
 from meshwright.errors import LayoutError
 
 DEFAULT_CLUSTER = "H100"
-"""Cluster whose intra-node link is used for all axes if no topology is given."""
+"""Cluster that provides the default link: its intra-node link, used for all axes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Topology:
 
     @staticmethod
     def of(cluster: Cluster, axis_sizes: Sequence[int]) -> Topology:
-        """Return the topology of a mesh whose innermost axes fill the nodes of a cluster first."""
+        """Return the topology of a mesh on a cluster, with the innermost axes within nodes."""
         spans = [math.prod(axis_sizes[axis:]) for axis in range(len(axis_sizes))]
         return Topology(tuple(cluster.link(span) for span in spans))
 
@@ -49,15 +49,15 @@ class Topology:
             )
 
     def bandwidth(self, axes: Sequence[int]) -> float:
-        """Return the bandwidth of a group over `axes` in bytes per second, that of its slowest axis."""
+        """Return the bandwidth of the slowest of `axes`, in bytes per second."""
         return min(link.bandwidth_bytes_per_s * link.ports for link in self._of(axes))
 
     def latency_us(self, axes: Sequence[int]) -> float:
-        """Return the latency of a group over `axes`, that of its slowest axis."""
+        """Return the latency of the slowest of `axes`."""
         return max(link.latency_us for link in self._of(axes))
 
     def time_us(self, axes: Sequence[int], num_bytes: float, rounds: int = 1) -> float:
-        """Return the time of an exchange in which the busiest rank sends or receives `num_bytes`; 0 without axes."""
+        """Return the time of an exchange where the busiest rank sends or receives `num_bytes`; 0 without axes."""
         if not axes:
             return 0.0
         return rounds * self.latency_us(axes) + num_bytes / self.bandwidth(axes) * 1e6

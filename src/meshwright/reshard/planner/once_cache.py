@@ -1,6 +1,6 @@
-"""Bounded LRU cache that computes each value once, even if several threads request it.
+"""Bounded LRU cache that computes each value once, even if several threads request it at the same time.
 
-Only values are cached, never errors.
+Errors are not cached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class _Pending(Generic[V]):
-    """Computation in progress, which other threads may wait for."""
+    """Computation in progress that other threads may wait for."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -29,7 +29,7 @@ class OnceCache(Generic[V]):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._reset()
-        # A forked child inherits pending computations, and perhaps a held lock, but not the threads.
+        # A forked child inherits pending computations, and perhaps a held lock, but not the threads behind them.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -38,9 +38,9 @@ class OnceCache(Generic[V]):
         self._pending: dict[Hashable, _Pending[V]] = {}
 
     def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the value of `key`; call `compute`, outside the lock, only if no thread has computed it or is.
+        """Return the value of `key`. Call `compute`, outside the lock, unless the value is cached or being computed.
 
-        If `compute` raises, the error propagates in its thread, and one of the waiting threads tries again.
+        If `compute` raises, its own thread gets the error, and one of the waiting threads tries again.
         """
         while True:
             with self._lock:
@@ -52,7 +52,7 @@ class OnceCache(Generic[V]):
                     own_pending = self._pending[key] = _Pending[V]()
                     break
             if pending.thread == threading.get_ident():
-                return compute()  # reentrant call from its own computation: waiting would deadlock
+                return compute()  # reentrant call from the computation itself: waiting would deadlock
             pending.done.wait()
             if pending.values:
                 return pending.values[0]
@@ -70,7 +70,7 @@ class OnceCache(Generic[V]):
         return value
 
     def clear(self) -> None:
-        """Drop all values. Computations in progress continue, and their values are cached."""
+        """Drop all values. Computations in progress continue and are cached when done."""
         with self._lock:
             self._values.clear()
 

@@ -1,8 +1,8 @@
-"""Intermediate layouts for plans whose exchanges each use one mesh axis, for meshes without groups of several axes.
+"""Intermediate layouts for plans with one mesh axis per exchange, for meshes without groups over several axes.
 
-One path always exists: reduce partial values axis by axis, the last axis first; gather the axes that the goal does not
-shard, innermost first in each dim; then slice. PyTorch's planner takes this path. The other forms are gathered less, to
-save bytes where possible.
+One path always exists: reduce partial values axis by axis, last axis first; gather the axes that the goal does not
+shard, innermost first in each dim; then slice. PyTorch's planner takes this path. The other forms gather less to save
+bytes where possible.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.intermediate_layouts import mixed_layouts
 
 MAX_AXES = 4
-"""Number of axes up to which all mixtures of `src` and the goal are tried."""
+"""Maximum number of axes for which all mixtures of `src` and the goal are tried."""
 
 
 def one_axis_path(src: Layout, goal: Layout) -> list[Layout]:
-    """Return layouts from `src` to one that can be sliced into `goal`, each a one-axis step from the previous one."""
+    """Return a sequence of one-axis steps from `src` to a layout that can be sliced into `goal`."""
     path = _reduced(src, goal)
     current = path[-1] if path else src
     for dim, (dim_splits, goal_splits) in enumerate(zip(src.splits, goal.splits, strict=True)):
@@ -32,7 +32,7 @@ def one_axis_path(src: Layout, goal: Layout) -> list[Layout]:
 
 
 def one_axis_forms(src: Layout, goal: Layout) -> list[Layout]:
-    """Return candidate layouts for one-axis steps in a fixed order, without duplicates."""
+    """Return the distinct candidate layouts for one-axis steps, in a fixed order."""
     path = one_axis_path(src, goal)
     reduced = (_reduced(src, goal) or [src])[-1]
     forms = [*path, *_gathered(reduced), *_gathered(goal)]
@@ -45,7 +45,7 @@ def one_axis_forms(src: Layout, goal: Layout) -> list[Layout]:
 
 
 def _reduced(src: Layout, goal: Layout) -> list[Layout]:
-    """Return `src` with its partial axes reduced one by one until only those of `goal` remain."""
+    """Return the layouts that reduce the partial axes of `src` one by one until only those of `goal` remain."""
     forms, current = [], src
     for axis in reversed(src.partial_axes()):
         if not goal.partial[axis]:
@@ -55,7 +55,7 @@ def _reduced(src: Layout, goal: Layout) -> list[Layout]:
 
 
 def _gathered(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with any number of each dim's innermost axes gathered."""
+    """Yield the layout with each possible number of innermost axes gathered in each dim."""
     for counts in product(*(range(len(dim_splits), -1, -1) for dim_splits in layout.splits)):
         splits = tuple(dim_splits[:count] for dim_splits, count in zip(layout.splits, counts, strict=True))
         yield replace(layout, splits=splits)

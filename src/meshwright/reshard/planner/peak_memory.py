@@ -1,8 +1,8 @@
-"""Peak staging memory of an exchange in rounds, in addition to the tensors before and after.
+"""Peak staging memory of an exchange in rounds, on top of the source and result tensors.
 
 A message is split along its longest dim, so its size per round depends on its extents. Messages have few distinct
-extents along each dim; counting a rank's messages per extent gives exact sums without listing the messages.
-`shard_exchange.staging_elements` computes the same number from the list.
+extents along each dim; counting a rank's messages per extent gives exact sums without enumerating the messages.
+`shard_exchange.staging_elements` computes the same number by enumeration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.reshard.planner.steps import StepKind
 from meshwright.reshard.planner.volumes import ExchangeVolume, dim_transfers
 
 MAX_ROUNDS = 256
-"""Maximum number of collectives that an exchange is split into; each costs its latency."""
+"""Maximum number of rounds that an exchange is split into; each round adds latency."""
 
 
 class Staging:
@@ -30,7 +30,7 @@ class Staging:
         self._message_counts: list[tuple[tuple[int, ...], Ints]] | None = None
 
     def in_rounds(self, rounds: int) -> Ints:
-        """Return the staging elements of each rank, over the mesh, for this number of rounds."""
+        """Return the staging elements of each rank of the mesh for this number of rounds."""
         sizes, volume = self._src.axis_sizes, self._volume
         if self._kind is StepKind.ALL_GATHER:
             group = math.prod(sizes[axis] for axis in volume.axes)
@@ -45,7 +45,7 @@ class Staging:
         return total
 
     def fewest_rounds(self, held: Ints, limit: int) -> int | None:
-        """Return the fewest rounds in which `held` plus staging fit in `limit` elements, or None."""
+        """Return the smallest number of rounds for which `held` plus staging fits in `limit` elements, or None."""
 
         def fits(rounds: int) -> bool:
             return int((held + self.in_rounds(rounds)).max()) <= limit
@@ -59,7 +59,7 @@ class Staging:
         return low
 
     def _count_messages(self) -> list[tuple[tuple[int, ...], Ints]]:
-        """Return the number of messages that each rank sends or receives, by extents; local copies count twice."""
+        """Count the messages that each rank sends or receives, by extents; local copies count twice."""
         src, dst, volume = self._src, self._dst, self._volume
         sharded = dst.sharded_axes()
         receivers = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.axes if axis not in sharded))
@@ -73,7 +73,7 @@ class Staging:
 
 
 def _round_numel(extents: list[Ints], rounds: int) -> Ints:
-    """Return the elements of the first, largest round of messages with these extents."""
+    """Return the elements in the first round, the largest, of messages with these extents."""
     if not extents:
         return np.asarray(1)
     numel, longest = reduce(np.multiply, extents), reduce(np.maximum, extents)

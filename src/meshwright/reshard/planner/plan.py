@@ -30,20 +30,20 @@ def plan(
 ) -> ReshardPlan:
     """Plan the redistribution of a tensor; see [Note: normal forms] for the steps and `link_cost.py` for their cost.
 
-    A plan depends only on these arguments; equal arguments return the same object while it is cached. Layouts of steps
-    are in canonical form (`Layout.canonical`).
+    Plans depend only on these arguments and are cached, so equal arguments usually return the same object. The layouts
+    of the steps are in canonical form (`Layout.canonical`).
 
     Args:
         src: the source layout.
         dst: the destination layout, on the same mesh.
         dtype: name of the dtype, a key of `DTYPE_BYTES`.
-        topology: the link along each mesh axis; by default the same fast link along all axes.
+        topology: the link along each mesh axis; the same fast link along all axes by default.
         memory_cap_bytes: limit on the bytes live on a rank: source, staging buffers and result.
-        one_axis: use steps over one mesh axis each, for meshes without groups of several axes (see `prepare`).
+        one_axis: use one mesh axis per step, for meshes without groups over several axes (see `prepare`).
 
     Raises:
         LayoutError: if the layouts differ in tensor shape or mesh, an argument has the wrong type, or no plan fits the
-            cap; then the message gives the smallest cap that suffices.
+            cap. In the last case the message states the smallest sufficient cap.
     """
     check_arguments(src, dst, dtype, topology)
     key = (src, dst, dtype, topology, validate_memory_cap(memory_cap_bytes), one_axis)
@@ -84,7 +84,7 @@ def _plan(
 
 
 def _steps(problem: Problem) -> list[Step]:
-    """Return the cheapest steps that fit, splitting exchanges into rounds only if nothing fits otherwise."""
+    """Return the cheapest steps that fit in memory, splitting exchanges into rounds only if nothing fits otherwise."""
     if problem.src.same_as(problem.dst):
         return []
     steps = search(problem)

@@ -15,12 +15,12 @@ _UNEVEN = (1, 7, 1000, 4097, 5003)
 
 
 def sample_pairs(num_axes: int, seed: int, *, max_ranks: int = 1024) -> Iterator[tuple[Layout, Layout]]:
-    """Yield endless pairs of layouts: any shard order, strided and uneven shards, replicas, partial values.
+    """Yield an endless stream of layout pairs: any shard order, strided and uneven shards, replicas, partial values.
 
     Args:
         num_axes: number of mesh axes.
-        seed: random seed; equal seeds give equal pairs.
-        max_ranks: maximum number of ranks of a mesh.
+        seed: random seed; the same seed gives the same pairs.
+        max_ranks: maximum number of ranks in a mesh.
     """
     rng = random.Random(f"{num_axes}/{seed}")
     while True:
@@ -31,7 +31,7 @@ def sample_pairs(num_axes: int, seed: int, *, max_ranks: int = 1024) -> Iterator
 
 
 def sample_layout(rng: random.Random, axis_sizes: Sequence[int], shape: Sequence[int]) -> Layout:
-    """Return a random layout: about half of the axes shard a dim, the others are replicated or partial."""
+    """Sample a layout: about half of the axes shard a dim, the others are replicated or partial."""
     splits: list[list[Split]] = [[] for _ in shape]
     partial: list[Reduction | None] = [None] * len(axis_sizes)
     axes = list(range(len(axis_sizes)))

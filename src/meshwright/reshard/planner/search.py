@@ -1,7 +1,7 @@
-"""A* search for the cheapest chain of steps through the normal forms, with the lower bound on bytes as the heuristic.
+"""A* search for the cheapest chain of steps through the normal forms, using the lower bound on bytes as heuristic.
 
-Times are integer nanoseconds, rounded up, so sums and ties are exact; ties are broken by bytes received, bytes sent,
-number of steps, and the order of the forms. Results do not depend on earlier searches.
+Times are integer nanoseconds, rounded up, so that sums and ties are exact. Ties are broken by bytes received, bytes
+sent, number of steps, and the order of the forms. Results do not depend on earlier searches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.reshard.planner.steps import Step
 from meshwright.reshard.planner.volumes import lower_bound, numels
 
 MAX_PRICED = 1400
-"""Number of steps to price before the search returns the best plan so far."""
+"""Number of priced steps after which the search settles for the best plan so far."""
 
 Cost = tuple[int, int, int, int]
 """Cost as (nanoseconds, bytes received, bytes sent, steps)."""
@@ -28,7 +28,7 @@ Cost = tuple[int, int, int, int]
 
 @dataclass
 class _Search:
-    """A* search over the forms; edges are priced only when they reach the front of the queue."""
+    """A* search over the forms; an edge is priced only when it reaches the front of the queue."""
 
     problem: Problem
     forms: list[Layout]
@@ -46,7 +46,7 @@ class _Search:
         self.dims = [_sharded_dims(form) for form in self.forms]
 
     def run(self) -> list[Step] | None:
-        """Return the steps, or None if no chain fits."""
+        """Return the steps of the cheapest chain, or None if no chain fits."""
         self.best[0] = (0, 0, 0, 0)
         self._price_fallback()
         if 1 in self.best and self.best[1][0] <= self._remaining_ns(0):
@@ -72,7 +72,7 @@ class _Search:
         return self._chain() if 1 in self.best else None
 
     def _price_fallback(self) -> None:
-        """Price the direct step and the fallback path, so that a first plan is known."""
+        """Price the direct step and the fallback path to obtain a first plan."""
         self._price(0, 1)
         at = 0
         for stage in _fallback_path(self.problem):
@@ -82,7 +82,7 @@ class _Search:
             at = to
 
     def _expand(self, at: int, done: set[int]) -> None:
-        """Queue the successors of a form by lower bounds on their cost."""
+        """Queue a form's successors, ordered by lower bounds on their cost."""
         time_ns, received, sent, steps = self.best[at]
         for to in range(1, len(self.forms)):
             if to == at or to in done or not self._fits(at, to):
@@ -115,7 +115,7 @@ class _Search:
         heapq.heappush(self.queue, ((cost[0] + self._remaining_ns(to), *cost[1:]), 2, at, to))
 
     def _edge_ns(self, at: int, to: int) -> int:
-        """Return a lower bound on a step's time, from shard sizes and the axes whose ranks must take part."""
+        """Return a lower bound on a step's time, based on shard sizes and the axes it must use."""
         src, dst, num_copies, axes = self.forms[at], self.forms[to], 1, []
         ends = zip(src.axis_sizes, src.partial, dst.partial, self.dims[at], self.dims[to], strict=True)
         for axis, (size, a, b, dim, new_dim) in enumerate(ends):
@@ -135,7 +135,7 @@ class _Search:
         return self.remaining_ns[at]
 
     def _ns(self, elements: int, axes: Sequence[int] = ()) -> int:
-        """Return the least time in which a rank can receive `elements` over these axes, or over any axis if none."""
+        """Return the minimum time for a rank to receive `elements` over these axes, or over the best axis if none."""
         if elements <= 0:
             return 0
         latency = max([self.latencies[axis] for axis in axes], default=min(self.latencies))
@@ -151,7 +151,7 @@ class _Search:
 
 
 def _sharded_dims(form: Layout) -> list[int | None]:
-    """Return the tensor dim that each axis shards; None for axes of one rank and unsharded axes."""
+    """Return the tensor dim sharded by each axis; None if the axis has size 1 or shards no dim."""
     dims: list[int | None] = [None] * len(form.axis_sizes)
     for dim, splits in enumerate(form.splits):
         for split in splits:
@@ -160,7 +160,7 @@ def _sharded_dims(form: Layout) -> list[int | None]:
 
 
 def _forms(problem: Problem) -> list[Layout]:
-    """Return the forms to search, `src` and `dst` first."""
+    """Return the forms to search, starting with `src` and `dst`."""
     forms = normal_forms(problem.src, problem.dst, problem.topology)
     if problem.one_axis:
         goal = goal_of(problem.src, problem.dst)
@@ -169,19 +169,19 @@ def _forms(problem: Problem) -> list[Layout]:
 
 
 def _fallback_path(problem: Problem) -> list[Layout]:
-    """Return a sequence of forms that always reaches `dst` if memory allows."""
+    """Return a sequence of forms that always leads to `dst`, memory permitting."""
     goal = goal_of(problem.src, problem.dst)
     before = one_axis_path(problem.src, goal) if problem.one_axis else []
     return [*before, *partition_stages(goal, problem.dst)]
 
 
 def search(problem: Problem) -> list[Step] | None:
-    """Return the cheapest chain of steps through the normal forms that fits the memory cap, or None."""
+    """Find the cheapest chain of steps through the normal forms that fits the memory cap; return None if none fits."""
     return _Search(problem, _forms(problem)).run()
 
 
 def min_live_bytes(problem: Problem) -> int:
-    """Return the smallest memory cap for which a plan exists: the minimum over chains of their largest step."""
+    """Return the smallest memory cap that admits a plan: the minimum over chains of the largest step."""
     forms = _forms(problem)
     best, queue, done = {0: 0}, [(0, 0)], set()
     goal = forms.index(goal_of(problem.src, problem.dst))

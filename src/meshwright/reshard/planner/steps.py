@@ -1,9 +1,9 @@
 """Redistribution plans: immutable chains of steps that change a tensor's layout.
 
-A step consists of its kind, the mesh axes whose ranks take part (merged into one group), and the layouts before and
-after. This suffices for the executor, because one rule determines all messages:
+A step consists of a kind, the mesh axes it communicates over (merged into one group), and the layouts before and after.
+The executor needs nothing else, because one rule determines all messages:
 
-  [Note: owners] A rank receives each element of its new shard from the ranks with these coordinates, axis by axis:
+  [Note: owners] A rank receives each element of its new shard from the ranks with these coordinates on each axis:
   - on an axis outside `axes`: its own coordinate;
   - on an axis that is replicated before the step: its own coordinate;
   - on an axis that shards a tensor dim before the step: the coordinate of the shard that contains the element;
@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 
 class StepKind(StrEnum):
-    """Kind of a step. Kinds without communication have no axes."""
+    """Kind of a step. Steps of kinds without communication have no axes."""
 
     SLICE = "slice"
-    """Each rank keeps a part of its shard."""
+    """Each rank keeps a slice of its shard."""
     PARTITION = "partition"
-    """Values become partial values that reduce to them: each rank fills what is not its share with the reduction's
-    neutral element (replicated axis: rank 0 keeps the values; sharded axis: the rest of the tensor is filled)."""
+    """Values become partial values that reduce to the original: each rank keeps its share and fills the rest with the
+    reduction's neutral element (replicated axis: rank 0 keeps the values; sharded axis: each rank keeps its shard)."""
     ALL_GATHER = "all-gather"
-    """Each rank of a group ends with the shards of all ranks of the group."""
+    """Each rank of a group receives the shards of all ranks in the group."""
     ALL_TO_ALL = "all-to-all"
-    """Each rank of a group sends each other rank the elements of its new shard."""
+    """Each rank of a group sends every other rank the elements of that rank's new shard."""
     PERMUTE = "permute"
-    """Each rank's full shard goes to one rank."""
+    """Each rank sends its full shard to one rank."""
     REDUCE_SCATTER = "reduce-scatter"
-    """Partial values are reduced, each element on the one rank of the group whose new shard contains it."""
+    """Partial values are reduced, and each element ends on the one rank of the group that holds it in its new shard."""
     ALL_REDUCE = "all-reduce"
     """Partial values are reduced, and all ranks of the group hold the result."""
 
@@ -119,12 +119,12 @@ class ReshardPlan:
         src: the source layout.
         dst: the destination layout.
         dtype: name of the dtype, a key of `DTYPE_BYTES`.
-        steps: the steps in order; empty if nothing has to change.
-        bytes_sent: bytes sent over all steps, by the rank that sends most.
-        bytes_received: bytes received over all steps, by the rank that receives most.
+        steps: the steps in order; empty if nothing changes.
+        bytes_sent: total bytes sent by the rank that sends most.
+        bytes_received: total bytes received by the rank that receives most.
         lower_bound_bytes: bytes that some rank must receive with any method: the most that any rank lacks and, if
-            values are reduced, at least the average over ranks of the transfers that reduction and replication need.
-        peak_bytes: the most bytes live at once on any rank, source and result included.
+            values are reduced, at least the average over ranks of the transfers needed to reduce and replicate.
+        peak_bytes: peak bytes live on any rank, including source and result.
         time_us: time by the cost model.
     """
 
@@ -139,7 +139,7 @@ class ReshardPlan:
     time_us: float
 
     def to_json(self) -> str:
-        """Return the plan as JSON; `from_json` is the inverse."""
+        """Serialize the plan to JSON; `from_json` is the inverse."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -158,7 +158,7 @@ class ReshardPlan:
 
 
 def check_one_tensor(src: Layout, dst: Layout) -> None:
-    """Raise `LayoutError` unless two layouts have the same tensor shape."""
+    """Raise `LayoutError` if two layouts have different tensor shapes."""
     if src.shape != dst.shape:
         raise LayoutError(
             f"the source layout is of shape {list(src.shape)}, the destination layout of {list(dst.shape)}",
@@ -169,10 +169,10 @@ def check_one_tensor(src: Layout, dst: Layout) -> None:
 
 
 def read_plan(text: str, make: Callable[[dict[str, Any]], T]) -> T:
-    """Parse JSON written by a plan's `to_json`, and build the plan from its fields with `make`.
+    """Parse JSON written by a plan's `to_json` and build the plan from its fields with `make`.
 
     Raises:
-        LayoutError: if the text is not a plan.
+        LayoutError: if `text` is not a plan.
     """
     try:
         return make(json.loads(text))
@@ -181,7 +181,7 @@ def read_plan(text: str, make: Callable[[dict[str, Any]], T]) -> T:
 
 
 def layout_from(fields: dict[str, Any]) -> Layout:
-    """Build a layout from the JSON fields of `asdict`."""
+    """Build a layout from JSON fields written by `asdict`."""
     return Layout(
         tuple(fields["shape"]),
         tuple(fields["axis_sizes"]),

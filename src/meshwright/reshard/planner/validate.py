@@ -1,4 +1,4 @@
-"""Type checks of `plan`'s arguments before they become a cache key."""
+"""Type checks for the arguments of `plan`, run before the arguments become a cache key."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def check_arguments(src: Any, dst: Any, dtype: Any, topology: Any) -> None:
 
 
 def validate_memory_cap(memory_cap_bytes: Any) -> int | None:
-    """Return a memory cap as an int, or None.
+    """Return the memory cap as an int, or None for no cap.
 
     Raises:
-        LayoutError: if it is neither an integer nor None.
+        LayoutError: if the cap is neither an integer nor None.
     """
     if memory_cap_bytes is None or type(memory_cap_bytes) is int:
         return memory_cap_bytes

@@ -1,8 +1,8 @@
-"""Exact number of elements that each rank sends and receives in a step.
+"""Exact counts of the elements that each rank sends and receives in a step.
 
-A mesh axis shards at most one tensor dim, so all counts are products over dims of small tables over coordinates, and
-messages are never listed. Tables broadcast over the mesh: one array dim per mesh axis, of extent 1 where the axis does
-not matter. [Note: owners] in `steps.py` defines the messages.
+A mesh axis shards at most one tensor dim, so every count is a product over dims of small tables indexed by coordinates,
+and messages are never enumerated. Tables broadcast over the mesh: they have one array dim per mesh axis, of extent 1 if
+the axis does not matter. [Note: owners] in `steps.py` defines the messages.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Splits = tuple[Split, ...]
 
 @dataclass(frozen=True, eq=False)
 class DimTransfer:
-    """Redistribution of the indices of one tensor dim, as segments with one owner coordinate before and one after.
+    """Redistribution of one tensor dim, as segments with one owner coordinate before and one after.
 
     Attributes:
         lengths: lengths of the segments.
-        before: for each axis that shards the dim before, the owner's coordinate of each segment.
-        after: for each axis that shards the dim after, the owner's coordinate of each segment.
+        before: coordinate of each segment's owner, for each axis that shards the dim before.
+        after: coordinate of each segment's owner, for each axis that shards the dim after.
         axis_sizes: sizes of the mesh axes.
         needed: axes along which some rank lacks indices of its new shard.
-        num_kept: indices that each rank holds both before and after.
+        num_kept: number of indices that each rank holds both before and after.
     """
 
     lengths: Ints
@@ -42,23 +42,23 @@ class DimTransfer:
     num_kept: Ints
 
     def sent(self, axes: frozenset[int]) -> Ints:
-        """Return the indices that each rank sends to the ranks of its group over `axes`, itself included."""
+        """Count the indices that each rank sends to the ranks of its group over `axes`, including itself."""
         if self.before is self.after:
             return self.num_kept
         receivers = {axis: places for axis, places in self.after.items() if axis not in axes}
         return _table({**receivers, **self.before}, self.lengths, self.axis_sizes)
 
     def is_one_to_one(self) -> bool:
-        """Return whether each shard before is exactly one shard after."""
+        """Return whether each shard before equals exactly one shard after."""
         if self.before is self.after:
             return True
         pairs = {*zip(self._rows(self.before), self._rows(self.after), strict=True)}
         return len(pairs) == len({row for row, _ in pairs}) == len({row for _, row in pairs})
 
     def message_counts(self, axes: frozenset[int]) -> list[tuple[int, Ints, Ints]]:
-        """Return (extent, messages sent, messages received) per rank for each extent of messages along this dim.
+        """Return (extent, messages sent, messages received) per rank for each message extent along this dim.
 
-        Groups are over `axes`; the message from a rank to itself is counted in both.
+        Groups span `axes`. A message from a rank to itself counts as both sent and received.
         """
         numbers = [np.asarray(self._rows(coordinates), np.int64) for coordinates in (self.before, self.after)]
         _, first, inverse = np.unique(np.stack(numbers), axis=1, return_index=True, return_inverse=True)
@@ -82,7 +82,7 @@ class DimTransfer:
 
 @lru_cache(maxsize=8192)
 def dim_transfer(size: int, before: Splits, after: Splits, axis_sizes: tuple[int, ...]) -> DimTransfer:
-    """Compute the redistribution of a dim of `size` indices between two sequences of splits."""
+    """Compute the redistribution of a dim of size `size` from the splits `before` to the splits `after`."""
     starts, src_coordinates = _owners(size, before, axis_sizes)
     if before == after:
         segment_lengths = np.diff(starts, append=size)[: len(starts)]
@@ -117,7 +117,7 @@ def lengths(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _owners(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> tuple[Ints, dict[int, Ints]]:
-    """Return the start of each segment of a dim, ascending, and its owner's coordinate on each axis."""
+    """Return the start of each segment of a dim, ascending, and the coordinates of the segment's owner by axis."""
     intervals = shard_intervals(size, splits, axis_sizes)
     starts, stops = intervals.starts.reshape(-1), intervals.stops.reshape(-1)
     filled = np.flatnonzero(starts < stops)
@@ -131,7 +131,7 @@ def _owners(size: int, splits: Splits, axis_sizes: tuple[int, ...]) -> tuple[Int
 
 
 def _key(coordinates: Mapping[int, Ints], axis_sizes: tuple[int, ...], count: int) -> tuple[Ints, tuple[int, ...]]:
-    """Flatten coordinates to one index each, and return the extents of the table that it indexes."""
+    """Flatten coordinates into table indices; return them with the table's shape."""
     key = np.zeros(count, np.int64)
     extents = [1] * len(axis_sizes)
     for axis in sorted(coordinates):
@@ -141,17 +141,17 @@ def _key(coordinates: Mapping[int, Ints], axis_sizes: tuple[int, ...], count: in
 
 
 def _table(coordinates: Mapping[int, Ints], counts: Ints, axis_sizes: tuple[int, ...]) -> Ints:
-    """Return the table of the sums of `counts` per coordinate."""
+    """Sum `counts` by coordinate into a table."""
     key, extents = _key(coordinates, axis_sizes, len(counts))
     return np.bincount(key, counts, math.prod(extents)).astype(np.int64).reshape(extents)
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeVolume:
-    """Traffic of one exchange from `src` to `dst`, in elements per rank.
+    """Traffic of an exchange, in elements per rank.
 
     Attributes:
-        axes: axes whose ranks must take part, ascending; empty if each rank already holds its new shard.
+        axes: axes that the exchange must communicate over, ascending; empty if each rank already holds its new shard.
         reduced: axes whose partial values are reduced.
         created: axes that become partial.
         sent: elements sent to other ranks, over the mesh.
@@ -172,7 +172,7 @@ class ExchangeVolume:
 
 
 def exchange_volume(src: Layout, dst: Layout) -> ExchangeVolume:
-    """Compute the traffic of one exchange from `src` to `dst`."""
+    """Compute the traffic of an exchange from `src` to `dst`."""
     transfers = dim_transfers(src, dst)
     reduced = tuple(axis for axis in src.partial_axes() if src.partial[axis] != dst.partial[axis])
     created = tuple(axis for axis in dst.partial_axes() if src.partial[axis] != dst.partial[axis])
@@ -191,12 +191,12 @@ def exchange_volume(src: Layout, dst: Layout) -> ExchangeVolume:
 
 
 def is_permutation(src: Layout, dst: Layout, axes: tuple[int, ...]) -> bool:
-    """Return whether each rank's full shard goes to exactly one rank."""
+    """Return whether each rank sends its full shard to exactly one rank."""
     return set(axes) <= dst.sharded_axes() and all(transfer.is_one_to_one() for transfer in dim_transfers(src, dst))
 
 
 def numels(layout: Layout) -> Ints:
-    """Return the elements of each rank's shard, over the mesh, as a read-only array."""
+    """Return the number of elements in each rank's shard as a read-only array over the mesh."""
     return _numels(layout.shape, layout.splits, layout.axis_sizes)
 
 
@@ -212,7 +212,7 @@ def lower_bound(src: Layout, dst: Layout) -> int:
 
     Without reductions, this is the most that any rank lacks. With reductions, a rank lacks its full new shard, and
     reducing `c` contributions and replicating the result to `r` ranks takes c - 1 + r - 1 transfers of each element,
-    which are averaged over ranks. Where partial values are created, no rank needs any particular elements.
+    averaged over ranks. Newly created partial values require no particular elements on any rank.
     """
     ends = list(zip(src.axis_sizes, src.partial, dst.partial, strict=True))
     reduced = math.prod(size for size, a, b in ends if a and a != b)
@@ -238,7 +238,7 @@ def clear_tables() -> None:
 
 
 def can_commute(a: Reduction, b: Reduction) -> bool:
-    """Return whether reductions by `a` over one axis and by `b` over another can be done in either order."""
+    """Return whether reductions `a` and `b` over two axes can run in either order."""
     return a == b or {a, b} == {Reduction.SUM, Reduction.AVG}
 
 

@@ -1,1 +1,1 @@
-"""Execution of plans: each step is compiled to a program per rank and run on the local tensor."""
+"""Plan executor: compiles each step to one program per rank and runs it on the local tensor."""

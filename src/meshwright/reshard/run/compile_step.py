@@ -1,7 +1,7 @@
-"""Compilation of a step to one rank's program.
+"""Compile a step to one rank's program.
 
-Programs are cached per step and rank; the executor then makes a few calls per tensor. If messages are contiguous in the
-order of the group's ranks, they are sent from or received into the tensor itself without packing. Staging never exceeds
+Programs are cached per step and rank, so the executor makes only a few calls per tensor. Messages that are contiguous
+in group-rank order are sent from or received into the tensor itself without packing. Staging never exceeds
 `shard_exchange.staging_elements`, except for a few elements if an all-gather has no group of its own.
 """
 
@@ -38,7 +38,7 @@ def compile_step(step: Step, rank: int, slots: tuple[int, ...], strides: Strides
     Args:
         step: the step to compile.
         rank: rank within the mesh.
-        slots: mesh rank of each rank of the process group, or `OUTSIDE`.
+        slots: mesh rank of each rank in the process group, or `OUTSIDE`.
         strides: strides of the rank's tensor before the step.
     """
     return _Compiler(step, rank, slots, strides).program()
@@ -56,7 +56,7 @@ class _Compiler:
         self.rounds = max(1, step.rounds)
         self.gathers = self._is_gather()
         if step.kind is StepKind.ALL_GATHER and not self.gathers:
-            self.rounds *= 2  # an exchange packs a shard once per receiver: half rounds keep within the planned memory
+            self.rounds *= 2  # an exchange packs a shard once per receiver: halve rounds to stay within planned memory
 
     def program(self) -> StepProgram:
         levels = _levels(self.step) if self.reduces else ()
@@ -85,14 +85,14 @@ class _Compiler:
         return self.before == self.after and all(len(r) <= 1 for p in messages for r in p.runs)
 
     def _is_gather(self) -> bool:
-        """Return whether the step can run as an all-gather: each rank's full shard goes to all ranks of the group."""
+        """Return whether the step can run as an all-gather: each rank sends its full shard to the whole group."""
         step = self.step
         if OUTSIDE in self.slots or len(self.slots) == 1:
             return False
         if step.kind is StepKind.ALL_GATHER:
             return True
         if len(self.slots) == 2:
-            return False  # an exchange sends the tensor in place, and receives one copy instead of two
+            return False  # an exchange sends from the tensor itself and stages one copy, not two
         reduced = [axis for axis in step.axes if step.src.partial[axis]]
         copies = math.prod(step.src.axis_sizes[axis] for axis in reduced)
         return step.kind is StepKind.ALL_REDUCE and step.src.splits == step.dst.splits and copies == len(self.slots)
@@ -122,7 +122,7 @@ class _Compiler:
         )
 
     def _is_in_place(self, incoming: Messages, at: Sequence[int], length: int) -> bool:
-        """Return whether the gather buffer has the result's memory layout, so it can be the result itself."""
+        """Return whether the gather buffer has the result's memory layout and can serve as the result."""
         ranges = [flat_range(message, self.result_strides, of_source=False) for message in incoming]
         wanted = [(start, message.numel()) for start, message in zip(at, incoming, strict=True)]
         return ranges == wanted and length * len(self.slots) == math.prod(self.after)
@@ -135,7 +135,7 @@ class _Compiler:
         return min(candidates, key=lambda candidate: candidate.cost).round(self)
 
     def _candidate(self, out: Messages, into: Messages, own: Messages, *, with_own: bool) -> _ExchangeCandidate:
-        """Return an exchange that sends the rank's own message through the collective, or copies it separately."""
+        """Return an exchange that either sends the rank's own message through the collective or copies it locally."""
         apart = sum(p.numel() for p in out) + sum(p.numel() for p in into)
         own_elements = sum(p.numel() for p in own)
         if with_own:
@@ -185,7 +185,7 @@ class _Compiler:
         ])  # fmt: skip
 
     def _reductions(self, messages: Messages, offsets: Sequence[int | None]) -> tuple[RegionReduction, ...]:
-        """Return a reduction per window of each region. Messages without offset are read from the rank's own tensor."""
+        """Return one reduction per window of each region. Messages without an offset are read from the local tensor."""
         regions: dict[tuple[object, ...], list[tuple[ShardMessage, int | None]]] = {}
         for message, offset in sorted(zip(messages, offsets, strict=True), key=lambda pair: pair[0].copy):
             regions.setdefault(_target_ranges(message), []).append((message, offset))
@@ -206,7 +206,7 @@ class _Compiler:
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeCandidate:
-    """Candidate for an exchange, with the number of elements that it copies locally as its cost."""
+    """Candidate implementation of an exchange; its cost is the number of elements copied locally."""
 
     cost: float
     out: Messages
@@ -216,7 +216,7 @@ class _ExchangeCandidate:
     receive_at: int | None
 
     def round(self, compiler: _Compiler) -> ExchangeRound:
-        """Return the collective and the copies around it."""
+        """Return the collective and its surrounding copies."""
         send, receive = [0] * len(compiler.slots), [0] * len(compiler.slots)
         out_at, into_at = [], []
         for message in self.out:
@@ -243,7 +243,7 @@ class _ExchangeCandidate:
 
 
 def _target_ranges(message: ShardMessage) -> tuple[object, ...]:
-    """Return the merged index ranges in the receiver's tensor; runs of partial values may differ."""
+    """Return the merged index ranges in the receiver's tensor; different partial values may have different runs."""
     joined = []
     for runs in message.runs:
         found: list[tuple[int, int]] = []
@@ -257,7 +257,7 @@ def _target_ranges(message: ShardMessage) -> tuple[object, ...]:
 
 
 def _levels(step: Step) -> tuple[ReductionLevel, ...]:
-    """Return the reduction levels, merging neighboring axes of the same reduction."""
+    """Return the reduction levels, merging adjacent axes with the same reduction."""
     levels: list[ReductionLevel] = []
     for axis in step.axes:
         reduction = step.src.partial[axis]

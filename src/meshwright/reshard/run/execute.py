@@ -1,7 +1,7 @@
-"""Execution of a plan: runs each step's program on this rank's tensor.
+"""Run a plan by executing each step's program on this rank's tensor.
 
-An exchange packs, sends and receives ranges of one flat tensor, and unpacks; an all-gather receives into one buffer
-that already contains the rank's own shard. Each copy is one call per strided window, usually a single one.
+An exchange packs into, sends from and receives into ranges of one flat tensor, then unpacks. An all-gather receives
+into a buffer that already contains the rank's own shard. Each copy takes one call per strided window, usually just one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def execute(plan: ReshardPlan, local: Tensor, groups: MeshGroups) -> Tensor:
         this rank's shard after the plan: a new tensor, or `local` if the plan changes nothing on this rank.
 
     Raises:
-        LayoutError: if `local` does not have the shard's shape, or its dtype does not support a reduction.
+        LayoutError: if the shape of `local` is not that of the shard, or its dtype does not support a reduction.
         CollectiveError: if another rank fails or does not take part.
     """
     x = local.detach().resolve_conj().resolve_neg()
@@ -63,7 +63,7 @@ def _run(step: Step, x: Tensor, groups: MeshGroups) -> Tensor:
 
 
 def _gather(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
-    """Gather the shards of all ranks into one flat tensor, in the order of the group's ranks."""
+    """Gather the shards of all ranks into one flat tensor, in group-rank order."""
     received = (staging if round_.receive_at is None else result.view(-1)).narrow(0, 0, round_.num_received)
     _copy(round_.pack, x, received)
     if round_.num_received:
@@ -72,7 +72,7 @@ def _gather(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Ten
 
 
 def _exchange(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: Tensor, staging: Tensor) -> Tensor:
-    """Exchange messages; return the received ones as one flat tensor, in the order of the group's ranks."""
+    """Exchange messages; return the received ones as one flat tensor, in group-rank order."""
     if step_group.group is None:
         return staging
     if round_.send_from is None:
@@ -108,15 +108,15 @@ def _window(x: Tensor, size: tuple[int, ...], window: Window) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View a dense tensor as one dim, whatever the strides of its dims of size 1."""
+    """View a dense tensor as one dim, ignoring the strides of its size-1 dims."""
     return x.as_strided((x.numel(),), (1,))
 
 
 def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
     """Make values partial: keep this rank's share and fill the rest with the neutral element.
 
-    For avg, max and min over replicas each rank keeps its replica, as in PyTorch. For a sum rank 0 of the axis keeps
-    it; PyTorch divides instead, which is not always exact. See `partial_init` for the other cases.
+    For avg, max and min, every replica keeps its values, as in PyTorch. For a sum, only rank 0 of the axis keeps them;
+    PyTorch divides instead, which is not always exact. See `partial_init` for the other cases.
     """
     program = compile_step(step, rank, (rank,), x.stride())
     _check_shape(x, program.before, step.src, rank)

@@ -1,8 +1,8 @@
-"""Initialization of partial values: the share that a rank keeps, and the neutral element that fills the rest.
+"""Initialization of partial values: a rank keeps its share and fills the rest with a neutral element.
 
 A partial value is reduced over the innermost axis first. On an axis that becomes partial, the filled elements must be
-neutral to that axis's reduction after they have been reduced over the axes further in. For example, in a product of
-sums, the first rank of each sum fills with 1 and the others with 0, so that their sum is 1.
+neutral under that axis's reduction once they have been reduced over the inner axes. For example, in a product of sums,
+the first rank of each sum fills with 1 and the others with 0, so that the sum is 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class PartialInit:
     """Initialization of one rank's partial values.
 
     Attributes:
-        keeps_value: whether the rank keeps its values; otherwise it fills its full shard.
-        factor: multiplier of the kept values, which makes the average of a shard and zeros equal the shard.
-        fill_reduction: reduction whose neutral element fills the rest.
+        keeps_value: whether the rank keeps its values; otherwise its full shard is filled.
+        factor: multiplier of the kept values; compensates for averaging a shard with zeros.
+        fill_reduction: reduction that provides the neutral element.
     """
 
     keeps_value: bool
@@ -34,7 +34,7 @@ class PartialInit:
 
 
 def partial_init_of(step: Step, rank: int) -> PartialInit:
-    """Return how one rank initializes its partial values in a partition step.
+    """Return the initialization of one rank's partial values in a partition step.
 
     Raises:
         LayoutError: if the new partial values have several reductions, or the fill value would differ by element.
@@ -62,7 +62,7 @@ def partial_init_of(step: Step, rank: int) -> PartialInit:
 
 
 def _factor(step: Step, axis: int, coordinate: tuple[int, ...]) -> int:
-    """Return the factor for a sharded axis that becomes partial; with a product further in, one rank applies it."""
+    """Return the factor for a sharded axis that becomes partial; below a product, only one rank applies it."""
     inner = zip(step.src.partial[axis + 1 :], coordinate[axis + 1 :], strict=True)
     is_once_more = any(reduction is Reduction.PRODUCT and at for reduction, at in inner)
     return step.src.axis_sizes[axis] if step.dst.partial[axis] is Reduction.AVG and not is_once_more else 1

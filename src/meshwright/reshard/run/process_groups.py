@@ -1,16 +1,17 @@
 """Process groups of a mesh, and the mapping from their ranks to mesh ranks.
 
 A step over one axis uses that axis's group. A step over several axes uses a group created by `prepare` or, if the mesh
-contains all ranks, the default group, where ranks send nothing to those outside the step. Groups are never created on
-demand: communicators created lazily, in the order in which ranks reach them, deadlock. A missing group is an error;
-point-to-point messages would work with gloo, but with NCCL they create communicators too. So that DTensors work without
-`prepare`, their plans use one axis per step if `can_merge_axes` is false.
+contains all ranks, the default group; ranks outside the step's group then exchange nothing. Groups are never created on
+demand, since lazily created communicators deadlock if ranks reach them in different orders. A missing group is an
+error: point-to-point messages would work with gloo, but NCCL creates communicators for them too. DTensors work without
+`prepare` because their plans use one axis per step if `can_merge_axes` is false.
 
 [Note: one order] All ranks of a group must enter its collectives in the same order. Threads that redistribute
-concurrently therefore need separate groups: `prepare(mesh, own=True)` for each, in the same order on all ranks.
+concurrently therefore need separate groups: call `prepare(mesh, own=True)` once per thread, in the same order on all
+ranks.
 
 [Note: no hold on a mesh] Nothing here keeps a mesh alive. Groups created by `prepare` are kept for the run, keyed by
-the mesh's value, so the choice of group depends on calls that all ranks made, not on when a rank garbage-collects.
+the mesh's value. The choice of group thus depends only on calls made by all ranks, not on garbage collection.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class StepGroup:
 
     Attributes:
         group: the process group, or None for a single rank.
-        slots: mesh rank of each rank of the group, or `OUTSIDE` if it does not take part.
+        slots: mesh rank of each rank in the group, or `OUTSIDE` if the rank does not take part.
     """
 
     __slots__ = ("group", "slots")
@@ -52,7 +53,7 @@ class StepGroup:
 
 
 _GroupsByRanks = dict[Ranks, ProcessGroup | None]
-"""Process groups by their ranks; None for groups that this process is not in."""
+"""Process groups keyed by ranks; None for groups that do not contain this process."""
 
 
 class MeshGroups:
@@ -80,10 +81,10 @@ class MeshGroups:
         self._step_groups: dict[Axes, StepGroup] = {}
 
     def of(self, axes: Axes) -> StepGroup:
-        """Return the group of the ranks that differ from this rank only on `axes`.
+        """Return the group of this rank and all ranks that differ from it only on `axes`.
 
         Raises:
-            LayoutError: if no such group exists.
+            LayoutError: if the group does not exist.
         """
         found = self._step_groups.get(axes)
         if found is None:
@@ -92,7 +93,7 @@ class MeshGroups:
 
     @cached_property
     def can_merge_axes(self) -> bool:
-        """Whether every step over several axes has a group; the same on all ranks of the mesh."""
+        """Return whether all steps over several axes have a group; the same on all ranks of the mesh."""
         if self._has_all_ranks() or sum(size > 1 for size in self.axis_sizes) < 2:
             return True
         if self.ranks not in self._prepared:  # fast path: the group of all axes is missing
@@ -124,7 +125,7 @@ class MeshGroups:
 
 
 def groups_of(mesh: DeviceMesh) -> MeshGroups:
-    """Return the process groups of a mesh, including those that `prepare` created for an equal mesh."""
+    """Return the process groups of a mesh, including groups created by `prepare` for an equal mesh."""
     prepared, mesh_groups = _records(_world())
     entry = mesh_groups.get(id(mesh))
     if entry is not None and entry[0]() is mesh:
@@ -138,16 +139,16 @@ def groups_of(mesh: DeviceMesh) -> MeshGroups:
 def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
     """Create process groups for steps over several axes of `mesh`. Must be called on all ranks of the run.
 
-    Each rank passes the mesh that it is on, or any other rank's mesh if it is on none; the meshes may be submeshes of
-    one mesh. Calling it again for the same ranks creates no new groups.
+    Each rank passes its own mesh, or any other rank's mesh if it is not on one. The meshes may be submeshes of one
+    mesh. Repeated calls for the same ranks create no new groups.
 
     Args:
         mesh: the mesh.
-        own: create groups that no other caller uses, including single axes, to call `execute` in a separate thread; see
-            [Note: one order].
+        own: create groups for the caller's exclusive use, including those of single axes, so that `execute` can run in
+            a separate thread; see [Note: one order].
 
     Returns:
-        the process groups of the mesh, or None on a rank outside it.
+        the process groups of the mesh, or None on ranks outside the mesh.
     """
     prepared, mesh_groups = _records(_world())
     into: _GroupsByRanks = {} if own else prepared
@@ -156,14 +157,14 @@ def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
     for ranks in everyone:
         if ranks not in into:
             into[ranks] = new_group(ranks, timeout_s=None)
-    mesh_groups.clear()  # they may have cached that a group is missing
+    mesh_groups.clear()  # cached `MeshGroups` may have recorded a group as missing
     if mesh.get_coordinate() is None:
         return None
     return MeshGroups(mesh, into, own=True) if own else groups_of(mesh)
 
 
 def _group_ranks(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) -> list[Ranks]:
-    """Return the ranks of all groups of at least `at_least` axes of the mesh."""
+    """Return the ranks of each group that spans at least `at_least` mesh axes."""
     wide_axes = [axis for axis, size in enumerate(axis_sizes) if size > 1]
     return [
         group
@@ -174,7 +175,7 @@ def _group_ranks(axis_sizes: tuple[int, ...], ranks: Ranks, *, at_least: int) ->
 
 
 def _ranks_along(axis_sizes: tuple[int, ...], rank: int, axes: Iterable[int]) -> Ranks:
-    """Return the mesh ranks that differ from `rank` only on `axes`, ascending."""
+    """Return the mesh ranks, ascending, that differ from `rank` only on `axes`, including `rank`."""
     place = np.unravel_index(rank, axis_sizes)
     index = tuple(slice(None) if axis in axes else int(at) for axis, at in enumerate(place))
     return tuple(np.arange(math.prod(axis_sizes)).reshape(axis_sizes)[index].ravel().tolist())
@@ -196,13 +197,13 @@ _GroupsByMesh = dict[int, tuple[weakref.ref[DeviceMesh], MeshGroups]]
 
 @cache
 def _all_records() -> WeakKeyDictionary[ProcessGroup, tuple[_GroupsByRanks, _GroupsByMesh]]:
-    """Return, per default group, the groups created by `prepare` and the cached `MeshGroups` of each mesh object."""
+    """Return the groups created by `prepare` and the cached `MeshGroups` of each mesh, by default group."""
     return WeakKeyDictionary()
 
 
 def _records(world: ProcessGroup) -> tuple[_GroupsByRanks, _GroupsByMesh]:
     found = _all_records().get(world)
     if found is None:
-        _all_records().clear()  # a process has one default group at a time
+        _all_records().clear()  # a process has only one default group at a time
         found = _all_records()[world] = ({}, {})
     return found

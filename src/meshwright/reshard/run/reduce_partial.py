@@ -1,7 +1,7 @@
-"""Local reduction of partial values in rank order, so that all ranks that reduce them get bitwise equal results.
+"""Local reduction of partial values in rank order, which makes the results bitwise equal across ranks.
 
 Values are combined sequentially: value 0 with value 1, the result with value 2, and so on. Floats of fewer than 32 bits
-are accumulated in float32 and rounded once at the end; integers wrap around, as in torch.
+are accumulated in float32 and rounded once at the end; integers wrap around as in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITHOUT_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
 """Dtypes that PyTorch can copy but not add or compare."""
 
 BLOCK = 2**16
-"""Number of elements converted to float32 at a time for tensors of narrower dtypes."""
+"""Number of elements of a narrow dtype converted to float32 at a time."""
 
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     Reduction.SUM: torch.add,
@@ -31,11 +31,11 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 
 
 def reduce_into(out: Tensor, copies: Sequence[Tensor], levels: Sequence[ReductionLevel]) -> None:
-    """Write the reduction of `copies` to `out`.
+    """Reduce `copies` into `out`.
 
     Args:
-        out: the output tensor, which shares memory with none of the copies.
-        copies: the partial values in order, each of the shape of `out`.
+        out: the output tensor; must not share memory with the copies.
+        copies: the partial values in order, each with the shape of `out`.
         levels: reduction levels, outermost first; the product of their `num_copies` is `len(copies)`.
     """
     accumulation_dtype = _accumulation_dtype(out.dtype)
@@ -51,7 +51,7 @@ def reduce_into(out: Tensor, copies: Sequence[Tensor], levels: Sequence[Reductio
 
 
 def _reduce_levels(copies: Sequence[Tensor], levels: Sequence[ReductionLevel], dtype: torch.dtype) -> Tensor:
-    """Return the reduction as a new tensor, reducing the innermost level first."""
+    """Reduce the copies, innermost level first, into a new tensor."""
     values = list(copies)
     for level in reversed(levels):
         groups = [values[at : at + level.num_copies] for at in range(0, len(values), level.num_copies)]
@@ -61,7 +61,7 @@ def _reduce_levels(copies: Sequence[Tensor], levels: Sequence[ReductionLevel], d
 
 
 def _reduce_level(copies: Sequence[Tensor], level: ReductionLevel, out: Tensor) -> Tensor:
-    """Combine the copies into `out`, computing in its dtype."""
+    """Reduce the copies into `out`, in the dtype of `out`."""
     combine = _COMBINE[level.reduction]
     if len(copies) == 1:
         out.copy_(copies[0])
@@ -73,7 +73,7 @@ def _reduce_level(copies: Sequence[Tensor], level: ReductionLevel, out: Tensor) 
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are accumulated."""
+    """Return the dtype in which to accumulate values of `dtype`."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -126,7 +126,7 @@ def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
 
 
 def _suggest_fix(layout: Layout, dtype: torch.dtype) -> str:
-    """Suggest a conversion that makes the values reducible."""
+    """Suggest a dtype conversion that makes the values reducible."""
     if not dtype.is_complex:
         return f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) first"
     if {Reduction.MAX, Reduction.MIN}.isdisjoint(filter(None, layout.partial)):

@@ -1,7 +1,7 @@
-"""Messages between ranks in one step, by [Note: owners] in steps.py.
+"""Messages between ranks in a step, as defined by [Note: owners] in steps.py.
 
-A message is a rectangle in the local tensors of both ranks or, for strided layouts, a product of index runs along each
-dim. Sender and receiver compute the same messages independently.
+A message is a box in the local tensors of both ranks or, for strided layouts, a product of index runs along each dim.
+Sender and receiver compute the same messages independently.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ShardMessage:
     Attributes:
         sender: sending rank within the mesh.
         receiver: receiving rank within the mesh; if equal to the sender, nothing is sent.
-        copy: index among the partial values that the receiver reduces, ascending by the senders' coordinates on the
-            reduced axes, the last axis fastest; 0 if nothing is reduced.
-        runs: index runs of each dim, ordered by `target`. The message is packed in row-major order of these.
+        copy: index among the partial values that the receiver reduces, in row-major order of the senders' coordinates
+            on the reduced axes; 0 if nothing is reduced.
+        runs: index runs of each dim, ordered by `target`. The message is packed in row-major order of these runs.
     """
 
     sender: int
@@ -53,7 +53,7 @@ class ShardMessage:
 
 
 def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
-    """Return the messages that make up the rank's shard after the step, including its own, by sender."""
+    """Return the messages that form the rank's shard after the step, by sender, including the one from itself."""
     src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
     found: list[ShardMessage] = []
@@ -72,7 +72,7 @@ def messages_received(step: Step, rank: int) -> tuple[ShardMessage, ...]:
 
 
 def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
-    """Return the messages that the rank sends from its shard before the step, including to itself, by receiver."""
+    """Return the messages sent from the rank's shard before the step, by receiver, including the one to itself."""
     src, dst, coordinate = step.src, step.dst, step.src.coordinate(rank)
     reduced = _reduced_axes(step)
     copies = src.replicated_axes()
@@ -94,9 +94,9 @@ def messages_sent(step: Step, rank: int) -> tuple[ShardMessage, ...]:
 
 
 def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage | None, ...]:
-    """Split a message along its (first) longest dim into `rounds` chunks; None for empty ones.
+    """Split a message along its (first) longest dim into `rounds` chunks, with None for empty chunks.
 
-    Chunks depend only on the extents, so the chunks of a reduced region are the same for all senders.
+    Chunks depend only on the extents, so all senders split a reduced region in the same way.
     """
     if rounds == 1:
         return (message,)
@@ -113,10 +113,10 @@ def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage 
 
 
 def staging_elements(step: Step, rank: int, rounds: int = 1) -> int:
-    """Return the maximum number of staging elements that the rank holds at once in the step.
+    """Return the peak number of staging elements on the rank during the step.
 
-    These are the elements packed for and received from other ranks in a round; local elements are copied directly. An
-    all-gather stages the largest shard of any rank once per rank of the group.
+    Staging elements are those packed for and received from other ranks in a round; local elements are copied directly.
+    An all-gather stages the size of the largest shard once per rank of the group.
     """
     if step.kind in LOCAL:
         return 0
@@ -138,14 +138,14 @@ def _reduced_axes(step: Step) -> list[int]:
 
 
 def _vary(coordinate: Coordinate, axes: Sequence[int], axis_sizes: Sequence[int]) -> Iterator[Coordinate]:
-    """Yield `coordinate` with all combinations of values on `axes`, the last axis fastest."""
+    """Yield `coordinate` with all combinations of values on `axes`, in row-major order."""
     for chosen in product(*(range(axis_sizes[axis]) for axis in axes)):
         at = dict(zip(axes, chosen, strict=True))
         yield tuple(at.get(axis, old) for axis, old in enumerate(coordinate))
 
 
 def _merge_coordinates(base: Coordinate, layout: Layout, coordinates: Sequence[Coordinate]) -> Coordinate:
-    """Return `base` with the values on the axes that shard each dim taken from that dim's coordinate."""
+    """Return `base` with the axes that shard each dim set from that dim's coordinate."""
     merged = list(base)
     for dim, coordinate in enumerate(coordinates):
         for axis in layout.axes_of(dim):
@@ -154,7 +154,7 @@ def _merge_coordinates(base: Coordinate, layout: Layout, coordinates: Sequence[C
 
 
 def intersect_runs(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> tuple[IndexRun, ...]:
-    """Return the intersection of two ascending lists of intervals, as runs of indices of the two local tensors."""
+    """Intersect two ascending lists of intervals; return the index runs in the two local tensors."""
     runs: list[IndexRun] = []
     s = t = at_s = at_t = 0
     while s < len(source) and t < len(target):

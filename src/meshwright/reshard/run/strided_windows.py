@@ -1,7 +1,7 @@
-"""Strided windows of messages in a tensor's memory, as few as possible, since each takes one copy.
+"""Strided windows of messages in a tensor's memory; fewer windows mean fewer copies.
 
 A message is a product of index runs. Equally long, equally spaced runs, as in strided layouts, form one window with an
-additional dim; so do equally spaced windows of several ranks.
+additional dim. So do equally spaced windows of several ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Strides = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Strides and offset of a strided view; its size is stored separately."""
+    """Strides and offset of a strided view; the size is stored separately."""
 
     strides: Strides
     offset: int
@@ -35,7 +35,7 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class _RunGroup:
-    """Equally long, equally spaced runs; `at` is the index in the message where the first run starts."""
+    """Equally long, equally spaced runs; `at` is the start of the first run within the message."""
 
     first: IndexRun
     at: int
@@ -66,7 +66,7 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 def message_windows(
     message: ShardMessage, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
 ) -> list[MessageWindows]:
-    """Return the windows of a message; those in the packed message are always valid.
+    """Return the windows of a message. Windows in the packed message are always valid.
 
     Args:
         message: the message to copy.
@@ -97,7 +97,7 @@ def message_windows(
 
 
 class _WindowBuilder:
-    """Builder of a window, dim by dim."""
+    """Dim-by-dim builder of a window."""
 
     def __init__(self) -> None:
         self.strides: list[int] = []
@@ -112,7 +112,7 @@ class _WindowBuilder:
 
 
 def _group_runs(runs: Sequence[IndexRun], *, by_source: bool, by_target: bool) -> list[_RunGroup]:
-    """Group equally long, equally spaced runs; spacing matters only in the requested tensors."""
+    """Group equally long runs that are equally spaced in the requested tensors."""
     groups: list[_RunGroup] = []
     at = 0
     for run in runs:
@@ -139,7 +139,7 @@ def _extended_group(group: _RunGroup, run: IndexRun, *, by_source: bool, by_targ
 
 
 def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessage]:
-    """Return the elements `[start, stop)` of the packed message, as consecutive messages."""
+    """Return consecutive messages that cover the elements `[start, stop)` of the packed message."""
     return [
         replace(message, runs=tuple(slice_runs(runs, *ends) for runs, ends in zip(message.runs, box, strict=True)))
         for box in _boxes(message.shape(), start, min(stop, message.numel()))
@@ -147,13 +147,13 @@ def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessag
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the elements `[start, stop)` of a contiguous tensor, as rectangles in row-major order."""
+    """Return boxes that cover the elements `[start, stop)` of a contiguous tensor, in row-major order."""
     if start >= stop:
         return []
     if not shape:
         return [()]
     inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows
+    first, last = -(-start // inner), stop // inner  # full rows
     if first > last:  # within one row
         row = ((last, last + 1),)
         return [(*row, *box) for box in _boxes(shape[1:], start - last * inner, stop - last * inner)]
@@ -168,12 +168,12 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
 
 
 def shift_window(window: Window, offset: int) -> Window:
-    """Return the window shifted by `offset` elements."""
+    """Shift a window by `offset` elements."""
     return Window(window.strides, window.offset + offset)
 
 
 def flat_range(message: ShardMessage, strides: Strides, *, of_source: bool) -> tuple[int, int] | None:
-    """Return (offset, number of elements) if the message is one contiguous range of the tensor, else None."""
+    """Return the (offset, number of elements) of a message that is contiguous in the tensor, else None."""
     found = message_windows(message, strides, strides, by_source=of_source, by_target=not of_source)
     if len(found) != 1:
         return None
@@ -185,7 +185,7 @@ def flat_range(message: ShardMessage, strides: Strides, *, of_source: bool) -> t
 
 
 def fuse_copies(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """Merge equally shaped, equally spaced copies into single copies with an additional dim."""
+    """Merge equally shaped, equally spaced copies into one copy with an additional dim."""
     result: list[StridedCopy] = []
     at = 0
     while at < len(copies):

@@ -1,1 +1,1 @@
-"""Verification of plans: correctness of the data movement, memory and stated cost."""
+"""Plan verifier: checks data movement, memory and stated cost."""

@@ -1,7 +1,7 @@
-"""Brute-force count of the elements that each rank needs from each other rank of its group, dim by dim.
+"""Brute-force count of the elements that each rank needs from every other rank of its group, dim by dim.
 
-Each dim is split at every index where any rank's shard begins or ends; a rank holds each resulting segment or not.
-Independent of the planner's counting and of the executor's messages, so that `verify` can check both.
+Each dim is split at every index where any rank's shard begins or ends; a rank holds a segment entirely or not at all.
+The count is independent of the planner's counts and the executor's messages, so that `verify` can check both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.mesh.shard_intervals import Ints
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, ReshardPlan, Step, StepKind, dtype_bytes
 
 Counts = NDArray[np.float64]
-"""Integer counts below 2⁵³, stored as floats because float matrices multiply faster."""
+"""Integer counts below 2⁵³, stored as floats for faster matrix multiplication."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ExchangeCounts:
 
     Attributes:
         ranks: shape (groups, ranks of a group), ascending.
-        elements: shape (groups, receivers, senders): elements of the receiver's new shard that come from the sender,
-            itself included.
+        elements: shape (groups, receivers, senders): elements of the receiver's new shard that come from each sender,
+            including the receiver itself.
         copies: shape (groups, receivers, partial values): `elements` summed over the senders of each partial value.
     """
 
@@ -37,15 +37,15 @@ class ExchangeCounts:
     copies: Counts
 
     def received(self) -> Ints:
-        """Return the elements that each rank receives from others, in rank order."""
+        """Return the number of elements that each rank receives from others, in rank order."""
         return self._in_order(self._moved().sum(2))
 
     def sent(self) -> Ints:
-        """Return the elements that each rank sends to others, in rank order."""
+        """Return the number of elements that each rank sends to others, in rank order."""
         return self._in_order(self._moved().sum(1))
 
     def matrix(self) -> Counts:
-        """Return the elements sent from each rank (column) to each other rank (row)."""
+        """Return the number of elements sent from each rank (column) to every other rank (row)."""
         matrix = np.zeros((self.ranks.size, self.ranks.size))
         matrix[self.ranks[:, :, None], self.ranks[:, None, :]] = self._moved()
         return matrix
@@ -60,9 +60,10 @@ class ExchangeCounts:
 
 
 def count_exchange(step: Step) -> ExchangeCounts:
-    """Count the elements between all ranks in a step, by [Note: owners] in steps.py; local steps use only own elements.
+    """Count the elements of a step by receiver and sender, according to [Note: owners] in steps.py.
 
-    For a partition, the counts are over the ranks of the new partial axes, of which rank 0 keeps replicated values.
+    Local steps use only a rank's own elements. For a partition, groups span the new partial axes, and rank 0 of a group
+    keeps replicated values.
     """
     src, dst = step.src, step.dst
     axes = step.axes
@@ -83,14 +84,14 @@ def count_exchange(step: Step) -> ExchangeCounts:
 
 
 def rank_groups(layout: Layout, axes: tuple[int, ...]) -> Ints:
-    """Return the groups of ranks that differ only on these axes: shape (groups, ranks of a group)."""
+    """Return the groups of ranks that differ only on these axes, of shape (groups, ranks of a group)."""
     mesh = np.arange(layout.num_ranks()).reshape(layout.axis_sizes)
     last = range(mesh.ndim - len(axes), mesh.ndim)
     return np.moveaxis(mesh, axes, tuple(last)).reshape(-1, math.prod(layout.axis_sizes[axis] for axis in axes))
 
 
 def overlaps(src: Layout, dst: Layout, ranks: Ints) -> Counts:
-    """Return the overlap of each rank's `dst` shard with each `src` shard of its group: (groups, ranks, ranks)."""
+    """Return the overlap of each `dst` shard with each `src` shard of the group, of shape (groups, ranks, ranks)."""
     counts = np.ones((*ranks.shape, ranks.shape[1]))
     for dim in range(len(src.shape)):
         edges = edges_of((src, dst), dim)
@@ -100,7 +101,7 @@ def overlaps(src: Layout, dst: Layout, ranks: Ints) -> Counts:
 
 
 def edges_of(layouts: Iterable[Layout], dim: int) -> Ints:
-    """Return the indices of a dim where any rank's shard begins or ends under any of the layouts, ascending."""
+    """Return the indices of a dim where any rank's shard begins or ends in any of the layouts, ascending."""
     edges = [np.zeros(1, np.int64)]
     for layout in layouts:
         intervals = layout.intervals(dim)
@@ -109,7 +110,7 @@ def edges_of(layouts: Iterable[Layout], dim: int) -> Ints:
 
 
 def held_segments(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
-    """Return whether each rank holds each segment between `edges`: shape (ranks, segments)."""
+    """Return a mask of the segments between `edges` that each rank holds, of shape (ranks, segments)."""
     intervals, at = layout.intervals(dim), layout.coordinates()
     rows = tuple(at[axis] for axis in intervals.axes)
     change = np.zeros((layout.num_ranks(), len(edges)), np.int64)
@@ -120,9 +121,9 @@ def held_segments(layout: Layout, dim: int, edges: Ints) -> NDArray[np.bool_]:
 
 
 def live_elements(number: int, step: Step, counts: ExchangeCounts, plan: ReshardPlan) -> int:
-    """Return the maximum live elements of a rank in a step; a lower bound for an exchange in rounds.
+    """Return the peak live elements of a step over ranks; a lower bound if the exchange is split into rounds.
 
-    Includes the plan's source, the step's source if it is a different tensor, the staging buffers, and the result.
+    This includes the plan's source, the step's source if it is a different tensor, the staging buffers, and the result.
     """
     before = plan.src.local_numels() + (step.src.local_numels() if number > 1 else 0)
     if step.kind in LOCAL:
@@ -138,7 +139,7 @@ def live_elements(number: int, step: Step, counts: ExchangeCounts, plan: Reshard
 def lower_bound_bytes(src: Layout, dst: Layout, dtype: str) -> int:
     """Return the bytes that some rank must receive with any method; see `ReshardPlan.lower_bound_bytes`.
 
-    A rank lacks all elements that are reduced, and no particular elements of values that become partial. Reducing c
+    If values are reduced, a rank lacks all elements; if values become partial, it needs no particular ones. Reducing c
     values and replicating the result to r ranks takes c − 1 + r − 1 transfers.
     """
     changed = [axis for axis in range(len(src.axis_sizes)) if src.partial[axis] is not dst.partial[axis]]

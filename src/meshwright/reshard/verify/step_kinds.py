@@ -1,4 +1,4 @@
-"""Checks that a step matches its kind: its axes, its reductions, and the shards that ranks hold after it."""
+"""Checks that a step's axes, reductions and resulting shards match its kind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NEUTRAL_STAYS = {
     R.MIN: frozenset({R.AVG, R.MAX, R.MIN}),
     R.PRODUCT: frozenset({R.AVG, R.MAX, R.MIN, R.PRODUCT}),
 }
-"""Reductions that preserve each reduction's neutral element, as all reductions applied before it must."""
+"""Reductions that may precede each reduction because they preserve its neutral element."""
 
 
 def check_axes(number: int, step: Step) -> None:
-    """Raise `LayoutError` unless a step's axes exist and elements move along each of them."""
+    """Raise `LayoutError` unless the step's axes exist and elements move along each of them."""
     axes, num_axes = step.axes, len(step.src.axis_sizes)
     if step.kind in LOCAL:
         if axes:
@@ -53,18 +53,18 @@ def check_axes(number: int, step: Step) -> None:
 
 
 def reduced_axes(step: Step) -> list[int]:
-    """Return the axes that are partial before the step and not after."""
+    """Return the axes that are partial before the step but not after."""
     before, after = _partial(step.src), _partial(step.dst)
     return [axis for axis, reduction in enumerate(before) if reduction and not after[axis]]
 
 
 def _partial(layout: Layout) -> tuple[Reduction | None, ...]:
-    """Return the pending reduction of each axis; None for axes of one rank."""
+    """Return the pending reduction of each axis; None for axes of size 1."""
     return tuple(r if size > 1 else None for r, size in zip(layout.partial, layout.axis_sizes, strict=True))
 
 
 def check_partial(number: int, step: Step) -> None:
-    """Raise `LayoutError` unless the right kinds create and reduce partial values, in the group, in a valid order."""
+    """Raise `LayoutError` unless the step may create and reduce its partial values, in its group and in this order."""
     before, after = _partial(step.src), _partial(step.dst)
     reduced = reduced_axes(step)
     added = [axis for axis, reduction in enumerate(after) if reduction and not before[axis]]
@@ -91,7 +91,7 @@ def check_partial(number: int, step: Step) -> None:
 
 
 def _check_order(number: int, step: Step, reduced: Sequence[int], added: Sequence[int]) -> None:
-    """Check that the last axis is reduced first where reductions do not commute."""
+    """Check that reductions that do not commute run from the last axis to the first."""
     before, after = _partial(step.src), _partial(step.dst)
     for axis, later in product(reduced, range(len(after))):
         now, waits = before[axis], after[later]
@@ -110,7 +110,7 @@ def _check_order(number: int, step: Step, reduced: Sequence[int], added: Sequenc
 
 
 def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
-    """Raise `LayoutError` unless each partial value of a rank's new elements is held exactly once in its group."""
+    """Raise `LayoutError` unless each rank's group holds every partial value of its new elements exactly once."""
     due = step.dst.local_numels()[counts.ranks][:, :, None]
     wrong = np.argwhere(counts.copies != due)
     if not len(wrong):
@@ -129,7 +129,7 @@ def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
 
 
 def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
-    """Raise `LayoutError` unless the shards of a group after the step have the form that the kind requires."""
+    """Raise `LayoutError` unless the group's shards after the step match the step's kind."""
     before, after = step.src.local_numels()[counts.ranks], step.dst.local_numels()[counts.ranks]
     if step.kind in (K.ALL_GATHER, K.ALL_REDUCE):
         both = overlaps(step.dst, step.dst, counts.ranks)
@@ -140,7 +140,7 @@ def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
         what = f"does not give rank {pair[0]} the full shard of rank {pair[1]}"
         raise step_error(number, step, what, rule="each rank ends with the shards of its group", fix="an all-to-all")
     if step.kind is K.REDUCE_SCATTER:
-        full_size = before.sum(1) // counts.copies.shape[2]  # the senders of each partial value hold all of it
+        full_size = before.sum(1) // counts.copies.shape[2]  # the senders of each partial value hold it in full
         if full_size.any() and (after == full_size[:, None]).all() and (after == before).all():
             what = "leaves every rank of a group with its full shard"
             raise step_error(number, step, what, rule="a reduce-scatter leaves each rank a part", fix="an all-reduce")
@@ -156,7 +156,7 @@ def check_kind(number: int, step: Step, counts: ExchangeCounts) -> None:
 
 
 def _first(wrong: NDArray[np.bool_], counts: ExchangeCounts) -> tuple[int, int] | None:
-    """Return the first receiver and sender marked in `wrong`, or None."""
+    """Return the first (receiver, sender) marked in `wrong`, or None."""
     places = np.argwhere(wrong)
     if not len(places):
         return None

@@ -1,8 +1,8 @@
 """Simulation of small plans that tracks every element and partial value.
 
-A tensor is divided into the largest boxes that no layout of the plan splits, which represent its elements. A rank's
-value of a box is the number of times that it contains each partial value of the source: its own once at the start, each
-of them once when all are reduced.
+The tensor is split into the largest boxes that no layout of the plan splits further; a box stands for its elements. A
+rank's value of a box counts how often it contains each partial value of the source: only the rank's own, once, at the
+start; every partial value once after all reductions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_VALUES = 2**19
 
 
 def check_values(plan: ReshardPlan) -> None:
-    """Simulate a plan; raise `LayoutError` unless each step leaves each rank its elements, each partial value once."""
+    """Simulate a plan; raise `LayoutError` if a step loses elements or does not count each partial value once."""
     layouts = [plan.src, *(layout for step in plan.steps for layout in (step.src, step.dst))]
     edges = [edges_of(layouts, dim) for dim in range(len(plan.src.shape))]
     terms = plan.src.partial_axes()
@@ -43,14 +43,14 @@ def check_values(plan: ReshardPlan) -> None:
 
 
 def _boxes(layout: Layout, edges: Sequence[Ints]) -> Counts:
-    """Return 1 where a rank holds a box, else 0: shape (ranks, boxes)."""
+    """Return a 0/1 array of the boxes that each rank holds, of shape (ranks, boxes)."""
     has = [held_segments(layout, dim, dim_edges).astype(np.float64) for dim, dim_edges in enumerate(edges)]
     ones = np.ones((layout.num_ranks(), 1))
     return reduce(lambda boxes, one: (boxes[:, :, None] * one[:, None, :]).reshape(len(boxes), -1), has, ones)
 
 
 def _differ_on(layout: Layout, axes: Sequence[int]) -> NDArray[np.float64]:
-    """Return 1 where two ranks differ at most on these axes, else 0: shape (ranks, ranks)."""
+    """Return a 0/1 array of the pairs of ranks that differ at most on these axes, of shape (ranks, ranks)."""
     alike = np.ones((layout.num_ranks(), layout.num_ranks()), bool)
     for axis, at in enumerate(layout.coordinates()):
         if axis not in axes:
@@ -59,7 +59,7 @@ def _differ_on(layout: Layout, axes: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _simulate(number: int, step: Step, values: Counts, edges: Sequence[Ints]) -> Counts:
-    """Return the values of all ranks after a step, with senders by [Note: owners] in steps.py."""
+    """Return the values of all ranks after a step, with senders as defined by [Note: owners] in steps.py."""
     has, due = _boxes(step.src, edges), _boxes(step.dst, edges)
     replicated, at = step.src.replicated_axes(), step.src.coordinates()
     if step.kind is StepKind.PARTITION:
@@ -77,7 +77,7 @@ def _simulate(number: int, step: Step, values: Counts, edges: Sequence[Ints]) ->
 
 
 def _check_once(number: int, step: Step, values: Counts, edges: Sequence[Ints]) -> None:
-    """Check that after the remaining reductions each value contains each partial value of the source once."""
+    """Check that, after the remaining reductions, each value contains every partial value of the source once."""
     reduced = _differ_on(step.dst, step.dst.partial_axes()) @ values.reshape(len(values), -1)
     wrong = (reduced.reshape(values.shape) != 1) & (_boxes(step.dst, edges) > 0)[:, :, None]
     if wrong.any():

@@ -1,9 +1,9 @@
-"""Verification that a plan redistributes a tensor correctly at the stated cost.
+"""Verify that a plan redistributes a tensor correctly at the stated cost.
 
-Each step must start from the previous step's result, match its kind (`step_kinds`), find every element of a rank's new
-shard among the ranks that take part, and have the stated cost, which is counted again (`exchange_counts`). Small plans
-are also simulated with every partial value tracked (`step_values`). Checks run from basic to subtle, so that the first
-failure points to the root cause.
+Each step must start from the previous step's result, match its kind (`step_kinds`), find all elements of the new shards
+within its groups, and have the stated cost, which is recounted (`exchange_counts`). Small plans are also simulated,
+tracking every partial value (`step_values`). Checks run from basic to subtle, so that the first failure points to the
+root cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def verify(plan: ReshardPlan) -> None:
         plan: the plan, from any planner.
 
     Raises:
-        LayoutError: if the plan is incorrect or its cost differs; gives the step, the ranks, the rule and a fix.
+        LayoutError: if the plan or its stated cost is incorrect. The message names the step, the ranks, the violated
+            rule and a fix.
     """
     itemsize = dtype_bytes(plan.dtype)
     _check_chain(plan)
@@ -54,7 +55,7 @@ def verify(plan: ReshardPlan) -> None:
 
 
 def _check_chain(plan: ReshardPlan) -> None:
-    """Check that all layouts share one tensor shape and mesh, and that each step starts from the previous result."""
+    """Check that all layouts share a tensor shape and mesh, and that each step starts where the previous one ended."""
     ends = [layout for step in plan.steps for layout in (step.src, step.dst)]
     for layout in (plan.dst, *ends):
         if (layout.shape, layout.axis_sizes) != (plan.src.shape, plan.src.axis_sizes):
