@@ -1,1 +1,1 @@
-"""Training: from a plan to a running job on every rank."""
+"""Run training from a plan on every rank."""

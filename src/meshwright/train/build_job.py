@@ -1,6 +1,6 @@
-"""Build a job on this rank from a plan: mesh, model, optimizer.
+"""Build this rank's job from a plan: mesh, model and optimizer.
 
-The model is sharded on the meta device and only then given storage, so no rank ever holds more than its shard.
+The model is sharded on the meta device before storage is allocated, so no rank ever holds more than its shard.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.train.optimizer import STATE_NAMES, build_optimizer
 
 @dataclass
 class Job:
-    """The live objects of a run on one rank."""
+    """Mesh, model, optimizer and plan of a run on one rank."""
 
     config: RunConfig
     plan: RunPlan
@@ -51,22 +51,22 @@ class Job:
 
     @cached_property
     def axes(self) -> Axes:
-        """Axes of the mesh."""
+        """Mesh axes."""
         return self.config.mesh.axes()
 
     @property
     def schedule(self) -> Schedule:
-        """Lowered pipeline table of a step."""
+        """Lowered pipeline table that runs one step."""
         return self.plan.schedule
 
     @property
     def data_index(self) -> int:
-        """Index of this rank's share of the batch."""
+        """Data-parallel index of this rank."""
         return self.axes.data_index(self.context.rank)
 
     @property
     def pipeline_rank(self) -> int:
-        """Position of this rank in its pipeline."""
+        """Pipeline-parallel index of this rank."""
         return self.plan.mesh.position(self.context.rank, "pp")
 
     @property
@@ -76,15 +76,15 @@ class Job:
 
     @property
     def family(self) -> Family:
-        """Family of the model."""
+        """Model family."""
         return self.config.family
 
     def parts(self) -> dict[int, StagePart]:
-        """Return the stages on this rank, by number."""
+        """Return the stages on this rank by stage number."""
         return self.model.parts
 
     def counted_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that count towards the gradient norm: a shared one counts on its first stage only."""
+        """Return the parameters included in the gradient norm; shared ones are included on their first stage only."""
         omitted = set(self.plan.norm_omits)
         return [
             parameter
@@ -95,10 +95,10 @@ class Job:
 
 
 def choose_device(config: RunConfig, context: RankContext) -> torch.device:
-    """Return the device of this rank.
+    """Return this rank's device.
 
     Raises:
-        LayoutError: fewer CUDA devices than ranks on this machine.
+        LayoutError: this machine has fewer CUDA devices than ranks.
     """
     wanted = config.train.device
     available = torch.cuda.device_count() if wanted != "cpu" else 0
@@ -117,7 +117,7 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
 
 
 def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
-    """Build the job of this rank; the process group exists already if the plan needs one."""
+    """Build this rank's job; a process group must already exist if the plan needs one."""
     mesh = build_mesh(config.mesh.axes(), device) if needs_mesh(plan) else None
     f, facts = run_facts(config), model_facts(config)
     parts = {}
@@ -153,7 +153,7 @@ def freeze(part: StagePart) -> None:
 
 
 def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: RunFacts) -> None:
-    """Initialize local shards of parameters and buffers by their names in the model, the same on every layout."""
+    """Initialize local shards of parameters and buffers from their names, with the same values on every layout."""
     for name, tensor in tensors:
         _fill(tensor, name, family.initial(f, name), f.seed)
 
@@ -183,7 +183,7 @@ def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
 def refresh_shared_parameters(job: Job) -> None:
     """Copy each shared parameter and its optimizer state from its first stage on this rank to the others.
 
-    Called after a checkpoint was loaded; other ranks load theirs by the parameter's name.
+    Call after loading a checkpoint. Other ranks load their replicas from the checkpoint by parameter name.
     """
     first: dict[str, nn.Parameter] = {}
     for part in job.parts().values():

@@ -1,4 +1,4 @@
-"""Consensus of all ranks on one plan: their nodes, and the fingerprints of their plans."""
+"""Agree on one plan across all ranks: exchange their nodes and plan fingerprints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.plan.serialize import from_json, to_json
 
 
 def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:
-    """Return the nodes of the ranks in the form of plans: consecutive ranks per node, or the node of each rank.
+    """Return the mapping of ranks to nodes in plan format: consecutive ranks per node, or the node of each rank.
 
-    None for one rank. All ranks call it.
+    Return None for a single rank. Collective: all ranks must call it.
     """
     if num_ranks == 1:
         return None
@@ -27,10 +27,10 @@ def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:
 
 
 def agree_on_plan(plan: RunPlan) -> None:
-    """Check that all ranks have the same plan. All ranks call it.
+    """Check that all ranks have the same plan. Collective: all ranks must call it.
 
     Raises:
-        LayoutError: two plans differ, on all ranks; the message names the first field.
+        LayoutError: two plans differ; raised on all ranks, naming the first field that differs.
     """
     fingerprints = all_gather_object(hashes(plan).fingerprint)
     other = next((rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]), None)

@@ -1,8 +1,8 @@
-"""Errors of a diverged run, which name the last good checkpoint. Torch-free.
+"""Errors for diverged runs that name the last good checkpoint. Torch-free.
 
-A checkpoint is saved after its step's update, and only the next loss shows whether that update ruined the weights: the
-newest checkpoint of a diverging run may already be bad. So a checkpoint counts as good once a later step or a
-validation was finite with its weights.
+A checkpoint is saved after its step's update, and only the next loss shows whether that update ruined the weights, so
+the newest checkpoint of a diverging run may already be bad. A checkpoint is considered good once a later step or a
+validation has produced a finite loss with its weights.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ GENTLER = "a lower train.lr or a longer train.warmup_steps"
 
 @dataclass(frozen=True)
 class FiniteSteps:
-    """Steps of a run that were seen to be finite."""
+    """Progress of a run up to its newest finite step."""
 
     step: int
-    """Newest step whose weights gave a finite loss; checkpoints up to it are good."""
+    """Newest step whose weights produced a finite loss; checkpoints up to this step are good."""
     started: bool
-    """Whether this run had any finite step."""
+    """True once this run has completed a finite step."""
 
 
 def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, finite: FiniteSteps) -> RunError:
-    """Return the error for a loss or gradient that is not finite, with the last good checkpoint and how to resume."""
+    """Return the error for a non-finite loss or gradient, with instructions to resume from the last good checkpoint."""
     checkpoints = sorted(_steps(folder))
     good = [path for step, path in checkpoints if step <= finite.step]
     if not good:
@@ -44,7 +44,7 @@ def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, finite: F
 
 
 def stopped_unsaved(step: int, folder: RunFolder) -> RunError:
-    """Return the error for a run stopped after a skipped step, with the checkpoint to resume from."""
+    """Return the error for a run that was stopped after a skipped step, naming the checkpoint to resume from."""
     ours = [path for _, path in sorted(_steps(folder)) if path.parent == folder.checkpoints]
     if ours:
         what, fix = f"the newest checkpoint is {ours[-1]}", f"--out {_quoted(folder.path)} --resume auto"
@@ -68,7 +68,7 @@ def _without_a_finite_step(folder: RunFolder) -> str:
 
 
 def _steps(folder: RunFolder) -> Iterator[tuple[int, Path]]:
-    """Yield the checkpoints that the run can resume from, by step: its own, and the one it started from."""
+    """Yield step and path of each checkpoint the run can resume from: its own and the one it started from."""
     paths = list_checkpoints(folder.checkpoints)
     if folder.checkpoint is not None and folder.checkpoint.parent != folder.checkpoints:
         paths.append(folder.checkpoint)

@@ -1,4 +1,4 @@
-"""Forward passes of the model under training, for validation and for samples."""
+"""Forward passes of the model during training, for validation and sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.train.pipeline_stages import Pipeline
 
 @contextmanager
 def evaluation(job: Job) -> Iterator[None]:
-    """Context with the model in evaluation mode; gathered parameters are freed at the end."""
+    """Put the model in evaluation mode within the context; free gathered parameters on exit."""
     job.model.train(False)
     yield
     job.model.train()
@@ -26,7 +26,7 @@ def evaluation(job: Job) -> Iterator[None]:
 
 
 class PipelineForward:
-    """The `Forward` protocol for the pipeline of a job."""
+    """Implementation of the `Forward` protocol for a job's pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -36,7 +36,7 @@ class PipelineForward:
 
     @contextmanager
     def evaluating(self, num_batches: int, batch_size: int) -> Iterator[RunsForward]:
-        """Yield a function that runs `num_batches` batches of `batch_size` samples without gradients."""
+        """Yield a function that runs `num_batches` batches of `batch_size` samples without computing gradients."""
         pipeline = self._pipeline
         table = lower(forward_only(num_batches, pipeline.job.schedule.stage_ranks))
         executor = pipeline.executor(table, batch_size=batch_size)

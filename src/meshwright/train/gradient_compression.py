@@ -1,7 +1,7 @@
-"""Compressed gradients and weights in a run, and their error feedback in steps and checkpoints.
+"""Compressed gradients and weights in a run, with error feedback kept across steps and checkpoints.
 
-The error feedback of a rank belongs to the shards that this rank sends, and is useless on another layout. So a
-checkpoint has one tensor of bytes per rank, whatever the number of modules, and records its layout.
+A rank's error feedback belongs to the shards this rank sends and is useless on another layout. A checkpoint therefore
+holds one byte tensor per rank, regardless of the number of modules, and records its layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
 
 
 class RunCompression:
-    """The compressed collectives of this rank's stages; empty without compression."""
+    """Compressed collectives of this rank's stages; empty without compression."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RunCompression:
             "freeze": list(config.train.freeze),
             "layout": hashes(plan).layout,
         }
-        """Identity of the error feedback: if equal, errors belong to the same elements. The plan's hash suffices; the
-        other keys name the difference to the user, and are all that checkpoints older than plans have."""
+        """Identity of the error feedback: errors are interchangeable only if it is equal. The plan's hash suffices;
+        the other keys explain a mismatch to the user and are all that checkpoints predating plans have."""
         units = [unit for stage in plan.stages for unit in plan.units(stage)]
         sends = plan.mesh.view("fsdp") + plan.mesh.view("replicas")
         if mesh is None or not sends or all(unit.gradients == unit.weights == EXACT for unit in units):
@@ -73,7 +73,7 @@ class RunCompression:
             )
 
     def settle(self, *, taken: bool) -> None:
-        """End a step: keep its error feedback if the optimizer took the step, else discard it."""
+        """End a step: keep its error feedback if the optimizer took the step, otherwise discard it."""
         for part in self._parts.values():
             if taken:
                 part.commit()
@@ -81,11 +81,11 @@ class RunCompression:
                 part.discard()
 
     def sent(self) -> SentBytes | None:
-        """Return the bytes of gradients and weights that this rank has sent, or None without compression."""
+        """Return the number of gradient and weight bytes sent by this rank, or None without compression."""
         return sum((part.sent() for part in self._parts.values()), SentBytes()) if self._parts else None
 
     def state(self) -> dict[str, Tensor]:
-        """Return this rank's error feedback as a tensor of bytes for a checkpoint, if there is any."""
+        """Return this rank's error feedback as a byte tensor for a checkpoint; empty if there is none."""
         errors = {
             f"{stage}.{key}": value for stage, part in self._parts.items() for key, value in part.state_dict().items()
         }
@@ -94,7 +94,7 @@ class RunCompression:
         return {self._name: torch.frombuffer(bytearray(safetensors.torch.save(errors)), dtype=torch.uint8)}
 
     def restore(self, path: Path, manifest: Manifest) -> str:
-        """Restore the error feedback of the checkpoint at `path`; return why it starts from zero, or an empty text."""
+        """Restore error feedback from the checkpoint at `path`; return the reason if it starts from zero, else ''."""
         if not self._parts or not self._has_feedback:
             return ""
         saved = manifest.run.get("comm")
@@ -110,7 +110,7 @@ class RunCompression:
 
 
 class CountingSteps:
-    """Context that counts the bytes of compressed collectives in steps, but not in validations."""
+    """Context manager that counts the bytes of compressed collectives in training steps, excluding validation."""
 
     def __init__(self, compression: RunCompression) -> None:
         self._compression = compression
@@ -123,7 +123,7 @@ class CountingSteps:
         self._counted += (self._compression.sent() or SentBytes()) - self._before
 
     def total(self) -> Traffic | None:
-        """Return the total as predicted traffic is given, or None without compression."""
+        """Return the total in the same form as the predicted traffic, or None without compression."""
         if self._compression.sent() is None:
             return None
         counted = self._counted
@@ -134,13 +134,13 @@ class CountingSteps:
 
 
 def _nodes(plan: RunPlan) -> list[int] | None:
-    """Return the node of each rank if the plan has several nodes, else None: then hosts decide."""
+    """Return the node of each rank if the plan has several nodes; otherwise None, and host names are used instead."""
     nodes = [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())]
     return nodes if len(set(nodes)) > 1 else None
 
 
 def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
-    """Yield the name of each module that FSDP2 wraps, with its unit."""
+    """Yield name and unit of each module wrapped by FSDP2."""
     for kind, layer in part.plan.held(part.stage):
         for unit in kind.units:
             yield from ((kind.full_name(path, layer), unit) for path in unit.modules)
@@ -148,9 +148,9 @@ def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
 
 
 def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Describe how a checkpoint's layout differs."""
+    """Describe how a checkpoint's layout differs from the current one."""
     if saved is None:
         return "has none"
-    keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # a hash explains least
+    keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # put the hash last: it explains least
     key = next(key for key in keys if saved.get(key) != now.get(key))
     return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"

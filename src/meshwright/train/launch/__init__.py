@@ -1,1 +1,1 @@
-"""Launch the ranks of a run on this machine, watch them, stop them, and report why one failed."""
+"""Launch, monitor and stop the ranks of a run on this machine, and report failures."""

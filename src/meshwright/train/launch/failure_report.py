@@ -1,4 +1,4 @@
-"""Failure report of a local run: the rank that failed first, its last action, and a fix. Torch-free."""
+"""Failure reports for local runs: the rank that failed first, its last action, and a fix. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.train.launch.rank_context import StatusBoard
 
 @dataclass(frozen=True)
 class RankExit:
-    """Exit of one rank."""
+    """Exit status of a rank."""
 
     rank: int
     exit_code: int
@@ -26,7 +26,8 @@ class RankExit:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Blame order: ranks killed by a signal first (others then lose connections), then the earliest failure."""
+        """Sort key for the likely cause: ranks killed by a signal first, since others then lose their connections;
+        then the earliest failure."""
         if self.exit_code < 0:
             return 0, 0.0
         if self.report is None:
@@ -38,9 +39,9 @@ def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> M
     """Return the error of the rank that failed first.
 
     Args:
-        ranks: processes, some of which failed; others may still run.
-        board: progress of every rank.
-        folder: folder of the ranks' reports.
+        ranks: processes by rank; at least one has failed, others may still be running.
+        board: status board with every rank's progress.
+        folder: folder that holds the ranks' error reports.
     """
     ended = [_rank_exit(rank, process, board, folder) for rank, process in enumerate(ranks) if process.exitcode]
     cause = min(ended, key=lambda end: end.priority)
@@ -55,14 +56,14 @@ def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> M
 
 
 def stopped_ranks(ranks: Sequence[BaseProcess]) -> list[int]:
-    """Return the ranks whose process is stopped."""
+    """Return the ranks whose process is suspended."""
     return [rank for rank, process in enumerate(ranks) if process.is_alive() and _is_stopped(process.pid)]
 
 
 def explain_stopped(
     stopped: Sequence[int], num_ranks: int, board: StatusBoard, consequence: str, *, details: str = ""
 ) -> RunError:
-    """Return the error for stopped ranks, with the last action of each; `details` is another rank's error."""
+    """Return the error for suspended ranks, with each one's last action; `details` is another rank's error."""
     place = board.place(stopped[0])
     others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
     return RunError(
@@ -77,7 +78,7 @@ def explain_stopped(
 
 
 def _details(end: RankExit) -> str:
-    """Return a rank's error, indented below the location of the cause."""
+    """Return a rank's error, indented for display below the location of the cause."""
     fields = end.report["error"] if end.report is not None else None
     return f"\n       {fields['what']}\n       {fields['where']}" if fields is not None else ""
 
@@ -87,9 +88,9 @@ def _everyone(num_ranks: int, board: StatusBoard) -> str:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    """Return whether a process is stopped or traced (Linux)."""
+    """Return whether a process is suspended or traced (Linux only)."""
     try:
-        # The state follows the name, which is in parentheses and may hold any characters.
+        # The state follows the process name, which is in parentheses and may contain any character.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except OSError:
         return False

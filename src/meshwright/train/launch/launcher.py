@@ -1,9 +1,9 @@
-"""Launcher of local ranks: starts them, watches them, and reports which rank failed first, at which step and why.
+"""Launcher for local ranks: starts and monitors them, and reports the rank, step and cause of the first failure.
 
-Torch-free, so the launcher starts at once and holds no accelerator. Ranks are forked from a server process that has
+Torch-free, so the launcher starts instantly and holds no accelerator. Ranks are forked from a server process that has
 already imported torch, so four of them start about as fast as one. They rendezvous through a file, and their sockets
-stay on loopback. Under torchrun, SLURM or Kubernetes nothing is started: `context_from_environment` reads the
-variables that those set.
+stay on loopback. Under torchrun, SLURM or Kubernetes no processes are started: `context_from_environment` reads the
+environment variables set by that launcher.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction,
 T = TypeVar("T")
 
 GRACE_S = 0.5
-"""Time that other ranks get to fail from the same cause before the first failure is chosen."""
+"""Grace period in which other ranks may fail for the same reason before the root cause is chosen."""
 LOOK_S, STOPPED_S = 1.0, 10.0
-"""Polling interval for stopped processes once some ranks have ended, and the time they may stay stopped."""
+"""Polling interval for suspended processes once some ranks have exited, and how long they may stay suspended."""
 SAME_S = 0.5
-"""Signals closer together count as one: `timeout` and others signal a process and then its group."""
+"""Signals closer together than this count as one, since `timeout` and others signal a process and then its group."""
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.rank_run",
            "meshwright.train.launch.local_worker"]  # fmt: skip
 
@@ -50,10 +50,10 @@ class Interrupts(Protocol):
 
 
 def context_from_environment() -> RankContext | None:
-    """Return the rank that torchrun, SLURM or Kubernetes assigned to this process, or None without a launcher.
+    """Return the rank assigned to this process by torchrun, SLURM or Kubernetes, or None without a launcher.
 
     Raises:
-        InputError: variables of a launcher are set, but not all that are needed.
+        InputError: some of a launcher's variables are set, but required ones are missing.
     """
     if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
         names = {
@@ -68,7 +68,7 @@ def context_from_environment() -> RankContext | None:
         return None
     values = {"local_rank": 0, "local_ranks": 1}
     values |= {field: _number(name) for field, name in names.items() if name in os.environ}
-    # Some containers set WORLD_SIZE=1 and nothing else: no launcher.
+    # Some containers set only WORLD_SIZE=1, which does not mean there is a launcher.
     if values.get("num_ranks") == 1 and "rank" not in values:
         return None
     needed = [names["rank"], names["num_ranks"]]
@@ -106,7 +106,7 @@ def _number(name: str) -> int:
 
 
 def run_as_rank(body: Body[T], context: RankContext, argument: T) -> None:
-    """Run `body` in this process, which another launcher started as a rank."""
+    """Run `body` in this process, which was started as a rank by another launcher."""
     from meshwright.train.launch.local_worker import run_here
 
     run_here(body, argument, context)
@@ -123,16 +123,16 @@ def launch(
 ) -> None:
     """Start `num_ranks` processes that run `body(context, argument)`, and wait for all of them.
 
-    The first Ctrl-C or SIGTERM asks the ranks to stop after their step, the second kills them; without `on_interrupt`
-    the first one kills. `describe_action` turns a position in a rank's row of the pipeline table into text.
+    The first Ctrl-C or SIGTERM asks the ranks to stop after the current step, and the second kills them. Without
+    `on_interrupt`, the first kills them. `describe_action` formats a position in a rank's row of the pipeline table.
 
     Raises:
-        MeshwrightError: a rank failed or was killed; the error is that of the first, with its rank and step, and no
-            rank is left running. Also if the machine has far too few cores for this many ranks; then none was started.
+        MeshwrightError: a rank failed or was killed. The error is that of the first rank to fail, with its rank and
+            step; all others are killed. Also raised before starting any rank if the machine has far too few cores.
     """
     check_ranks(num_ranks)
     threads = threads or max(1, num_cores() // num_ranks)
-    # Read by the OpenMP runtime when the server process loads it; ranks are forked from there.
+    # The OpenMP runtime reads this when the server process loads it; ranks are forked from that process.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     methods = multiprocessing.get_context("forkserver")
     methods.set_forkserver_preload(PRELOAD)
@@ -142,7 +142,7 @@ def launch(
         ranks: list[BaseProcess] = []
         for rank in range(num_ranks):
             context = RankContext(rank, num_ranks, rank, num_ranks, store_path=f"{folder}/store", board=board)
-            # Imported by name in the rank: the launcher itself never imports torch.
+            # Imported by name in the rank, so that the launcher itself never imports torch.
             ranks.append(
                 methods.Process(target=_enter, args=(body, argument, context, threads, folder), name=f"rank {rank}")
             )
@@ -165,9 +165,9 @@ def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folde
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep started processes from importing the main program.
+    """Keep child processes from importing the main program.
 
-    Ranks only run functions of modules, and a script that calls `meshwright.run` outside of
+    Ranks only run functions from importable modules. Without this, a script that calls `meshwright.run` outside
     `if __name__ == "__main__":` would run again in every rank.
     """
     main = sys.modules["__main__"]
@@ -180,11 +180,11 @@ def _without_main() -> Iterator[None]:
 
 
 def _start_server() -> None:
-    """Start the fork server with SIGINT and SIGTERM blocked: if it died, the ranks would die without saving.
+    """Start the fork server with SIGINT and SIGTERM blocked: if the server died, the ranks would die without saving.
 
-    The server keeps the signal mask, and ranks inherit it until they install their own handlers.
+    The server keeps this signal mask, and ranks inherit it until they install their own handlers.
     """
-    resource_tracker.ensure_running()  # started by the server otherwise, which unblocks signals
+    resource_tracker.ensure_running()  # otherwise the server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         forkserver.ensure_running()
@@ -193,14 +193,14 @@ def _start_server() -> None:
 
 
 class _Interruptions:
-    """Context in which each request to stop writes a byte to `pipe` instead of raising somewhere."""
+    """Context manager under which a stop signal writes a byte to `pipe` instead of raising at an arbitrary point."""
 
     def __init__(self) -> None:
         self.pipe, self._end = os.pipe()
         self._heard_s = -math.inf
 
     def __enter__(self) -> _Interruptions:
-        # Python handles signals in its main thread only; elsewhere, as in a notebook's worker, handlers stay.
+        # Python handles signals only in the main thread; in other threads, leave the handlers unchanged.
         heard = STOPPING if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._hear) for number in heard}
         return self
@@ -227,12 +227,12 @@ def _watch(
     interruptions: _Interruptions,
     on_interrupt: Interrupts | None,
 ) -> None:
-    """Wait until all ranks succeeded; raise with the first cause as soon as one failed."""
+    """Wait until all ranks have succeeded; if one fails, raise an error with the root cause."""
     heard = looks = 0
     while running := [process for process in ranks if process.is_alive()]:
         if any(process.exitcode for process in ranks):
             break
-        # Once some ranks have succeeded, nobody waits for the others, which may be stopped: poll them.
+        # Once some ranks have succeeded, no peer times out on the rest, which may be suspended: poll them.
         patience = LOOK_S if len(running) < len(ranks) else None
         ready = connection.wait([interruptions.pipe, *(process.sentinel for process in running)], patience)
         looks = looks + 1 if not ready and len(stopped_ranks(ranks)) == len(running) else 0
@@ -263,7 +263,7 @@ def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) 
 
 
 def _end_all(ranks: list[BaseProcess]) -> None:
-    """Kill the ranks that still run: one in a collective whose peer is gone doesn't react to SIGTERM."""
+    """Kill the remaining ranks: a rank blocked in a collective with a dead peer doesn't react to SIGTERM."""
     for process in ranks:
         if process.pid is not None and process.is_alive():
             process.kill()

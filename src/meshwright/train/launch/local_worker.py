@@ -1,7 +1,7 @@
-"""Entry point of a local rank: threads, signals, and errors reported to the launcher.
+"""Entry point of a local rank: sets up threads and signals, and reports errors to the launcher.
 
-Errors are written to a file that the launcher reads when the rank has ended: a rank that died halfway through a
-message on a pipe would leave the launcher waiting.
+Errors are written to a file, which the launcher reads once the rank has exited. With a pipe, a rank that died in the
+middle of a message would leave the launcher waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, report_folder: Path) -> None:
-    """Run `body` as this rank; after an error, write a report for the launcher and exit with the error's code."""
+    """Run `body` as this rank; on error, write a report for the launcher and exit with the error's exit code."""
     _die_with_launcher()
     _leave_stopping_to_launcher()
     faulthandler.enable()
@@ -43,12 +43,12 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
     except BaseException as error:
         _report(error, report_folder / f"rank-{context.rank}.json")
         sys.stdout.flush()
-        # No interpreter shutdown: destructors of process groups may wait for ranks that are gone.
+        # Skip interpreter shutdown: process group destructors may wait for ranks that are gone.
         os._exit(getattr(error, "exit_code", 1))
 
 
 def run_here(body: Body[T], argument: T, context: RankContext) -> None:
-    """Run `body` in this process, which another launcher started; errors name the rank and its last action.
+    """Run `body` in this process, started by another launcher; errors name the rank and its last action.
 
     Raises:
         MeshwrightError: raised by the body, or a peer was lost.
@@ -72,7 +72,7 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` is only the loss of another rank."""
+    """Return whether `error` merely reports the loss of another rank."""
     return isinstance(error, CollectiveError) or is_lost_rank_error(error)
 
 
@@ -92,9 +92,9 @@ def _report(error: BaseException, path: Path) -> None:
 
 
 def _leave_stopping_to_launcher() -> None:
-    """Ignore Ctrl-C and SIGTERM: the launcher handles them and asks through the status board, so that ranks can save.
+    """Ignore Ctrl-C and SIGTERM: the launcher handles them and posts a stop request, so that ranks can save first.
 
-    Ranks inherit them blocked from the server process. The training loop installs its own handler of SIGTERM.
+    Ranks inherit both signals blocked from the server process. The training loop installs its own SIGTERM handler.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
@@ -104,8 +104,8 @@ def _leave_stopping_to_launcher() -> None:
 def _die_with_launcher() -> None:
     """Kill this rank when the launcher dies for any reason, so that no rank outlives it.
 
-    Linux sends the signal when the forking server dies, but the server lives as long as any rank does, since each holds
-    an end of its pipe to the launcher. So a thread waits for the launcher itself.
+    Linux sends the signal when the fork server dies, but the server lives as long as any rank, since each rank holds
+    an end of the server's pipe to the launcher. A thread therefore waits for the launcher itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

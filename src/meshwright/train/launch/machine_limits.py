@@ -1,7 +1,7 @@
-"""Limits of this machine, checked before ranks are started: number of processes, and predicted memory.
+"""Checks of the number of ranks and the predicted memory against this machine, made before ranks are started.
 
-Torch-free. Both limits are generous: they catch mistakes such as a mesh or a model meant for a cluster, and leave alone
-runs that may just fit.
+Torch-free. Both limits are generous: they catch mistakes, such as a mesh or model meant for a cluster, and allow runs
+that may just fit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from meshwright.settings.violation import format_fix
 from meshwright.units import format_bytes
 
 RANKS_PER_CORE = 32
-"""Most processes that a core may share."""
+"""Maximum number of ranks per core."""
 EXCESS = 1.5
-"""Ratio of predicted to available memory above which an error of the prediction can't be the reason."""
+"""Ratio of predicted to available memory too large to be explained by prediction error."""
 CUDA_CONTROL = Path("/dev/nvidiactl")
 
 
 def check_ranks(num_ranks: int, *, fix: str = "a mesh of fewer ranks") -> None:
-    """Check the number of ranks against the cores of this machine.
+    """Check the number of ranks against this machine's cores.
 
     Raises:
-        LayoutError: there are too many.
+        LayoutError: there are too many ranks.
     """
     most = RANKS_PER_CORE * num_cores()
     if num_ranks > most:
@@ -42,7 +42,7 @@ def check_ranks(num_ranks: int, *, fix: str = "a mesh of fewer ranks") -> None:
 
 
 def check_machine(config: RunConfig, plan: RunPlan) -> None:
-    """Check that a run on this machine alone may fit; on CUDA, each rank checks its own device later.
+    """Check that a run may fit on this machine alone; on CUDA, each rank checks its own device later.
 
     Raises:
         LayoutError: too many ranks, or the predicted memory far exceeds what is available.
@@ -54,10 +54,10 @@ def check_machine(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place: str) -> None:
-    """Check that `num_ranks` ranks may fit into `num_bytes` of memory; None means unknown, and passes.
+    """Check that `num_ranks` ranks may fit into `num_bytes` of memory; skip the check if it is None (unknown).
 
     Raises:
-        LayoutError: the predicted memory far exceeds it.
+        LayoutError: the predicted memory far exceeds `num_bytes`.
     """
     per_rank = predict_memory(plan).total()
     if num_bytes is None or num_ranks * per_rank <= EXCESS * num_bytes:
@@ -72,7 +72,7 @@ def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place:
 
 
 def _smaller_mesh(config: RunConfig) -> str:
-    """Return words that shrink one axis of the mesh to fit without violating a rule."""
+    """Return overrides that shrink one mesh axis until the run fits without violating a rule."""
     most, axes = RANKS_PER_CORE * num_cores(), config.mesh.axes()
     for axis in ("dp_shard", "dp_replicate", "tp", "pp"):
         rest = axes.num_ranks() // getattr(axes, axis)

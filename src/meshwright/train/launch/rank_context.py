@@ -1,6 +1,6 @@
-"""A rank's identity in the run, and the shared status board on which ranks post their progress.
+"""A rank's identity in the run, and the shared status board to which ranks post their progress.
 
-Torch-free: used by both the launcher, which starts in milliseconds, and the ranks.
+Torch-free, since the launcher, which starts in milliseconds, imports it too.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ PHASES = (
 )
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""Signals that ask a run to stop. A terminal sends them to the whole process group; only the launcher acts on them."""
+"""Signals that stop a run. A terminal sends them to the whole process group, but only the launcher handles them."""
 
 DescribeAction = Callable[[int, int], str]
-"""Text for a rank and a position in its row of the pipeline table."""
+"""Function that formats the action at a position in a rank's row of the pipeline table."""
 
 
 class StatusBoard:
-    """Progress of every rank in memory shared with the launcher, readable after a rank has died.
+    """Every rank's progress, in memory shared with the launcher and readable after a rank has died.
 
-    Per rank: phase, step, and position in its row of the pipeline table, counted from 1. The last number is set when a
-    stop was requested.
+    Holds phase, step and position in the pipeline table's row, counted from 1, for each rank. The last integer is set
+    when a stop is requested.
     """
 
     def __init__(self, numbers: Any, describe_action: DescribeAction | None = None) -> None:
-        """Wrap shared numbers; `describe_action` turns a position in a rank's row of the table into text."""
+        """Wrap the shared integers; `describe_action` formats a position in a rank's row of the table."""
         self._numbers = numbers
         self._describe_action = describe_action
 
     def describe(self, action: DescribeAction) -> None:
-        """Use `action` to describe positions from now on."""
+        """Use `action` to format positions from now on."""
         self._describe_action = action
 
     @staticmethod
     def length(num_ranks: int) -> int:
-        """Return how many 64-bit integers the board needs."""
+        """Return the number of 64-bit integers the board needs."""
         return 3 * num_ranks + 1
 
     def post(self, rank: int, phase: str, step: int) -> None:
-        """Post that `rank` enters a phase."""
+        """Post that `rank` is entering a phase."""
         self._numbers[3 * rank] = PHASES.index(phase)
         self._numbers[3 * rank + 1] = step
         self._numbers[3 * rank + 2] = 0
 
     def post_action(self, rank: int, position: int) -> None:
-        """Post that `rank` starts an action of its row, counted from 0."""
+        """Post that `rank` is starting the action at `position` in its row, counted from 0."""
         self._numbers[3 * rank + 2] = position + 1
 
     def position(self, rank: int) -> int | None:
-        """Return the action of its row, counted from 0, that `rank` last started in this phase, or None."""
+        """Return the position, from 0, of the last action that `rank` started in this phase, or None."""
         posted = int(self._numbers[3 * rank + 2])
         return posted - 1 if posted else None
 
     def place(self, rank: int) -> str:
-        """Describe the last post of `rank`: `step 37, action 12 (2F3: …)`, `saving (step 40)`, `starting`."""
+        """Describe the last post by `rank`: `step 37, action 12 (2F3: …)`, `saving (step 40)`, `starting`."""
         phase, step = PHASES[self._numbers[3 * rank]], self._numbers[3 * rank + 1]
         if phase == "step":
             position = self.position(rank)
@@ -79,29 +79,29 @@ class StatusBoard:
         self._numbers[len(self._numbers) - 1] = 1
 
     def stop_requested(self) -> bool:
-        """Return whether the run was asked to stop."""
+        """Return whether a stop was requested."""
         return bool(self._numbers[len(self._numbers) - 1])
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """Identity of a rank: its numbers, its rendezvous and its status board."""
+    """A rank's identity, rendezvous and status board."""
 
     rank: int
     num_ranks: int
     local_rank: int
     local_ranks: int
     store_path: str | None
-    """Rendezvous file of local ranks; None for a launcher's MASTER_ADDR:MASTER_PORT."""
+    """Rendezvous file of local ranks; None to use MASTER_ADDR and MASTER_PORT from another launcher."""
     board: StatusBoard
-    """Shared with the launcher; private to this process under another launcher."""
+    """Status board shared with the launcher; private to this process under another launcher."""
 
     def post(self, phase: str, step: int = 0) -> None:
-        """Post that this rank enters a phase."""
+        """Post that this rank is entering a phase."""
         self.board.post(self.rank, phase, step)
 
     def post_action(self, position: int) -> None:
-        """Post that this rank starts an action of its row of the pipeline table."""
+        """Post that this rank is starting an action in its row of the pipeline table."""
         self.board.post_action(self.rank, position)
 
     def place(self) -> str:
@@ -111,4 +111,4 @@ class RankContext:
 
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]
-"""Body of a rank: a top-level function of (context, argument)."""
+"""Top-level function that runs as a rank, called with (context, argument)."""

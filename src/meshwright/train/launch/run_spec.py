@@ -1,4 +1,4 @@
-"""Specification of a run that the launcher passes to every rank. Torch-free."""
+"""Specification of a run, passed by the launcher to every rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A resolved run: configuration, plan and folder."""
+    """Configuration, plan and folder of a run."""
 
     config: RunConfig
     make_reporter: Callable[[], Reporter]
-    """Picklable factory of the reporter on rank 0."""
+    """Picklable factory for the reporter on rank 0."""
     plan: RunPlan | None = None
-    """The plan made or read by the launcher; None under another launcher, where each rank makes it."""
+    """Plan created or read by the launcher; None under another launcher, where each rank creates its own."""
     folder: RunFolder | None = None
-    """The folder chosen by the launcher; None under another launcher, where rank 0 chooses it."""
+    """Folder chosen by the launcher; None under another launcher, where rank 0 chooses it."""
     out: Path | None = None
     resume: str | None = None

@@ -1,4 +1,4 @@
-"""Requests to stop a run: from the launcher's status board, or SIGTERM from a scheduler.
+"""Stop requests, posted on the launcher's status board or sent as SIGTERM by a scheduler.
 
 A request takes effect through the step's all-reduce, so that all ranks save and stop after the same step.
 """
@@ -14,7 +14,7 @@ from meshwright.train.launch.rank_context import RankContext
 
 
 class StopSignal:
-    """Context in which SIGTERM requests a stop instead of ending the process."""
+    """Context manager under which SIGTERM requests a stop instead of terminating the process."""
 
     def __init__(self, context: RankContext) -> None:
         self._board = context.board
@@ -22,7 +22,7 @@ class StopSignal:
         self._previous: Any = None
 
     def requested(self) -> bool:
-        """Return whether this rank was asked to stop."""
+        """Return whether this rank has received a stop request."""
         return self._heard or self._board.stop_requested()
 
     def __enter__(self) -> StopSignal:
