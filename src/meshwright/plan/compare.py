@@ -26,7 +26,7 @@ class Hashes:
     """Hashes of a plan, the same on all machines."""
 
     model: str
-    """Hash of the names and shapes of the full model's parameters and saved buffers; checked when loading a checkpoint."""
+    """Hash of the full model's parameter and saved-buffer names and shapes; checked when loading a checkpoint."""
     layout: str
     """Hash of the layout and encoding of the gradients each rank sends; checked when loading error feedback."""
     fingerprint: str

@@ -13,7 +13,7 @@ class UnitSizes:
 
     unit: Unit
     num_elements: int
-    """Elements of a rank's shard including padding; FSDP2 pads each parameter to the same number of rows on all ranks."""
+    """Elements of a rank's shard with FSDP2's padding of each parameter to the same number of rows on all ranks."""
     num_trained: int
     """Number of these elements with gradients to reduce."""
     has_backward: bool = True
