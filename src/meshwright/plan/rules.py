@@ -53,8 +53,8 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
 
 
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
-    """Reject compilation of recomputed blocks with step handles: these are recorded outside the graph, so the block would
-    silently run in eager mode."""
+    """Reject compilation of recomputed blocks with step handles: these are recorded outside the graph, so the block
+    would silently run in eager mode."""
     if not config.train.compile or config.recompute.policy == "none":
         return
     for kind in model_facts(config).kinds:
@@ -80,7 +80,7 @@ def step_handles(config: RunConfig, kind: str) -> list[str]:
 
 
 def _single_stage(config: RunConfig) -> Iterator[Violation]:
-    """Check that the schedule exists. A single stage ignores it, but it may be set so a run can resume on fewer ranks."""
+    """Check that the schedule exists. A single stage ignores it, but accepts it so a run can resume on fewer ranks."""
     chosen = schedule_name(config)
     try:
         read_table(chosen) if is_table_file(chosen) else schedule_kind(chosen)

@@ -100,7 +100,7 @@ class Unit:
     replicas: Atoms
     """Atoms over which gradients are then all-reduced."""
     freed: bool | int = True
-    """Whether to reshard after the forward (ZeRO-3); an integer is the number of ranks sharing secondary shards (hpZ)."""
+    """Reshard after the forward (ZeRO-3); an integer is the number of ranks sharing secondary shards (hpZ)."""
     in_backward: bool = True
     """Whether the backward needs the weights; that of an embedding lookup does not."""
     compute: str = "float32"
@@ -326,7 +326,7 @@ class RunPlan:
 
     @property
     def has_units(self) -> bool:
-        """Whether FSDP2 wraps the stages: parameters are sharded or replicated, or the compute and master dtypes differ."""
+        """Whether FSDP2 wraps the stages: parameters are sharded or replicated, or compute and master dtypes differ."""
         return self.mesh.size(*self.stages[0].root.sharded, *self.stages[0].root.replicas) > 1 or any(
             unit.compute != self.masters for stage in self.stages for unit in self.units(stage)
         )
@@ -338,8 +338,8 @@ class RunPlan:
         yield stage.root
 
     def elements(self, parameter: Parameter, *, sharded: Atoms = ()) -> int:
-        """Return the number of elements of a parameter on a rank during computation, or with `sharded`, on the rank that
-        stores the most: if the split is uneven, the first ranks have an extra row."""
+        """Return the number of elements of a parameter on a rank during computation. With `sharded`, return the number
+        on the rank that stores the most: if the split is uneven, the first ranks have an extra row."""
         sizes = list(parameter.shape)
         for shard in parameter.used:
             sizes[shard.dim] = -(-sizes[shard.dim] // self.mesh.size(*shard.axes))
