@@ -1,1 +1,1 @@
-"""The configuration of a run as one validated value."""
+"""Validated, immutable configuration of a run."""

@@ -1,4 +1,4 @@
-"""Export of a resolved configuration as TOML, and of the table of all keys as Markdown for the docs."""
+"""Export a resolved configuration as TOML, and the table of all keys as Markdown for the docs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.settings.section import ModelSection, sections_in
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the configuration as TOML; keys whose value is None are omitted, which means the same."""
+    """Return the configuration as TOML; keys set to None are omitted, which is equivalent."""
     lines: list[str] = []
     _table(config.model_dump(), "", lines)
     return "\n".join(lines) + "\n"
@@ -35,13 +35,13 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML basic strings use the same escapes as JSON, and must escape DEL too.
+        # TOML basic strings use the same escapes as JSON, but must also escape DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def keys_table() -> str:
-    """Return the Markdown of `docs/config.md`: each key with its type, default and meaning."""
+    """Return the contents of `docs/config.md`: each key with its type, default and meaning."""
     lines = [
         "# Configuration keys",
         "",

@@ -1,5 +1,4 @@
-"""Conversion of a configuration into the facts that its model family gets, and the family's description of the
-model."""
+"""Convert a configuration to the facts passed to its model family, and get the family's model description."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from meshwright.models.contract.run_facts import DataFacts, RunFacts
 
 
 def run_facts(config: RunConfig) -> RunFacts:
-    """Return the facts of a run that are passed to its family."""
+    """Return the facts passed to a run's model family."""
     train = config.train
     return RunFacts(
         sections=config.family_sections(),

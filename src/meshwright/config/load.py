@@ -1,6 +1,6 @@
-"""Loading of a preset or a TOML file with `section.key=value` overrides into one validated `RunConfig`.
+"""Load a preset or a TOML file with `section.key=value` overrides into a validated `RunConfig`.
 
-Tracks where each key was set, so that errors can name it. Doesn't import torch, so that errors are reported in a
+Tracks where each key was set, so that errors can point to it. Doesn't import torch, so that errors are reported in a
 fraction of a second.
 """
 
@@ -42,14 +42,14 @@ def load(
     num_ranks: int | None = None,
     rules: Rules | None = None,
 ) -> RunConfig:
-    """Load a preset or a file, apply the command line's overrides, validate, and check the cross-section rules.
+    """Load a preset or a file, apply overrides, validate the result, and check the cross-section rules.
 
     Args:
-        source: a preset's name or the path of a TOML file; the default preset when None.
+        source: name of a preset or path of a TOML file; the default preset if None.
         overrides: `section.key=value` arguments; values are TOML, and a bare word is a string.
-        defaults: overrides that a verb sets; source and overrides take precedence.
-        num_ranks: number of ranks that a launcher started; None if the verb starts them.
-        rules: rules to check besides types; by default those of `config.rules`.
+        defaults: overrides set by a verb; `source` and `overrides` take precedence.
+        num_ranks: number of ranks started by a launcher; None if the verb starts them.
+        rules: rules to check in addition to types; by default those of `config.rules`.
 
     Raises:
         ConfigError: a preset, family or key is unknown, or a value is invalid.
@@ -76,18 +76,18 @@ def load(
 
 
 def known_keys(kind: str | None = None) -> list[str]:
-    """Return all dotted keys of a family's runs; by default of the default preset's family."""
+    """Return all dotted keys for a family, by default that of the default preset."""
     return list(_fields(kind or default_kind()))
 
 
 def default_kind() -> str:
-    """Return the default family, that of the default preset."""
+    """Return the family of the default preset."""
     kind: str = _read_source(DEFAULT_PRESET)[1]["model"]["kind"]
     return kind
 
 
 def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
-    """Return the family that the file and the overrides select; the last one wins."""
+    """Return the family selected by the file or the overrides; the last setting wins."""
     model = tree.get("model")
     kind, origin = (model.get("kind"), label) if isinstance(model, Mapping) else (None, label)
     fallback = default_kind() if kind is None else kind
@@ -108,13 +108,13 @@ def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
 
 @cache
 def _fields(kind: str) -> Mapping[str, Any]:
-    """Return the fields of all keys of a family's runs, by dotted name."""
+    """Return the fields of all keys for a family, by dotted name."""
     return {key: field for key, field, is_section in _walk(run_type(kind), "") if not is_section}
 
 
 @cache
 def _sections(kind: str) -> Mapping[str, Any]:
-    """Return the fields of all sections of a family's runs, by dotted name."""
+    """Return the fields of all sections for a family, by dotted name."""
     return {key: field for key, field, is_section in _walk(run_type(kind), "") if is_section}
 
 
@@ -162,7 +162,7 @@ def _unknown_source(source: str) -> ConfigError:
 
 
 class _FamilyKeys:
-    """Keys of one family's runs: sets them in an overlay, and explains unknown ones."""
+    """Keys for one family; sets them in an overlay and explains unknown keys."""
 
     def __init__(self, kind: str, rules: Rules | None) -> None:
         self.kind, self.rules = kind, rules
@@ -185,8 +185,7 @@ class _FamilyKeys:
         self.put(overlay, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
 
     def put(self, overlay: ConfigOverlay, key: str, value: Any, *, origin: str) -> None:
-        """Set a key, or all keys of a section given as a mapping; an empty `key` stands for the entire
-        configuration."""
+        """Set a key, or all keys of a section from a mapping; an empty `key` stands for the entire configuration."""
         if key in _fields(self.kind):
             overlay.put(key, value, origin)
             return
@@ -210,18 +209,17 @@ class _FamilyKeys:
             self._put_other_family(key, value, origin)
 
     def _put_other_family(self, key: str, value: Any, origin: str) -> None:
-        """Accept a key of another family at its default value, where it has no effect, as in files of runs saved
-        earlier.
+        """Accept a key of another family if it has its default value and so no effect, as in files of saved runs.
 
         Raises:
-            ConfigError: the key belongs to the section `model`, or no family has it.
+            ConfigError: the key belongs to the section `model` or to no family.
         """
         leaf, value = _first_leaf(key, value)
         others = [kind for kind in family_names() if leaf in _fields(kind)]
         if not others:
             raise self._unknown(leaf, origin)
         if leaf.startswith("model."):
-            # A preset's keys can't be removed by the user, so the wrong setting is the kind.
+            # Users can't remove a preset's keys, so treat the kind as the wrong setting.
             is_of_preset = origin.startswith("preset ")
             raise ConfigError(
                 f"{self.kind} models have no {leaf}",
@@ -251,7 +249,7 @@ class _FamilyKeys:
         """Raise if a key of another family still has a non-default value.
 
         Raises:
-            ConfigError: such a key has no effect.
+            ConfigError: such a key is set; it would have no effect.
         """
         for error in self._unread_keys.values():
             raise error
@@ -280,7 +278,7 @@ class _FamilyKeys:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of a nested mapping."""
+    """Flatten a nested mapping to dotted keys and values."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
@@ -289,7 +287,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
-    """Return the first leaf key of a table, which is more specific than the section's name, and the value."""
+    """Return the key and value of a table's first leaf, whose key is more specific than the section's name."""
     leaf, inner = key, value
     while isinstance(inner, Mapping) and inner:
         name, inner = next(iter(inner.items()))
@@ -298,10 +296,9 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """Parse a TOML value; text that isn't valid TOML is taken as a string, so paths and names need no quotes. `none`
-    unsets a key.
+    """Parse a TOML value; text that isn't valid TOML is a string, so paths and names need no quotes. `none` unsets a key.
 
-    For keys of type string, text stays a string even if TOML would parse it as another type: `data.source=2024` is a
+    Values of string keys are always strings, even if TOML would parse them as another type: `data.source=2024` is a
     file name.
     """
     kinds = get_args(annotation) or (annotation,)
@@ -321,7 +318,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
 def _validation_error(
     error: ValidationError, overlay: ConfigOverlay, keys: _FamilyKeys, *, num_ranks: int | None
 ) -> ConfigError:
-    """Convert pydantic's first error into a `ConfigError`."""
+    """Convert pydantic's first error to a `ConfigError`."""
     first = error.errors()[0]
     key = ".".join(part for part in first["loc"] if isinstance(part, str))
     items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))

@@ -1,4 +1,4 @@
-"""A configuration under construction: unvalidated values, where each was set, and the previous value."""
+"""A configuration under construction: unvalidated values with the origin and previous value of each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_SHOWN = 80
 
 @dataclass
 class ConfigOverlay:
-    """Nested values by section, in the form that pydantic validates."""
+    """Nested values by section, as input for pydantic, with their origins."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Origin of the last setting of each dotted key."""
+    """Current origin of each dotted key."""
     replaced: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Previous value and origin of each dotted key."""
 
@@ -27,20 +27,20 @@ class ConfigOverlay:
         self.origins[key] = origin
 
     def with_value(self, key: str, value: Any) -> dict[str, Any]:
-        """Return a copy of all values with one of them replaced."""
+        """Return a copy of all values with one of them changed."""
         values = copy.deepcopy(self.values)
         _replace(values, key, value)
         return values
 
 
 def shorten(text: str) -> str:
-    """Shorten long text by cutting its middle."""
+    """Shorten long text by omitting its middle."""
     half = (MAX_SHOWN - 3) // 2
     return text if len(text) <= MAX_SHOWN else f"{text[:half]} … {text[-half:]}"
 
 
 def _replace(values: dict[str, Any], key: str, value: Any) -> tuple[Any] | None:
-    """Set a dotted key in nested values; return the previous value as a 1-tuple, or None if there was none."""
+    """Set a dotted key in nested values; return the previous value as a 1-tuple, or None if the key was unset."""
     *sections, name = key.split(".")
     for section in sections:
         child = values.get(section)

@@ -94,7 +94,7 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
             yield Message(Purpose.GRADIENTS, near, num_bytes)
             yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
         share = -(-elements // len(replicas))
-        # Modeled as a reduce-scatter followed by an all-gather of the sums.
+        # The all-reduce is a reduce-scatter followed by an all-gather of the sums.
         second = codec_of_sum(method.codec, feedback=method.feedback)
         for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
             num_bytes = codec.encoded_bytes(share, element_bytes=size)

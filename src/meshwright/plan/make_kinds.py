@@ -1,8 +1,8 @@
-"""Construction of a plan's kinds from a family's description and styles: how tensor parallelism shards each parameter,
-over which axes its gradient is partial, and which collectives its operators run.
+"""Make a plan's kinds from a family's description and styles: how tensor parallelism shards each parameter, over which
+axes its gradient is partial, and which collectives its operators run.
 
-With sequence parallelism the inputs of column-parallel layers are all-gathered and the outputs of row-parallel layers
-reduce-scattered, and conversely in the backward; without it both become all-reduces (Korthikanti et al. 2022).
+With sequence parallelism, the inputs of column-parallel layers are all-gathered and the outputs of row-parallel layers
+reduce-scattered, and vice versa in the backward; without it, both become all-reduces (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parame
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
-"""The dim of the weight that each style shards."""
+"""Sharded dim of the weight, by style."""
 
 
 class KindMaker:
-    """Makes each kind once; blocks with different frozen parameters become different kinds."""
+    """Factory that makes each kind once; blocks with different frozen parameters become different kinds."""
 
     def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh) -> None:
         self._config, self._facts, self._mesh = config, facts, mesh
@@ -35,11 +35,11 @@ class KindMaker:
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
-        """Tokens per sample on a tp group."""
+        """Tokens per sample in a tp group."""
         self._kinds: dict[tuple[object, ...], Kind] = {}
 
     def kinds(self) -> tuple[Kind, ...]:
-        """Return all kinds, in the order of their first use."""
+        """Return all kinds in order of first use."""
         return tuple(self._kinds.values())
 
     def kind(self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()) -> Kind:
@@ -47,9 +47,9 @@ class KindMaker:
 
         Args:
             facts: the family's description.
-            layer: layer of a block, None for an end.
-            untied: whether to leave out tied parameters, because their targets are on the same stage.
-            units: FSDP units of its parameters; without any, all belong to the root.
+            layer: index of the block, or None for an end.
+            untied: whether to omit tied parameters because their targets are on the same stage.
+            units: FSDP units of the kind; all other parameters belong to the root.
         """
         own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
@@ -92,7 +92,7 @@ class KindMaker:
         )
 
     def stream_part(self) -> float:
-        """Return the fraction of the stream's tokens that a rank holds."""
+        """Return the fraction of the stream's tokens held by a rank."""
         return 1 / self._mesh.size(*self._tp) if self._shards_stream else 1.0
 
     def _style_of(self, facts: KindFacts, name: str) -> Style | None:
@@ -124,7 +124,7 @@ class KindMaker:
         return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved)
 
     def _kind_collectives(self, facts: KindFacts) -> Iterator[Collective]:
-        """Yield the collectives that a kind's styles imply, module by module."""
+        """Yield the collectives implied by a kind's styles, module by module."""
         styles = self._styles.get(facts.name, {})
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
         for path, style in styles.items():
@@ -156,14 +156,14 @@ class KindMaker:
                     width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
                     yield from self._reduce_output(width, recomputed=style.kept)
                 elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
-                    yield from self._gather_input(weight.shape[1])  # gathers its own input from the stream
+                    yield from self._gather_input(weight.shape[1])  # the head gathers its own input
 
     def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
         style = self._style_of(facts, parameter.name)
         return style is not None and style.kind is kind
 
     def _gather_input(self, width: int) -> Iterator[Collective]:
-        """Yield the collectives of an input gathered from the stream."""
+        """Yield the collectives that gather an input from the stream."""
         if self._shards_stream:
             yield self._collective("all_gather", width, None, forward=1, recomputed=1)
             yield self._collective("reduce_scatter", width, None, backward=1)
@@ -171,7 +171,7 @@ class KindMaker:
             yield self._collective("all_reduce", width, None, backward=1)
 
     def _reduce_output(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
-        """Yield the collectives of an output reduced into the stream."""
+        """Yield the collectives that reduce an output into the stream."""
         again = int(recomputed)
         if self._shards_stream:
             yield self._collective("reduce_scatter", width, None, forward=1, recomputed=again)

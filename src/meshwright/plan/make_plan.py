@@ -1,7 +1,7 @@
-"""Construction of the run plan from a configuration: stages and kinds, FSDP units, reductions, and the schedule.
+"""Make the run plan from a configuration: stages, kinds, FSDP units, reductions and the schedule.
 
-All decisions about the layout are made here. `make_kinds` shards parameters by the family's styles, `make_stages` makes
-stages and units, and `pipeline_table` the schedule.
+All layout decisions are made here. `make_kinds` shards parameters according to the family's styles, `make_stages`
+makes stages and units, and `pipeline_table` makes the schedule.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) 
     """Make the plan of a run.
 
     Args:
-        config: configuration that violates no rule.
-        nodes: number of consecutive ranks per node, or the node of each rank, if `comm.ranks_per_node` is not set;
-            None if all ranks are on one node.
+        config: configuration that satisfies all rules.
+        nodes: number of consecutive ranks per node, or the node of each rank; None for a single node. Ignored if
+            `comm.ranks_per_node` is set.
     """
     return _make_plan(config, config.comm.ranks_per_node or nodes)
 
@@ -87,7 +87,7 @@ def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPla
 
 
 def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[str, tuple[Site, ...]], ...]:
-    """Return the parameters with copies on several stages, with their sites."""
+    """Return the parameters with copies on several stages, along with their sites."""
     by_name, sites = {kind.name: kind for kind in kinds}, defaultdict(list)
     for number, stage in enumerate(stages):
         for kind in (by_name[name] for name in (*stage.before, *stage.after)):
@@ -97,12 +97,11 @@ def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[s
 
 
 def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[StepSum, ...]:
-    """Return the sums of gradients that are partial over tp, and the means of replicas that a lossy codec lets
-    diverge."""
+    """Return sums for gradients that are partial over tp, and means for replicas that diverge under a lossy codec."""
     tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch") + mesh.view("cp")
     wraps = bool(mean_over) or MASTER_DTYPES[train.precision] != train.precision
     reduced = MASTER_DTYPES[train.precision]
-    # Gradients accumulated over micro-batches have the reduction dtype.
+    # FSDP2 accumulates gradients over micro-batches in the reduction dtype.
     dtype = train.precision if train.num_microbatches == 1 else reduced
     partial = _trained_parameters(kinds, tp, GradientPlacement.PARTIAL)
     found = [StepSum(partial, tp, "sum", ReducedBy.FSDP if wraps else ReducedBy.DTENSOR, dtype)] if partial else []
@@ -114,7 +113,7 @@ def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], stages: tuple[
 
 
 def _trained_parameters(kinds: tuple[Kind, ...], axes: Atoms, gradient: GradientPlacement) -> tuple[str, ...]:
-    """Return the trained parameters, as kind/name, with this gradient along any of the axes."""
+    """Return the trained parameters, as kind/name, whose gradient has this placement along any of the axes."""
     return tuple(
         f"{kind.name}/{parameter.name}"
         for kind in kinds

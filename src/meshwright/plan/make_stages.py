@@ -1,4 +1,4 @@
-"""Construction of a plan's stages: their layers and ends, FSDP units, and the edges between them."""
+"""Make a plan's stages, with their layers, ends and FSDP units, and the edges between them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from meshwright.plan.run_plan import Edge, Kind, Shard, Stage, Unit
 
 
 class StageMaker:
-    """Splits a model into the stages of a schedule."""
+    """Factory that splits a model into stages."""
 
     def __init__(
         self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, kind_maker: KindMaker
     ) -> None:
         self._config, self._facts, self._mesh, self._table, self._kind_maker = config, facts, mesh, table, kind_maker
         self.edge = self._stream()
-        """The tensor sent between stages."""
+        """Tensor sent between stages."""
 
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages in the model's order."""
+        """Return the stages in model order."""
         ranges = layer_ranges(layers_per_stage(self._config))
         return tuple(self._stage(number, layers) for number, layers in enumerate(ranges))
 
@@ -51,8 +51,8 @@ class StageMaker:
     def _end(
         self, facts: KindFacts, firsts: tuple[KindFacts, ...], lasts: tuple[KindFacts, ...], layers: range
     ) -> Kind:
-        """Return an end, whose vocabulary gets its own unit if it is larger than a block, since a smaller one isn't
-        worth a collective. Parameters tied within a stage stay in the root unit, which covers both modules."""
+        """Return an end. Its vocabulary gets its own unit only if larger than a block; a smaller one isn't worth a
+        separate collective. Parameters tied within a stage stay in the root unit, which covers both modules."""
         names = {p.name for kind in (*firsts, *lasts) for p in kind.parameters}
         untied = any(p.tied_to in names for p in facts.parameters)
         targets = {p.tied_to for kind in (*firsts, *lasts) for p in kind.parameters}
@@ -61,7 +61,7 @@ class StageMaker:
         units: tuple[Unit, ...] = ()
         if facts.unit and not is_tied and largest_matrix(facts) > block:
             is_lookup = all(p.role.value == "embedding" for p in facts.parameters)
-            # The backward needs the last gathered unit first, so keep it. A lookup's backward needs no weights.
+            # The backward starts with the last unit, so keep it unsharded. A lookup's backward needs no weights.
             is_last = facts in lasts
             units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
         return self._kind_maker.kind(facts, None, untied=untied, units=units)
@@ -86,7 +86,7 @@ class StageMaker:
         )
 
     def _root(self, kinds: list[Kind]) -> Unit:
-        """Return the root unit, with the parameters that are in no other unit."""
+        """Return the root unit, which holds all parameters that are not in another unit."""
         left = [
             f"{kind.name}/{parameter.name}"
             for kind in dict.fromkeys(kinds)

@@ -1,7 +1,7 @@
-"""Prediction of a rank's memory by category: a fold over the plan.
+"""Predict a rank's memory by category from the plan.
 
-Exact for state kept between steps. Activations are counted per operation of a block in eager mode, and the gathered
-blocks are the two that FSDP2 holds at a time while prefetching.
+Exact for state kept between steps. Activations are counted per operation as in eager mode, and two blocks are assumed
+to be unsharded at a time, since FSDP2 prefetches one.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from meshwright.plan.run_plan import BYTES, RunPlan, Stage
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the rank with the highest total, by category."""
+    """Memory in bytes by category, on the rank with the highest total."""
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
-    """Unsharded parameters and gradients of the blocks gathered at the same time."""
+    """Unsharded parameters and gradients of blocks that are gathered at the same time."""
     activations: int
     """Activations of all micro-batches in flight."""
     buffers: int
     """Receive buffers for tensors from other stages."""
     errors: int
-    """Error feedback of compression."""
+    """Error feedback for compression."""
 
     def total(self) -> int:
-        """Return the total, without the Python process and its libraries."""
+        """Return the total, excluding the Python process and its libraries."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def predict_memory(plan: RunPlan) -> MemoryEstimate:
-    """Predict the peak memory of the rank with the highest total, without the Python process and its libraries."""
+    """Predict the peak memory of the rank with the highest total, excluding the Python process and its libraries."""
     peaks = _peaks(plan)
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
     return max((_on_rank(plan, place * size, peak) for place, peak in enumerate(peaks)), key=MemoryEstimate.total)
@@ -73,8 +73,8 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 
 
 def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
-    """Return the bytes of two blocks and the largest ends gathered at the same time, with their gradients, assuming
-    that tp shards all parameters of a block."""
+    """Return the size in bytes of two blocks and the largest ends, gathered at the same time, with their gradients.
+    Assumes that tp shards all parameters of a block."""
     if plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas")) == 1:
         return 0
     blocks = [plan.kind(name) for stage in stages for name in stage.kinds]
@@ -83,13 +83,13 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     gathered = 2 * (min(2, len(blocks)) * block + _ends(plan)) * compute
     freed = [unit.freed for kind in blocks for unit in kind.units]
     if freed and freed[0] is not True:
-        # Other blocks stay unsharded, or as secondary shards, from forward to backward.
+        # Other blocks are kept, unsharded or as secondary shards, from forward to backward.
         gathered += max(0, len(blocks) - 2) * block * compute // max(1, int(freed[0]))
     return gathered
 
 
 def _ends(plan: RunPlan) -> int:
-    """Return the number of elements of the ends on all stages; without any, of the matrices of the largest end."""
+    """Return the number of elements of the ends on all stages or, if there are none, of the largest end's matrices."""
     ends = [kind for kind in plan.kinds if not kind.is_block]
     if any(kind.everywhere for kind in ends):
         return sum(plan.elements(p) for kind in ends if kind.everywhere for p in kind.parameters)
@@ -98,7 +98,7 @@ def _ends(plan: RunPlan) -> int:
 
 
 def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
-    """Return the bytes of a micro-batch on a stage: activations saved for the backward, and the output with its
+    """Return the sizes in bytes per micro-batch on a stage: activations saved for the backward, and the output with its
     gradient."""
     compute, samples = BYTES[stage.root.compute], plan.batch.samples
     edge = plan.edge

@@ -1,7 +1,7 @@
-"""The mesh of a plan: atoms, which are its dimensions, and views, which are sets of atoms.
+"""The mesh of a plan: its dimensions (atoms), and views, which are sets of atoms.
 
-The configuration's axes are the atoms unless an axis is split: expert parallelism splits dp_shard or cp into two, so
-that its group is a view of the same mesh, and each reduction is over a set of atoms.
+Atoms are the configuration's axes, except that expert parallelism splits dp_shard or cp in two. The expert group is
+then a view of the same mesh, and every reduction runs over a set of atoms.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Mesh:
     atoms: tuple[tuple[str, int], ...]
     """Names and sizes of the atoms, outermost first."""
     views: tuple[tuple[str, Atoms], ...]
-    """Atoms of each view: `batch` shards samples, `fsdp` shards parameters, `replicas` replicates the shards; `cp` and
-    `tp` are axes."""
+    """Atoms of each view: samples are sharded over `batch`, parameters are sharded over `fsdp` and replicated over
+    `replicas`; `cp` and `tp` are axes."""
     nodes: int | tuple[int, ...]
     """Number of consecutive ranks per node, or the node of each rank."""
 
     @staticmethod
     def of(axes: Axes, *, nodes: int | tuple[int, ...] | None = None) -> Mesh:
-        """Return the mesh of a configuration's axes, on one node if `nodes` is None."""
+        """Return the mesh for a configuration's axes, on a single node if `nodes` is None."""
         views: tuple[tuple[str, Atoms], ...] = (
             ("batch", ("dp_replicate", "dp_shard")),
             ("replicas", ("dp_replicate",)),
@@ -58,7 +58,7 @@ class Mesh:
         return math.prod(self.sizes[atom] for atom in atoms)
 
     def num_ranks(self) -> int:
-        """Return the number of ranks of the mesh."""
+        """Return the number of ranks in the mesh."""
         return self.size(*self.sizes)
 
     def view(self, name: str) -> Atoms:
@@ -66,7 +66,7 @@ class Mesh:
         return tuple(atom for atom in dict(self.views)[name] if self.sizes[atom] > 1)
 
     def in_stage(self) -> Atoms:
-        """Return the atoms inside a pipeline stage with more than one rank."""
+        """Return the atoms inside a pipeline stage that have more than one rank."""
         return tuple(name for name, size in self.atoms if name != "pp" and size > 1)
 
     def position(self, rank: int, atom: str) -> int:

@@ -1,6 +1,6 @@
-"""The pipeline schedule of a configuration, and its split of layers over stages.
+"""Pipeline schedule of a configuration, and its split of layers into stages.
 
-Pure functions of the configuration, so the launcher, all ranks and the plan get the same values. Doesn't import torch.
+These are pure functions of the configuration, so the launcher, ranks and plan always agree. Doesn't import torch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from meshwright.pipeline.verify import verify
 
 
 def is_table_file(schedule: str) -> bool:
-    """Return whether `pipeline.schedule` is the path of a table rather than the name of a schedule."""
+    """Return whether `pipeline.schedule` is the path of a table file rather than the name of a schedule."""
     return "/" in schedule or schedule.endswith(".csv")
 
 
 def has_stages(config: RunConfig) -> bool:
-    """Return whether the model is split into several stages, over ranks or as chunks on one rank."""
+    """Return whether the model is split into several stages, across ranks or as chunks on one rank."""
     return config.mesh.pp > 1 or (config.pipeline.chunks or 1) > 1
 
 
 def schedule_name(config: RunConfig) -> str:
-    """Return `pipeline.schedule` with auto resolved."""
+    """Return `pipeline.schedule` with `auto` resolved."""
     if config.pipeline.schedule != "auto":
         return config.pipeline.schedule
     return "interleaved" if (config.pipeline.chunks or 1) > 1 else "1f1b"
 
 
 def compute_table(config: RunConfig) -> Schedule:
-    """Return the schedule before lowering; a single stage without pipeline parallelism.
+    """Return the schedule before lowering; without pipeline parallelism, it has a single stage.
 
     Raises:
         ScheduleError: the schedule is unknown, or its file is invalid.
@@ -54,10 +54,10 @@ def compute_table(config: RunConfig) -> Schedule:
 
 
 def read_table(path: str) -> Schedule:
-    """Read and verify the CSV table in a file.
+    """Read and verify a schedule from a CSV file.
 
     Raises:
-        ScheduleError: the file can't be read, is not a table, or fails verification.
+        ScheduleError: the file can't be read, is not a schedule, or fails verification.
     """
     try:
         source = Path(path).read_text("utf-8")
@@ -82,7 +82,7 @@ def num_stages(config: RunConfig) -> int:
 
 
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
-    """Return the number of blocks per stage, as configured or balanced by floating-point operations including the ends.
+    """Return the number of layers per stage, as configured or balanced by FLOPs including the ends.
 
     Raises:
         ScheduleError: there are more stages than layers.
@@ -117,7 +117,7 @@ def lowered_table(config: RunConfig) -> Schedule:
 
 def _shared_stages(config: RunConfig, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of stages that share parameters: all stages if the family has ends on every stage, and the
-    first and the last if parameters are tied."""
+    first and last if parameters are tied."""
     if num_stages == 1:
         return ()
     facts = model_facts(config)

@@ -1,4 +1,4 @@
-"""All rules of a run: those of its configuration, and those of its pipeline schedule, stages and compilation."""
+"""All rules for a run: those for its configuration, pipeline schedule, stages and compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
 
     Args:
         config: configuration of the run.
-        num_ranks: number of ranks that a launcher started; None if the verb starts them.
+        num_ranks: number of ranks started by a launcher; None if the verb starts them.
     """
     yield from config_rules.violations(config, num_ranks)
     yield from _pipeline(config)
@@ -53,8 +53,8 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
 
 
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
-    """Reject compilation of recomputed blocks with step handles: these are recorded outside of graphs, so the block
-    would silently run eagerly."""
+    """Reject compilation of recomputed blocks with step handles: these are recorded outside the graph, so the block
+    would silently run in eager mode."""
     if not config.train.compile or config.recompute.policy == "none":
         return
     for kind in model_facts(config).kinds:
@@ -70,7 +70,7 @@ def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
 
 
 def step_handles(config: RunConfig, kind: str) -> list[str]:
-    """Return the auxiliary losses and step buffers in blocks of a kind."""
+    """Return the auxiliary losses and step buffers in blocks of this kind."""
     found = (one for one in model_facts(config).kinds if one.name == kind)
     return [
         name
@@ -80,7 +80,7 @@ def step_handles(config: RunConfig, kind: str) -> list[str]:
 
 
 def _single_stage(config: RunConfig) -> Iterator[Violation]:
-    """Check that the schedule exists; it is unused, but allowed, so that a run can resume on fewer ranks."""
+    """Check that the schedule exists. A single stage ignores it, but accepts it so a run can resume on fewer ranks."""
     chosen = schedule_name(config)
     try:
         read_table(chosen) if is_table_file(chosen) else schedule_kind(chosen)
@@ -109,7 +109,7 @@ def _other_schedules(config: RunConfig) -> list[Fix]:
 
 
 def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    """Check that a table from a file has the run's number of ranks and micro-batches."""
+    """Check that a table file matches the run's number of ranks and micro-batches."""
     if table.num_ranks != config.mesh.pp:
         yield Violation(
             LayoutError,

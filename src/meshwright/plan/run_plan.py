@@ -1,8 +1,8 @@
-"""The run plan: what each stage holds, how it is sharded, and what is reduced, recomputed, compiled and sent.
+"""The run plan: contents and sharding of each stage, reductions, recomputation, compilation and communication.
 
-Frozen dataclasses that serialize to JSON (`serialize`). `make_plan` makes the plan from the configuration; `verify`
-checks that each gradient is summed exactly where it is partial; memory and traffic are folds over it; the executors
-follow it. Facts are stored per kind of block and per stage, never per rank, so the size does not depend on the mesh.
+Frozen dataclasses that serialize to JSON (`serialize`). `make_plan` makes the plan from the configuration, `verify`
+checks that each gradient is summed exactly where it is partial, memory and traffic are derived from the plan, and the
+executors follow it. Data is stored per kind and stage, never per rank, so the size does not depend on the mesh.
 Doesn't import torch.
 """
 
@@ -24,7 +24,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "boo
 
 
 class GradientPlacement(StrEnum):
-    """State of a parameter's gradient along an axis before any reduction."""
+    """Placement of a parameter's gradient along an axis before any reduction."""
 
     SHARDED = "sharded"
     PARTIAL = "partial"
@@ -56,18 +56,17 @@ class Parameter:
     shape: tuple[int, ...]
     role: str
     used: tuple[Shard, ...] = ()
-    """Sharding while an operator uses it: over tp, never over fsdp."""
+    """Sharding during computation: over tp, never over fsdp."""
     work: Atoms = ()
-    """Atoms that the operator's input is sharded over, according to the styles, so that the gradient is partial over
-    them."""
+    """Atoms over which the operator's input is sharded according to the styles, making the gradient partial."""
     stored_dim: int = 0
-    """The dim that its FSDP unit shards."""
+    """Dim sharded by FSDP."""
     trained: bool = True
     key: str | None = None
-    """Full-model name of the parameter that this one is a tied copy of."""
+    """Full-model name of the parameter to which this one is tied."""
 
     def gradient(self, axis: str) -> GradientPlacement:
-        """Return the state of its gradient along an axis."""
+        """Return the placement of the gradient along an axis."""
         if any(axis in shard.axes for shard in self.used):
             return GradientPlacement.SHARDED
         return GradientPlacement.PARTIAL if axis in self.work else GradientPlacement.EQUAL
@@ -81,62 +80,62 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str
     work: Atoms = ()
-    """Atoms over which ranks see different inputs."""
+    """Atoms along which ranks see different inputs."""
     summed: Atoms = ()
-    """Atoms over which its update is summed, once per step."""
+    """Atoms over which the update is summed once per step."""
     saved: bool = True
 
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP2 unit: modules whose parameters are gathered and reduced together."""
+    """An FSDP2 unit: modules whose parameters are gathered, and gradients reduced, together."""
 
     name: str
     modules: tuple[str, ...]
-    """Module paths inside the kind; empty for the root."""
+    """Module paths relative to the kind; empty for the root."""
     parameters: tuple[str, ...]
-    """Parameter names inside the kind; for the root, as kind/name."""
+    """Parameter names relative to the kind; for the root, as kind/name."""
     sharded: Atoms
-    """Atoms for all-gathering parameters and reduce-scattering gradients."""
+    """Atoms over which parameters are all-gathered and gradients reduce-scattered."""
     replicas: Atoms
-    """Atoms for all-reducing gradients afterwards."""
+    """Atoms over which gradients are then all-reduced."""
     freed: bool | int = True
-    """Reshard after the forward (ZeRO-3); an integer is the number of ranks that keep secondary shards (hpZ)."""
+    """Reshard after the forward (ZeRO-3); an integer is the number of ranks sharing secondary shards (hpZ)."""
     in_backward: bool = True
-    """The backward needs the weights; an embedding lookup's does not."""
+    """Whether the backward needs the weights; that of an embedding lookup does not."""
     compute: str = "float32"
     reduce: str = "float32"
     gradients: str = "exact"
     weights: str = "exact"
     inside_node: str = "exact"
-    """Codec of gradients inside a node in two-stage reductions."""
+    """Codec for gradients inside a node in two-stage reductions."""
 
     def num_secondary(self) -> int | None:
-        """Return the number of ranks that keep secondary shards; None without them."""
+        """Return the number of ranks sharing secondary shards, or None if there are none."""
         return None if isinstance(self.freed, bool) else self.freed
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective run by an operator, per sample: traffic is a fold over these."""
+    """A collective run by an operator; sizes are per sample."""
 
     purpose: str
     op: str
     """all_gather, reduce_scatter or all_reduce."""
     axes: Atoms
     elements: int
-    """Elements of the full tensor, per sample."""
+    """Number of elements of the full tensor, per sample."""
     dtype: str
     forward: int = 0
-    """Number of calls in a forward."""
+    """Number of calls per forward."""
     backward: int = 0
     recomputed: int = 0
-    """Number of further calls if its block is recomputed."""
+    """Number of additional calls if the block is recomputed."""
 
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """An auxiliary loss inside a block, a mean over samples."""
+    """An auxiliary loss inside a block, averaged over samples."""
 
     name: str
     work: Atoms
@@ -145,8 +144,8 @@ class Auxiliary:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of identical blocks, or an end; different frozen parameters, recomputation or compilation make different
-    kinds."""
+    """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation or compilation are
+    different kinds."""
 
     name: str
     described: str
@@ -154,7 +153,7 @@ class Kind:
     path: str
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...] = ()
-    """FSDP units; all other parameters belong to the stage's root."""
+    """FSDP units; all other parameters belong to the stage's root unit."""
     buffers: tuple[Buffer, ...] = ()
     styles: tuple[tuple[str, Style], ...] = ()
     collectives: tuple[Collective, ...] = ()
@@ -162,21 +161,21 @@ class Kind:
     recompute: str = "none"
     compiled: bool = False
     saved_elements: int = 0
-    """Elements per rank and sample that its forward saves for its backward."""
+    """Elements saved for the backward, per rank and sample."""
     output_elements: int = 0
-    """Elements per rank and sample of an output that a loss is computed on."""
+    """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     tied: tuple[str, ...] = ()
-    """Parameters that are tied to a parameter of another kind on the same stage."""
+    """Parameters tied to a parameter of another kind on the same stage."""
     everywhere: bool = False
-    """The end is replicated on all stages."""
+    """Whether the end is replicated on all stages."""
 
     @property
     def is_block(self) -> bool:
-        """The kind is of blocks rather than an end."""
+        """Whether the kind is a block rather than an end."""
         return "{layer}" in self.path
 
     def full_name(self, name: str, layer: int | None) -> str:
-        """Return the full-model name of a name inside the kind."""
+        """Convert a name relative to the kind to its full-model name."""
         path = self.path.format(layer=layer)
         return f"{path}.{name}" if path and name else path or name
 
@@ -192,7 +191,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor sent between stages, without its batch dim, so that validation and generation can use it too."""
+    """A tensor sent between stages, without the batch dim, so that validation and generation can use it too."""
 
     name: str
     shape: tuple[int, ...]
@@ -222,10 +221,10 @@ class StepSum:
     """A reduction outside units, after the last backward."""
 
     parameters: tuple[str, ...]
-    """Parameters as kind/name."""
+    """Parameters, as kind/name."""
     axes: Atoms
     op: str
-    """`sum`; or `mean`, for replicas that a lossy codec lets diverge."""
+    """`sum`, or `mean` for replicas that diverge under a lossy codec."""
     by: ReducedBy
     dtype: str
 
@@ -239,12 +238,12 @@ class Loss:
     equal: Atoms
     """Axes over which the loss is replicated."""
     units: int | None
-    """Divisor of the loss per step; None if it is counted over the global batch before the first backward."""
+    """Divisor of a step's loss; None if it is counted over the global batch before the first backward."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Split of a step's samples."""
+    """Sizes that split a step's samples into micro-batches."""
 
     global_batch: int
     num_microbatches: int
@@ -256,7 +255,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Optimizer state for parameters of some roles."""
+    """Optimizer state for parameters with certain roles."""
 
     roles: tuple[str, ...]
     names: tuple[str, ...]
@@ -265,7 +264,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer's name and states, for memory and checkpoints."""
+    """Name and states of the optimizer, for memory and checkpoints."""
 
     name: str
     states: tuple[OptimizerState, ...]
@@ -277,7 +276,7 @@ Site = tuple[int, str]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run plan."""
+    """The layout and execution plan of a run."""
 
     format: int
     mesh: Mesh
@@ -285,13 +284,13 @@ class RunPlan:
     """Dtype of parameters, gradients and optimizer state between steps."""
     sequence_parallel: bool
     edge: Edge
-    """The tensor passed between blocks, and so between stages."""
+    """Tensor passed between blocks, and therefore between stages."""
     kinds: tuple[Kind, ...]
     stages: tuple[Stage, ...]
     shared: tuple[tuple[str, tuple[Site, ...]], ...]
-    """Keys of parameters with copies on several stages, and the sites over which their gradients are summed."""
+    """Keys of parameters with copies on several stages, with the sites over which their gradients are summed."""
     norm_omits: tuple[Site, ...]
-    """Copies (stage, key) left out of the gradient norm, because an earlier stage counts them."""
+    """Sites left out of the gradient norm, because an earlier stage counts the same parameter."""
     sums: tuple[StepSum, ...]
     loss: Loss
     batch: BatchShape
@@ -304,21 +303,21 @@ class RunPlan:
         return {kind.name: kind for kind in self.kinds}
 
     def kind(self, name: str) -> Kind:
-        """Return the kind of this name."""
+        """Return the kind with this name."""
         return self._kinds[name]
 
     def held(self, stage: Stage) -> Iterator[tuple[Kind, int | None]]:
-        """Yield the kinds on a stage, with the layer of each block, in the order of the module's parameters."""
+        """Yield the kinds on a stage, with the layer of each block, in module order."""
         yield from ((self.kind(name), None) for name in stage.before)
         yield from ((self.kind(name), layer) for layer, name in enumerate(stage.kinds, stage.layers[0]))
         yield from ((self.kind(name), None) for name in stage.after)
 
     def parameters(self, stage: Stage) -> Iterator[tuple[Kind, int | None, Parameter]]:
-        """Yield kind, layer and parameter for all parameters of a stage, in module order."""
+        """Yield kind, layer and parameter for each parameter of a stage, in module order."""
         return ((kind, layer, parameter) for kind, layer in self.held(stage) for parameter in kind.parameters)
 
     def shared_parameters(self) -> tuple[SharedParameter, ...]:
-        """Return the shared parameters in the form that the pipeline uses."""
+        """Return the shared parameters in the form used by the pipeline."""
         return tuple(SharedParameter(key, sites) for key, sites in self.shared)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -327,21 +326,20 @@ class RunPlan:
 
     @property
     def has_units(self) -> bool:
-        """FSDP2 wraps the stages, because parameters are sharded or replicated, or the compute dtype is not the master
-        dtype."""
+        """Whether FSDP2 wraps the stages: parameters are sharded or replicated, or compute and master dtypes differ."""
         return self.mesh.size(*self.stages[0].root.sharded, *self.stages[0].root.replicas) > 1 or any(
             unit.compute != self.masters for stage in self.stages for unit in self.units(stage)
         )
 
     def units(self, stage: Stage) -> Iterator[Unit]:
-        """Yield a stage's units in the order in which their forwards end; the root comes last."""
+        """Yield a stage's units in the order their forwards end; the root comes last."""
         for kind, _ in self.held(stage):
             yield from kind.units
         yield stage.root
 
     def elements(self, parameter: Parameter, *, sharded: Atoms = ()) -> int:
-        """Return the number of elements of a parameter on a rank while in use, or with `sharded`, on the rank that
-        stores most: the first ranks have an additional row if the split is uneven."""
+        """Return the number of elements of a parameter on a rank during computation. With `sharded`, return the number
+        on the rank that stores the most: if the split is uneven, the first ranks have an extra row."""
         sizes = list(parameter.shape)
         for shard in parameter.used:
             sizes[shard.dim] = -(-sizes[shard.dim] // self.mesh.size(*shard.axes))
@@ -349,7 +347,7 @@ class RunPlan:
         return math.prod(sizes)
 
     def describe_action(self, rank: int, position: int) -> str:
-        """Describe the action at a position of a rank's row: `2F3: forward of micro-batch 3 on stage 2`."""
+        """Describe an action of a rank's row: `2F3: forward of micro-batch 3 on stage 2`."""
         row = self.schedule.actions[self.mesh.position(rank, "pp")]
         parts = [part for action in row for part in action.parts()]
         return parts[position].describe() if position < len(parts) else "the end of its row"

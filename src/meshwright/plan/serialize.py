@@ -1,8 +1,8 @@
-"""JSON serialization of plans: human-readable and diffable output, and a strict reader.
+"""JSON serialization of plans: human-readable, diffable output and a strict reader.
 
-All fields are written by name and read by type. A plan of another version, with missing or unknown fields, or with
-values of a wrong type is rejected rather than completed with defaults. The schedule is written as rows of actions, in
-the same form as table files (`pipeline/serialize`).
+All fields are written by name and read by type. Plans with a different version, missing or unknown fields, or values
+of the wrong type are rejected rather than filled with defaults. The schedule is written as rows of actions, in the
+format of table files (`pipeline/serialize`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 def to_json(plan: RunPlan) -> str:
-    """Serialize a plan; `from_json` is the inverse. Values that fit are written on one line."""
+    """Serialize a plan; `from_json` is the inverse. Values that fit on one line are written on one line."""
     return "\n".join(_lines(encode(plan), 0)) + "\n"
 
 
 def canonical(value: Any) -> str:
-    """Return the canonical JSON text of an encoded value, for hashing."""
+    """Return an encoded value as canonical JSON, for hashing."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
 
 def encode(value: Any) -> Any:
-    """Encode a plan or a part of it as JSON values, with fields in the order of their class."""
+    """Encode a plan or a part of it as JSON values, with fields in declaration order."""
     if isinstance(value, Schedule):
         return {
             "kind": value.kind,
@@ -71,14 +71,14 @@ def _lines(value: Any, depth: int) -> list[str]:
 
 
 def from_json(text: str, *, where: str) -> RunPlan:
-    """Parse a plan written by `to_json`, without verifying it.
+    """Parse a plan written by `to_json` without verifying it.
 
     Args:
-        text: text of the file.
+                text: contents of the file.
         where: path of the file, for errors.
 
     Raises:
-        ConfigError: the text is not a plan of this version: a field is missing, unknown, or of another type.
+        ConfigError: the text is not a plan of this version, or a field is missing, unknown or has the wrong type.
         ScheduleError: an action of the schedule can't be parsed.
     """
     try:
@@ -114,19 +114,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields."""
+    """Return the field types of a dataclass."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 class _Reader:
-    """Reads values by type; errors name the field."""
+    """Typed reader of JSON values; errors name the field."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def read(self, kind: type[T], value: Any, path: str) -> T:
-        """Read a value of type `kind` at a path in the file."""
+        """Read a value of type `kind`; `path` is its location in the file."""
         found: T = self._read(kind, value, path)
         return found
 
@@ -196,7 +196,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether a JSON value can be of a type; bools and ints are distinct."""
+    """Return whether a JSON value matches a type; bools do not count as ints."""
     if kind in (None, type(None)):
         return value is None
     if is_dataclass(kind):
@@ -207,7 +207,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _type_name(kind: Any) -> str:
-    """Return the displayed name of a type."""
+    """Return the display name of a type."""
     if is_dataclass(kind):
         return "an object"
     if get_origin(kind) is tuple:

@@ -1,6 +1,6 @@
-"""Bytes that a rank sends per training step, by purpose and link type: a fold over the plan.
+"""Predict the bytes that a rank sends per training step, by purpose and link type.
 
-Counted with the plan's codecs, and without compression. Validation, sampling and checkpoints are not included.
+Counted both with the plan's codecs and without compression. Excludes validation, sampling and checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.plan.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes by link type."""
+    """Number of bytes by link type."""
 
     inside_node: int = 0
     between_nodes: int = 0
@@ -35,7 +35,7 @@ class TrafficEntry:
     """Bytes sent for one purpose."""
 
     purpose: str
-    """A `Purpose`, or the purpose of a collective in the plan."""
+    """A `Purpose`, or the purpose of one of the plan's collectives."""
     sent: LinkBytes
     exact: LinkBytes
     """Bytes without compression."""
@@ -43,11 +43,11 @@ class TrafficEntry:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends."""
+    """Bytes sent by one rank."""
 
     rank: int
     entries: tuple[TrafficEntry, ...]
-    """Entries of all purposes with non-zero bytes."""
+    """Entries for all purposes with nonzero traffic."""
 
     def sent(self) -> LinkBytes:
         """Return the total."""
@@ -58,12 +58,12 @@ class Traffic:
         return sum((entry.exact for entry in self.entries), LinkBytes())
 
     def of(self, purpose: str) -> TrafficEntry:
-        """Return the entry of a purpose, which may be zero."""
+        """Return the entry for a purpose, zero if nothing is sent for it."""
         found = (entry for entry in self.entries if entry.purpose == purpose)
         return next(found, TrafficEntry(purpose, LinkBytes(), LinkBytes()))
 
     def over(self, num_steps: int) -> Traffic:
-        """Return the traffic of several steps."""
+        """Return the traffic of `num_steps` steps."""
         entries = (TrafficEntry(one.purpose, one.sent * num_steps, one.exact * num_steps) for one in self.entries)
         return Traffic(self.rank, tuple(entries))
 
@@ -73,8 +73,8 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
 
     Args:
         plan: plan of the run.
-        rank: rank on the mesh; None for the one that sends most. All ranks of a stage send the same number of bytes,
-            so only the first rank of each is considered.
+        rank: rank on the mesh; None for the rank that sends the most. All ranks of a stage send the same number of
+            bytes, so only the first rank of each is considered.
     """
     num_ranks = plan.mesh.num_ranks()
     candidates = range(0, num_ranks, num_ranks // plan.mesh.size("pp")) if rank is None else (rank,)

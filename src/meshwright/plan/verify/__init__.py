@@ -1,13 +1,13 @@
-"""Verify that a plan trains like a single device: each gradient is summed exactly where it is partial, and all parts of
-the plan are consistent.
+"""Verify that a plan is equivalent to training on a single device: each gradient is summed exactly where it is partial,
+and all parts of the plan are consistent.
 
 [Note: partial gradients] Along an axis, a parameter's gradient is *sharded* if `used` shards the parameter there; else
-*partial* if the operator's input is sharded there (`work`); else *equal*. A partial gradient is summed exactly once, a
-sharded or equal one never. How a unit stores its parameters between uses is irrelevant. `used` and `work` come from
-styles; sums come from units, step sums and groups of shared parameters: two sources, compared.
+*partial* if the operator's input is sharded there (`work`); else *equal*. A partial gradient is summed exactly once; a
+sharded or equal gradient, never. How a unit stores its parameters between uses is irrelevant. `used` and `work` come
+from styles; sums come from units, step sums and groups of shared parameters. The two sources are compared.
 
-Checks run from simple to subtle. Facts are per kind and stage, so the cost does not depend on the mesh size. Whether a
-plan matches the actual modules can't be checked here: that is up to `prove`.
+Checks run from simple to subtle. They work per kind and stage, so their cost does not depend on the mesh size. `prove`
+checks the actual modules, which this package does not see.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (name_faults,),
     (kind_faults, unit_faults, stage_faults, shared_faults, sum_faults, step_faults),
 )
-"""Groups of checks; each group assumes that the previous ones found no fault."""
+"""Groups of checks; each group assumes that the previous groups found no faults."""
 
 
 def faults(plan: RunPlan) -> list[Fault]:
-    """Return all faults of a plan, each once."""
+    """Return all faults of a plan, without duplicates."""
     for checks in CHECKS:
         found = merge_faults(fault for check in checks for fault in check(plan))
         if found:
@@ -43,14 +43,15 @@ def faults(plan: RunPlan) -> list[Fault]:
 
 
 def verify(plan: RunPlan, *, where: str = "plan") -> None:
-    """Raise if a plan has faults, before anything runs.
+    """Raise if a plan has faults.
 
     Args:
         plan: the plan to verify.
         where: file of the plan, for the error.
 
     Raises:
-        LayoutError: the first fault with its parameter, axis, rule and fix, and the number of further faults.
+        LayoutError: the plan has faults. The message gives the first fault's parameter, axis, rule and fix, and the
+            number of other faults.
         ScheduleError: the first fault is in the schedule.
     """
     found = faults(plan)

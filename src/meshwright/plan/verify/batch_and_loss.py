@@ -9,7 +9,7 @@ from meshwright.plan.verify.error import Fault, join_names
 
 
 def step_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults of the batch and the loss."""
+    """Yield faults in the batch and the loss."""
     yield from _batch(plan)
     yield from _loss(plan)
 

@@ -1,4 +1,4 @@
-"""Faults of a plan: parameter and axis, what is wrong, the rule, and a fix."""
+"""Faults of a plan, each with parameter, axis, problem, rule and fix."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from meshwright.plan.serialize import REGENERATE_FIX
 
 @dataclass(frozen=True)
 class Fault:
-    """A part of a plan that would train incorrectly or fail."""
+    """An error in a plan that would make training incorrect or fail."""
 
     what: str
     rule: str
     field: str
-    """Path of the field, with names in brackets: `kinds[block].units[block].sharded`."""
+    """Path of the field, with names in brackets, such as `kinds[block].units[block].sharded`."""
     fix: str = REGENERATE_FIX
     parameter: str | None = None
-    """The parameter concerned, as kind/name."""
+    """Affected parameter, as kind/name."""
     axis: str | None = None
-    """The atom concerned."""
+    """Affected atom."""
     stages: tuple[int, ...] = ()
-    """The stages concerned, if not all."""
+    """Affected stages; empty if all are."""
     error: type[MeshwrightError] = LayoutError
 
     def where(self) -> str:
-        """Return the field and the stages."""
+        """Format the field and the stages."""
         return f"{self.field}, {format_stages(self.stages)}" if self.stages else self.field
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Fault:
 
 
 def merge_faults(faults: Iterable[Fault]) -> list[Fault]:
-    """Merge equal faults, combining their stages."""
+    """Merge faults that differ only in their stages."""
     stages: dict[Fault, list[int]] = {}
     for fault in faults:
         stages.setdefault(replace(fault, stages=()), []).extend(fault.stages)
@@ -44,22 +44,22 @@ def merge_faults(faults: Iterable[Fault]) -> list[Fault]:
 
 
 def qualified_name(kind: Kind, parameter: Parameter) -> str:
-    """Return a parameter's name as used in sums and root units."""
+    """Return a parameter's name in the form used by sums and root units."""
     return f"{kind.name}/{parameter.name}"
 
 
 def join_names(names: Iterable[object]) -> str:
-    """Join names with commas; `nothing` if there are none."""
+    """Join names with commas, or return `nothing` if there are none."""
     return ", ".join(map(str, names)) or "nothing"
 
 
 def format_count(number: int) -> str:
-    """Return a count as an adverb."""
+    """Format a count as an adverb."""
     return ("0 times", "once", "twice")[number] if number < 3 else f"{number} times"
 
 
 def format_stages(stages: tuple[int, ...]) -> str:
-    """Format stages: `stages 0, 2–5`."""
+    """Format stage numbers: `stages 0, 2–5`."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and runs[-1][-1] == stage - 1:

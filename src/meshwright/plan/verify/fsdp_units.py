@@ -1,5 +1,5 @@
-"""Verify FSDP units: each parameter is in exactly one, the unit that wraps its module, and each unit gathers and
-reduces over the axes that its parameters are sharded and replicated over."""
+"""Verify FSDP units: each parameter is in exactly one unit, which wraps its module, and each unit gathers and reduces
+over the axes along which its parameters are sharded and replicated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE_UNIT = "each parameter is in exactly one unit: the innermost one that wraps 
 
 
 def unit_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults of units."""
+    """Yield faults in FSDP units."""
     for kind in plan.kinds:
         by_name = {parameter.name: parameter for parameter in kind.parameters}
         for unit in kind.units:
@@ -34,7 +34,7 @@ def unit_faults(plan: RunPlan) -> Iterator[Fault]:
 
 
 def units_of(stage: Stage, kind: Kind, parameter: Parameter) -> list[Unit]:
-    """Return the units that list a parameter, exactly one in a correct plan."""
+    """Return the units that list a parameter; exactly one in a correct plan."""
     found = [unit for unit in kind.units for name in unit.parameters if name == parameter.name]
     return found + [stage.root] * stage.root.parameters.count(qualified_name(kind, parameter))
 
@@ -67,8 +67,7 @@ def _modules(kind: Kind, unit: Unit, field: str) -> Iterator[Fault]:
 
 
 def _order(unit: Unit, field: str, order: list[str], *stages: int) -> Iterator[Fault]:
-    """Yield a fault if parameters are not in module order, which FSDP2 uses, and which determines the codec's
-    groups."""
+    """Yield a fault if parameters are not in module order, which FSDP2 uses and on which the codec's groups depend."""
     places = [order.index(name) for name in unit.parameters]
     if places != sorted(places):
         first = next(name for name, a, b in zip(unit.parameters[1:], places, places[1:], strict=False) if b < a)
@@ -84,7 +83,7 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: list[Parameter], *stag
         (unit.replicas, mesh.view("replicas"), "replicates"),
     ):
         for axis in mesh.in_stage():
-            # An axis that shards parameters in use (experts) can't shard their storage; it applies to all of a unit's.
+            # An axis that shards parameters in use (experts) can't also shard their storage.
             due = axis in view and not all(axis in axes for axes in in_use)
             if (axis in has) is not due:
                 what = f"unit {unit.name} {does if axis in has else f'{does} nothing'} over {axis}"

@@ -1,5 +1,5 @@
-"""Verify sums of gradients per axis, by the rule of [Note: partial gradients] in `verify`, and means, which
-resynchronize replicas that a lossy codec lets diverge."""
+"""Verify gradient sums per axis by the rule in [Note: partial gradients] in `verify`, and means, which resynchronize
+replicas that diverge under a lossy codec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRIFT = "replicas that diverge through a lossy codec are averaged once over each
 
 
 def sum_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield sums and means that are missing, or not allowed."""
+    """Yield faults for sums and means that are missing or not allowed."""
     sums: dict[str, list[StepSum]] = defaultdict(list)
     for number, one in enumerate(plan.sums):
         yield from _performer_and_dtype(plan, one, f"sums[{number}]")
@@ -27,7 +27,7 @@ def sum_faults(plan: RunPlan) -> Iterator[Fault]:
         for kind in dict.fromkeys(kind for kind, _ in plan.held(stage)):
             for parameter in kind.parameters:
                 units = units_of(stage, kind, parameter)
-                if len(units) == 1:  # otherwise unit_faults reports it
+                if len(units) == 1:  # other cases are reported by unit_faults
                     yield from _parameter(
                         plan, kind, parameter, units[0], sums[qualified_name(kind, parameter)], number
                     )
@@ -73,8 +73,8 @@ def _parameter(
 
 
 def _performer_and_dtype(plan: RunPlan, one: StepSum, field: str) -> Iterator[Fault]:
-    """Yield faults of who performs a sum, and in which dtype. FSDP2 or DTensor sums what DTensor leaves partial;
-    neither averages."""
+    """Check which component performs a reduction, and in which dtype. FSDP2 or DTensor performs sums of gradients that
+    DTensor leaves partial; neither performs means."""
     by_torch = ReducedBy.FSDP if plan.has_units else ReducedBy.DTENSOR
     allowed = (ReducedBy.OURS,) if one.op == "mean" else (ReducedBy.OURS, by_torch)
     if one.by not in allowed:

@@ -1,5 +1,5 @@
-"""Verify kinds: sharding and `work` of parameters against their styles, buffers, auxiliary losses, collectives of
-operators, and optimizer state."""
+"""Verify kinds: sharding and `work` of parameters against their styles, buffers, auxiliary losses, operators'
+collectives, and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPla
 from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
-"""The dim of a weight that tensor parallelism shards (Shoeybi et al. 2019)."""
+"""Weight dim sharded by tensor parallelism (Shoeybi et al. 2019)."""
 GATHERED = {
     True: (("all_gather", "forward"), ("reduce_scatter", "backward")),
     False: (("all_reduce", "backward"),),
 }
-"""Collectives of a gathered input, with and without sequence parallelism."""
+"""Collectives for a gathered input, with (True) and without sequence parallelism."""
 SUMMED = {
     True: (("reduce_scatter", "forward"), ("all_gather", "backward")),
     False: (("all_reduce", "forward"),),
 }
 OPERATORS: dict[str, str] = {Purpose.TENSOR: "tp"}
-"""The mesh view of operators' collectives, by purpose."""
+"""Mesh view of operators' collectives, by purpose."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 ONE_STATE = "a trained parameter has exactly one set of optimizer states"
 
 
 def kind_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults inside kinds, independent of the stages."""
+    """Yield faults in kinds, independent of stages."""
     for kind in plan.kinds:
         for parameter in kind.parameters:
             yield from _axes(plan, kind, parameter)
@@ -61,7 +61,7 @@ def _data(plan: RunPlan) -> Atoms:
 
 
 def _axes(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    """Check that each data axis shards the input of the operator, or the parameter itself (experts)."""
+    """Check that each data axis shards either the operator's input or the parameter itself (experts)."""
     name, used = qualified_name(kind, parameter), Counter(axis for shard in parameter.used for axis in shard.axes)
     for axis in plan.mesh.in_stage():
         how_often = used[axis] + parameter.work.count(axis)
@@ -83,7 +83,7 @@ def _style_of(kind: Kind, name: str) -> Style | None:
 
 
 def _has_sharded_input(plan: RunPlan, style: Style | None) -> bool:
-    """Return whether tp shards the input of replicated parameters with a style."""
+    """Return whether tp shards the input of replicated parameters with this style."""
     kind = None if style is None else style.kind
     return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and plan.sequence_parallel)
 
@@ -113,7 +113,7 @@ def _dims(dims: list[int] | list[int | None]) -> str:
 
 
 def _even_shards(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
-    """Check that shards are even: DTensor's operators require it in use, and FSDP2 except along dim 0."""
+    """Check that shards are even: DTensor's operators require it in use, and FSDP2 for dims other than 0."""
     name, local = qualified_name(kind, parameter), list(parameter.shape)
     for shard in parameter.used:
         ranks = plan.mesh.size(*shard.axes)
@@ -151,7 +151,7 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
 
 
 def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
-    """Check that a kind's collectives are those implied by its styles (Korthikanti et al. 2022, figures 4 and 5)."""
+    """Check that a kind's collectives match its styles (Korthikanti et al. 2022, figures 4 and 5)."""
     due: Counter[tuple[str, str]] = Counter()
     matrices = [p.name for p in kind.parameters if len(p.shape) == 2]
     matrices += [name for name in kind.tied if name.endswith(".weight")]

@@ -12,7 +12,7 @@ VIEWS = ("batch", "replicas", "fsdp", "cp", "tp")
 
 
 def mesh_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults of the format version and the mesh."""
+    """Yield faults in the format version and the mesh."""
     if plan.format != FORMAT:
         yield Fault(f"the plan has format {plan.format}", f"this version supports format {FORMAT}", "format")
     names = [name for name, _ in plan.mesh.atoms]

@@ -1,4 +1,4 @@
-"""Verify names in a plan: they are unique, and refer to existing kinds, parameters, axes, dtypes, codecs and dims."""
+"""Verify that names in a plan are unique and refer to existing kinds, parameters, axes, dtypes, codecs and dims."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright.plan.verify.error import Fault, join_names, qualified_name
 
 FLOATS = ("float32", "bfloat16", "float64", "float16")
 WIDE = ("float32", "float64")
-"""Dtypes of master weights and gradient reductions."""
+"""Dtypes allowed for master weights and gradient reductions."""
 KNOWN = "names must refer to existing values"
 
 
 def name_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield unknown and duplicate names."""
+    """Yield faults for unknown and duplicate names."""
     if not plan.stages:
         yield Fault("the plan has no stages", "a plan has the stages of its schedule", "stages")
         return
@@ -136,7 +136,7 @@ def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[Fault]:
 
 
 def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) -> Iterator[Fault]:
-    """Check that axes are inside a stage, have more than one rank, and are listed once and in mesh order."""
+    """Check that axes are inside a stage, have more than one rank, and are listed once, in mesh order."""
     about = f" of {of}" if of else ""
     for atom, count in Counter(atoms).items():
         if atom not in plan.mesh.in_stage():

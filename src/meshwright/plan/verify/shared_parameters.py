@@ -1,4 +1,4 @@
-"""Verify parameters with copies on several stages: their gradients, partial over pp, are summed once over all sites,
+"""Verify parameters with copies on several stages: their gradients are partial over pp and summed once over all sites,
 and the gradient norm counts one copy."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _ParameterCopy(NamedTuple):
 
 
 def shared_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield copies that are missing, inconsistent, or counted twice."""
+    """Yield faults for copies that are missing, inconsistent or counted twice."""
     copies: dict[str, list[_ParameterCopy]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
         names: set[str] = set()
@@ -93,7 +93,7 @@ def _norm(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fa
 
 
 def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Iterator[Fault]:
-    """Check that copies stay equal: they must be stored, trained and updated alike."""
+    """Check that copies stay equal: all must be stored, trained and updated alike."""
     first, states = found[0], plan.optimizer.states
     for other in found[1:]:
         for what, one, two in (
@@ -116,6 +116,6 @@ _COMPARED_FIELDS = ("shape", "used", "work", "stored_dim", "trained")
 
 
 def _reductions(plan: RunPlan, copy: _ParameterCopy) -> tuple[str, ...]:
-    """Return how a copy's gradient is reduced within its stage, which must match across stages; the codec need not."""
+    """Return how a copy's gradient is reduced within its stage. It must match across stages; the codec may differ."""
     units = units_of(plan.stages[copy.stage], copy.kind, copy.parameter)
     return tuple(f"{unit.sharded}, {unit.replicas}, {unit.reduce}" for unit in units[:1])

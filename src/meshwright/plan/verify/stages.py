@@ -1,5 +1,5 @@
-"""Verify stages: they cover all layers and ends once, edges match between neighbors, and they match the schedule, which
-is itself valid."""
+"""Verify that stages cover all layers and ends once, edges match between neighbors, and the schedule is valid and
+matches the stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONCE = "each block and each end is on one stage, except for ends that are on all
 
 
 def stage_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults of stages and their schedule."""
+    """Yield faults in stages and their schedule."""
     yield from _layers(plan)
     yield from _kinds(plan)
     yield from _edges(plan)
@@ -115,7 +115,7 @@ def _edge(edge: Edge | None) -> str:
 
 
 def _axis(one: Edge | None, two: Edge | None) -> str | None:
-    """Return an axis that shards only one of two edges."""
+    """Return an axis that shards only one of the two edges, if any."""
     sets = [{axis for shard in edge.shards for axis in shard.axes} if edge else set() for edge in (one, two)]
     return min(sets[0] ^ sets[1], default=None) if one and two else None
 
