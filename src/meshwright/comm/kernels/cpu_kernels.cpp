@@ -1,8 +1,8 @@
 // Codecs and LoCo error feedback on a CPU, bitwise equal to codecs.py and error_feedback.py, 128 elements at a time.
 //
-// No intrinsics and no headers of torch: the loops below are plain C++ over the 128 elements of a group, of which a
-// compiler makes vectors, and each entry point is compiled three times from the same source, for AVX-512, for
-// AVX2 and for whatever the compiler's default is (the only one off x86). The caller chooses by what the processor has.
+// Uses no intrinsics and no torch headers: compilers vectorise the plain C++ loops over the 128 elements of a group.
+// Each entry point is compiled three times from the same source: for AVX-512, for AVX2 and for the compiler's default
+// target (the only version outside x86). The caller chooses the fastest version that the processor supports.
 // Must be compiled with -ffp-contract=off: a fused multiply-add rounds once where the reference rounds twice.
 //
 // The layout of a block and every rounding are described at the top of codecs.py.
@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Inlined into each of the three versions, and so compiled for its instructions.
+// Inlined into each of the three versions, and thus compiled for its instruction set.
 #define INLINE static inline __attribute__((always_inline))
 
 namespace {
@@ -21,8 +21,8 @@ constexpr int kAlignment = 16;
 constexpr uint32_t kInfinity = 0x7F800000u;
 constexpr uint32_t kSmallestNormal = 0x00800000u;
 constexpr uint16_t kNan = 0x7FC0u;
-// Added to a number below 2^22, it leaves no bits for a fraction: the sum is rounded half to even, and its lowest bits
-// are those of the integer.
+// Rounds a number below 2^22 half to even when added to it: the sum has no fraction bits, and its lowest bits are the
+// integer.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 
 struct BFloat16 { uint16_t bits; };
@@ -55,7 +55,7 @@ INLINE void from_float(float x, Float16* out) {
     const uint32_t bits = bits_of(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7FFFFFFFu;
-    // Subnormal halves: adding 0.5 leaves their last place where the fraction of the sum ends, rounded half to even.
+    // Subnormal halves: adding 0.5 aligns their last place with the end of the sum's fraction, rounded half to even.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
     const uint32_t normal = (magnitude - 0x38000000u + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
     uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
@@ -84,8 +84,8 @@ INLINE float read_scale(const uint8_t* scales, int64_t group) {
 }
 INLINE void write_scale(uint8_t* scales, int64_t group, uint16_t scale) { std::memcpy(scales + 2 * group, &scale, 2); }
 
-// Groups that take each step together. One group alone would wait for its largest element, the division by it and the
-// codes in turn; of several, one is worked on while another waits.
+// Number of groups processed together. With a single group, the maximum, the division and the codes would wait for each
+// other; with several groups, their latencies overlap.
 constexpr int kTile = 8;
 
 // The scales of a tile's groups.
@@ -94,7 +94,7 @@ struct Scales {
     alignas(64) uint32_t bits[kTile], finite[kTile];
 };
 
-// Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
+// Keys have the magnitude above the sign, so their maximum is non-finite or the largest magnitude, negative on ties.
 INLINE uint32_t largest_key(const float* h) {
     uint32_t key = 0;
     for (int i = 0; i < kGroup; ++i) {
@@ -120,8 +120,8 @@ template <int kBits> INLINE void scales_of(const uint32_t* keys, Scales* scales)
     }
 }
 
-// All 0 in a group that is not finite. Codes need no lower bound: a scale is off by 2^-9 of itself at most, and less
-// than half a code below the lowest one is rounded to it.
+// All codes of a non-finite group are 0. Codes need no lower bound: a scale's relative error is at most 2^-9, so values
+// are less than half a code below the lowest code, and round to it.
 template <int kBits> INLINE void codes_of(const float* h, float inverse, bool finite, int32_t* codes) {
     constexpr int32_t highest = (1 << (kBits - 1)) - 1;
     if (!finite) {
@@ -143,22 +143,22 @@ template <int kBits> INLINE void pack(const int32_t* codes, uint8_t* out) {
     }
 }
 
-// What codes and a scale stand for, added to `sum`, or to zero if they are the first.
+// Dequantises a group and adds it to `sum`, or to zero for the first payload.
 template <int kBits, bool kFirst> INLINE void unpack(const uint8_t* packed, float scale, float* sum) {
     constexpr int kFields = 8 / kBits, kWidth = kGroup / kFields;
     for (int k = 0; k < kFields; ++k) {
         float* field = sum + k * kWidth;
         for (int j = 0; j < kWidth; ++j) {
-            // To the top of the byte and back, which brings the sign along.
+            // Shift to the top of the byte and back to sign-extend the code.
             const int8_t code = int8_t(int8_t(packed[j] << (8 - kBits - k * kBits)) >> (8 - kBits));
             field[j] = (kFirst ? 0.0f : field[j]) + float(code) * scale;
         }
     }
 }
 
-// Five stages that each take neighbours and put sums before differences: the next stage's neighbours are then those
-// that an ordinary butterfly finds at twice the distance, and after the fifth all are where they were. All shards of a
-// group take a stage together, as each stage has to wait for the one before.
+// Each of the five stages combines neighbours and stores all sums before the differences. The next stage's neighbours
+// are then those that an ordinary butterfly finds at twice the distance, and after five stages the order is the
+// original one. Each stage handles the entire group at once, because it depends on the stage before.
 INLINE void hadamard(float* x) {
     constexpr int kHalf = kRotated / 2;
     alignas(64) float other[kGroup];
@@ -194,7 +194,7 @@ template <class T> INLINE void store_as(const float* h, int64_t group, int64_t n
     for (int i = 0; i < left; ++i) from_float(h[i], to + i);
 }
 
-// The type of elements is asked for in each group: a guessed branch, for a third of the code to compile.
+// Branches on the element type in each group: the branch is predicted, and there is a third of the code to compile.
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 INLINE int64_t size_of(int dtype) { return dtype == kFloat32 ? 4 : 2; }
@@ -312,7 +312,7 @@ INLINE void decode_sum(uint8_t* payloads, int dtype, int64_t num_ranks, int64_t 
 
 }  // namespace
 
-// Calls `function<bits>` with the rest; kernels_cpu.py has checked the numbers that it passes.
+// Calls `function<bits>` with the remaining arguments, which cpu_kernels.py has validated.
 #define WITH_BITS(function, bits, ...)                      \
     do {                                                    \
         if (bits == 8) function<8>(__VA_ARGS__);            \
@@ -340,7 +340,7 @@ ENTRY_POINTS(baseline, )
 int has_baseline() { return 1; }
 
 #if defined(__x86_64__)
-// Both compilers prefer half of AVX-512's width unless told, each in its own words.
+// GCC and Clang both default to 256-bit vectors for AVX-512, and need different attributes for 512 bits.
 #if defined(__clang__)
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512)))
 #else

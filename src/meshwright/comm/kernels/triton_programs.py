@@ -1,17 +1,16 @@
-"""Triton programs of the codecs and LoCo error feedback, which read and write each byte once.
+"""Triton programs for the codecs and LoCo error feedback, which read and write each byte only once.
 
 `triton_launch` launches them on tensors, without fused multiply-adds, which round once where the reference rounds
 twice. The format of a block and every rounding are described at the top of `codecs`.
 
-[Note: planes] A program works on a tile of some groups of one block. It holds the tile as 128 / WIDTH *planes*, tensors
-[GROUPS, WIDTH] of which plane p has the elements p·WIDTH … of every group. WIDTH is that of a field of the codec with
-the most fields in a byte, so that each field is one plane, or several whole ones: packing is shifts and ors of planes
-that lie in the same registers of the same threads, and nothing is shuffled. GROUPS is chosen such that a thread has 16
-bytes of elements of each plane; then loads of elements, error and codes all agree on which thread has what, and no
-plane passes through shared memory. Groups that a tile has and a block has not are read as zeros; their scales are the
-zeros that end the block.
+[Note: planes] A program works on a tile: several consecutive groups of one block. It holds the tile as 128 / WIDTH
+*planes*, tensors [GROUPS, WIDTH]; plane p starts at element p·WIDTH of every group. WIDTH is the field width of the
+codec with the most fields per byte, so every field consists of full planes. Packing then only shifts and ORs planes
+held in the same registers of the same threads, without shuffles. GROUPS is chosen such that each thread has 16 bytes of
+elements of each plane. Loads of elements, errors and codes then use the same thread layout, and no plane passes through
+shared memory. Groups beyond the end of the block are read as zeros; their scales are the block's zero padding.
 
-Rows that begin at multiples of 16 elements are read and written 16 bytes at a time; others work, more slowly.
+Rows that start at multiples of 16 elements are read and written 16 bytes at a time; other rows are slower.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from meshwright.comm.compression.catalogue import GROUP
 
 _GROUP = tl.constexpr(GROUP)
 _BYTES_A_BIT = tl.constexpr(GROUP // 8)
-"""Bytes of a group's codes per bit of a code."""
+"""Bytes of a group's codes per bit of code width."""
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC0)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _ROUNDER = tl.constexpr(1.5 * 2**23)
-"""Added to a number below 2^22, it leaves no bits for a fraction: the sum is rounded half to even, and its lowest bits
-are those of the integer, in two's complement."""
+"""Constant that rounds a number below 2^22 half to even when added to it: the sum has no fraction bits, and its lowest
+bits are the integer in two's complement."""
 
 
 @triton.jit
 def _block_and_group(GROUPS: tl.constexpr) -> tl.tuple:
-    """Return this program's block and the first group of its tile, in 64 bits, as blocks can be large."""
+    """Return this program's block and its tile's first group, as 64-bit integers because blocks can be large."""
     return tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * GROUPS
 
 
 @triton.jit
 def _load_elements(x: tl.tensor, first: tl.tensor, num_elements: tl.tensor, GROUPS: tl.constexpr,
                    WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """Load the planes of a tile of the block's elements at `x`, as float32."""
+    """Load a tile of the block whose elements start at `x`, as float32 planes."""
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     planes = ()
     for p in tl.static_range(_GROUP // WIDTH):
@@ -55,7 +54,7 @@ def _load_elements(x: tl.tensor, first: tl.tensor, num_elements: tl.tensor, GROU
 @triton.jit
 def _load_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, BITS: tl.constexpr, GROUPS: tl.constexpr,
                 WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """Load the planes of a tile of the encoded block at `block`, dequantised."""
+    """Load a tile of the encoded block at `block`, dequantised to planes."""
     STRIDE: tl.constexpr = _BYTES_A_BIT * BITS
     PARTS: tl.constexpr = STRIDE // WIDTH
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -79,9 +78,9 @@ def _load_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, BITS:
 def _unpacked(packed_gj: tl.tensor, scale_g: tl.tensor, SHIFT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
     """Dequantise the codes in one field of the packed bytes.
 
-    A code times UNIT, in its place in the byte, and with OFFSET added, which leaves no sign, is the lowest bits of a
-    number of 2^23 and more: it takes a bitwise operation and a subtraction, and a scale divided by UNIT. All of this is
-    exact, that scale as well, which has 8 bits where the smallest numbers have 16 more.
+    The code stays in its position in the byte, which multiplies it by UNIT; OFFSET makes it non-negative. Inserted as
+    the lowest bits of 2^23, it converts to float32 by a subtraction, and the scale is divided by UNIT to compensate.
+    All steps are exact, including the division: the scale has 8 significant bits, which fit even in a subnormal.
     """
     UNIT: tl.constexpr = 2**SHIFT
     OFFSET: tl.constexpr = 2 ** (SHIFT + BITS - 1)
@@ -93,7 +92,7 @@ def _unpacked(packed_gj: tl.tensor, scale_g: tl.tensor, SHIFT: tl.constexpr, BIT
 def _sum_blocks(payloads: tl.tensor, rank_stride: tl.tensor, NUM_RANKS: tl.constexpr, first: tl.tensor,
                 num_groups: tl.tensor, BITS: tl.constexpr, ROTATE: tl.constexpr, GROUPS: tl.constexpr,
                 WIDTH: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """Sum a tile of one block over ranks, and invert the rotation; returns planes."""
+    """Sum a tile of one block over ranks, invert the rotation, and return the planes."""
     total = ()
     for _ in tl.static_range(_GROUP // WIDTH):
         total += (tl.zeros((GROUPS, WIDTH), tl.float32),)
@@ -123,14 +122,14 @@ def _scaled(a: tl.tuple, factor: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _rotated(x: tl.tuple, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tuple:
-    """Apply the Hadamard transform to each 32 elements, which share a plane, butterflies of neighbours first."""
+    """Apply the Hadamard transform to every 32 elements (all in one plane), nearest-neighbour butterflies first."""
     planes = ()
     for p in tl.static_range(len(x)):
         plane = x[p]
         for stage in tl.static_range(5):
             pairs = tl.reshape(plane, (GROUPS * WIDTH >> (stage + 1), 2, 1 << stage))
             bits = pairs.to(tl.int32, bitcast=True)
-            # Where the layout puts both of a pair is the compiler's matter; the sum of two less one is the other.
+            # The compiler chooses the register layout, so get each element's partner as the pair's sum minus itself.
             other = (tl.sum(bits, axis=1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
             is_second = tl.arange(0, 2)[None, :, None] == 1
             plane = tl.reshape(other + tl.where(is_second, -pairs, pairs), (GROUPS, WIDTH))
@@ -140,9 +139,9 @@ def _rotated(x: tl.tuple, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tuple
 
 @triton.jit
 def _quantised(h: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
-    """Return codes as planes with _ROUNDER added, the bits of scales, and a mask of finite groups, both [GROUPS]."""
+    """Return codes as planes with _ROUNDER added, and two [GROUPS] tensors: scale bits and a mask of finite groups."""
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
-    # Magnitude above sign: the largest key is the largest magnitude, the negative one of two, or what is not finite.
+    # Keys have the magnitude above the sign, so their maximum is non-finite or the largest magnitude, negative on ties.
     bits = h[0].to(tl.uint32, bitcast=True)
     key_gj = (bits << 1) | (bits >> 31)
     for p in tl.static_range(1, len(h)):
@@ -156,12 +155,12 @@ def _quantised(h: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
     scale_bits_g = (exact_bits_g + 0x7FFF + ((exact_bits_g >> 16) & 1)) >> 16
     divisor_g = tl.where(used_g, (scale_bits_g << 16).to(tl.float32, bitcast=True), 1.0)
     inverse_g = tl.where(used_g, tl.div_rn(1.0, divisor_g), 0.0)[:, None]
-    # Also of what is not finite: the smaller of a NaN and a number is the number.
+    # This also limits non-finite groups: the minimum of NaN and a number is the number.
     limit_g = tl.where(finite_g, _ROUNDER + HIGHEST, _ROUNDER)[:, None]
     rounded = ()
     for p in tl.static_range(len(h)):
-        # Codes need no lower bound: a scale is off by 2^-9 of itself at most, and less than half a code below the
-        # lowest one is rounded to it.
+        # Codes need no lower bound: a scale's relative error is at most 2^-9, so values are less than half a code below
+        # the lowest code, and round to it.
         rounded += (tl.minimum(h[p] * inverse_g + _ROUNDER, limit_g),)
     return rounded, tl.where(finite_g, tl.where(used_g, scale_bits_g, 0), _NAN), finite_g
 
@@ -169,7 +168,7 @@ def _quantised(h: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
 @triton.jit
 def _store_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, rounded: tl.tuple, scale_bits_g: tl.tensor,
                  BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
-    """Write a tile of codes and scales, and the zeros that end the block if the tile is the last."""
+    """Write a tile's codes and scales and, if the tile is the last, the block's zero padding."""
     STRIDE: tl.constexpr = _BYTES_A_BIT * BITS
     PARTS: tl.constexpr = STRIDE // WIDTH
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -182,7 +181,7 @@ def _store_block(block: tl.tensor, first: tl.tensor, num_groups: tl.tensor, roun
         tl.store(block + first * STRIDE + place_gj, byte_gj.to(tl.uint8), mask=group_gj < num_groups - first)
     group_g = tl.arange(0, GROUPS)
     scales = (block + num_groups * STRIDE).to(tl.pointer_type(tl.uint16), bitcast=True) + first
-    # Blocks are of whole 16 bytes, as codes of a group are: 8 scales. A tile has a multiple of 8 groups.
+    # Pad the scales to 16 bytes (8 scales), because block sizes are multiples of 16. A tile has a multiple of 8 groups.
     slots = (num_groups + 7) // 8 * 8
     tl.store(scales + group_g, scale_bits_g.to(tl.uint16), mask=group_g < slots - first)
 
@@ -197,7 +196,7 @@ def _feed_back(g: tl.tuple, error: tl.tensor, payload: tl.tensor, new_error: tl.
                first: tl.tensor, num_groups: tl.tensor, beta: tl.tensor, rest: tl.tensor, BITS: tl.constexpr,
                GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> None:  # fmt: skip
     """Quantise the planes `g` plus the error, and store the payload and the new error."""
-    ERROR_BITS: tl.constexpr = 8  # of feedback.ERROR_CODEC
+    ERROR_BITS: tl.constexpr = 8  # of catalogue.ERROR_CODEC
     HALF: tl.constexpr = 1 << (BITS - 1)
     error_bytes = _block_bytes(num_groups, ERROR_BITS)
     e = _load_block(error + block * error_bytes, first, num_groups, ERROR_BITS, GROUPS, WIDTH)
@@ -205,14 +204,14 @@ def _feed_back(g: tl.tuple, error: tl.tensor, payload: tl.tensor, new_error: tl.
     rounded, scale_bits_g, _ = _quantised(h, BITS)
     sent = payload + block * _block_bytes(num_groups, BITS)
     _store_block(sent, first, num_groups, rounded, scale_bits_g, BITS, GROUPS, WIDTH)
-    # A code times its scale is exact, so one rounding in place of two is the same one; but for a product that is more
-    # than the largest float32. Its group must lose all of its error, as the reference's infinity does.
+    # A code times its scale is exact, so the fma's single rounding equals the reference's, unless the product overflows
+    # float32. Then the scale overflows here too, and the group loses its entire error, as in the reference.
     scale_g = ((scale_bits_g << 16).to(tl.float32, bitcast=True) * HALF * (1.0 / HALF))[:, None]
     kept = ()
     for p in tl.static_range(len(h)):
         kept += (e[p] * beta + tl.fma(rounded[p] - _ROUNDER, -scale_g, h[p]) * rest,)
     rounded, scale_bits_g, finite_g = _quantised(kept, ERROR_BITS)
-    # The new error may lie where the old one is: no thread writes before all have read.
+    # The new error may alias the old one, so all threads must have read before any writes.
     tl.debug_barrier()
     kept_block = new_error + block * error_bytes
     scale_bits_g = tl.where(finite_g, scale_bits_g, 0)
@@ -269,7 +268,7 @@ def requantise(payloads: tl.tensor, rank_stride: tl.tensor, block_stride: tl.ten
     num_groups = tl.cast(num_groups, tl.int64)
     total = _sum_blocks(payloads + block * block_stride, rank_stride, NUM_RANKS, first, num_groups, INNER_BITS, ROTATE,
                         GROUPS, WIDTH)  # fmt: skip
-    # Rotated back, the zeros behind the last element are what their codes lost.
+    # After the inverse rotation, the padding holds quantisation errors instead of zeros.
     group_gj, column_gj = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     g = ()
     for p in tl.static_range(len(total)):
