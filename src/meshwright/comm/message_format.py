@@ -1,4 +1,4 @@
-"""Formatting of dtypes, tensors and ranks in messages."""
+"""Format dtypes, tensors and ranks for messages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """Format a dtype: `float32`."""
+    """Format a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def format_tensor(x: Tensor) -> str:
-    """Format a tensor's dtype and shape: `float32 [2, 3]`."""
+    """Format a tensor's dtype and shape, such as `float32 [2, 3]`."""
     return f"{format_dtype(x.dtype)} {list(x.shape)}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format a list of ranks: `rank 3`, `ranks 0, 2`, `ranks 0 … 7`."""
+    """Format ranks, such as `rank 3`, `ranks 0, 2` or `ranks 0 … 7`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -1,8 +1,8 @@
-"""Node detection, and the process groups of two-stage reductions, created collectively at startup.
+"""Node detection and process groups for two-stage reductions, created collectively at startup.
 
-All ranks of the world must create process groups in the same order, including ranks that belong to none of them or hold
-more model parts than others. So the ranks first exchange which groups their parts are sharded over, and then all create
-the same groups, each once, however many modules use it. Later calls need no other rank.
+All ranks must create process groups in the same order, including ranks that belong to none of them or hold more model
+parts than others. So the ranks first exchange the groups that their parts are sharded over, and then all create the
+same groups, each only once. Later calls involve no other rank.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class TwoStageGroups:
 
 @dataclass(frozen=True)
 class Placement:
-    """Node of each rank of the world, and the reduction of each group that a model part is sharded over."""
+    """Node of each global rank, and the two-stage groups of each shard group."""
 
     nodes: tuple[int, ...]
     by_ranks: Mapping[Ranks, TwoStageGroups | None]
-    """Two-stage groups by the ranks of a shard group; None for one stage."""
+    """Two-stage groups by the ranks of the shard group; None if it reduces in one stage."""
 
     def two_stage_groups(self, group: ProcessGroup) -> TwoStageGroups | None:
         """Return the two-stage groups of the shard group `group`; None if it reduces in one stage.
@@ -69,11 +69,11 @@ def place(
 ) -> Placement:
     """Detect the node of each rank, and create the process groups that two-stage reductions need.
 
-    All ranks of the world must call it once; pass the result to `compress` for each part.
+    All ranks must call this once; pass the result to `compress` for each part.
 
     Args:
-        parts: the models, or model parts, that this rank holds, with `fully_shard` applied. A rank may have none.
-        nodes: the node of each rank of the world, instead of the detected hosts; the same on all ranks.
+        parts: this rank's models or model parts, with `fully_shard` applied; may be empty.
+        nodes: node of each global rank, the same on all ranks; detected from the hosts if None.
         timeout_s: timeout of the groups' collectives in seconds; PyTorch's default if None.
 
     Raises:
@@ -112,7 +112,7 @@ def _open_groups(plan: TwoStagePlan | None, groups: Mapping[Ranks, ProcessGroup 
 
 
 def _nodes(hosts: Sequence[str], configured: Sequence[list[int] | None]) -> Ranks:
-    """Return the node of each rank: the configured one, or its host. Every rank raises the same error."""
+    """Return the configured node of each rank, or number the hosts. All ranks raise the same error."""
     nodes = configured[0]
     if any(rank_nodes != nodes for rank_nodes in configured):
         raise _error("ranks were given different nodes", "pass the same nodes on every rank")

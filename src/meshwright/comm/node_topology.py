@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""File that distinguishes hosts of the same name."""
+"""File with an id that distinguishes hosts with the same name."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Numbers of peers of one rank in a group, by the link to them."""
+    """Number of a rank's peers in a group, by type of link."""
 
     inside: int = 0
     """Peers on the same node."""
@@ -36,7 +36,7 @@ class Links:
         return 1 + self.inside + self.between
 
     def crossing(self, num_bytes: int) -> int:
-        """Return the inter-node share of `num_bytes` sent around a ring that leaves each node once, mean over ranks."""
+        """Return the mean inter-node bytes per rank, if each rank sends `num_bytes` on a ring leaving nodes once."""
         return num_bytes * self.num_nodes // self.num_ranks if self.num_nodes > 1 else 0
 
 
@@ -44,9 +44,9 @@ class Links:
 class TwoStagePlan:
     """Communication plan of a two-stage reduce-scatter over N · L ranks, L on each of N nodes.
 
-    First the ranks of each node exchange shards, and each rank sums the N shards it will forward; then ranks with the
-    same local index on their nodes exchange these sums. Groups list their ranks in ascending order, as process groups
-    do, and shards are in the order of the ranks that receive them.
+    First the ranks of each node exchange shards, and each rank sums the N shards it will forward. Then ranks with the
+    same local index on their nodes exchange these sums. Groups list their ranks in ascending order, like process
+    groups, and shards are in the order of the ranks that receive them.
     """
 
     ranks: tuple[int, ...]
@@ -75,11 +75,11 @@ class TwoStagePlan:
         return next(ranks for ranks in self.between if rank in ranks)
 
     def send_order(self) -> tuple[int, ...]:
-        """Return shard indices in the order of sending, N to each rank of the node."""
+        """Return shard indices in send order, N for each rank of the node."""
         return self._shards([rank for ranks in self.between for rank in ranks])
 
     def shards_of(self, rank: int) -> tuple[int, ...]:
-        """Return the indices of the N shards that `rank` sums in the first stage, in the order it sends them on."""
+        """Return the indices of the N shards that `rank` sums in the first stage, in forwarding order."""
         return self._shards(self.inter_node_ranks(rank))
 
     def _shards(self, owners: Sequence[int]) -> tuple[int, ...]:
@@ -88,9 +88,9 @@ class TwoStagePlan:
 
 
 def plan_two_stages(ranks: Sequence[int], nodes: Sequence[int]) -> TwoStagePlan | None:
-    """Plan a two-stage reduction over `ranks`, or return None where only one stage is possible or useful.
+    """Plan a two-stage reduction over `ranks`, or return None if only one stage is possible or useful.
 
-    One stage is used on a single node, with one rank per node, and if nodes have different numbers of ranks.
+    One stage is used for a single node, for one rank per node, and for nodes with different numbers of ranks.
 
     Args:
         ranks: global ranks, in group order.

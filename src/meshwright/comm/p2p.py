@@ -1,11 +1,11 @@
 """Point-to-point communication: channels between pipeline stages, and exchanges between any ranks of a group.
 
-A channel is one communicator per direction, pair of ranks and kind of traffic. All are created at startup in the same
-order. Traffic on a channel always follows the schedule table, so channels cannot block each other, and a send and a
-receive with the same peer need no batching. Both ends number their operations in `collective_log`.
+There is one channel, a communicator, per direction, pair of ranks and kind of traffic. All channels are created at
+startup in the same order. Traffic on a channel follows the schedule table, so channels cannot block each other, and a
+send and a receive with the same peer need no batching. Both ends number their operations in `collective_log`.
 
 An exchange is for occasional traffic between ranks that are not known at startup: all its messages are posted at once
-in an existing group. Some collectives on CPU tensors use the same approach where it is faster than gloo's own.
+in an existing group. Some CPU collectives work the same way where this is faster than gloo's own implementation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.comm.message_format import format_ranks
 from meshwright.mesh.process_groups import new_group
 
 COLLECTIVE_TAG = 0x6D65
-"""Tag of messages that belong to a collective, so that they match no other messages between the same ranks."""
+"""Tag of messages within a collective, which keeps them apart from other messages between the same ranks."""
 
 
 class Transfer:
@@ -66,9 +66,9 @@ class Channel:
 
 
 def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: float) -> list[Channel | None]:
-    """Create a channel for each (source, target) pair of global ranks; None where this rank is neither.
+    """Create a channel for each (source, target) pair of global ranks; None for pairs without this rank.
 
-    All ranks of the run must call it with the same pairs in the same order, including the pairs of other pipelines.
+    All ranks of the run must call this with the same pairs in the same order, including the pairs of other pipelines.
     """
     channels: list[Channel | None] = []
     for source, target in ends:
@@ -78,16 +78,16 @@ def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: floa
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, group: ProcessGroup | None = None) -> None:
-    """Send at most one message to and receive at most one from each peer; ranks without messages need not call it.
+    """Exchange at most one message per direction with each peer; ranks without messages need not call this.
 
     All messages are posted before any wait, so they cannot deadlock. Two ranks that exchange more than once must do so
-    in the same order. With NCCL all ranks of the group must have run a collective in it before, which creates its
+    in the same order. With NCCL, all ranks of the group must have run a collective in it before, to create its
     communicator.
 
     Args:
         sends: global rank → non-empty contiguous tensor of any dtype.
         receives: global rank → non-empty contiguous tensor to overwrite, with as many bytes as the message.
-        group: contains all these ranks; the default group if None.
+        group: group of all these ranks; the default group if None.
 
     Raises:
         CollectiveError: the exchange timed out or another rank was lost.

@@ -1,8 +1,8 @@
 """Adapter for private PyTorch APIs: the flight recorder's last collective, and the shard group of an FSDP2 module.
 
-Private PyTorch names are used only here in this package: `_dump_fr_trace_json` and `_resolve_process_group` of
-`torch._C._distributed_c10d`, and FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
-`_reduce_scatter_process_group`. Checked on 2.13 with gloo. `last_collective` returns None where a version records less.
+This is the only file of the package that uses private PyTorch names: `_dump_fr_trace_json` and `_resolve_process_group`
+of `torch._C._distributed_c10d`, and FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
+`_reduce_scatter_process_group`. Checked on 2.13 with gloo. `last_collective` returns None if a version records less.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernels of the codecs: C++ for CPUs, Triton for GPUs, and the choice between them and the reference."""
+"""C++ and Triton kernels of the codecs, and the dispatch between them and the PyTorch reference."""

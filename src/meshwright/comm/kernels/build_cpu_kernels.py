@@ -1,7 +1,7 @@
-"""Build of the C++ kernels on first use, with the system's compiler, into the user's cache.
+"""Build the C++ kernels on first use with the system compiler, and cache them per user.
 
 The build takes a few seconds on one core, once per machine and version: the file name contains a hash of the source and
-the command. One rank builds while the others wait, and renames the complete file into place. The last 32 bytes are a
+the command. One rank builds while the others wait, and renames the finished file into place. The last 32 bytes are a
 hash of the rest, because loading a library truncated by a full disk or a crash can kill the process (SIGBUS).
 """
 
@@ -35,7 +35,7 @@ def open_library() -> ctypes.CDLL:
     """Load the compiled kernels from the cache, building them if needed.
 
     Raises:
-        BuildError: no compiler was found, or the build or the load failed.
+        BuildError: no compiler was found, or the library could not be built or loaded.
     """
     command = [*_compiler(), *FLAGS]
     name = f"kernels_cpu-{_fingerprint(command)}.so"
@@ -47,7 +47,7 @@ def open_library() -> ctypes.CDLL:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_complete(path):
                 _build(command, path)
-    except OSError as error:  # A full or read-only home: build for this process only.
+    except OSError as error:  # The disk is full or the home directory read-only.
         _log.warning("building the C++ kernels for this process only, as %s cannot be written: %s", folder, error)
         with tempfile.TemporaryDirectory(prefix="meshwright-") as private:
             path = Path(private) / name

@@ -1,4 +1,4 @@
-"""C++ kernels for CPU tensors: `cpu_kernels.cpp` behind the signatures of `codecs` and `error_feedback`.
+"""Bindings of the C++ kernels for CPU tensors, with the signatures of `codecs` and `error_feedback`.
 
 They run on the calling thread, with the GIL released. If the source cannot be compiled, one warning is logged and
 `dispatch` uses the torch reference, which is slower but bitwise equal.
@@ -25,7 +25,7 @@ _log = get_logger(__name__)
 
 
 class Isa(Enum):
-    """Instruction set that the kernels are compiled for, fastest first."""
+    """Instruction sets that the kernels are compiled for, fastest first."""
 
     AVX512 = "avx512"
     AVX2 = "avx2"
@@ -70,7 +70,7 @@ class CpuKernels:
             function.restype = None
 
     def encode(self, x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """Encode as `codecs.encode` does; quantised codecs only."""
+        """Encode like `codecs.encode`; quantised codecs only."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
         blocks, elements = _rows(x).shape
@@ -81,7 +81,7 @@ class CpuKernels:
     def decode(
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode as `codecs.decode` does into `out` [elements] or [blocks, elements]; quantised codecs only."""
+        """Decode into `out` [elements] or [blocks, elements] like `codecs.decode`; quantised codecs only."""
         for block, elements in zip(_rows(payload), _rows(out), strict=True):
             self.decode_sum(block.unsqueeze(0), codec, out=elements, rotate=rotate, multiplier=multiplier)
         return out
@@ -89,7 +89,7 @@ class CpuKernels:
     def decode_sum(
         self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode and sum as `codecs.decode_sum` does into `out` [elements]; quantised codecs only."""
+        """Decode and sum into `out` [elements] like `codecs.decode_sum`; quantised codecs only."""
         check_payload(payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate)
         assert payloads.dim() == 2 and len(payloads) > 0, "one row per rank"
         assert out.is_contiguous(), "the result is written in place"
@@ -101,7 +101,7 @@ class CpuKernels:
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Quantise as `error_feedback.loco_quantise` does; `new_error` may be given as output, and alias `error`."""
+        """Quantise like `error_feedback.loco_quantise`; the output buffer `new_error` may alias `error`."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), error.contiguous()
         blocks, elements = _rows(g).shape

@@ -1,8 +1,8 @@
-"""Dispatch of codecs and error feedback to the fastest implementation for a tensor; all are bitwise equal.
+"""Dispatch codecs and error feedback to the fastest implementation for a tensor; all give bitwise equal results.
 
-CPU tensors use the C++ kernels, or the torch reference if they cannot be built; CUDA tensors use the Triton kernels, or
-the reference if Triton cannot be imported; others use the reference. Each fallback is logged once. Triton is imported
-for the first CUDA tensor.
+CPU tensors use the C++ kernels, or the PyTorch reference if the kernels cannot be built. CUDA tensors use the Triton
+kernels, or the reference if Triton cannot be imported. Other tensors use the reference. Each fallback is logged once.
+Triton is imported when the first CUDA tensor is dispatched.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _log = get_logger(__name__)
 
 
 def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-    """Encode as `codecs.encode` does."""
+    """Encode like `codecs.encode`."""
     kernels = _kernels(x, codec)
     return codecs.encode(x, codec, rotate=rotate) if kernels is None else kernels.encode(x, codec, rotate=rotate)
 
 
 def decode(payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
-    """Decode as `codecs.decode` does into the contiguous `out` [elements] or [blocks, elements], with its dtype.
+    """Decode into the contiguous `out` [elements] or [blocks, elements], in its dtype, like `codecs.decode`.
 
-    Reusing a collective's buffer is faster than new memory, which the system clears first.
+    Reusing a collective's buffer is faster than allocating memory, which the system zeroes first.
     """
     kernels = _kernels(payload, codec)
     if kernels is not None:
@@ -46,7 +46,7 @@ def decode(payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, 
 
 
 def decode_sum(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0) -> Tensor:
-    """Decode and sum as `codecs.decode_sum` does into the contiguous `out` [elements], with its dtype."""
+    """Decode and sum into the contiguous `out` [elements], in its dtype, like `codecs.decode_sum`."""
     kernels = _kernels(payloads, codec)
     if kernels is not None:
         return kernels.decode_sum(payloads, codec, out=out, rotate=rotate, multiplier=multiplier)
@@ -66,7 +66,7 @@ def decode_sums(payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = F
 def loco_quantise(
     g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise as `error_feedback.loco_quantise` does; `new_error` may be given as output, and alias `error`."""
+    """Quantise like `error_feedback.loco_quantise`; the output buffer `new_error` may alias `error`."""
     kernels = _kernels(g, codec)
     if kernels is not None:
         return kernels.loco_quantise(g, error, codec, beta=beta, new_error=new_error)
@@ -85,7 +85,7 @@ def requantise(
     beta: float = BETA,
     new_error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Requantise as `error_feedback.requantise` does: fused on a GPU, otherwise through a sum in memory."""
+    """Requantise like `error_feedback.requantise`; fused on a GPU, otherwise with the sum stored in memory."""
     if payloads.is_cuda and inner.is_quantised and (triton := find_triton()) is not None:
         return triton.requantise(
             payloads, inner, error=error, codec=codec, num_elements=num_elements, rotate=rotate, beta=beta,
@@ -108,7 +108,7 @@ def find_triton() -> TritonKernels | None:
 
 
 def _kernels(x: Tensor, codec: Codec) -> CpuKernels | TritonKernels | None:
-    """Return the kernels for the device of `x`, if any; codecs that are not quantised use none."""
+    """Return the kernels for the device of `x`, or None for codecs that are not quantised and unsupported devices."""
     if not codec.is_quantised:
         return None
     if x.is_cuda:

@@ -1,8 +1,8 @@
-"""Launch of the Triton kernels on CUDA tensors, with the signatures of `codecs` and `error_feedback`.
+"""Launch the Triton kernels on CUDA tensors, with the signatures of `codecs` and `error_feedback`.
 
 Importing this file imports Triton; `dispatch` does so for the first CUDA tensor. The kernels run on the current stream
-of the tensors' device. Rows aligned to 16 elements, as in almost every model, are accessed 16 bytes at a time; others
-give the same bits, more slowly.
+of the tensors' device. Rows aligned to 16 elements, as in almost every model, are accessed 16 bytes at a time;
+unaligned rows give bitwise equal results, but more slowly.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshwright.comm.kernels import triton_programs
 
 _NUM_WARPS = 8
 OPTIONS = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
-"""Options of every launch, without fused multiply-adds, which round once where the reference rounds twice."""
+"""Launch options. Fused multiply-adds are disabled: they round once where the reference rounds twice."""
 _THREADS_A_WARP = 32
 _BYTES_A_LOAD = 16
 
 
 class TritonKernels:
-    """Triton kernels, compiled for each dtype and codec at first use."""
+    """Triton kernels, compiled for each dtype and codec on first use."""
 
     def encode(self, x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """Encode as `codecs.encode` does; quantised codecs only."""
+        """Encode like `codecs.encode`; quantised codecs only."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
         payload = _blocks_like(x, codec)
@@ -40,7 +40,7 @@ class TritonKernels:
     def decode(
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode as `codecs.decode` does into `out` [elements] or [blocks, elements]; quantised codecs only."""
+        """Decode into `out` [elements] or [blocks, elements] like `codecs.decode`; quantised codecs only."""
         assert payload.shape[:-1] == out.shape[:-1], "every block has its own elements"
         self._decode(_rows(payload).unsqueeze(0), codec, out, rotate, multiplier)
         return out
@@ -48,7 +48,7 @@ class TritonKernels:
     def decode_sum(
         self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode and sum as `codecs.decode_sum` does into `out` [elements]; quantised codecs only."""
+        """Decode and sum into `out` [elements] like `codecs.decode_sum`; quantised codecs only."""
         assert payloads.dim() == 2 and len(payloads) > 0, "one row per rank"
         self._decode(payloads.unsqueeze(1), codec, out, rotate, multiplier)
         return out
@@ -56,7 +56,7 @@ class TritonKernels:
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Quantise as `error_feedback.loco_quantise` does; `new_error` may be given as output, and alias `error`."""
+        """Quantise like `error_feedback.loco_quantise`; the output buffer `new_error` may alias `error`."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), _aligned(error.contiguous())
         payload = _blocks_like(g, codec)
@@ -70,7 +70,7 @@ class TritonKernels:
         self, payloads: Tensor, inner: Codec, *, error: Tensor, codec: Codec, num_elements: int, rotate: bool = False,
         beta: float = BETA, new_error: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Requantise as `error_feedback.requantise` does, for two quantised codecs, keeping the sum in registers."""
+        """Requantise like `error_feedback.requantise`, between two quantised codecs; the sum stays in registers."""
         check_payload(payloads, inner, num_elements=num_elements, dtype=torch.float32, rotate=rotate)
         assert payloads.dim() == 3 and len(payloads) > 0, "one row of blocks per rank"
         total = torch.empty(payloads.shape[1], num_elements, device="meta")
@@ -78,7 +78,7 @@ class TritonKernels:
         payloads, error = _aligned(payloads), _aligned(error.contiguous())
         payload = torch.empty(len(error), codec.encoded_bytes(num_elements), dtype=torch.uint8, device=error.device)
         new_error = _new_error(error, new_error)
-        # Size tiles as for 2-byte elements: a byte of int4 holds two.
+        # Size tiles as for 2-byte elements, because a byte of int4 holds two codes.
         tiles = _tiles(total, min(inner.bits, codec.bits), itemsize=2)
         strides = payloads.stride()[:2]
         _launch(
@@ -102,7 +102,7 @@ class TritonKernels:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Division of blocks among Triton programs; see [Note: planes] in `triton_programs`."""
+    """Division of blocks into tiles, one per Triton program; see [Note: planes] in `triton_programs`."""
 
     num_blocks: int
     num_elements: int
@@ -118,7 +118,7 @@ class _Tiles:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of elements and of groups per block, which every program takes."""
+        """Numbers of elements and groups per block, passed to every program."""
         return self.num_elements, num_groups(self.num_elements)
 
 
@@ -158,7 +158,7 @@ def _aligned(blocks: Tensor) -> Tensor:
 
 
 def _new_error(error: Tensor, new_error: Tensor | None) -> Tensor:
-    """Return the buffer of the new error, allocated if not given."""
+    """Return the buffer for the new error, allocating one if `new_error` is None."""
     if new_error is None:
         return torch.empty_like(error)
     assert new_error.is_contiguous() and new_error.shape == error.shape, "the new error is written in place"
