@@ -72,7 +72,7 @@ def test_each_word_of_a_choice_can_be_read_in_its_place(text: str, choice: str) 
 
 @pytest.mark.parametrize(
     ("shape", "choice"),
-    [((), "R, for a tensor without dims"), ((8,), "S0, for a 1-d tensor"), ((1,) * 6, "S0 … S5")],
+    [((), "R, for a 0-d tensor"), ((8,), "S0, for a 1-d tensor"), ((1,) * 6, "S0 … S5")],
 )
 def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> None:
     assert error_of("S9 R", shape=shape).fix == choice

@@ -171,7 +171,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     if problem:
         raise CheckpointError(
             f"{name} {problem}",
-            rule="a checkpoint holds dense tensors with values, sharded or replicated",
+            rule="only materialized dense tensors, sharded or replicated, can be saved",
             fix="materialize or redistribute the tensor first",
         )
 

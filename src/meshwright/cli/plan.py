@@ -31,7 +31,8 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the plan, for run --plan FILE.")] = None,
     diff: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="List the differences to a plan file, or to quoted words.")
+        str | None,
+        typer.Option(metavar="OTHER", help="List the differences from a plan file, or from quoted overrides."),
     ] = None,
 ) -> None:
     """Show and verify a run's memory, traffic, stages, units and reductions without starting it."""

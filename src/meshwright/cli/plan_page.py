@@ -15,7 +15,7 @@ from meshwright.units import format_bytes, format_count
 
 COLUMNS = 80
 MAX_ROWS = 8
-"""Most stages that are listed one by one; of more, only those that differ from the one before."""
+"""Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
 def page(name: str, plan: RunPlan) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _check_all_ranks(
             raise _error(
                 f"ranks differ in {what} ({values})",
                 "before any row was sent",
-                "rows have the same dtype and shape on all ranks, and all ranks require gradients or none does",
+                "x must have the same dtype, row shape and requires_grad on all ranks",
                 "pass x with the same dtype, row shape and requires_grad on every rank",
             )
     mismatches = [

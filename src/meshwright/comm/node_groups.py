@@ -58,7 +58,7 @@ class Placement:
             raise LayoutError(
                 f"the placement has no model part sharded over {format_ranks(ranks)}",
                 where="meshwright.comm.compress, placement",
-                rule="process groups are created at startup, for all parts of all ranks at once",
+                rule="process groups are created once at startup, for all model parts on all ranks",
                 fix="call place(parts) on all ranks, each with all its parts, after fully_shard",
             )
         return self.by_ranks[ranks]

@@ -241,7 +241,7 @@ class _FamilyKeys:
                 self._unread_keys[name] = ConfigError(
                     f"{name} = {format_value(found)} has no effect",
                     where=f"{origin}, {name}",
-                    rule=f"it applies to {owners} models, and model.kind is {self.kind}",
+                    rule=f"it applies to {owners} models, but model.kind is {self.kind}",
                     fix=f"{name}={format_value(field.default)} or remove {name}, or start from a preset for {owners}",
                 )
 
@@ -296,7 +296,7 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """Parse a TOML value; text that isn't valid TOML is a string, so paths and names need no quotes. `none` unsets a key.
+    """Parse a TOML value; invalid TOML is taken as a string, so paths and names need no quotes. `none` unsets a key.
 
     Values of string keys are always strings, even if TOML would parse them as another type: `data.source=2024` is a
     file name.

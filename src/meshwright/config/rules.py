@@ -162,7 +162,7 @@ def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
             f"{key} with mesh.tp = {tp}",
             f"sequence parallelism shards the {edge.name} between blocks along the sequence",
         )
-        yield Violation(LayoutError, what, key, f"{rule}, and the blocks of this model need all tokens", fixes)
+        yield Violation(LayoutError, what, key, f"{rule}, but this model's blocks need the full sequence", fixes)
     elif edge.shape[edge.sequence_dim] % tp:
         size = edge.shape[edge.sequence_dim]
         what = f"{key} with mesh.tp = {tp}, which does not divide {size} tokens of the {edge.name}"

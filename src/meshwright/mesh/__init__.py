@@ -1,1 +1,1 @@
-"""Named mesh axes as values, and the device meshes and process groups built from them."""
+"""Descriptions of named mesh axes, and the device meshes and process groups built from them."""

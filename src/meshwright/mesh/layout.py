@@ -105,7 +105,7 @@ class Layout:
         if not 0 <= rank < self.num_ranks():
             raise LayoutError(
                 f"rank {rank} is not on a mesh of {' × '.join(map(str, self.axis_sizes))}",
-                rule="ranks count from 0 within the mesh",
+                rule="ranks are numbered from 0 within the mesh",
                 fix=f"use ranks 0 … {self.num_ranks() - 1}",
             )
         return tuple(int(index) for index in np.unravel_index(rank, self.axis_sizes)) if self.axis_sizes else ()

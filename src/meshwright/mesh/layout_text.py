@@ -102,7 +102,7 @@ def _check_sizes(axis_sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
         )
     if shape and min(shape) < 0:
         raise LayoutError(
-            f"shape = {list(shape)} has a negative size", rule="sizes are not negative", fix="shape=(8192, 8192)"
+            f"shape = {list(shape)} has a negative size", rule="sizes must be non-negative", fix="shape=(8192, 8192)"
         )
 
 
@@ -110,7 +110,7 @@ def _parse_shard(axis: int, word: str, match: re.Match[str], shape: tuple[int, .
     signed_dim = int(match["dim"] or match["strided_dim"])
     dim = signed_dim + len(shape) if signed_dim < 0 else signed_dim
     if not 0 <= dim < len(shape):
-        special_fixes = {0: "R, for a tensor without dims", 1: "S0, for a 1-d tensor"}
+        special_fixes = {0: "R, for a 0-d tensor", 1: "S0, for a 1-d tensor"}
         raise LayoutError(
             f"{word} shards dim {signed_dim} of a tensor with {len(shape)} dims",
             where=word,

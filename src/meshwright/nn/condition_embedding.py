@@ -1,4 +1,4 @@
-"""Embeddings of scalar conditions such as timesteps, by sines and cosines (Ho et al. 2020).
+"""Sinusoidal embeddings of scalar conditions such as timesteps (Ho et al. 2020).
 
 Shapes: b batch, s sines and cosines, d model width.
 """

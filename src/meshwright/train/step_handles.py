@@ -62,7 +62,7 @@ def _work(held: list[tuple[Kind, int | None]], path: str, name: str) -> Atoms:
     work = [one.work for kind in kinds for one in kind.auxiliary if one.name == name]
     if not work:
         raise LayoutError(
-            f"{path} computes the auxiliary loss {name}, which the plan does not have there",
+            f"{path} computes the auxiliary loss {name}, but the plan lists no such loss for it",
             where="plan, kinds",
             rule="a run does what its plan says",
             fix="regenerate the plan: meshwright plan … -o FILE",

@@ -137,7 +137,7 @@ class TrainStep:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)
 
     def _count_units(self, samples: list[range]) -> int:
-        """Return the divisor of the loss; where samples differ in units, all ranks count before the first backward."""
+        """Return the loss divisor, all-reduced before the first backward if units vary by sample."""
         task, axes = self._task, self._job.axes
         if task.units_a_sample is not None:
             return self._job.config.train.global_batch * task.units_a_sample

@@ -41,7 +41,7 @@ class TritonKernels:
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
         """Decode into `out` [elements] or [blocks, elements] like `codecs.decode`; quantised codecs only."""
-        assert payload.shape[:-1] == out.shape[:-1], "every block has its own elements"
+        assert payload.shape[:-1] == out.shape[:-1], "payload and out must have the same leading dims"
         self._decode(_rows(payload).unsqueeze(0), codec, out, rotate, multiplier)
         return out
 

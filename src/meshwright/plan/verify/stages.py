@@ -104,7 +104,7 @@ def _edges(plan: RunPlan) -> Iterator[Fault]:
             rule = rule if axis in tp else "cp shards the stream between blocks"
             yield Fault(what, rule, "edge.shards", axis=axis)
     if prod(plan.edge.shape) < 1:
-        yield Fault(f"{plan.edge.name} has shape {plan.edge.shape}", "an edge has elements", "edge.shape")
+        yield Fault(f"{plan.edge.name} has shape {plan.edge.shape}", "an edge must not be empty", "edge.shape")
 
 
 def _edge(edge: Edge | None) -> str:

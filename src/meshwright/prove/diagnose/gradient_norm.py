@@ -239,7 +239,7 @@ def _wrong_form(suspect: SuspectNorm) -> Diagnosis | None:
         ("the square root is taken twice", lambda: math.sqrt(total)),
         ("norms of parameters are added instead of their squares", lambda: float(np.sqrt(unique_squares).sum() ** 2)),
         ("the largest norm of a parameter instead of the norm of all", lambda: float(unique_squares.max())),
-        ("norms of ranks are added instead of their squares", lambda: _sum_of_rank_norms(suspect)),
+        ("per-rank norms are summed instead of their squares", lambda: _sum_of_rank_norms(suspect)),
     ]
     for cause, squares in forms:
         if suspect.explains(squares()):

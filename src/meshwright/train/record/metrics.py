@@ -121,7 +121,7 @@ def _tensorboard(folder: RunFolder) -> SummaryWriter:
         raise InputError(
             "TensorBoard is not installed",
             where="train.tensorboard",
-            rule="train.tensorboard=true needs the extra",
+            rule="train.tensorboard=true requires the tensorboard extra",
             fix='pip install "meshwright[tensorboard]"',
         ) from None
     return SummaryWriter(str(folder.path / "tensorboard"))

@@ -68,7 +68,7 @@ class Summary:
     seconds: float
     validation: Validation | None
     steps_here: int
-    """Steps of this process, without those before the resumed checkpoint."""
+    """Steps run by this process, excluding those before the checkpoint it resumed from."""
     traffic: Traffic
     """Predicted bytes per step, as in `Start`."""
     counted: Traffic | None
@@ -90,7 +90,7 @@ class Reporter:
         """Show a message to the user."""
 
     def waiting(self, text: str) -> None:
-        """Show the reason for a longer wait."""
+        """Show the reason for a long wait."""
 
     def progress(self, progress: Progress) -> None:
         """Handle the progress of a step."""
