@@ -52,6 +52,8 @@ PRIVATE = {
     "deep attribute": "import torch\ntorch.cuda._lazy_init()",
     "attribute of a class": "from torch.distributed.tensor import DTensor\nDTensor._spec",
     "of an object": "def f(x):\n    return x._local_tensor",
+    "of an object, one never seen": "def f(x):\n    x._some_new_field = 1",
+    "of a base class": "class A(Base):\n    def f(self):\n        return self._theirs",
     "in a function": "def f():\n    from torch._dynamo import reset",
 }
 
@@ -68,6 +70,16 @@ def test_a_room_has_one_adapter(tmp_path):
     assert "mesh has 2 adapters" in breaches[0]
 
 
-def test_dunders_and_private_names_of_others_are_allowed(tmp_path):
-    text = "import torch\nfrom meshwright.mesh.axes import _own\ntorch.__version__\nself._own"
+def test_an_adapter_is_imported_by_its_own_room_only(tmp_path):
+    inside, outside = "from meshwright.mesh.private import x", "def f():\n    import meshwright.mesh.private"
+    files = {"mesh/private.py": ADAPTER, "mesh/a.py": inside, "nn/a.py": outside}
+    (breach,) = private_breaches(plant(tmp_path, files))
+    assert breach.startswith("src/meshwright/nn/a.py:2 imports the adapter of another room")
+
+
+def test_dunders_and_private_names_of_ours_and_of_operators_are_allowed(tmp_path):
+    text = (
+        "import torch\nfrom meshwright.mesh.axes import _own\ntorch.__version__\nself._own\naten._to_copy\n"
+        "class A:\n    def __init__(self, other):\n        self._mine = other._mine"
+    )
     assert private_breaches(plant(tmp_path, {"mesh/a.py": text})) == []
