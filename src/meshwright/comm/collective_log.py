@@ -66,7 +66,7 @@ def group_record(group: ProcessGroup | None) -> GroupRecord:
 class TrackedOperation:
     """Context manager around one collective or point-to-point operation, numbered when it is created.
 
-    Operations that only some ranks of the group enter, such as an exchange, are not counted: all ranks need equal counts.
+    Operations that only some ranks of the group enter, such as an exchange, are not counted: counts must match.
 
     Raises:
         CollectiveError: on exit, when the operation timed out or another rank was lost.

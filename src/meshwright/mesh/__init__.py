@@ -1,1 +1,1 @@
-"""Named mesh axes as values, and the device meshes and process groups built from them."""
+"""Named mesh axes, tensor layouts, and the device meshes and process groups built from the axes."""

@@ -204,7 +204,7 @@ def num_bytes(x: Tensor) -> int:
 
 
 def reduce_factor(op: Any, num_ranks: int) -> float:
-    """Return the factor that FSDP2's reduce op applies to the sum; PyTorch's stubs do not distinguish the ops' types."""
+    """Return the factor that FSDP2's reduce op applies to the sum; PyTorch's stubs do not distinguish op types."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
