@@ -61,7 +61,7 @@ class Manifest:
     """All files except the manifest, by name."""
 
     def num_bytes(self) -> int:
-        """Return the size of the data, without the manifest."""
+        """Return the total size of the files in bytes, without the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
 

@@ -50,7 +50,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A written shard, as a rank reports it to the coordinator."""
+    """A written shard, as reported to the coordinator."""
 
     name: str
     dtype: str

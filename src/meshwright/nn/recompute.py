@@ -42,7 +42,7 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
     @functools.wraps(function)
     def recomputed(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         def run(*positional: Any) -> Any:
-            return function(self, *positional, **named)  # keywords are bound here: checkpoint has its own
+            return function(self, *positional, **named)  # bind keywords here: checkpoint has its own
 
         handles = [inner for inner in self.modules() if isinstance(inner, StepHandle)]
         if handles:

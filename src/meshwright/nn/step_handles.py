@@ -65,7 +65,7 @@ class AuxiliaryLoss(StepHandle):
                 rank's tokens only. The gradient has the same dtype: use float32 when training in bfloat16.
 
         Returns:
-            `x`; in evaluation mode or without gradients nothing else happens.
+            `x`; in evaluation mode or without gradients, the loss is ignored.
         """
         if not self._trains():
             return x

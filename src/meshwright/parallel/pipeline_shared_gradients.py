@@ -39,7 +39,7 @@ class _Group:
 
 
 class SharedGradients:
-    """Syncs the shared parameters of one rank's stages."""
+    """Gradient sync of the shared parameters in one rank's stages."""
 
     def __init__(
         self,

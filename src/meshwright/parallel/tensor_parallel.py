@@ -82,7 +82,7 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
-    for name in frozen:  # PyTorch's SequenceParallel replaces its parameters by trainable ones (2.13)
+    for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
         module.get_parameter(name).requires_grad_(False)
 
 
