@@ -59,7 +59,7 @@ class DefersWeightGradients(Protocol):
     """The store for deferred gradients, assigned by the stage; None until then."""
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters with deferrable gradients; the backward computes all others, such as those of biases."""
+        """Return the parameters with deferrable gradients; the backward computes all others, such as for biases."""
 
 
 def defer_weight_gradients(module: nn.Module) -> WeightGradStore | None:
