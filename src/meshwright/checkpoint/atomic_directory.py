@@ -1,11 +1,9 @@
-"""Directory protocol that creates, replaces and removes checkpoints atomically.
-
-Torch-free.
+"""Directory protocol that creates, replaces and removes checkpoints atomically, without importing torch.
 
 [Note: a kill at any instant]
 A checkpoint is a directory `<root>/<step>` of data files and a `manifest.json` that lists the size and hash of
-each. One run writes to a root. Anything that is not yet, or no longer, a checkpoint has a name that
-`list_checkpoints` ignores, and each change of name is one atomic rename:
+each. Only one run writes to a root. Anything that is not yet, or no longer, a checkpoint has a name that
+`list_checkpoints` ignores, and every name change is an atomic rename:
 
 - saving: data into `.tmp-<step>`, each file flushed; the manifest last; flush the directory; rename it to
   `<step>`; flush the root
@@ -69,7 +67,7 @@ def commit(
     """Turn the directory from `begin` into the checkpoint of `step` atomically, and return its final path.
 
     Args:
-        temporary: contains every file of `files`, flushed to the disk by its writer (`DurableFile`).
+        temporary: contains every file of `files`, flushed to disk by its writer (`DurableFile`).
         step: completed optimizer steps.
         model: the model's identity.
         run: state that the trainer needs to resume.
@@ -107,13 +105,13 @@ def commit(
 
 
 def prune(root: Path, keep: int, *, protect: Path | None = None) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints and `protect`, and return the removed paths.
+    """Remove all checkpoints except `protect` and the `keep` newest, and return the removed paths.
 
     A directory without a readable manifest is neither counted nor removed, as its data may still be recoverable.
-    `protect` is for a run that resumed from an earlier step, whose new checkpoint is not the newest by step.
+    `protect` is for runs resumed from an earlier step: their new checkpoint does not have the highest step.
 
     Raises:
-        OSError: a directory cannot be removed; later ones are not attempted.
+        OSError: a directory cannot be removed; the remaining ones are left in place.
     """
     complete = [path for path in list_checkpoints(root) if _has_manifest(path)]
     doomed = [path for path in complete[: max(0, len(complete) - keep)] if path != protect]
@@ -122,7 +120,7 @@ def prune(root: Path, keep: int, *, protect: Path | None = None) -> list[Path]:
 
 
 def clean(root: Path) -> list[Path]:
-    """Remove leftovers of interrupted saves and removals, and return their paths. Must not run during a save.
+    """Remove what interrupted saves and removals left behind, and return the paths. Must not run during a save.
 
     Raises:
         OSError: a directory cannot be removed.

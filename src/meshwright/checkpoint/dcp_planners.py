@@ -1,8 +1,8 @@
 """Planners for `torch.distributed.checkpoint` with additional checks.
 
-PyTorch's default planners do the planning; ours raise on input that those would silently get wrong. The errors are
-raised inside PyTorch's planning step, which forwards them to every rank: a check outside of it would leave the
-ranks that pass it waiting.
+PyTorch's default planners do the planning; these subclasses raise on input that the defaults would silently get wrong.
+They raise inside PyTorch's planning step, which forwards errors to every rank. A check elsewhere would raise on some
+ranks and leave the others waiting.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ R = TypeVar("R")
 def with_picklable_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate `function` so that its exceptions can be pickled.
 
-    PyTorch pickles a rank's exception for the other ranks. If that fails, the exchange breaks on its rank and
-    the others hang, so any exception that is not a MeshwrightError becomes a RuntimeError with the traceback as text.
+    PyTorch pickles a rank's exception for the other ranks. If pickling fails, the other ranks hang, so any exception
+    that is not a MeshwrightError is converted to a RuntimeError with the traceback as text.
     """
 
     @wraps(function)
@@ -60,8 +60,8 @@ class CheckedSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's shards, without the empty shards of tensors with fewer rows than ranks.
 
-        So a rank with nothing to write creates no file. A tensor without elements keeps its empty shard, which
-        records its shape and dtype.
+        A rank with nothing to write therefore creates no file. A tensor without elements keeps its empty shard, to
+        record its shape and dtype.
 
         Raises:
             CheckpointError: a tensor can't be saved.
@@ -95,7 +95,7 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Check the tensors before planning: PyTorch would load a meta tensor into storage that is then lost.
+        """Check the tensors before planning; PyTorch would load a meta tensor into storage that is then dropped.
 
         Raises:
             CheckpointError: a tensor is on the meta device, not strided, or partial.
@@ -177,7 +177,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
 
 
 def _check_agreement(all_plans: list[SavePlan]) -> None:
-    """Raise if replicas differ in shape: PyTorch identifies them by tensor name and offset only."""
+    """Raise if replicas differ in shape; PyTorch compares only their tensor names and offsets."""
     seen: dict[MetadataIndex, tuple[int, TensorWriteData]] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:

@@ -1,8 +1,7 @@
-"""Files flushed to the disk and hashed while they are written.
+"""Files that are hashed while they are written, and flushed to disk.
 
-They use plain `write` calls, never a memory map: a full disk then raises an `OSError` at the write instead of killing
-the process with a bus error. The hash is computed from the bytes in memory, so later corruption by a failing disk or
-controller is detected.
+They use plain `write` calls rather than a memory map, so a full disk raises an `OSError` instead of killing the process
+with a bus error. The hash is computed from the bytes in memory, to detect corruption by a failing disk or controller.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 CHUNK_BYTES = 8 << 20
-"""Bytes hashed and written at a time; small enough to stay in the processor's cache in between."""
+"""Bytes hashed and written at a time; few enough to stay in the processor's cache in between."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,10 @@ class FileEntry:
 
 
 class DurableFile:
-    """A new file being written; `finish` flushes it to the disk and returns its size and hash.
+    """A new file being written; `finish` flushes it to disk and returns its size and hash.
 
     Raises:
-        FileExistsError: the file exists, so two writers use the same name.
+        FileExistsError: the file exists, which means that two writers use the same name.
         OSError: from any method, as reported by the operating system (`ENOSPC` for a full disk).
     """
 
@@ -50,7 +49,7 @@ class DurableFile:
                 chunk = chunk[num_bytes:]
 
     def finish(self) -> FileEntry:
-        """Flush the file to the disk, and return its manifest entry."""
+        """Flush the file to disk, and return its manifest entry."""
         os.fsync(self._fd)
         return FileEntry(self.bytes_written, self._hash.hexdigest())
 
@@ -64,7 +63,7 @@ class DurableFile:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write a new file, and flush it to the disk.
+    """Write a new file, and flush it to disk.
 
     Raises:
         OSError: as in `DurableFile`.
@@ -86,7 +85,7 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the directory's entries to the disk: names created, renamed and removed in it.
+    """Flush a directory to disk, so that names created, renamed or removed in it are durable.
 
     Raises:
         OSError: the directory cannot be opened or flushed.

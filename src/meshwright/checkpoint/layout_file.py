@@ -1,7 +1,7 @@
-"""The layout of a checkpoint: its tensors and the file of each shard, stored in `layout.json`.
+"""Checkpoint layout, stored in `layout.json`: the tensors and the file of each shard.
 
-Torch-free. It corresponds to the metadata of `torch.distributed.checkpoint`, whose file writer pickles it; loading a
-pickle can run code, so ours is JSON.
+Does not import torch. The layout corresponds to the metadata of `torch.distributed.checkpoint`, which PyTorch's own
+writer pickles. Loading a pickle can run code, so this file uses JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CheckpointLayout:
         """Return the entry of the tensor called `name`.
 
         Raises:
-            CheckpointError: it is not in the checkpoint.
+            CheckpointError: the tensor is not in the checkpoint.
         """
         if name not in self.tensors:
             raise CheckpointError(
@@ -71,7 +71,7 @@ class CheckpointLayout:
 
 
 def shard_key(name: str, offset: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> str:
-    """Return a name for a shard that is unique in its file: `w`, or `w[0:2,4:8]` for a part of it."""
+    """Return a shard's name, unique within its file: `w` for a full tensor, `w[0:2,4:8]` for a part."""
     if shape == full:
         return name
     return f"{name}[{','.join(f'{start}:{start + size}' for start, size in zip(offset, shape, strict=True))}]"
@@ -87,7 +87,7 @@ def read(path: Path) -> CheckpointLayout:
     """Read the layout of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: it is missing, or cannot be read.
+        CheckpointError: the layout is missing or cannot be read.
     """
     file = path / LAYOUT
     try:

@@ -1,9 +1,8 @@
 """Checkpoint manifest, integrity checks, and selection of a run's valid checkpoints.
 
-Torch-free. `manifest.json` lists the size and hash of every other file; `atomic_directory` describes how it is
-written. The manifest also protects itself: its last line is the hash of all bytes before it, so a changed byte is
-detected in it as in any other file. This detects damage, not tampering: an attacker who can write files can also
-write hashes.
+Does not import torch. `manifest.json` lists the size and hash of every other file; `atomic_directory` describes how it
+is written. The last line of the manifest is a hash of all bytes before it, so damage to the manifest itself is detected
+as well. The hashes do not protect against tampering: an attacker who can write files can also write hashes.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Manifest:
     """All files except the manifest, by name."""
 
     def num_bytes(self) -> int:
-        """Return the size of the data, without the manifest."""
+        """Return the total size of the files in bytes, without the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
 
@@ -92,10 +91,10 @@ def encode(*, step: int, model: Mapping[str, Any], run: Mapping[str, Any], files
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path`, checking its own hash but no other file.
+    """Read the manifest of the checkpoint at `path`, and check its own hash but no other file.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format version.
+        CheckpointError: the manifest is missing, damaged, or has another format version.
     """
     file = path / MANIFEST
     try:
@@ -128,12 +127,12 @@ def verify(path: Path) -> Manifest:
     Files that the manifest does not list are ignored.
 
     Raises:
-        CheckpointError: a file is missing, truncated or changed; names the first one.
+        CheckpointError: a file is missing, truncated or changed; the error names the first such file.
     """
     manifest = read_manifest(path)
     _check_sizes(manifest)
     with ThreadPoolExecutor(max_workers=min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        # In manifest order, so that with several damaged files the same one is always named.
+        # In manifest order, so that the error always names the same one of several damaged files.
         for _ in pool.map(lambda name: _check_hash(path, name, manifest.files[name]), manifest.files):
             pass
     return manifest
@@ -147,13 +146,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     matches = [(match, entry) for entry in root.iterdir() if (match := _COMMITTED.fullmatch(entry.name))]
-    # `.old` sorts before its successor, so the later one of a step is the newer.
+    # Sort `.old` before its replacement, so that the last path of a step is the newest.
     matches.sort(key=lambda item: (int(item[0][1]), item[0][2] is None))
     return [entry for _, entry in matches]
 
 
 def newest_valid(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the newest checkpoint that passes `verify`, and the newer ones passed over, each with the reason."""
+    """Return the newest checkpoint that passes `verify`, and any newer ones that fail, each with the reason."""
     passed_over: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(root)):
         try:
@@ -180,7 +179,8 @@ def check_model(manifest: Manifest, identity: Mapping[str, Any]) -> None:
     """Check that the checkpoint was saved from the model that `identity` describes.
 
     Raises:
-        CheckpointError: names the first field that differs, with both values; the fix sets all that differ.
+        CheckpointError: the models differ. The error names the first differing field with both values; its fix sets
+            all of them.
     """
     saved, expected = manifest.model, json.loads(json.dumps(dict(identity)))
     difference = _first_difference(expected, saved)
@@ -203,7 +203,7 @@ def check_model(manifest: Manifest, identity: Mapping[str, Any]) -> None:
 
 
 def model_arguments(model: Mapping[str, Any]) -> str:
-    """Return the command-line arguments that set the model's fields to those of its identity."""
+    """Return the command-line arguments that reproduce the model identity `model`."""
     words = []
     for name, value in _flatten(model).items():
         word = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
@@ -214,7 +214,7 @@ def model_arguments(model: Mapping[str, Any]) -> str:
 def _first_difference(
     here: Mapping[str, Any], there: Mapping[str, Any], prefix: str = ""
 ) -> tuple[str, Any, Any] | None:
-    """Return the dotted name of the first value that differs, and both values; missing ones are None."""
+    """Return the dotted name of the first value that differs, and both values; None stands for missing values."""
     for name in {**here, **there}:
         here_value, there_value = here.get(name), there.get(name)
         if isinstance(here_value, dict) and isinstance(there_value, dict):
@@ -244,7 +244,7 @@ def _check_sizes(manifest: Manifest) -> None:
 
 
 def size_problem(file: Path, entry: FileEntry) -> str:
-    """Describe how the size of `file` differs from `entry`; empty if it does not."""
+    """Describe how the size of `file` differs from `entry`; return an empty string if it matches."""
     try:
         num_bytes = file.stat().st_size
     except OSError as error:

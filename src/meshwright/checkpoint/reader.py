@@ -1,7 +1,7 @@
-"""Loading of the slices that a rank needs from each safetensors file.
+"""Read the slices that a rank needs from safetensors files.
 
 Contains a `StorageReader` for `torch.distributed.checkpoint`, which matches saved shards to requested ones, and a
-reader of full tensors in one process. Only public PyTorch names are used, checked on torch 2.11 and 2.13.
+single-process reader for full tensors. Uses only public PyTorch names, checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SafetensorsReader(StorageReader):
 
 
 def read_tensor(layout: CheckpointLayout, name: str) -> Tensor:
-    """Read a full tensor on the CPU in its saved dtype, assembled from its shards.
+    """Read a full tensor to the CPU in its saved dtype, assembled from its shards.
 
     Raises:
         CheckpointError: the tensor is missing, its shards do not cover it, or a file cannot be read.

@@ -1,8 +1,8 @@
 """Writer and reader of safetensors files, with one tensor in memory at a time.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes of header length, little-endian; a
-JSON header of name → dtype, shape and byte range; the tensors' bytes. The library's own `save_file` wants all
-tensors on the CPU at once, and neither hashes nor flushes; so we write the format ourselves, and read with the library.
+JSON header of name → dtype, shape and byte range; the tensors' bytes. The library's own `save_file` needs all tensors
+on the CPU at once, and neither hashes nor flushes, so files are written here and only read with the library.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TensorToWrite:
     """Returns the tensor, on any device and with any strides."""
 
     def num_bytes(self) -> int:
-        """Return its size in the file."""
+        """Return the tensor's size in bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of `dtype` in safetensors.
 
     Raises:
-        CheckpointError: safetensors does not support it.
+        CheckpointError: safetensors does not support the dtype.
     """
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(
@@ -78,7 +78,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_tensors(
     file: DurableFile, tensors: Sequence[TensorToWrite], *, metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write `tensors` as one safetensors file, and flush it to the disk.
+    """Write `tensors` as one safetensors file, and flush it to disk.
 
     Args:
         file: a new, empty file.
@@ -103,7 +103,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file on the CPU, translating its errors to CheckpointError.
 
     Raises:
-        CheckpointError: the file is missing, unreadable or not safetensors, or lacks a tensor asked for.
+        CheckpointError: the file is missing, unreadable or not safetensors, or lacks a requested tensor.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -118,7 +118,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_slices(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
-    """Read a slice of one tensor of an open file, without reading the rest from the disk."""
+    """Read a slice of one tensor in an open file, without reading the rest from disk."""
     if not index:  # safetensors cannot slice a 0-dim tensor
         return _tensor(file.get_tensor(key))
     return _tensor(file.get_slice(key)[index])

@@ -1,8 +1,8 @@
-"""Save and load of sharded tensors, between any two layouts.
+"""Save and load sharded tensors between any two layouts.
 
-`torch.distributed.checkpoint` plans the shards and carries failures to every rank; `writer` and `reader` do
-the writing and reading; `directory` makes checkpoints of directories. What is saved is a flat dict of
-tensors: plain ones, the same on every rank, and DTensors on any mesh.
+`torch.distributed.checkpoint` plans the shards and propagates failures to every rank; `writer` and `reader` do the I/O;
+`atomic_directory` commits checkpoints atomically. A checkpoint holds a flat dict of tensors: plain tensors, equal on
+all ranks, and DTensors on any mesh.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def save(
     keep: int,
     group: ProcessGroup | None = None,
 ) -> Path:
-    """Save a checkpoint of `step`, then remove all but the `keep` newest. All ranks of `group` call it.
+    """Save a checkpoint of `step`, then remove all but the `keep` newest. All ranks of `group` must call this.
 
-    Each replicated shard is written once, by the rank with the least to write. When it returns, on any rank, the
-    checkpoint is complete and on the disk. When it raises, it raises on every rank, earlier checkpoints are
-    unchanged, and this one's files are removed.
+    Each replicated shard is written once, by the rank with the least to write. Once the call returns on any rank, the
+    checkpoint is complete and on disk. If the call fails, it raises on every rank, earlier checkpoints are unchanged,
+    and the files of this one are removed.
 
     Args:
-        root: the directory of this run's checkpoints only, on a file system that all ranks share.
+        root: directory for this run's checkpoints only, on a file system that all ranks share.
         step: completed optimizer steps. A checkpoint of the same step is replaced atomically.
         tensors: tensors by name, on CUDA or CPU; copied to the CPU one at a time.
         model: the model's identity, for `manifest.check_model`. Rank 0's value is used, also for `run`.
@@ -80,15 +80,14 @@ def save(
 def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
     """Fill `tensors` in place from the checkpoint at `path`, saved from any layout.
 
-    All ranks of `group` call it, each reading only what its own shards need. Floating-point values are
-    converted to the dtype of the tensor they go to. Tensors of the checkpoint that are not asked for are
-    left alone.
+    All ranks of `group` must call this; each reads only the data of its own shards. Floating-point values are converted
+    to the dtype of the target tensor. Other tensors in the checkpoint are ignored.
 
-    Hashes are not checked: call `manifest.verify` first, on one rank, and let the others wait for it.
+    Hashes are not checked: call `manifest.verify` on one rank first, while the others wait.
 
     Raises:
-        CheckpointError: on every rank: a tensor is not in the checkpoint or has another shape there, or a
-            file cannot be read.
+        CheckpointError: a tensor is not in the checkpoint or has another shape there, or a file cannot be read. Raised
+            on every rank.
     """
     found = _broadcast_layout(path, group)
     with _unwrap_rank_failures():
@@ -111,7 +110,7 @@ def tensor_names(path: Path) -> set[str]:
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read full tensors of the checkpoint at `path` on the CPU in their saved dtypes, without other ranks.
+    """Read full tensors of the checkpoint at `path` to the CPU in their saved dtypes, without other ranks.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or a file cannot be read.
@@ -121,7 +120,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayout:
-    """Read the layout on rank 0 and broadcast it, as the file can be large and a failure must reach all ranks."""
+    """Read the layout on rank 0 and broadcast it; the file can be large, and a failure must reach all ranks."""
     found: CheckpointLayout | CheckpointError | None = None
     if collectives.rank(group) == 0:
         try:
@@ -137,7 +136,7 @@ def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayou
 
 @contextmanager
 def _unwrap_rank_failures() -> Iterator[None]:
-    """Translate PyTorch's CheckpointException, raised on every rank, to the original error of one rank."""
+    """Replace PyTorch's CheckpointException, raised on every rank, by the original error of one rank."""
     try:
         with warnings.catch_warnings():
             # Running without a process group is supported.

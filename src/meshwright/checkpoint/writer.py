@@ -1,7 +1,7 @@
-"""Storage writer for `torch.distributed.checkpoint`, which plans and exchanges results and failures between ranks.
+"""Storage writer for `torch.distributed.checkpoint`, which does the planning and exchanges results and failures.
 
-Each rank with data to write creates one safetensors file; the coordinator adds `layout.json` and commits. Only public
-PyTorch names are used, checked on torch 2.11 and 2.13.
+Each rank with data to write creates one safetensors file; the coordinator adds `layout.json` and commits. Uses only
+public PyTorch names, checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A written shard, as a rank reports it to the coordinator."""
+    """A written shard, as reported to the coordinator."""
 
     name: str
     dtype: str
@@ -60,7 +60,7 @@ class WrittenShard:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Storage writer of one rank for one checkpoint; the coordinator's also commits it."""
+    """Storage writer of one rank for one checkpoint; on the coordinator, it also commits the checkpoint."""
 
     def __init__(self, request: SaveRequest, *, rank: int) -> None:
         self._request = request
@@ -78,7 +78,7 @@ class SafetensorsWriter(StorageWriter):
 
     @with_picklable_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Create the directory that all ranks write to, on the coordinator."""
+        """On the coordinator, create the directory that all ranks write to."""
         self._is_coordinator = is_coordinator
         if not is_coordinator:
             return
@@ -95,7 +95,7 @@ class SafetensorsWriter(StorageWriter):
 
     @with_picklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Add the checkpoint's total size to every rank's plan, for the message of a full disk."""
+        """Add the checkpoint's total size to every rank's plan, for the error message if the disk is full."""
         total = sum(_num_bytes(item) for plan in plans for item in plan.items)
         return [replace(plan, storage_data=total) for plan in plans]
 
@@ -112,7 +112,7 @@ class SafetensorsWriter(StorageWriter):
 
     @with_picklable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit on the coordinator after all ranks have written, and remove checkpoints that are no longer kept.
+        """Commit the checkpoint on the coordinator once all ranks have written, and prune old checkpoints.
 
         Raises:
             RunError: the layout or the manifest cannot be written, or a rank's file is not visible here.

@@ -1,7 +1,7 @@
 """Named mesh axes, and the mapping between ranks and mesh coordinates.
 
-The order is outermost first, because neighbours on the last axis share the fastest links (Narayanan et al. 2021,
-section 3): `pp, dp_replicate, dp_shard, cp, tp`. Expert parallelism has no axis of its own: it divides `dp_shard`.
+Axes are ordered outermost first: `pp, dp_replicate, dp_shard, cp, tp`. Neighbours on the last axis share the fastest
+links (Narayanan et al. 2021, section 3). Expert parallelism has no axis of its own; it subdivides `dp_shard`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tensor layouts as immutable values: which shard of a tensor each rank of a mesh holds.
+"""Immutable tensor layouts, which define the shard of a tensor on each rank of a mesh.
 
 Each tensor dim lists the splits that shard it, in order; a mesh axis that shards no dim is replicated or holds partial
-values of a reduction. PyTorch's `Shard`, `_StridedShard` and shard orders are all sequences of splits, so one
-form describes every DTensor, uneven sizes included.
+values of a reduction. PyTorch's `Shard`, `_StridedShard` and shard orders are all sequences of splits, so this
+representation covers every DTensor, including uneven sizes.
 
 Ranks count from 0 within the mesh, with the last axis varying fastest. If several axes are partial, the last axis is
 reduced first: value = reduction over axis 0 of (reduction over axis 1 of …), which matters only if the reductions
@@ -26,7 +26,7 @@ from meshwright.mesh.shard_intervals import Intervals, Ints, Split, overlap, sha
 
 @dataclass(frozen=True)
 class Layout:
-    """The placement of a tensor on a mesh.
+    """Placement of a tensor on a mesh.
 
     Attributes:
         shape: shape of the full tensor.
@@ -79,7 +79,7 @@ class Layout:
             shard_order: tensor dim → its mesh axes in shard order, as an alternative to `@` in `text`.
 
         Raises:
-            LayoutError: `text` is not a valid layout for this tensor and mesh; the error suggests one if it can.
+            LayoutError: `text` is not a valid layout for this tensor and mesh; the error suggests one if possible.
         """
         return parse(text, axis_sizes, shape, shard_order, make=Layout)
 
@@ -126,7 +126,7 @@ class Layout:
         return shard_intervals(self.shape[dim], self.splits[dim], self.axis_sizes)
 
     def local_slices(self, rank: int) -> tuple[tuple[slice, ...], ...]:
-        """Return, for each tensor dim, the slices of the full tensor that the rank's local tensor concatenates.
+        """Return, for each tensor dim, the slices of the full tensor that make up the rank's local tensor, in order.
 
         Raises:
             LayoutError: `rank` is not on the mesh.
@@ -158,7 +158,7 @@ class Layout:
         return tuple(split.axis for split in self.splits[dim])
 
     def sharded_axes(self) -> frozenset[int]:
-        """Return the mesh axes that shard some tensor dim."""
+        """Return the mesh axes that shard any tensor dim."""
         return frozenset(split.axis for splits in self.splits for split in splits)
 
     def partial_axes(self) -> tuple[int, ...]:
@@ -171,10 +171,10 @@ class Layout:
         return tuple(axis for axis, r in enumerate(self.partial) if r is None and axis not in sharded)
 
     def canonical(self) -> Layout:
-        """Return the same distribution in canonical form: no axes of size 1, strided splits rewritten as shard orders.
+        """Return the layout in canonical form: no axes of size 1, strided splits rewritten as shard orders.
 
         Equivalent layouts have equal canonical forms if dims divide evenly and each axis holds one digit of an
-        index (in a mixed radix); `same_as` compares any two layouts.
+        index (in mixed radix); `same_as` compares any two layouts.
         """
         is_used = tuple(size > 1 for size in self.axis_sizes)
         partial = tuple(r if is_used[axis] else None for axis, r in enumerate(self.partial))
@@ -215,7 +215,7 @@ def overlap_numels(a: Layout, b: Layout, at_a: tuple[Ints, ...], at_b: tuple[Int
 
 
 def _has_same_rows(a: Intervals, b: Intervals, at: tuple[Ints, ...]) -> bool:
-    """Return True if all ranks hold the same intervals in order; empty intervals end a row, so rows can be padded."""
+    """Return True if all ranks hold the same intervals in order, ignoring the empty ones that end a row."""
 
     def rows(intervals: Intervals, width: int) -> Ints:
         index = tuple(at[axis] for axis in intervals.axes)
@@ -230,7 +230,7 @@ def _has_same_rows(a: Intervals, b: Intervals, at: tuple[Ints, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Digit:
-    """A digit of a dim's index in mixed radix, sharded over mesh axis `axis` or local to the rank (None)."""
+    """A mixed-radix digit of a dim's index, sharded over mesh axis `axis` or local to the rank (None)."""
 
     size: int
     axis: int | None = None
@@ -258,7 +258,7 @@ def _as_shard_order(size: int, splits: tuple[Split, ...], axis_sizes: tuple[int,
 
 
 def _split_digits(digits: list[_Digit], split: Split, axis_size: int) -> list[_Digit] | None:
-    """Return the digits after another split, or None if it does not divide the local digits evenly."""
+    """Return the digits after another split, or None if the split does not divide the local digits evenly."""
     result, parts, left = [], split.parts, axis_size
     for digit in digits:
         if digit.axis is not None:

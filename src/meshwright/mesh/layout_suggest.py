@@ -1,7 +1,7 @@
 """Suggestions for mistyped layouts, for use in error messages: `S(0) p(MAX)` → `S0 P(max)`.
 
-Accepts text that `layout_text` rejects: PyTorch's own names for placements, either case, missing or extra spaces. If
-any text is left over, or a name is ambiguous, there is no suggestion: a wrong one is worse than none.
+Accepts text that `layout_text` rejects: PyTorch's own names for placements, upper or lower case, missing or extra
+spaces. Leftover text or an ambiguous name yields no suggestion, because a wrong one is worse than none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REDUCTIONS = {
 
 
 def suggest_layouts(text: str, num_axes: int) -> Iterator[str]:
-    """Yield layouts that the text may stand for, likeliest first; not all of them fit the tensor and mesh."""
+    """Yield possible readings of the text as a layout, most likely first; some may not fit the tensor and mesh."""
     words = _words(text)
     if not words or set(words[num_axes:]) - {"R"}:
         return
@@ -42,7 +42,7 @@ def suggest_layouts(text: str, num_axes: int) -> Iterator[str]:
 
 
 def _words(text: str) -> list[str] | None:
-    """Return the placements of a layout, or None if some of the text is unknown or ambiguous."""
+    """Return the placements of a layout, or None if any of the text is unknown or ambiguous."""
     words: list[str] = []
     at = _end(_SEPARATOR.match(text, 0))
     while at < len(text):
@@ -73,7 +73,7 @@ def _word(match: re.Match[str]) -> str | None:
 
 
 def _renumbered(words: list[str]) -> list[str]:
-    """Renumber the `@` positions of each dim from 0, filling the gaps with shards that have none."""
+    """Renumber the `@` positions of each dim from 0, filling gaps with shards that have no position."""
     renumbered = list(words)
     dims = {axis: re.split("[/@]", word.lstrip("S"))[0] for axis, word in enumerate(words) if word.startswith("S")}
     for dim in dict.fromkeys(dims.values()):

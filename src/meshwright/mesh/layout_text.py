@@ -1,6 +1,6 @@
 """Parser for layouts in text form, one placement per mesh axis: `S0 R P(max) SS1/4`.
 
-The fix of an error is a complete, valid layout if `layout_suggest` finds one, and otherwise the list of choices.
+An error's fix is a complete, valid layout if `layout_suggest` finds one, and otherwise a list of valid placements.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def normalize_shard_order(order: Any, num_dims: int) -> dict[int, tuple[int, ...
 
 
 def _pairs(order: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the dims of a shard order with their axes, all as ints."""
+    """Convert a shard order to pairs of a dim and its axes, all as ints."""
     entries = list(order.items()) if isinstance(order, Mapping) else order
     if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Set):
         raise _invalid_order(f"shard_order = {order!r}", "shard_order is a mapping or a sequence of pairs", ORDER_FIX)
@@ -82,7 +82,7 @@ def _invalid_order(what: str, rule: str, fix: str) -> LayoutError:
 
 
 def _to_ints(value: Any) -> tuple[int, ...] | None:
-    """Return a sequence of ints as a tuple, or None if `value` is anything else."""
+    """Convert a sequence of ints to a tuple; return None for any other value."""
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
         return None
     items = list(value)
@@ -93,7 +93,7 @@ def _to_ints(value: Any) -> tuple[int, ...] | None:
 
 
 def _suggest_sizes(value: Any) -> tuple[int, ...] | None:
-    """Guess the intended sizes from a single number, numbers as text, or floats without a fraction."""
+    """Guess the intended sizes from a single number, numbers as text, or floats with integer values."""
     if isinstance(value, bool | Mapping | Set):
         return None
     listed = value.split(",") if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The local shard of a parameter, as a box of the full tensor, and the number of distinct shards."""
+"""Local shards of parameters, as boxes of the full tensor, and the number of distinct shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorBox:
 
 
 def local_box(tensor: Tensor) -> TensorBox:
-    """Return the region of `tensor` that this rank holds: all of it for a plain tensor.
+    """Return the region of `tensor` that this rank holds; for a plain tensor, all of it.
 
     A DTensor parameter is sharded contiguously along each dim (FSDP2 shards within the tensor-parallel shard),
     so a single box always describes the local shard.

@@ -1,4 +1,4 @@
-"""Adapter for the private DTensor APIs that this room uses.
+"""Adapter for the private DTensor APIs that this package uses.
 
 Private PyTorch names: `compute_local_shape_and_global_offset` and `_StridedShard` of `torch.distributed.tensor`.
 Checked on 2.11 and 2.13.

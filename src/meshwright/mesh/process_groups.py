@@ -1,7 +1,7 @@
 """Creation and teardown of a run's process groups and device mesh.
 
-All groups of a run are created here, at startup, on all ranks, in axis order: communicators created lazily, in
-whatever order ranks happen to reach them, are a known cause of deadlocks.
+All groups of a run are created here, at startup, on all ranks and in axis order. Communicators that are created lazily,
+in whatever order ranks happen to reach them, are a known cause of deadlocks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def process_group(
     Args:
         rank: rank of this process.
         num_ranks: world size.
-        device: the device this rank computes on.
+        device: device that this rank computes on.
         timeout_s: timeout of each collective, in seconds.
-        store_path: path of a FileStore for ranks on one machine (nothing listens off loopback), or None to rendezvous
-            at the launcher's MASTER_ADDR:MASTER_PORT.
+        store_path: path of a FileStore for ranks on one machine (sockets then listen on loopback only), or None to
+            rendezvous at the launcher's MASTER_ADDR:MASTER_PORT.
         needed: False if a single rank can do without a group.
     """
     if num_ranks == 1 and not needed:
@@ -72,8 +72,8 @@ def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
 def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup | None:
     """Create a group of the given ranks, in ascending order; return None on ranks outside it.
 
-    All ranks of the run must call it, in the same order. Collectives time out after `timeout_s` seconds, or after
-    PyTorch's default.
+    All ranks of the run must call this, in the same order. Collectives time out after `timeout_s` seconds, or after
+    PyTorch's default if None.
 
     (`use_local_synchronization` would spare the other ranks the call, but hangs on torch 2.13 if a rank is in several
     groups of two.)

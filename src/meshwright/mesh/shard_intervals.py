@@ -1,4 +1,4 @@
-"""Index intervals of a sharded tensor dim on every rank, exact for any sizes.
+"""Index intervals of a sharded tensor dim on every rank, exact for all sizes.
 
 A dim is sharded over mesh axes one after another. Each split follows PyTorch's chunk rule: `n` chunks of
 `ceil(size / n)`, the last ones shorter or empty. A strided split first divides a rank's shard into parts, chunks each
@@ -37,8 +37,8 @@ class Intervals:
 
     Attributes:
         axes: the mesh axes that shard the dim, in shard order.
-        starts: array of shape (size of each of `axes` …, intervals), whose rows are selected by a rank's coordinates
-            on `axes`. Rows with fewer intervals are padded with empty ones.
+        starts: array of shape (size of each of `axes` …, intervals); a rank's coordinates on `axes` select its row.
+            Rows with fewer intervals are padded with empty ones.
         stops: array of the same shape.
     """
 

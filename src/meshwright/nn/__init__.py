@@ -1,1 +1,1 @@
-"""Neural network building blocks, unaware of device meshes."""
+"""Neural network building blocks, independent of device meshes."""

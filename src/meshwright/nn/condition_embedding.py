@@ -15,9 +15,9 @@ MAX_PERIOD = 10000.0
 
 
 def sinusoids(values: Tensor, num_features: int, *, dtype: torch.dtype) -> Tensor:
-    """Compute cosines, then sines, of each value at decreasing frequencies: […] to […, s].
+    """Compute cosines, then sines, of each value at decreasing frequencies; maps […] to […, s].
 
-    Angles are computed in float64: in float32 the error of a large angle would exceed the result's rounding error.
+    Angles are computed in float64, because the error of a large float32 angle would exceed the result's rounding error.
     """
     half = num_features // 2
     steps = torch.arange(half, device=values.device, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Deferred weight gradients (Qi et al. 2024, "Zero bubble pipeline parallelism"): the backward pass split in two.
+"""Deferred weight gradients, which split the backward in two (Qi et al. 2024, "Zero bubble pipeline parallelism").
 
-Splitting an existing autograd graph runs Python autograd Functions twice and recomputes a checkpointed block once per
-layer. Here the layer itself saves the inputs of its weight gradient, which is computed later; everything else in the
+Splitting an existing autograd graph would run Python autograd Functions twice, and recompute a checkpointed block once
+per layer. Instead, layers save the inputs of their weight gradients to compute them later; everything else in the
 backward runs once. Any layer can participate by implementing `DefersWeightGradients`.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class DeferredGradient(NamedTuple):
-    """A parameter's gradient yet to be computed as `compute(*tensors)`."""
+    """A parameter's gradient, to be computed later as `compute(*tensors)`."""
 
     parameter: nn.Parameter
     compute: Callable[..., Tensor]
@@ -51,23 +51,23 @@ class WeightGradStore:
 class DefersWeightGradients(Protocol):
     """A layer that can defer the gradients of its parameters.
 
-    For each of these parameters that requires a gradient, the backward either computes it or, if `weight_gradients`
-    is set and its `defers` is true, puts it there.
+    For each of these parameters that requires a gradient, the backward either computes the gradient or, if
+    `weight_gradients` is set and its `defers` is True, stores it there for later.
     """
 
     weight_gradients: WeightGradStore | None
     """The store for deferred gradients, assigned by the stage; None until then."""
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters whose gradients can be deferred; others, such as biases, get theirs in the backward."""
+        """Return the parameters with deferrable gradients; the backward computes all others, such as for biases."""
 
 
 def defer_weight_gradients(module: nn.Module) -> WeightGradStore | None:
     """Let the layers of a stage defer their weight gradients.
 
     Returns:
-        The store they share; None if the backward cannot be split, because the stage has nothing to defer or has
-        matrices whose gradients cannot be deferred (see `undeferred_parameters`).
+        The store that the layers share; None if the backward cannot be split, because the stage has nothing to defer
+        or has matrices whose gradients cannot be deferred (see `undeferred_parameters`).
     """
     layers = _deferring_layers(module)
     if not any(True for layer in layers for _ in layer.deferred_parameters()) or undeferred_parameters(module):
@@ -79,7 +79,7 @@ def defer_weight_gradients(module: nn.Module) -> WeightGradStore | None:
 
 
 def undeferred_parameters(module: nn.Module) -> list[str]:
-    """Return the names of the matrices, including frozen ones, whose gradients no layer of `module` can defer."""
+    """Return the names of all matrices, including frozen ones, with gradients that no layer of `module` can defer."""
     exempt = {id(parameter) for layer in _deferring_layers(module) for parameter in layer.deferred_parameters()}
     # An embedding's gradient is as cheap as a norm's, so it is computed with the input gradients.
     exempt |= {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}

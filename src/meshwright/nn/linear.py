@@ -1,6 +1,6 @@
 """A linear layer that can defer its weight gradient (see `nn/deferred_weight_gradients.py`).
 
-It saves the two factors of the weight gradient. The bias gradient needs no matrix product and is not deferred.
+The layer saves the two factors of the weight gradient. The bias gradient needs no matrix product and is not deferred.
 
 Shapes: d input features, e output features, … any leading dims.
 """

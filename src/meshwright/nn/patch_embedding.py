@@ -18,7 +18,7 @@ from meshwright.nn.condition_embedding import sinusoids
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """The division of a sample into patches."""
+    """Division of a sample into patches."""
 
     shape: tuple[int, int, int, int]
     """Sample shape: channels, frames, height, width."""
@@ -46,7 +46,7 @@ def position_table(counts: Sequence[int], dim: int, *, device: torch.device, dty
     """Compute sinusoidal position embeddings of the patches [t, d].
 
     The features are divided equally among the axes with more than one patch; each axis's table is expanded along the
-    others. Computed on the fly, as rotary frequencies are.
+    others. The table is computed on the fly, like the rotary tables.
     """
     axes = [axis for axis, count in enumerate(counts) if count > 1] or [0]
     pairs = math.ceil(dim / 2)

@@ -1,7 +1,7 @@
 """Activation recomputation: save a block's inputs instead of its activations (Chen et al. 2016, "Training deep nets
 with sublinear memory cost").
 
-Uses PyTorch's non-reentrant checkpointing: the reentrant variant loses hooks, requires an input that needs a gradient,
+Uses PyTorch's non-reentrant checkpointing: the reentrant variant loses hooks, needs an input that requires a gradient,
 and runs a backward inside a backward.
 """
 
@@ -25,24 +25,24 @@ Forward = Callable[..., Any]
 def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
     """Make `module` save only its inputs and recompute its forward in the backward pass.
 
-    Replaces only this instance's `forward`: parameter names are unchanged, and hooks, compilation and FSDP2, applied
-    later, wrap it. Step handles inside (`nn/step_handles.py`) count the first forward only; a block that has any cannot
-    be a single graph, so `module.compile()` runs it eagerly.
+    Replaces only this instance's `forward`: parameter names are unchanged, and hooks, compilation and FSDP2 can be
+    applied on top. Step handles in the module (`nn/step_handles.py`) count the first forward only. A block with step
+    handles cannot be a single graph, so `module.compile()` runs it eagerly.
 
     Args:
-        module: recomputed as a unit; it may contain modules that are recomputed themselves.
+        module: module to recompute as a unit; may contain modules that are recomputed themselves.
         preserve_rng_state: restore the RNG state for the recomputation. Required for modules that use random numbers
-            (dropout), whose gradients are silently wrong otherwise; costs a copy of the RNG state per forward, on a
+            (dropout); without it, their gradients are silently wrong. Costs a copy of the RNG state per forward, on a
             GPU from the device.
     """
     forward = module.forward
-    # Unbound, so that a deep copy recomputes itself rather than the original.
+    # Unbound, so that a deep copy of the module recomputes itself rather than the original.
     function = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else _unbound(forward)
 
     @functools.wraps(function)
     def recomputed(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         def run(*positional: Any) -> Any:
-            return function(self, *positional, **named)  # keywords are bound here: checkpoint has its own
+            return function(self, *positional, **named)  # bind keywords here: checkpoint has its own
 
         handles = [inner for inner in self.modules() if isinstance(inner, StepHandle)]
         if handles:
@@ -66,7 +66,7 @@ def _checkpoint_with_handles(
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Context that marks step handles as recomputing, unless an enclosing module has done so.
+    """Context that marks step handles as recomputing, and restores their previous state on exit.
 
     Entered once per recomputation, that is, once for each backward over the same graph.
     """

@@ -1,4 +1,4 @@
-"""Handles in a model for work done once per step: auxiliary losses and buffers updated by the step.
+"""Handles in a model for work that is done once per step: auxiliary losses and buffer updates.
 
 A module does not know the global batch, the other micro-batches or the other ranks. It records this micro-batch's
 contribution in a handle, and the training step scales, accumulates and reduces it. Each micro-batch counts once, even
@@ -17,12 +17,12 @@ from meshwright.errors import LayoutError
 
 
 class StepHandle(nn.Module):
-    """Base class of the handles, which decides whether a forward counts."""
+    """Base class of handles, which determines whether a forward counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recomputing = False
-        """True during a recomputed forward, which has been counted already."""
+        """True during a recomputed forward, which has already been counted."""
 
     def discard(self) -> None:
         """Drop the contributions of this step's forwards."""
@@ -62,10 +62,10 @@ class AuxiliaryLoss(StepHandle):
         Args:
             x: any tensor that the main loss depends on.
             loss_sum: scalar sum of the per-sample losses of this micro-batch; with a sharded residual stream, over this
-                rank's tokens only. Its gradient has its dtype: keep it in float32 when training in bfloat16.
+                rank's tokens only. The gradient has the same dtype: use float32 when training in bfloat16.
 
         Returns:
-            `x`; in evaluation mode or without gradients nothing else happens.
+            `x`; in evaluation mode or without gradients, the loss is ignored.
         """
         if not self._trains():
             return x
@@ -86,7 +86,7 @@ class AuxiliaryLoss(StepHandle):
         return out
 
     def take(self) -> Tensor | None:
-        """Return and clear the sum of `weight × scale × loss_sum`, in float32 or wider; None without any forward."""
+        """Return and clear the sum of `weight × scale × loss_sum`, in float32 or wider; None if nothing was added."""
         value, self._sum = self._sum, None
         return value
 
@@ -127,7 +127,7 @@ class StepBuffer(StepHandle):
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Add to `value` the contributions summed over all ranks, and clear the pending ones."""
+        """Add `total`, the contributions summed over all ranks, to `value`, and clear the pending ones."""
         self._check(total)
         self.value.add_(total)
         self.discard()
@@ -169,7 +169,7 @@ def _named(module: nn.Module, kind: type[H]) -> list[tuple[str, H]]:
 
 
 class _AddGradient(torch.autograd.Function):
-    """Identity on `x` whose backward also gives a second input the gradient `factor`."""
+    """Identity on `x` with a backward that also passes the gradient `factor` to `loss_sum`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss_sum: Tensor, factor: float) -> Tensor:

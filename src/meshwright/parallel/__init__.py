@@ -1,1 +1,1 @@
-"""Parallelization of plain models on a device mesh; models don't depend on it."""
+"""Parallelization of plain models on a device mesh; models do not depend on this package."""

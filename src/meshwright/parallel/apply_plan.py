@@ -1,7 +1,7 @@
-"""Parallelizes a stage's plain module as planned: tensor parallel, recomputation, compilation, FSDP units.
+"""Parallelize a stage's plain module as planned: tensor parallelism, recomputation, compilation, FSDP units.
 
-The order matters: recomputation keeps a block's names and hooks, a compiled graph contains exactly one block with its
-recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
+The order matters: recomputation preserves a block's names and hooks, a compiled graph contains exactly one block and
+its recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
         mesh: mesh of all axes; None if `needs_mesh` is False.
         plan: plan of the run.
         stage: the stage in `plan`.
-        facts: facts of the model, used to tie weights again.
+        facts: facts of the model, used to restore tied weights.
     """
     if mesh is not None and plan.mesh.view("tp"):
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)

@@ -1,7 +1,7 @@
-"""Checks that FSDP2 and DTensor parallelized a stage as planned; a mismatch ends the run.
+"""Check that FSDP2 and DTensor parallelized a stage as planned; a mismatch ends the run.
 
-Our own code follows the plan by construction. Decisions of PyTorch are inspected: the parameters of each unit and when
-they are resharded, the placements of each parameter, and the axes over which unreduced gradients are partial.
+Meshwright's own code follows the plan by construction. These checks cover PyTorch's decisions: the parameters of each
+unit and when they are resharded, each parameter's placements, and the axes over which unreduced gradients are partial.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_placements(part: StagePart) -> None:
     """Check that a stage wrapped by FSDP2 has the planned parameter placements and FSDP units.
 
     Raises:
-        LayoutError: a mismatch, with both sides.
+        LayoutError: the module does not match the plan; the error names both sides.
     """
     plan, stage = part.plan, part.stage
     stored = stage.root.sharded if plan.has_units else ()
@@ -80,7 +80,7 @@ def _units(part: StagePart) -> Iterator[tuple[str, Unit, list[str]]]:
 
 
 class FirstGradientCheck:
-    """Checks the placements of a stage's gradients in the first step, before they are reduced."""
+    """Check of the placements of a stage's gradients in the first step, before they are reduced."""
 
     def __init__(self, part: StagePart) -> None:
         self._part = part
@@ -89,13 +89,13 @@ class FirstGradientCheck:
         self._handles: list[RemovableHandle] = []
 
     def watch(self) -> None:
-        """Start recording gradients when autograd accumulates them; call after the first forward."""
+        """Start recording gradients as autograd accumulates them; call after the first forward."""
         if self._handles or not self._part.plan.mesh.view("tp"):
             return
         units = fsdp_modules(self._part.module)
         unsharded = {sharded: full for unit in units for sharded, full in unsharded_parameters(unit)}
         for name, parameter in self._part.module.named_parameters():
-            # In a unit that isn't resharded after its forward, the module's parameters are the unsharded ones already.
+            # If a unit isn't resharded after its forward, the module's parameters are already the unsharded ones.
             watched: Any = unsharded.get(parameter, parameter)
             if parameter.requires_grad:
                 axes = self._partial_axes.setdefault(name, set())
@@ -105,7 +105,7 @@ class FirstGradientCheck:
         """Check that exactly the planned gradients were partial over the TP axes; call after the last backward.
 
         Raises:
-            LayoutError: a mismatch, with both sides.
+            LayoutError: the module does not match the plan; the error names both sides.
         """
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Checks that all ranks declare the same shared parameters with consistent copies, before any collective needs them."""
+"""Check that all ranks declare the same shared parameters with consistent copies, before any collective uses them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def check_consistency(
 ) -> None:
     """Check that all ranks make the same declarations, and that all copies have the same properties.
 
-    All ranks exchange what they have before anything is checked, so all of them raise the same error and none hangs.
+    Ranks exchange their declarations before any check, so all of them raise the same error and none hangs.
 
     Raises:
-        LayoutError: the first difference, with the ranks.
+        LayoutError: ranks or copies differ; the error names the first difference and the ranks.
     """
     declared = [(p.key, p.sites) for p in shared]
     local = {stage: {(p.key, name): _properties(module, name) for p in shared for at, name in p.sites if at == stage}
@@ -52,7 +52,7 @@ def check_consistency(
 
 
 def _find_aliases(shared: Sequence[SharedParameter], stages: Mapping[int, nn.Module]) -> tuple[str, str] | None:
-    """Return descriptions of the first two sites on this rank that are the same tensor, or None."""
+    """Describe the first two sites on this rank that share a tensor; return None if all are distinct."""
     seen: dict[nn.Parameter, str] = {}
     for key, stage, name in ((p.key, stage, name) for p in shared for stage, name in p.sites if stage in stages):
         parameter = _parameter(stages[stage], name)
@@ -75,7 +75,7 @@ def _alias_error(site: str, alias: str, rank: int) -> LayoutError:
 
 
 def _check_declarations(first: list[Any], other: list[Any], rank: int) -> None:
-    """Check that a rank declares each key once, and the same as rank 0."""
+    """Check that a rank declares each key only once, and makes the same declarations as rank 0."""
     mine, theirs = dict(first), dict(other)
     if len(theirs) < len(other):
         duplicate = next(key for at, (key, _) in enumerate(other) if key in dict(other[:at]))

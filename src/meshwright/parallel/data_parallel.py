@@ -28,7 +28,7 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
         plan: plan of the run.
         stage: the stage in `plan`, with its units.
     """
-    # The warning is about losing a hook if the view is modified in place; blocks only use it out of place.
+    # The warning concerns views modified in place, which lose a hook; blocks never modify them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     inner = [(kind, layer, unit) for kind, layer in plan.held(stage) for unit in kind.units]
     # FSDP2 requires nested units to be wrapped inside out.
@@ -52,7 +52,7 @@ def _depth(unit: Unit) -> int:
 
 
 def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
-    """Shard one unit, by FSDP2 or HSDP; a separate hook reduces compressed gradients over replicas."""
+    """Shard one unit with FSDP2 or HSDP; compressed gradients are reduced over replicas by a separate hook."""
     is_native = bool(unit.replicas) and unit.gradients == EXACT
     is_mixed = unit.compute != plan.masters
     policy = MixedPrecisionPolicy(
@@ -69,7 +69,7 @@ def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit:
 
 
 def fsdp_modules(model: nn.Module | RankModel) -> list[FSDPModule]:
-    """Return all FSDP2 modules of the model: not all of FSDP2's setters recurse."""
+    """Return all FSDP2 modules of the model, for FSDP2 setters that do not recurse."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -83,14 +83,14 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward only if it is the `last` of the step; else accumulate them locally."""
+    """Reduce gradients in the next backward if it is the step's `last`; otherwise accumulate them locally."""
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_is_last_backward(last)
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce the gradients accumulated by backwards without reduction, including deferred weight gradients."""
+    """Reduce the gradients accumulated locally, including deferred weight gradients."""
     set_gradient_sync(model, True)
     if isinstance(model, FSDPModule):
         finish_backward(model)

@@ -1,11 +1,11 @@
 """Gradient sync for parameters shared between pipeline stages: each copy gets the sum over all copies.
 
-The backward of each copy computes only its stage's contribution. Without the sum the copies drift apart, while the loss
-looks fine for a long time. It is a sum, not a mean, because the copies represent a single parameter.
+The backward of each copy computes only its stage's contribution. Without the sum, the copies drift apart while the loss
+looks fine for a long time. Gradients are summed, not averaged, because the copies represent a single parameter.
 
-Each rank reduces its gradient shards only. FSDP2 and tensor parallel shard each parameter separately, so the shards of
-all copies line up whatever else a stage holds, and each rank sends 1/dp of the bytes. (Flat buckets of several
-parameters, split evenly, no longer line up once two stages differ in any other parameter.)
+Each rank reduces its gradient shards only. FSDP2 and tensor parallelism shard each parameter separately, so the shards
+of all copies line up whatever else a stage holds, and each rank sends 1/dp of the bytes. (Evenly split flat buckets of
+several parameters would no longer line up once two stages differ in any other parameter.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Group:
 
 
 class SharedGradients:
-    """Syncs the shared parameters of one rank's stages."""
+    """Gradient sync of the shared parameters in one rank's stages."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SharedGradients:
         self.duplicates = {
             stages[stage].get_parameter(name) for p in shared for stage, name in p.sites[1:] if stage in stages
         }
-        """Copies to leave out of a norm over all stages, because the copy on a lower stage is counted."""
+        """Copies to exclude from a norm over all stages, because the copy on a lower stage is counted."""
         self._groups: list[_Group] = []
         pipeline_ranks = next(pipeline for pipeline in pipelines if rank() in pipeline)
         for group in stage_groups(shared):
@@ -88,7 +88,7 @@ class SharedGradients:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups with a stage on this rank; the table of a step syncs each of them once."""
+        """Number of groups with a stage on this rank; the schedule table syncs each group once per step."""
         return len(self._groups)
 
     def sync_all(self) -> None:
@@ -100,7 +100,7 @@ class SharedGradients:
     def sync(self, group_index: int) -> None:
         """Sum the gradients of a group's copies; call after the last backward that contributes to them.
 
-        A copy without a gradient counts as zero, and receives the sum; frozen parameters are skipped.
+        A copy without a gradient counts as zero and receives the sum; frozen parameters are skipped.
 
         Args:
             group_index: index of the group among those on this rank, in the order of `stage_groups`.
@@ -143,7 +143,7 @@ def _new_groups(ranks: Sequence[int], pipelines: Sequence[Sequence[int]], *, tim
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the local shard of a gradient, which is set to zero if the parameter has none."""
+    """Return the local shard of a parameter's gradient, setting the gradient to zero if it is None."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return to_local(parameter.grad)

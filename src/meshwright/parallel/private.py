@@ -1,4 +1,4 @@
-"""Adapter to private APIs of FSDP2, DeviceMesh and nn.Module, for operations without a public API.
+"""Adapter for private APIs of FSDP2, DeviceMesh and nn.Module, for operations without a public API.
 
 This is the only file of `meshwright.parallel` that uses private PyTorch names: `FSDPModule._get_fsdp_state`, its
 `_root_post_backward_final_callback` and `_fsdp_param_group`, the latter's `fsdp_params`, `mesh_info` and
@@ -23,9 +23,9 @@ JOINED = "+"
 
 
 def joined_mesh(mesh: DeviceMesh, dims: Sequence[Sequence[str]]) -> DeviceMesh:
-    """Return a mesh with one dim per set of axes: FSDP2 takes a shard dim, preceded by a replicate dim for HSDP.
+    """Return a mesh with one dim per set of axes, as FSDP2 takes a shard dim, preceded by a replicate dim for HSDP.
 
-    Several axes are flattened into one dim, outermost first, named by the joined names. All ranks must call this.
+    Several axes are flattened into one dim, outermost first, and their names are joined. All ranks must call this.
     """
     if all(len(axes) == 1 for axes in dims):
         return submesh(mesh, [axes[0] for axes in dims])
@@ -36,8 +36,8 @@ def joined_mesh(mesh: DeviceMesh, dims: Sequence[Sequence[str]]) -> DeviceMesh:
 def finish_backward(root: FSDPModule) -> None:
     """Run FSDP2's end-of-backward callback outside of a backward.
 
-    Each unit that isn't in a backward accumulates its unsharded gradient and, if its gradient sync is on, reduces it;
-    then the callback waits for the reductions.
+    Each unit outside of a backward accumulates its unsharded gradient and, if its gradient sync is on, reduces it. The
+    callback then waits for the reductions.
     """
     state = root._get_fsdp_state()
     state._root_post_backward_final_callback()
@@ -46,7 +46,7 @@ def finish_backward(root: FSDPModule) -> None:
 def unit_info(module: FSDPModule) -> tuple[set[nn.Parameter], bool | int] | None:
     """Return the sharded parameters of a module's FSDP2 unit and its reshard_after_forward; None without parameters.
 
-    True reshards after the forward, False keeps the parameters unsharded, an int reshards to as many ranks.
+    True reshards after the forward, False keeps the parameters unsharded, an int reshards to that many ranks.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
@@ -59,8 +59,8 @@ def unit_info(module: FSDPModule) -> tuple[set[nn.Parameter], bool | int] | None
 
 
 def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield sharded and unsharded parameters of a module's unit, after its first forward; gradients accumulate in the
-    unsharded ones."""
+    """Yield pairs of sharded and unsharded parameters of a module's unit, available after its first forward; gradients
+    accumulate in the unsharded ones."""
     group = module._get_fsdp_state()._fsdp_param_group
     for param in group.fsdp_params if group is not None else ():
         if hasattr(param, "_unsharded_param"):
@@ -68,5 +68,5 @@ def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.
 
 
 def parameter_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the module's dict of direct parameters; values written to it need not be an `nn.Parameter`."""
+    """Return the module's dict of direct parameters, which also accepts values that are not an `nn.Parameter`."""
     return cast(dict[str, Any], module._parameters)

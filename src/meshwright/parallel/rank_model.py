@@ -1,4 +1,4 @@
-"""The stages of a model on one rank, with tensors by their names in the full model."""
+"""One rank's stages of a model, with tensors addressed by their names in the full model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class StagePart:
         return part_of(self.plan, self.number)
 
     def keys(self) -> dict[str, str]:
-        """Return parameters' names in the full model by their names in the module, in the module's order."""
+        """Map parameter names in the module to names in the full model, in module order."""
         parameters = self.plan.parameters(self.stage)
         return {kind.full_name(p.name, layer): kind.key(p, layer) for kind, layer, p in parameters}
 
     def shared_parameter_keys(self) -> dict[str, str]:
-        """Return the keys of this stage's copies of shared parameters, by name in the stage."""
+        """Map names in the stage to the keys of the shared parameters that they are copies of."""
         return {name: key for key, sites in self.plan.shared for at, name in sites if at == self.number}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -63,7 +63,7 @@ class RankModel:
         return (parameter for part in self.parts.values() for parameter in part.module.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters with their names in the full model; of shared ones only the first stage's copy."""
+        """Yield parameters with their names in the full model; shared parameters only once, from the first stage."""
         seen = set()
         for part in self.parts.values():
             for name, parameter in part.named_parameters():

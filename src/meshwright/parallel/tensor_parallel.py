@@ -1,10 +1,10 @@
-"""Tensor parallelism (Shoeybi et al. 2019) by PyTorch's DTensor: matrix products are sharded over the ranks of `tp`.
+"""Tensor parallelism (Shoeybi et al. 2019) with PyTorch's DTensor: matrix products are sharded over the ranks of `tp`.
 
-Optionally with sequence parallelism (Korthikanti et al. 2022): activations between the products are sharded along the
+With optional sequence parallelism (Korthikanti et al. 2022), activations between the products are sharded along the
 sequence, and each all-reduce becomes a reduce-scatter and an all-gather.
 
-The plan has the style of each module. All parameters become DTensors on the tp mesh, including replicated ones, so that
-gradient norms and optimizer state are handled uniformly.
+The plan defines the style of each module. All parameters become DTensors on the tp mesh, including replicated ones, so
+that gradient norms and optimizer state are handled uniformly.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PartialGradients(ParallelStyle):
 
 
 def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
-    """Parallelize a stage's module over the 1D mesh `mesh`, by the styles of its kinds.
+    """Parallelize a stage's module over the 1D mesh `mesh`, using the styles of its kinds.
 
     The output head returns logits as a DTensor sharded over the vocabulary; the loss is computed without gathering
     them. Modules without a style are replicated.
@@ -82,12 +82,12 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
-    for name in frozen:  # PyTorch's SequenceParallel replaces its parameters by trainable ones (2.13)
+    for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
         module.get_parameter(name).requires_grad_(False)
 
 
 def _check_paths(root: nn.Module, kind: Kind) -> None:
-    """Check that each style matches a module: PyTorch ignores unknown paths, which would lead to wrong gradients.
+    """Check that each style matches a module; PyTorch ignores unknown paths, which would cause wrong gradients.
 
     Raises:
         LayoutError: a style matches no module.
@@ -104,7 +104,7 @@ def _check_paths(root: nn.Module, kind: Kind) -> None:
 
 
 def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
-    """Return PyTorch's style for one of ours, given the placement of the residual stream."""
+    """Convert a style to PyTorch's, given the placement of the residual stream."""
     full = Replicate()
     if style.kind is StyleKind.COLUMN:
         return ColwiseParallel()
@@ -126,8 +126,8 @@ def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
 def wait_for_embeddings(module: nn.Module, plan: RunPlan, stage: Stage) -> None:
     """Make embeddings wait for their output, for compiled blocks and for stages without blocks.
 
-    Their output is a pending `AsyncCollectiveTensor`. A compiled graph that takes one loses its gradient (seen on
-    torch 2.13), and it can't be sent either. A clone waits for it, and is differentiable.
+    The output is a pending `AsyncCollectiveTensor`, which cannot be sent. A compiled graph with such an input loses its
+    gradient (seen on torch 2.13). Cloning waits for the tensor, and is differentiable.
     """
     for name in stage.before:
         for path, style in plan.kind(name).styles:

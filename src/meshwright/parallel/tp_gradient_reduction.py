@@ -1,6 +1,6 @@
-"""Reduction of gradients over `tp`: norms and other replicated parameters under sequence parallelism.
+"""Reduce gradients over `tp`, for norms and other replicated parameters under sequence parallelism.
 
-The plan says which gradients are partial over `tp`; [Note: partial gradients] in `plan.verify` has the rule.
+The plan lists the gradients that are partial over `tp`; [Note: partial gradients] in `plan.verify` states the rule.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from meshwright.mesh.local_shards import to_local
 def sync_partial_gradients(model: nn.Module) -> None:
     """Redistribute each gradient to its parameter's placements, after the last backward.
 
-    Under sequence parallelism a norm's weight is replicated, but its gradient covers only the rank's tokens and is
-    partial. FSDP2 reduces such gradients itself; without FSDP2 nothing does, and the loss still looks fine.
+    Under sequence parallelism, a norm's weight is replicated, but its gradient covers only the rank's tokens and is
+    partial. FSDP2 reduces such gradients itself. Without FSDP2 nothing else would, and the loss would still look fine.
     """
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -32,8 +32,8 @@ def sync_partial_gradients(model: nn.Module) -> None:
 def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average the gradients of each parameter that is replicated over `tp`.
 
-    A codec's rounding depends on neighbouring elements, which belong to different shards on different TP ranks. So if
-    gradients or weights are compressed, replicas get different gradients, and would drift apart without this.
+    A codec's rounding depends on neighbouring elements, which belong to different shards on different TP ranks. With
+    compressed gradients or weights, replicas therefore get different gradients and would drift apart.
 
     Args:
         model: model with reduced gradients.

@@ -91,7 +91,7 @@ class Compression:
             comm.follow_loss_scale(loss_scale)
 
     def sent(self) -> SentBytes:
-        """Return the bytes that this rank has sent since the start."""
+        """Return the number of bytes that this rank has sent since the start."""
         counts = [comm.sent for comm in self._reductions.values()]
         counts += [comm.sent for comm in self._all_gathers.values()]
         return sum(counts, SentBytes())

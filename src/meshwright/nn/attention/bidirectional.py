@@ -1,7 +1,7 @@
 """Bidirectional multi-head self-attention with biases, as in a vision transformer (Dosovitskiy et al. 2021).
 
-The key projection has no bias: it would add a constant to all scores of a query, which the softmax cancels. Its
-gradient would be pure rounding error, different on every layout, which Adam would amplify to full-sized updates.
+The key projection has no bias: a bias would add a constant to all scores of a query, which the softmax cancels. Its
+gradient would be pure rounding error that differs between layouts, and Adam would amplify it to full-sized updates.
 
 Shapes: b batch, t time, d model width, n heads, h head_dim.
 """

@@ -27,7 +27,7 @@ class CausalAttention(nn.Module):
         self.wo = Linear(num_heads * head_dim, dim)
 
     def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-        """Let each position attend to itself and earlier ones; [b, t, d] to [b, t, d]."""
+        """Attend from each position to itself and earlier ones; maps [b, t, d] to [b, t, d]."""
         q_btnh, k_btnh, v_btnh = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q_btnh, k_btnh = apply_rotary_emb(q_btnh, cos_th, sin_th), apply_rotary_emb(k_btnh, cos_th, sin_th)
         out_bnth = F.scaled_dot_product_attention(

@@ -29,7 +29,7 @@ def rope_tables(
     seq_len: int, head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines of the rotation angles, each [t, h/2], in float64 if `dtype` is, else in float32."""
-    # At least float32, as in Hugging Face's models; float64 is kept for numerical proofs.
+    # At least float32, as in Hugging Face's models; float64 is kept for numerical tests.
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     dims = torch.arange(0, head_dim, 2, device=device, dtype=exact) / head_dim
     freqs = 1.0 / theta**dims
