@@ -296,7 +296,7 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """Parse a TOML value; text that isn't valid TOML is a string, so paths and names need no quotes. `none` unsets a key.
+    """Parse a TOML value; text that isn't valid TOML is a string, so names need no quotes. `none` unsets a key.
 
     Values of string keys are always strings, even if TOML would parse them as another type: `data.source=2024` is a
     file name.
