@@ -92,5 +92,5 @@ class Cluster:
     between_nodes: Link
 
     def link(self, num_devices: int) -> Link:
-        """Return the slowest link within a group of `num_devices` consecutive devices that starts at a node boundary."""
+        """Return the slowest link within `num_devices` consecutive devices, starting at a node boundary."""
         return self.inside_node if num_devices <= self.devices_per_node else self.between_nodes

@@ -33,8 +33,8 @@ MAX_COMPLETIONS = 3
 
 
 Rules = Callable[[RunConfig, int | None], Iterator[Violation]]
-"""Callable that yields the violations of a run, given the number of ranks started by a launcher, or None. Only the first
-violation is reliable, since later rules assume that earlier ones hold."""
+"""Callable that yields the violations of a run, given the number of ranks started by a launcher, or None. Only the
+first violation is reliable, since later rules assume that earlier ones hold."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, rules: Rules | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Configuration schema: sections and keys with types, defaults and descriptions. Families add `model` and more sections.
+"""Configuration schema: sections, keys, types, defaults and descriptions. Families add `model` and other sections.
 
 Frozen pydantic models that reject unknown keys. Each key is documented once, in its description; `docs/config.md` is
 generated from these. `rules` contains the cross-section rules, and `load` reads files and command lines.
