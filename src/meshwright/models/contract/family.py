@@ -105,8 +105,8 @@ class Family(ABC):
 
     @abstractmethod
     def open_data(self, f: RunFacts) -> TrainingData:
-        """Open the training data and check it against the model, without importing torch if possible, because errors are
-        raised before processes start.
+        """Open the training data and check it against the model, if possible without importing torch: errors are raised
+        before processes start.
 
         Raises:
             DataError: the data is missing, too small, or does not fit the model.

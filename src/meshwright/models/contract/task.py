@@ -73,7 +73,7 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, samples: range) -> Batch:
-        """Return a batch of the given samples in order; numbering starts at the start of the run and spans all ranks."""
+        """Return a batch of the given samples, in order; numbering begins with the run and spans all ranks."""
 
     @abstractmethod
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:

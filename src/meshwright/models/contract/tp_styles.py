@@ -39,8 +39,8 @@ class Style:
     num_inputs: int = 1
     """Number of positional inputs of a gathering module; only the first is from the stream."""
     kept: bool = True
-    """Whether the backward needs the output of a row-parallel layer. If it does not need that of the last layer,
-    recomputation stops before this layer."""
+    """Whether the backward needs the output of a row-parallel layer. Recomputation stops before the last layer whose
+    output it doesn't need."""
 
 
 COLUMN, ROW, VOCABULARY = Style(StyleKind.COLUMN), Style(StyleKind.ROW), Style(StyleKind.VOCABULARY)
