@@ -1,1 +1,1 @@
-"""Hardware descriptions: devices, the links between them, and cluster presets."""
+"""Hardware descriptions: devices, links between them, and cluster presets."""

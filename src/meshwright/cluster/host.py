@@ -14,7 +14,7 @@ def num_cores() -> int:
 
 
 def host_memory_bytes() -> int | None:
-    """Return memory plus swap of this machine, or the container's limit if lower; None if it can't be read."""
+    """Return this machine's memory plus swap, or the container's limit if lower; None if unavailable."""
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     except OSError:
@@ -27,5 +27,5 @@ def host_memory_bytes() -> int | None:
 def _limit(path: Path) -> int | None:
     try:
         return int(path.read_text("ascii"))
-    except (OSError, ValueError):  # no limit: the file is missing or says `max`
+    except (OSError, ValueError):  # no limit: the file is missing or contains `max`
         return None

@@ -1,4 +1,4 @@
-"""Cluster presets by name, read from `presets.toml` with the source of each figure."""
+"""Cluster presets by name, read from `presets.toml`, which cites a source for each figure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.units import GIB
 
 
 def preset_names() -> list[str]:
-    """Return the preset names that `cluster_preset` accepts, in the file's order."""
+    """Return the names accepted by `cluster_preset`, in file order."""
     return list(_read()["clusters"])
 
 
 def cluster_preset(name: str) -> Cluster:
-    """Return the cluster preset of this name, ignoring case.
+    """Return the cluster preset with this name, ignoring case.
 
     Raises:
         ConfigError: the preset is unknown.
@@ -44,9 +44,9 @@ def cluster_preset(name: str) -> Cluster:
 
 
 def device_for(cuda_name: str) -> Device | None:
-    """Return the device for a name from `torch.cuda.get_device_name`, such as `NVIDIA H200`; None if no preset has it.
+    """Return the device for a `torch.cuda.get_device_name` such as `NVIDIA H200`, or None if no preset has it.
 
-    Names must match exactly: variants (PCIe, NVL, a MIG slice) have different rates but share a prefix.
+    Names must match exactly, because variants (PCIe, NVL, MIG slices) share a prefix but have different rates.
     """
     short = cuda_name.removeprefix("NVIDIA ")
     for table in _read()["clusters"].values():

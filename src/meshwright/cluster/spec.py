@@ -1,7 +1,7 @@
-"""Description of a cluster: a device, the links that connect devices, and the number of devices per node.
+"""Specification of a cluster: the device, the links between devices, and the number of devices per node.
 
-Peak rates are the vendor's figures for dense operands; the fraction that kernels reach is a matter of calibration, not
-of this file. All quantities are per device: a link's bandwidth is that of one device in one direction.
+Peak rates are the vendor's figures for dense operands; the fraction that kernels achieve is determined by calibration,
+not here. All quantities are per device: a link's bandwidth is that of one device in one direction.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Rate(StrEnum):
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU process.
+    """An accelerator, or a CPU process.
 
     Attributes:
         peak_flops: dense floating-point operations per second, by number format.
-        memory_bytes: memory as rounded by the data sheet; CUDA reports one or two percent less.
+        memory_bytes: memory capacity as rounded in the data sheet; CUDA reports one or two percent less.
         memory_bandwidth_bytes_per_s: total of reads and writes.
-        launch_overhead_us: time between kernel launches when the host is the bottleneck.
+        launch_overhead_us: time between kernel launches if the host is the bottleneck.
         source: source of the figures.
     """
 
@@ -64,9 +64,9 @@ class Link:
     """A link between devices; a message takes `latency_us + bytes / bandwidth`.
 
     Attributes:
-        bandwidth_bytes_per_s: of one port, in one direction.
-        ports: number of concurrent transfers to different devices, each at full bandwidth. A switch that spreads
-            each transfer over all lanes of a device counts as one port.
+        bandwidth_bytes_per_s: bandwidth of one port in one direction.
+        ports: number of concurrent transfers to different devices at full bandwidth each. A switch that spreads each
+            transfer over all of a device's lanes counts as one port.
         source: source of the figures.
     """
 
@@ -77,13 +77,13 @@ class Link:
     source: str
 
     def time_us(self, num_bytes: float) -> float:
-        """Return the time of one message through one port."""
+        """Return the transfer time of one message through one port."""
         return self.latency_us + num_bytes / self.bandwidth_bytes_per_s * 1e6
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of identical nodes. A node is the domain of the fast link: a server or an entire rack."""
+    """A cluster of identical nodes. A node is the domain of the fast link, such as a server or an entire rack."""
 
     name: str
     device: Device
@@ -92,6 +92,5 @@ class Cluster:
     between_nodes: Link
 
     def link(self, num_devices: int) -> Link:
-        """Return the slowest link used by a group of `num_devices` consecutive devices starting at the first of a
-        node."""
+        """Return the slowest link within `num_devices` consecutive devices, starting at a node boundary."""
         return self.inside_node if num_devices <= self.devices_per_node else self.between_nodes

@@ -1,9 +1,9 @@
-"""Rules that cross sections: axes against ranks, heads against tp, batch arithmetic.
+"""Cross-section rules: axes against ranks, heads against tp, batch arithmetic.
 
-All are checked in one place, before any process starts. Each violation says what is wrong, where it was set, the rule,
-and a fix that works; nothing is changed silently to satisfy a rule.
+All rules are checked in one place before any process starts. Each violation includes the problem, where the key was
+set, the rule and a working fix. No value is silently changed to satisfy a rule.
 
-Suggested fixes that would violate another rule are left out of the error.
+Suggested fixes that would violate another rule are omitted from the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.settings.nearby_sizes import round_up
 from meshwright.settings.violation import Fix, Violation, format_fix, format_value
 
 Origins = Mapping[str, str]
-"""Origin of each key (`command line`, a file, `preset llama-tiny`), by dotted key."""
+"""Origin of each dotted key: `command line`, a file, `preset llama-tiny`."""
 
 FREEZE = "train.freeze"
 UNAVAILABLE = ("mesh.cp", "mesh.ep")
@@ -33,8 +33,8 @@ MAX_COMPLETIONS = 3
 
 
 Rules = Callable[[RunConfig, int | None], Iterator[Violation]]
-"""Callable that yields the violations of a run, given the number of ranks that a launcher started, or None. Only the
-first violation is reliable: later rules assume that earlier ones hold."""
+"""Callable that yields the violations of a run, given the number of ranks started by a launcher, or None. Only the
+first violation is reliable, since later rules assume that earlier ones hold."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, rules: Rules | None = None) -> None:
@@ -43,11 +43,11 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, 
     Args:
         config: configuration of the run.
         origins: where each key was set, for error messages.
-        num_ranks: number of ranks that a launcher such as torchrun started; None if Meshwright starts them.
-        rules: rules to check; by default those of this file.
+        num_ranks: number of ranks started by a launcher such as torchrun; None if Meshwright starts them.
+        rules: rules to check; by default those in this file.
 
     Raises:
-        LayoutError: the mesh does not fit the model, the batch or the number of ranks.
+        LayoutError: the mesh does not fit the model, batch or number of ranks.
         ConfigError: keys contradict each other, or one has no effect.
     """
     search = _FixSearch(num_ranks, rules or violations)
@@ -68,7 +68,7 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, 
 
 
 def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
-    """Yield violations of the configuration alone; `plan.rules` adds those of the plan derived from it."""
+    """Yield violations that can be found from the configuration alone; `plan.rules` adds those that need the plan."""
     yield from _unavailable(config)
     family_violations = list(config.family.rules(run_facts(config)))
     yield from (one for one in family_violations if one.key != FREEZE)
@@ -85,13 +85,13 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
 
 
 def repair(config: RunConfig, num_ranks: int | None, rules: Rules | None = None) -> Fix | None:
-    """Return keys to set so that no rule is violated (empty if none is); None if no such fix was found."""
+    """Return keys to set so that no rule is violated (empty if none is), or None if no such fix was found."""
     return _FixSearch(num_ranks, rules or violations).complete(config, {})
 
 
 @dataclass(frozen=True)
 class _FixSearch:
-    """Search for fixes that violate no other rule."""
+    """Search for fixes that do not violate other rules."""
 
     num_ranks: int | None
     rules: Rules
@@ -104,7 +104,7 @@ class _FixSearch:
         violation = self.first_violation(config.with_keys(fix))
         if violation is None:
             return fix
-        # Keys that this fix already sets stay fixed, or the search would cycle.
+        # Keep keys already set by this fix, or the search would cycle.
         more = (other for other in violation.fixes if depth and not other.keys() & fix.keys())
         found = (self.complete(config, {**fix, **other}, depth=depth - 1) for other in islice(more, MAX_FIXES))
         return next(filter(None, found), None)
@@ -115,7 +115,7 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
         axis = key.removeprefix("mesh.")
         size = getattr(config.mesh, axis)
         if size > 1:
-            # ep's ranks are part of dp_shard already; cp's can be moved to dp_shard.
+            # ep's ranks are already part of dp_shard; cp's can be moved there.
             fixes: list[Fix] = [{f"mesh.{axis}": 1}]
             if axis == "cp":
                 fixes.insert(0, {**fixes[0], "mesh.dp_shard": config.mesh.dp_shard * size})
@@ -129,7 +129,7 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
 
 
 def _model_description(config: RunConfig) -> Iterator[Violation]:
-    """Reject model descriptions that can't be parallelized: unsupported ties, and under tp, parameters of modules with
+    """Reject models that can't be parallelized: unsupported ties and, under tp, modules with both parameters and
     submodules."""
     facts, where = model_facts(config), "model.kind"
     first = {kind.full_name(p.name, None) for kind in facts.first for p in kind.parameters}
@@ -151,8 +151,7 @@ def _model_description(config: RunConfig) -> Iterator[Violation]:
 
 
 def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
-    """Check that the stream between blocks has a dim that sequence parallelism can shard evenly; families need no rule
-    for it."""
+    """Check that sequence parallelism can shard the stream between blocks evenly, so families need no rule for this."""
     edge, tp, key = model_facts(config).edge, config.mesh.tp, "mesh.sequence_parallel"
     if tp == 1 or not config.mesh.sequence_parallel:
         return
@@ -170,7 +169,7 @@ def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
 
 
 def _freeze_globs(config: RunConfig) -> Iterator[Violation]:
-    """Reject globs that match no parameter, and a configuration that freezes all parameters."""
+    """Reject globs that match no parameter, and globs that freeze all parameters."""
     names, globs = model_facts(config).parameter_names(), config.train.freeze
     for glob in globs:
         if not fnmatch.filter(names, glob):
@@ -248,7 +247,7 @@ def _schedule(config: RunConfig) -> Iterator[Violation]:
 
 
 def _unread_keys(config: RunConfig) -> Iterator[Violation]:
-    """Reject keys that the family does not read, unless they have their default value, as in files of saved runs."""
+    """Reject keys not read by the family, except at their default values, as in files of saved runs."""
     for key, purpose in model_facts(config).unread.items():
         section_name, name = key.split(".")
         section = getattr(config, section_name)

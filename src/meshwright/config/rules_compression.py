@@ -1,4 +1,4 @@
-"""Rules for compressed gradients and weights: dtypes that codecs support, secondary shards, and ranks per node."""
+"""Rules for compressed gradients and weights: dtypes supported by codecs, secondary shards, and ranks per node."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def lossy_keys(config: RunConfig) -> list[str]:
 
 
 def lossless_value(key: str) -> str:
-    """Return the lossless value of `key`, one of `lossy_keys`."""
+    """Return the lossless value for one of the keys from `lossy_keys`."""
     return lossless_names(Use(key.removeprefix("comm.")))[-1]
 
 
 def no_effect_notes(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each setting of `comm` that has no effect because no rank sends such bytes."""
+    """Yield a message for each `comm` setting that has no effect, because no rank communicates such data."""
     comm, mesh = config.comm, config.mesh
     if comm.gradients != EXACT and mesh.axes().data_parallel() == 1:
         yield f"comm.gradients = {comm.gradients} has no effect: dp_replicate = dp_shard = 1, so none are reduced"

@@ -1,4 +1,4 @@
-"""Rules for values that must not underflow in the compute dtype."""
+"""Rules against underflow in the compute dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError
 from meshwright.settings.violation import Violation
 
 SMALLEST_FLOAT32 = 2.0**-126
-"""The smallest normal float32; devices may flush subnormal numbers to zero."""
+"""Smallest normal float32; devices may flush subnormal numbers to zero."""
 
 
 def precision_violations(config: RunConfig) -> Iterator[Violation]:

@@ -1,7 +1,7 @@
-"""Sections and keys of the configuration with types, defaults and meaning; a family adds `model` and further sections.
+"""Configuration schema: sections, keys, types, defaults and descriptions. Families add `model` and other sections.
 
-Frozen pydantic models that reject unknown keys. The meaning of a key is documented once, in its description, from which
-`docs/config.md` is generated. `rules` has the cross-section rules, `load` reads files and command lines.
+Frozen pydantic models that reject unknown keys. Each key is documented once, in its description; `docs/config.md` is
+generated from these. `rules` contains the cross-section rules, and `load` reads files and command lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DataConfig(Section):
 
 
 class MeshConfig(Section):
-    """Sizes of the mesh axes and options of the parallelism over them."""
+    """Mesh axis sizes and parallelism options."""
 
     pp: int = Field(1, ge=1, description="pipeline-parallel size: ranks that the layers are split over")
     dp_replicate: int = Field(1, ge=1, description="number of replicas of the sharded model (HSDP)")
@@ -53,12 +53,12 @@ class MeshConfig(Section):
     )
 
     def axes(self) -> Axes:
-        """Return the mesh axes as a value."""
+        """Return the mesh axes."""
         return Axes(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
 
 
 class TrainConfig(Section):
-    """Training loop, optimizer, precision and validation."""
+    """Training loop, optimizer, precision and validation settings."""
 
     steps: int = Field(500, ge=1, description="optimizer steps")
     global_batch: int = Field(32, ge=1, description="samples per step, over all ranks")
@@ -107,7 +107,7 @@ class TrainConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Split of the layers over mesh.pp ranks, and the schedule of the micro-batches."""
+    """Split of the layers over mesh.pp ranks, and the micro-batch schedule."""
 
     schedule: str = Field(
         "auto",
@@ -126,7 +126,7 @@ class PipelineConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activation recomputation (checkpointing)."""
+    """Activation recomputation (activation checkpointing)."""
 
     policy: Literal["none", "full"] = Field("none", description="none, or full: each block saves only its input")
 
@@ -166,7 +166,7 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """Configuration of a run.
 
-    `run_type` creates the subclass with a family's sections.
+    `run_type` creates a subclass with the family's sections.
     """
 
     name: str = Field(
@@ -185,15 +185,15 @@ class RunConfig(Section):
 
     @property
     def family(self) -> Family:
-        """The family of the model."""
+        """Family of the model."""
         return find_family(self.model.kind)
 
     def family_sections(self) -> dict[str, Section]:
-        """Return the sections that the family adds, by name."""
+        """Return the sections added by the family, by name."""
         return {name: getattr(self, name) for name in self.family.sections}
 
     def with_keys(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy with some dotted keys replaced, without validation."""
+        """Return a copy with the given dotted keys replaced, without validation."""
         sections: dict[str, Any] = {}
         for key, value in values.items():
             section, name = key.split(".")
@@ -201,19 +201,19 @@ class RunConfig(Section):
         return self.model_copy(update=sections)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The type is created at run time, so pickle can't find it by name.
+        # The class is created at run time, so pickle can't find it by name.
         return _restored, (self.model.kind, self.model_dump_json())
 
 
 @cache
 def run_type(kind: str) -> type[RunConfig]:
-    """Return the configuration type of a family's runs, with the family's own sections.
+    """Return the `RunConfig` subclass for a family, with the family's own sections.
 
     Raises:
         ConfigError: the family is unknown.
     """
     fields: dict[str, Any] = {
-        # The kind's name of a family from outside is known only here.
+        # An external family's section does not know the name it was selected by.
         name: (section, section(kind=kind) if issubclass(section, ModelSection) else section())
         for name, section in find_family(kind).sections.items()
     }
@@ -225,4 +225,4 @@ def _restored(kind: str, text: str) -> RunConfig:
 
 
 PLANNED_SECTIONS = ("capture", "attention")
-"""Sections of features that are not implemented yet, for a better error than `unknown key`."""
+"""Sections for features that are not implemented yet, to give a better error than `unknown key`."""

@@ -74,7 +74,7 @@ def from_json(text: str, *, where: str) -> RunPlan:
     """Parse a plan written by `to_json` without verifying it.
 
     Args:
-                text: contents of the file.
+        text: contents of the file.
         where: path of the file, for errors.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Base classes of configuration sections, and rule violations, used by the run's own keys and by model families."""
+"""Base classes for configuration sections, and rule violations; used by the run's own keys and by model families."""

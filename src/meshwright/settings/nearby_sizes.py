@@ -1,12 +1,12 @@
-"""Candidate sizes near a requested one, which rules suggest as fixes."""
+"""Find valid sizes near a requested one, which rules suggest as fixes."""
 
 from __future__ import annotations
 
 import math
 
 MAX_DIVISOR = 1 << 16
-"""Upper bound of the divisors searched: no mesh or model has more ranks or heads, and a full search of large sizes
-would take hours."""
+"""Largest divisor searched: no mesh or model has more ranks or heads, and an exhaustive search for large sizes would
+take hours."""
 
 
 def divisors(count: int) -> list[int]:

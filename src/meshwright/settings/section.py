@@ -1,4 +1,4 @@
-"""Base class of configuration sections, a frozen pydantic model that rejects unknown keys, and types of keys."""
+"""Base classes for configuration sections, and custom key types."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Immutable section of the configuration that rejects unknown keys. The meaning of a key is documented in its
-    description."""
+    """Immutable configuration section that rejects unknown keys. Keys are documented in their descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
-    """Base class of a family's section `model`; all keys of a subclass must have defaults."""
+    """Base class of a family's `model` section; all keys of a subclass must have defaults."""
 
     kind: str = Field(description="family: a built-in one, or package.module:Family for your own")
 
@@ -36,7 +35,7 @@ Names = Annotated[
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the section types in a key's annotation, including those inside an optional."""
+    """Return the section types in a key's annotation, including optional ones."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for inner in get_args(annotation) for section in sections_in(inner)]

@@ -1,4 +1,4 @@
-"""Rule violations and the key settings that fix them."""
+"""Rule violations and the settings that fix them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Violation:
     kind: type[InputError]
     what: str
     key: str
-    """The dotted key at fault."""
+    """Dotted key at fault."""
     rule: str
     fixes: Sequence[Fix]
-    """Suggested fixes, best first; those that would violate another rule are left out of the error."""
+    """Suggested fixes, best first; those that would violate another rule are omitted from the error."""
     otherwise: str = ""
-    """A fix other than setting keys."""
+    """Alternative fix that does not involve setting keys."""
 
 
 def format_fix(fix: Fix) -> str:
@@ -35,7 +35,7 @@ def format_fix(fix: Fix) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in a command-line override."""
+    """Format a value for a command-line override."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

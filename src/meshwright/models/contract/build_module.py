@@ -16,7 +16,7 @@ from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 
 
 def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | None = None) -> nn.Module:
-    """Build the model, or a pipeline stage's part of it, on the meta device with parameters of `dtype`.
+    """Build the model or one pipeline stage on the meta device, with parameters of `dtype`.
 
     Raises:
         ConfigError: the module does not match the family's description.
@@ -38,8 +38,8 @@ def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | 
 
 
 def _cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point tensors of a module to `dtype`, and complex buffers to the matching complex dtype:
-    `Module.to` would make them real."""
+    """Cast a module's floating-point tensors to `dtype`, and complex buffers to the matching complex dtype, which
+    `Module.to` would make real."""
     of_complex = {name: buffer for name, buffer in module.named_buffers() if buffer.is_complex()}
     for name in of_complex:
         _set_buffer(module, name, torch.empty(0, device="meta"))
@@ -83,7 +83,7 @@ def _mismatches(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[st
 
 
 def _auxiliary(module: nn.Module, held: list[tuple[KindFacts, int | None]]) -> Iterator[str]:
-    """Yield differences in auxiliary losses: per block, and of all ends together."""
+    """Yield a message for each difference in auxiliary losses, per block and for all ends together."""
     due = {kind.full_name("", layer): {one.name for one in kind.auxiliary} for kind, layer in held if layer is not None}
     ends = {one.name for kind, layer in held if layer is None for one in kind.auxiliary}
     built: dict[str, set[str]] = {}
@@ -110,10 +110,10 @@ def _shape_mismatches(
 
 
 def tie_parameters(module: nn.Module, facts: ModelFacts) -> None:
-    """Tie parameters that the family declares as tied, if both are in this part of the model.
+    """Tie parameters that the family declares as tied, if both are in this module.
 
-    Code that replaces parameters (converts them to DTensor, moves them off the meta device) breaks ties and must call
-    this again.
+    Replacing parameters (by converting to DTensor or moving off the meta device) breaks ties; call this again
+    afterwards.
     """
     for name, target in _ties(facts):
         owner, _, last = name.rpartition(".")

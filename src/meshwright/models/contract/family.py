@@ -1,7 +1,7 @@
-"""Interface of a model family, and lookup of families by name. Doesn't import torch.
+"""Model family interface, and lookup of families by name. Doesn't import torch.
 
-A built-in family is a folder of `models/` with a file `family.py`; an external one is selected by `model.kind =
-"package.module:Name"`. No other code in Meshwright names a family, so adding one needs no edit here.
+A built-in family is a folder in `models/` with a `family.py`; an external one is selected by `model.kind =
+"package.module:Name"`. No other code in Meshwright refers to a family by name, so adding one requires no edits here.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ OUTSIDE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class TrainingData(Protocol):
-    """Training data of a family, opened and validated."""
+    """Opened and validated training data of a family."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that determines the samples: a run resumes only on the same data."""
+        """Hash of everything that determines the samples; a run resumes only on the same data."""
 
     @property
     def description(self) -> str:
@@ -54,27 +54,27 @@ class OtherWeights(Protocol):
     description: str
     """Human-readable name of the format."""
     model_type: str
-    """The `model_type` in the format's config.json."""
+    """Value of `model_type` in the format's config.json."""
 
     def export(self, checkpoint: Path, out: Path) -> Any:
-        """Export a checkpoint's weights to a directory in that format."""
+        """Export a checkpoint's weights to a directory in this format."""
 
     def load(self, source: Path, root: Path) -> Any:
-        """Import such a directory as a checkpoint of step 0."""
+        """Import a directory in this format as a checkpoint at step 0."""
 
 
 class Family(ABC):
-    """Interface between a kind of model and the rest of Meshwright. Instances hold no state of a run."""
+    """Interface between a kind of model and the rest of Meshwright. Instances hold no per-run state."""
 
     sections: ClassVar[Mapping[str, type[Section]]]
     """Configuration sections that the family defines, by name: `model` and any others it needs."""
     proof: ClassVar[Mapping[str, Any]] = {}
-    """Keys that `prove` overrides: those whose defaults make all gradients of the first step zero."""
+    """Overrides applied by `prove`, for keys whose defaults make all gradients of the first step zero."""
     decides_samples: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Keys, by section, that determine the samples of a step: a resumed run must keep their values."""
+    """Keys by section that determine the samples of a step; a resumed run must keep their values."""
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Yield violations of the rules for the family's sections and for tensor parallelism."""
+        """Yield violations of the family's rules, for its sections and for tensor parallelism."""
         return ()
 
     @abstractmethod
@@ -83,31 +83,30 @@ class Family(ABC):
 
     @abstractmethod
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """Return tensor-parallel styles by kind and by module path inside it, in the order in which they are
-        applied."""
+        """Return tensor-parallel styles by kind and module path, in the order they are applied."""
 
     @abstractmethod
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """Build the model or a stage's part of it as a plain module on the meta device, with the full model's parameter
+        """Build the full model or one stage as a plain module on the meta device, using the full model's parameter
         names."""
 
     @abstractmethod
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Return the initial values of a parameter or buffer, by its name in the full model."""
+        """Return the initial values of a parameter or buffer, given its name in the full model."""
 
     def other_weights(self) -> OtherWeights | None:
-        """Return import and export for an external weight format, or None."""
+        """Return the importer and exporter for an external weight format, or None."""
         return None
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
-        """Run a stage's forward: from the model's inputs or the previous stage's output to the stage's output."""
+        """Run a stage's forward; `inputs` are the model's inputs or the previous stage's output."""
         out: Tensor = module(inputs, *batch.conditions)
         return out
 
     @abstractmethod
     def open_data(self, f: RunFacts) -> TrainingData:
-        """Open the training data and check it against the model, without torch if possible: errors are raised before
-        processes start.
+        """Open the training data and check it against the model, if possible without importing torch: errors are raised
+        before processes start.
 
         Raises:
             DataError: the data is missing, too small, or does not fit the model.
@@ -115,7 +114,7 @@ class Family(ABC):
 
     @abstractmethod
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """Return the training task of this rank; `data` is the value returned by `open_data`."""
+        """Return this rank's training task; `data` is the return value of `open_data`."""
 
     @abstractmethod
     def reference(self, f: RunFacts, data: Any) -> Reference:
@@ -135,7 +134,7 @@ def _has_family(folder: Path) -> bool:
 
 @cache
 def find_family(kind: str) -> Family:
-    """Return the family of this name.
+    """Return the family with this name.
 
     Args:
         kind: name of a built-in family, or `package.module:Name` of a `Family` subclass or instance.

@@ -1,4 +1,4 @@
-"""Initial values of a parameter or a buffer. Doesn't import torch."""
+"""Initializers for parameters and buffers, as values. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Normal:
-    """Samples of N(0, std²) that depend only on the seed, the name and the position, so they are the same on every
-    layout."""
+    """Samples of N(0, std²) that depend only on the seed, name and position, so they are the same on every layout."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant fill value."""
+    """A constant value."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Values computed by a function that returns the full tensor on the CPU: rotary frequencies, tables."""
+    """Values computed by a function that returns the full tensor on the CPU, such as rotary frequencies."""
 
     compute: Callable[[], Tensor]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossUnit:
-    """Unit that a loss is displayed in."""
+    """Unit in which a loss is displayed."""
 
     name: str
     scale: float = 1.0

@@ -1,8 +1,8 @@
-"""Description of a model: parameters and buffers by kind of block or end, and counts derived from them. Doesn't import
+"""Model descriptions: parameters and buffers by kind of block or end, and counts derived from them. Doesn't import
 torch.
 
-A family returns these values from `describe`. The plan derives memory, traffic, FSDP units, pipeline stages and
-reductions from them; no other code knows the structure of a model. Tests compare descriptions with real modules.
+A family returns a description from `describe`. The plan derives memory, traffic, FSDP units, pipeline stages and
+reductions from it; no other code knows a model's structure. Tests compare descriptions with real modules.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ParameterFacts:
     """A parameter of a kind of block or end."""
 
     name: str
-    """Name inside the kind, e.g. `attention.wq.weight`."""
+    """Name relative to the kind, e.g. `attention.wq.weight`."""
     shape: tuple[int, ...]
     role: Role = Role.MATRIX
     tied_to: str | None = None
-    """Name in the full model of the parameter of another kind that this one is tied to, e.g. for an output head."""
+    """Full-model name of the parameter of another kind to which this one is tied, e.g. for an output head."""
 
 
 def linear(
@@ -51,7 +51,7 @@ def linear(
 
 
 def vectors(size: int, *names: str) -> tuple[ParameterFacts, ...]:
-    """Return 1-D parameters: weights and biases of norms, and other vectors."""
+    """Return 1-D parameters, such as weights and biases of norms."""
     return tuple(ParameterFacts(name, (size,), Role.VECTOR) for name in names)
 
 
@@ -62,58 +62,58 @@ class BufferFacts:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Dtype by its PyTorch name: `float32`, `int64`."""
+    """PyTorch name of the dtype: `float32`, `int64`."""
     saved: bool = True
-    """Saved in checkpoints; other buffers are recomputed by `Family.initial`."""
+    """Whether to save it in checkpoints; other buffers are recomputed by `Family.initial`."""
     updated: bool = False
-    """Updated by a `nn.stepwise.StepBuffer`: summed once per step over micro-batches and ranks."""
+    """Whether a `nn.stepwise.StepBuffer` updates it: summed once per step over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Elements per token that a block's forward saves for its backward, by how tensor parallelism shards them."""
+    """Elements per token saved for a block's backward, grouped by how tensor parallelism shards them."""
 
     full: float = 0.0
     """Replicated on all tp ranks."""
     stream: float = 0.0
-    """Sharded like the stream between blocks: over tp under sequence parallelism, else replicated."""
+    """Sharded like the stream between blocks: over tp with sequence parallelism, otherwise replicated."""
     divided: float = 0.0
-    """Sharded over tp, as attention heads and feed-forward columns are."""
+    """Sharded over tp, like attention heads and feed-forward columns."""
 
     def elements(self, *, tp: int, stream: float) -> float:
-        """Return the elements per token on one rank; `stream` is the fraction of the stream that it holds."""
+        """Return the elements per token on one rank, which holds the fraction `stream` of the stream."""
         return self.full + self.stream * stream + self.divided / tp
 
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A loss computed inside a block and added to the task's loss: a mean over samples (scope *sample*)."""
+    """A loss computed inside a block and added to the task's loss, averaged over samples (scope *sample*)."""
 
     name: str
     weight: float
     on_stream: bool = False
-    """Summed over tokens of the stream, so it is partial over tp under sequence parallelism."""
+    """Whether it is summed over tokens of the stream and therefore partial over tp with sequence parallelism."""
 
 
 @dataclass(frozen=True)
 class KindFacts:
-    """A kind of identical blocks, or an end: modules before the blocks, after them, or on every stage."""
+    """A kind of identical blocks, or an end, i.e. modules before or after the blocks or on every stage."""
 
     name: str
     path: str
-    """Path of its modules in the full model: `blocks.{layer}`; empty for an end."""
+    """Module path in the full model, such as `blocks.{layer}`; empty for an end."""
     parameters: tuple[ParameterFacts, ...]
     buffers: tuple[BufferFacts, ...] = ()
     saved: Saved = Saved()
     output: float = 0.0
-    """Elements per token of an output that a loss is computed on; it is stored together with its gradient."""
+    """Elements per token of an output on which a loss is computed; it is stored together with its gradient."""
     output_divided: bool = False
-    """The output is sharded over tp."""
+    """Whether the output is sharded over tp."""
     flops: float = 0.0
     """Forward floating-point operations per token."""
     unit: tuple[str, ...] = ()
-    """Modules of an end that form an FSDP unit of their own if their largest matrix has more elements than a block: a
-    vocabulary's embedding or head, which is worth a separate collective."""
+    """Modules of an end, such as an embedding or head, that form a separate FSDP unit if their largest matrix has more
+    elements than a block and is therefore worth a separate collective."""
     auxiliary: tuple[AuxiliaryLoss, ...] = ()
 
     @cached_property
@@ -122,20 +122,20 @@ class KindFacts:
         return sum(prod(parameter.shape) for parameter in self.parameters)
 
     def full_name(self, name: str, layer: int | None) -> str:
-        """Return the full-model name of a parameter, buffer or module."""
+        """Convert the name of a parameter, buffer or module to its full-model name."""
         path = self.path.format(layer=layer)
         return f"{path}.{name}" if path and name else path or name
 
 
 @dataclass(frozen=True)
 class EdgeFacts:
-    """The tensor sent between pipeline stages, for one sample."""
+    """The tensor sent between pipeline stages for one sample."""
 
     name: str
     shape: tuple[int, ...]
     """Shape without the batch dim."""
     sequence_dim: int | None = 0
-    """The dim that sequence parallelism shards; None if it does not apply."""
+    """Dim sharded by sequence parallelism; None if not applicable."""
 
 
 @dataclass(frozen=True)
@@ -145,22 +145,22 @@ class ModelFacts:
     kinds: tuple[KindFacts, ...]
     """Kinds of blocks."""
     layers: tuple[str, ...]
-    """Name of each layer's kind."""
+    """Kind of each layer, by name."""
     edge: EdgeFacts
     tokens: int
-    """Tokens per sample, for displayed batch sizes and activation memory."""
+    """Tokens per sample, used for displayed batch sizes and activation memory."""
     identity: Mapping[str, Any]
-    """Everything that determines the names, shapes and meaning of parameters: a checkpoint's identity."""
+    """Everything that determines the names, shapes and meaning of parameters, to match checkpoints."""
     first: tuple[KindFacts, ...] = ()
     """Ends on the first stage only, before its blocks."""
     every: tuple[KindFacts, ...] = ()
-    """Ends replicated on every stage, before its blocks: their gradients are summed over stages."""
+    """Ends replicated on every stage, before its blocks; their gradients are summed over stages."""
     last: tuple[KindFacts, ...] = ()
     """Ends on the last stage only, after its blocks."""
     flops_per_token: float = 0.0
     """Forward and backward floating-point operations per token."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys that the family ignores, with the models they apply to."""
+    """Configuration keys ignored by the family, with the models they apply to."""
 
     @property
     def num_layers(self) -> int:
@@ -168,7 +168,7 @@ class ModelFacts:
         return len(self.layers)
 
     def kind_of(self, layer: int) -> KindFacts:
-        """Return the kind of a layer."""
+        """Return the kind of layer `layer`."""
         return self._by_name[self.layers[layer]]
 
     @cached_property
@@ -176,8 +176,7 @@ class ModelFacts:
         return {kind.name: kind for kind in self.kinds}
 
     def held(self, layers: range, *, is_first: bool, is_last: bool) -> Iterator[tuple[KindFacts, int | None]]:
-        """Yield the kinds on a stage with these layers, with the layer of each block, in the order of the module's
-        parameters."""
+        """Yield the kinds on a stage with these layers, and the layer of each block, in module order."""
         yield from ((kind, None) for kind in (*(self.first if is_first else ()), *self.every))
         yield from ((self.kind_of(layer), layer) for layer in layers)
         yield from ((kind, None) for kind in (self.last if is_last else ()))
@@ -193,17 +192,17 @@ class ModelFacts:
         )
 
     def parameter_names(self) -> list[str]:
-        """Return the names of all parameters of the full model, each once, in module order."""
+        """Return the names of all parameters of the full model in module order, without duplicates."""
         return [name for name, _ in self._all_parameters]
 
     def num_params(self) -> int:
-        """Return the number of elements of all parameters; a tied or shared one counts once."""
+        """Return the total number of parameter elements; tied or shared parameters count once."""
         return sum(prod(shape) for _, shape in self._all_parameters)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive layers of a model, as held by a pipeline stage."""
+    """Consecutive layers of a model, held by a pipeline stage."""
 
     layers: range
     stage: int = 0
@@ -211,10 +210,10 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Holds the ends before the layers, and takes the model's inputs."""
+        """Whether the part holds the ends before the layers and takes the model's inputs."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Holds the ends after the layers, and returns the model's outputs."""
+        """Whether the part holds the ends after the layers and returns the model's outputs."""
         return self.stage == self.num_stages - 1

@@ -1,4 +1,4 @@
-"""Facts of a run that a family gets: its own sections, the mesh, lengths and dtype names. Doesn't import torch."""
+"""Run settings passed to a family: its own sections, the mesh, lengths and dtype names. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Source of the samples, from the section `data`."""
+    """Source of the samples, from the `data` section."""
 
     source: str
     tokenizer: str
@@ -24,10 +24,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that a family may depend on."""
+    """Settings of a run that a family may depend on."""
 
     sections: Mapping[str, Section]
-    """The family's own sections, by name, including `model`."""
+    """The family's own sections by name, including `model`."""
     axes: Axes
     sequence_parallel: bool
     seq_len: int

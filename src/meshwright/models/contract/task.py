@@ -1,5 +1,4 @@
-"""Interface of a training task on one rank: batches, loss and validation, and the forward passes that it may
-request."""
+"""Interface of a training task on one rank: batches, loss and validation, and forward passes available to the task."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from meshwright.models.contract.loss_unit import LossUnit
 
 
 class Batch(Protocol):
-    """A micro-batch. Each stage accesses only the properties it needs, so the others need not be computed."""
+    """A micro-batch. Each stage accesses only the properties it needs, so they can be computed lazily."""
 
     @property
     def inputs(self) -> Tensor:
@@ -25,11 +24,11 @@ class Batch(Protocol):
 
     @property
     def targets(self) -> Tensor:
-        """Targets that the last stage's output is compared with."""
+        """Targets for the last stage's output."""
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """Further inputs of every stage."""
+        """Additional inputs of every stage."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class SimpleBatch:
 
 
 class RunsForward(Protocol):
-    """Callable that runs micro-batches through the model and returns the last stage's outputs."""
+    """Callable that runs micro-batches through the model."""
 
     def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Return the outputs in order, gathered over tp, on ranks that hold the last stage; an empty list on others."""
+        """Return the last stage's outputs in order, gathered over tp; an empty list on ranks without the last stage."""
 
 
 class Forward(Protocol):
-    """Forward passes of the model under training, on any layout; collective over all ranks."""
+    """Forward passes of the model being trained, on any layout; all ranks must take part."""
 
     rank: int
     source: int
@@ -61,7 +60,7 @@ class Forward(Protocol):
     device: torch.device
 
     def evaluating(self, num_batches: int, batch_size: int) -> AbstractContextManager[RunsForward]:
-        """Put the model in evaluation mode for `num_batches` micro-batches of `batch_size` samples per call."""
+        """Put the model in eval mode; each call then runs `num_batches` micro-batches of `batch_size` samples."""
 
 
 class Task(ABC):
@@ -70,45 +69,44 @@ class Task(ABC):
     unit: LossUnit
     """Display unit of the loss."""
     units_a_sample: int | None
-    """Contribution of a sample to the count that the loss is averaged over; None if it varies and `count` returns
-    it."""
+    """Number of loss units per sample, over which the loss is averaged; None if it varies (see `count`)."""
 
     @abstractmethod
     def batch(self, samples: range) -> Batch:
-        """Return the batch of some samples, numbered from the start of the run over all ranks, in order."""
+        """Return a batch of the given samples, in order; numbering begins with the run and spans all ranks."""
 
     @abstractmethod
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of a micro-batch's units: a scalar of at least float32, to call backward on."""
+        """Return the sum of the losses over a micro-batch's units: a differentiable scalar, at least float32."""
 
     def count(self, samples: range) -> int:
-        """Return the number of loss units in some samples; override it if the number varies between samples."""
+        """Return the number of loss units in the given samples; override this if the number varies between samples."""
         assert self.units_a_sample is not None, "a task whose samples differ counts them"
         return self.units_a_sample * len(samples)
 
     @abstractmethod
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """Return one rank's share of the held-out samples, the same at each validation.
+        """Return one rank's share of the held-out samples, the same for each validation.
 
-        All shares have the same number of batches of `batch_size` samples. Padding samples don't count.
+        All shares have the same number of batches of `batch_size` samples. Padding samples are not counted.
         """
 
     @abstractmethod
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses as `loss_sum` does, and the number of units in it."""
+        """Return the sum of losses, like `loss_sum`, and its number of loss units."""
 
     def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float]:
-        """Write files that show what the model has learned into the run folder, and return further metrics by name. All
-        ranks call it."""
+        """Write files that show what the model has learned to the run folder, and return additional metrics by name.
+        Called on all ranks."""
         return {}
 
     def sample(self, forward: Forward) -> str | None:
-        """Return text generated by the trained model, or None. All ranks call it."""
+        """Return text generated by the trained model, or None. Called on all ranks."""
         return None
 
 
 class Reference(Protocol):
-    """Independent, plain implementation of the loss for `prove`, which shares no code with the task."""
+    """Independent, plain implementation of the loss for `prove` that shares no code with the task."""
 
     def loss(self, model: torch.nn.Module, indices: list[int]) -> Tensor:
-        """Return the contribution of some of a batch's samples to the batch's mean loss, in float64."""
+        """Return the contribution of the given samples to the batch's mean loss, in float64."""
