@@ -140,7 +140,7 @@ def _feistel(values: UInt64Array, keys: UInt64Array, *, num_left: np.uint64, num
 
 
 def _round(half: UInt64Array, keys: UInt64Array, round_index: int) -> UInt64Array:
-    """Return the value of each key's SplitMix64 stream at round_index · 2**32 + half, halved so that a sum cannot overflow."""
+    """Return the keys' SplitMix64 streams at round_index · 2**32 + half, halved so that a sum cannot overflow."""
     counter = half + np.uint64((round_index << 32) + 1)
     return _mix(keys + counter * _GAMMA) >> np.uint64(1)
 
