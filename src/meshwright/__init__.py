@@ -9,15 +9,15 @@ meshwright.prove(config)  # returns a Proof, true if it passed
 meshwright.run(config)    # returns a RunResult with losses and folder
 ```
 
-The functions are documented in `meshwright.api`. The subpackages (`meshwright.pipeline`, `.reshard`, `.dtensor_ops`,
-`.comm`, `.checkpoint`) are imported lazily. Importing the package imports neither torch nor numpy.
+These functions are documented in `meshwright.api`. The subpackages (`meshwright.pipeline`, `.reshard`, `.dtensor_ops`,
+`.comm`, `.checkpoint`) are imported lazily, and `import meshwright` imports neither torch nor numpy.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # `plan` and `prove` are the verbs to type checkers; code imports from the packages by their full names.
+    # For type checkers, `plan` and `prove` are the functions; code imports from the packages by their full names.
     from meshwright import checkpoint, comm, dtensor_ops, pipeline, reshard
     from meshwright.api import Proof, RunResult, load_config, plan, prove, run
 

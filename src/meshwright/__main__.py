@@ -1,13 +1,13 @@
-"""Entry point of `meshwright` and `python -m meshwright`, which exits quietly on Ctrl-C.
+"""Entry point of `meshwright` and `python -m meshwright`; exits quietly on Ctrl-C.
 
-Nothing is imported before `main` runs, since an interrupt is just as likely during the imports.
+All imports are inside `main`, since users may well press Ctrl-C during them.
 """
 
 import sys
 
 
 def main() -> None:
-    """Run the command line; exit with 0, 1 if a run or proof failed, 2 on bad input, 130 if interrupted."""
+    """Run the command line; exit with 0 on success, 1 if a run or proof failed, 2 on bad input, 130 if interrupted."""
     try:
         from meshwright.cli.main import main as verbs
 

@@ -1,7 +1,7 @@
-"""Plan, run and prove from Python: the commands as functions that return values.
+"""Python API of the commands: plan, run and prove as functions that return values.
 
-Like the commands, they start their own processes, so a notebook's kernel holds no accelerator and no process group and
-need not import torch.
+Like the commands, these functions start their own processes, so a notebook kernel holds no accelerator or process group
+and need not import torch.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ if TYPE_CHECKING:
     from meshwright.train.launch.rank_context import RankContext
 
 MakeReporter = Callable[[], Reporter]
-"""Factory of the reporter on rank 0; picklable, such as a class of a module."""
+"""Picklable factory for the reporter on rank 0, such as a module-level class."""
 Say = Callable[[str], None]
-"""Callback with the reason for a longer wait."""
+"""Callback that receives the reason for a long wait."""
 
 
 def load_config(source: str | Path | None = None, *words: str) -> RunConfig:
-    """Load the configuration of a run from a preset or a file, apply words to it, and check every rule.
+    """Load a run's configuration from a preset or a file, apply overrides, and check every rule.
 
     Args:
-        source: a preset (`meshwright presets` lists them), or the path of a TOML file; llama-tiny when None.
-        words: `section.key=value`, as on the command line.
+        source: a preset (listed by `meshwright presets`) or the path of a TOML file; llama-tiny if None.
+        words: overrides of the form `section.key=value`, as on the command line.
 
     Raises:
         ConfigError: a preset, key or value is unknown.
-        LayoutError: mesh, batch or stages do not fit.
+        LayoutError: the mesh, batch or stages do not fit together.
     """
     return load(None if source is None else str(source), words)
 
 
 def plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> RunPlan:
-    """Return the verified plan of a run: stages, FSDP units, tensor-parallel styles, reductions and the schedule.
+    """Return a run's verified plan: stages, FSDP units, tensor-parallel styles, reductions and the schedule.
 
     Args:
         config: configuration of the run.
-        nodes: consecutive ranks per node, or the node of each rank, unless `comm.ranks_per_node` is set.
+        nodes: consecutive ranks per node, or the node of each rank; ignored if `comm.ranks_per_node` is set.
 
     Raises:
         ConfigError: the configuration violates a rule.
-        LayoutError: the layout does not fit, or a faulty description of a model family makes the plan incorrect.
+        LayoutError: the layout does not fit, or a model family's faulty description makes the plan incorrect.
     """
     _check(config)
     made = make_plan(config, nodes=nodes)
@@ -79,11 +79,11 @@ class RunResult:
 
     folder: Path
     losses: tuple[float | None, ...]
-    """Loss per step in the unit of the model, such as nats per token; None where it was not finite."""
+    """Loss per step in the model's unit, such as nats per token; None for steps with a non-finite loss."""
     validation: float | None
-    """The last validation's loss; None without one."""
+    """Last validation loss; None if there was no validation."""
     checkpoint: Path | None
-    """The newest."""
+    """Newest checkpoint, if any."""
 
 
 def run(
@@ -96,19 +96,20 @@ def run(
     on_interrupt: Interrupts | None = None,
     say: Say | None = None,
 ) -> RunResult:
-    """Train: start the processes that the mesh needs on this machine, and wait for them.
+    """Train a model: start the processes of the mesh on this machine and wait for them.
 
     Args:
         config: configuration of the run.
-        out: the run folder; `runs/<name>-<n>` when None.
+        out: the run folder; `runs/<name>-<n>` if None.
         resume: `auto` for the folder's newest valid checkpoint, or the path of a checkpoint.
-        plan: a plan or the path of a plan file; the plan of the configuration when None.
-        reporter: factory of the reporter; nothing is reported by default.
-        on_interrupt: called at the first Ctrl-C, after which the run saves and stops; when None, Ctrl-C kills it.
-        say: called with what the start waits for.
+        plan: a plan or the path of a plan file; if None, the plan is made from the configuration.
+        reporter: factory for the reporter; nothing is reported by default.
+        on_interrupt: called on the first Ctrl-C, after which the run saves and stops; if None, Ctrl-C kills the run.
+        say: called with the reason for a long wait at startup.
 
     Raises:
-        MeshwrightError: bad input, before any process starts; or the error of a rank, with its rank and step.
+        MeshwrightError: the input is invalid (raised before any process starts), or a rank failed; a failure names
+            the rank and step.
     """
     say = say or _ignore
     _check(config)
@@ -142,13 +143,13 @@ def run(
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a proof; true if it passed."""
+    """Result of a proof; truthy if the proof passed."""
 
     passed: bool
     lines: tuple[str, ...]
     """Report as lines of text."""
     report: Mapping[str, Any] = field(repr=False)
-    """Report as JSON values, as `meshwright prove --json` writes it."""
+    """Report as JSON values, as written by `meshwright prove --json`."""
 
     def __bool__(self) -> bool:
         return self.passed
@@ -163,13 +164,13 @@ def prove(
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process.
 
     Args:
-        config: configuration of the run; its dtypes become float64 and its device the CPU.
-        steps: optimizer steps to compare.
-        plan: as for `run`.
-        say: called with what the proof waits for.
+        config: configuration of the run; its dtypes are set to float64 and its device to the CPU.
+        steps: number of optimizer steps to compare.
+        plan: a plan or the path of a plan file; if None, the plan is made from the configuration.
+        say: called with the reason for a long wait.
 
     Raises:
-        MeshwrightError: bad input, before any process starts; or the error of a rank.
+        MeshwrightError: the input is invalid (raised before any process starts), or a rank failed.
     """
     say = say or _ignore
     _check(config)
@@ -189,28 +190,28 @@ def prove(
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:
-    """Run one rank; torch is imported here, not in the launcher."""
+    """Run one rank. Imports torch here to keep the launcher torch-free."""
     from meshwright.train.rank_run import run_rank
 
     run_rank(context, spec)
 
 
 def record_body(context: RankContext, spec: ProofSpec) -> None:
-    """Run one rank of the layout under proof; torch is imported here."""
+    """Run one rank of the layout under test. Imports torch here to keep the launcher torch-free."""
     from meshwright.prove.driver import record_layout
 
     record_layout(context, spec)
 
 
 def compare_body(context: RankContext, spec: ProofSpec) -> None:
-    """Compute the reference and compare; torch is imported here."""
+    """Compute the reference and compare the results. Imports torch here to keep the launcher torch-free."""
     from meshwright.prove.driver import compare_with_reference
 
     compare_with_reference(context, spec)
 
 
 def _check(config: RunConfig) -> None:
-    """Check the rules, which `RunConfig.with_keys` does not."""
+    """Check every rule, since `RunConfig.with_keys` skips this."""
     check(config, dict.fromkeys(known_keys(config.model.kind), "the configuration"), rules=violations)
 
 

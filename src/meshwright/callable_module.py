@@ -1,4 +1,4 @@
-"""Callable packages: `meshwright.plan` is a package, and `meshwright.plan(config)` calls `meshwright.api.plan`."""
+"""Callable packages: `meshwright.plan` is a package, and calling it calls `meshwright.api.plan`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Verb(ModuleType):
-    """Class of a callable package, set by its `__init__`."""
+    """Module class of a callable package, assigned in the package's `__init__`."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Call the function of the same name in `meshwright.api`."""

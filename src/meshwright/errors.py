@@ -1,8 +1,7 @@
-"""Errors for users, each with what was found, where, the violated rule, and a fix that works.
+"""User-facing errors, each with the problem, its location, the violated rule, and a fix that works.
 
 All share one base class, so that callers can catch everything Meshwright raises on purpose; any other exception is a
-bug and keeps its traceback. `exit_code` is the exit code of the command line: 1 if a run or a proof failed, 2 on bad
-input.
+bug and keeps its traceback. `exit_code` is the command line's exit code: 1 if a run or proof failed, 2 on bad input.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class MeshwrightError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle positional arguments only; ranks send these to each other, so keep every field.
+        # Exceptions pickle only positional arguments; ranks send these errors to each other, so keep every field.
         return _rebuild, (type(self), self.what, self.where, self.rule, self.fix)
 
     def __str__(self) -> str:
@@ -47,13 +46,13 @@ def _rebuild(kind: type[MeshwrightError], what: str, where: str, rule: str, fix:
 
 
 class InputError(MeshwrightError):
-    """Bad input: nothing was started and nothing was lost."""
+    """Invalid input, detected before anything was started or lost."""
 
     exit_code = 2
 
 
 class ConfigError(InputError):
-    """A key, a value or a combination of values in the configuration."""
+    """An invalid key, value or combination of values in the configuration."""
 
 
 class LayoutError(InputError):

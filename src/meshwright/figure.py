@@ -1,4 +1,4 @@
-"""Figures in one style, reproducible to the byte under the same matplotlib."""
+"""Figures in a common style, byte-for-byte reproducible with the same matplotlib version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLE: dict[Any, Any] = {
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Write the figure that `draw` returns as .svg or .png, independent of the user's matplotlibrc.
+    """Write the figure returned by `draw` as .svg or .png, ignoring the user's matplotlibrc.
 
     Raises:
         InputError: the file can't be written.
@@ -49,7 +49,7 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
 
 
 def plain(axes: Axes) -> None:
-    """Style the frame and ticks of a plot."""
+    """Apply the common style to a plot's frame and ticks."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(labelsize=8.5, color=GREY, labelcolor=GREY)

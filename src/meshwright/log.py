@@ -1,4 +1,4 @@
-"""Logging of the package, silent unless a command or the user enables it."""
+"""Package logging, silent unless enabled by a command or the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(*, rank: int = 0, level: int = logging.WARNING) -> None:
-    """Log to stderr with the rank in each line; a second call replaces the handler."""
+    """Log to stderr with the rank on each line; calling this again replaces the handler."""
     logger = logging.getLogger(ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

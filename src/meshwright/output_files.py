@@ -1,4 +1,4 @@
-"""Output files of commands and runs, checked for write access early and with clear errors."""
+"""Output files of commands and runs, with early checks for write access and clear errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshwright.errors import InputError, RunError
 
 
 def check_output(path: Path, *, where: str) -> None:
-    """Check that `path` can be written, without changing it.
+    """Check that `path` is writable, without changing the file.
 
-    Opens the file, since permission bits don't show read-only mounts and don't apply to root.
+    Opens the file, since permission bits don't reveal read-only mounts and don't apply to root.
 
     Args:
         path: the output file, which may exist.
-        where: the option that named it.
+        where: the option that specified it, for the error message.
 
     Raises:
         InputError: the file can't be written.
@@ -26,17 +26,17 @@ def check_output(path: Path, *, where: str) -> None:
     try:
         is_new = not path.exists()
         if not is_new and not path.is_file() and not path.is_dir():
-            return  # opening a pipe may block until it has a reader, and closing it would end that reader
+            return  # opening a pipe may block until it has a reader, and closing it would send that reader EOF
         with open(path, "ab"):
             pass
         if is_new:
-            os.unlink(path.resolve())  # the target of a dangling link
+            os.unlink(path.resolve())  # resolve, since the path may be a dangling link
     except OSError as error:
         raise _cannot_write(path, error, where) from None
 
 
 def write_output(path: Path, text: str, *, where: str) -> None:
-    """Write `text` to the file `path`.
+    """Write `text` to `path`.
 
     Raises:
         InputError: the file can't be written.
@@ -49,7 +49,7 @@ def write_output(path: Path, text: str, *, where: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Context that yields `path` and turns a failed write into a `RunError`.
+    """Yield `path`, converting a failed write within the context into a `RunError`.
 
     Raises:
         RunError: the file can't be written.

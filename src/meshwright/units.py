@@ -8,7 +8,7 @@ GIB = 1024**3
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format bytes in binary units with three digits: `0.42 GiB`, `3.1 MiB`, `512 B`."""
+    """Format a number of bytes in binary units: `0.42 GiB`, `3.1 MiB`, `512 B`."""
     for size, name in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= size or (name == "GiB" and abs(num_bytes) >= size / 10):
             return f"{_three_digits(num_bytes / size)} {name}"
@@ -18,7 +18,7 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(count: float) -> str:
     """Format a count in powers of a thousand: `70.6 B`, `0.9 M`, `18.2 k`."""
     for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        # The larger unit reads better just below its threshold: 0.9 M rather than 900 k.
+        # Just below a unit's threshold, prefer the larger unit: 0.9 M rather than 900 k.
         if abs(count) >= 0.8 * size and size > 1e3 or abs(count) >= size:
             return f"{_three_digits(count / size)}{name}"
     return f"{count:.0f}"

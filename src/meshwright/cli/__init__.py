@@ -1,1 +1,1 @@
-"""The command line: thin verbs over `meshwright.api`."""
+"""Command-line interface: thin commands on top of `meshwright.api`."""

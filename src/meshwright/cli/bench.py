@@ -1,4 +1,4 @@
-"""`meshwright bench`: the command of the package `meshwright-bench`, or an error that says how to install it."""
+"""`meshwright bench`: the `meshwright-bench` package's command, or an error with install instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def bench_command() -> Callable[..., Any]:
-    """Return the command of `meshwright-bench` if it is installed, else one that raises an error."""
+    """Return the `meshwright-bench` command if the package is installed, otherwise one that raises an error."""
     if find_spec("meshwright_bench") is None:
         return bench
     from meshwright_bench.command import bench as measure

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: list, verify, and convert to and from Hugging Face's format."""
+"""`meshwright checkpoint`: list and verify checkpoints, and convert them to and from Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
     """Return the external weight format of a checkpoint's family.
 
     Raises:
-        CheckpointError: the family has none.
+        CheckpointError: the family has no external weight format.
     """
     from meshwright.models.contract.family import family_names, find_family
 
@@ -98,7 +98,7 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
 
 
 def _weights_like(source: Path) -> OtherWeights:
-    """Return the format named by a folder's config.json, or else the first one, whose error explains the problem."""
+    """Return the format named in a folder's config.json, or the first format, which raises a clear error on load."""
     from meshwright.models.contract.family import family_names, find_family
 
     formats = (find_family(name).other_weights() for name in family_names())
@@ -112,14 +112,14 @@ def _weights_like(source: Path) -> OtherWeights:
 
 
 def _newest_valid(folder: Path) -> Path:
-    """Return the newest valid checkpoint at a path, and print newer ones that are skipped.
+    """Return the newest valid checkpoint at a path, and report newer ones that were skipped.
 
     Raises:
         CheckpointError: no checkpoint is valid.
     """
     checkpoints = _find(folder)
     if checkpoints == [folder]:
-        return folder  # the requested checkpoint, or an error
+        return folder  # an explicitly requested checkpoint: don't fall back to another one
     path, skipped = newest_valid(checkpoints[0].parent)
     if path is None:
         newest, reason = skipped[0]
@@ -138,7 +138,7 @@ def _find(folder: Path) -> list[Path]:
     """Return the checkpoints at a path, oldest first.
 
     Raises:
-        CheckpointError: the path has no checkpoint.
+        CheckpointError: there is no checkpoint at the path.
     """
     if (folder / "manifest.json").exists():
         return [folder]

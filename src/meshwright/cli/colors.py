@@ -1,4 +1,4 @@
-"""Colors on a terminal, unless NO_COLOR is set."""
+"""Terminal colors, disabled if NO_COLOR is set."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TextIO
 CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
 CLEAR_LINE = "\r\x1b[2K"
-"""Escape code that clears the line and returns to its start."""
+"""Escape sequence that clears the line and moves the cursor to its start."""
 
 
 def tolerate(*streams: TextIO) -> None:
-    """Let streams write `?` for characters missing from their encoding instead of raising."""
+    """Make streams write `?` for characters that they can't encode, instead of raising."""
     for stream in streams:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether `stream` is a terminal that can rewrite its line."""
+    """Return whether `stream` is a terminal that can overwrite the current line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -30,5 +30,5 @@ def use_color(stream: TextIO) -> bool:
 
 
 def paint(text: str, style: str, stream: TextIO) -> str:
-    """Return `text` in a style if the stream shows colors."""
+    """Return `text` wrapped in a style's color codes if the stream supports colors."""
     return f"\x1b[{CODES[style]}m{text}\x1b[0m" if use_color(stream) else text

@@ -1,4 +1,4 @@
-"""Arguments that name a configuration: a preset or a file, then `section.key=value`."""
+"""Arguments that specify a configuration: a preset or a file, followed by `section.key=value` overrides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS_HELP = "A preset or a TOML file (default: llama-tiny), then section.key=va
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Return the source, None for the default preset, and the overrides."""
+    """Split arguments into the source (None for the default preset) and the overrides."""
     words = list(words or ())
     if words and "=" not in words[0]:
         return words[0], words[1:]
@@ -22,7 +22,7 @@ def path_of(option: str, text: str | None) -> Path | None:
     """Return the path given to an option, or None without it.
 
     Raises:
-        InputError: the text is empty, which as a path would mean the current folder.
+        InputError: the text is empty, which would otherwise be read as the current folder.
     """
     if text == "":
         raise InputError(

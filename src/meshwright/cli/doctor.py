@@ -27,7 +27,7 @@ MIN_FREE_BYTES = 2 * GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `state` is `ok`, `note` (works, but worth knowing) or `missing` (won't work)."""
+    """Line of the report; `state` is `ok`, `note` (works, but worth knowing) or `missing` (won't work)."""
 
     state: str
     name: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Report versions, devices, ports and limits; exit with 1 if a training could not run here."""
+    """Report versions, devices, ports and limits; exit with 1 if this machine can't run training."""
     marks = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "red")}
     is_broken = False
     for finding in _findings():
@@ -88,7 +88,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
-    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+    except (ImportError, OSError) as error:  # OSError: a shared library failed to load
         yield Finding("missing", "torch", f"does not import: {error}", "pip install -c constraints.txt torch")
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

@@ -1,4 +1,4 @@
-"""`meshwright draw drift`: replicas of shared parameters with and without summed gradients."""
+"""`meshwright draw drift`: compare replicas of shared parameters with and without gradient summation."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def _summary(curve: DriftCurve, drift: DriftResult) -> str:
 
 
 def _say(text: str) -> None:
-    """Show the reason for a wait, on a terminal only; the next call replaces it."""
+    """Show the reason for a wait, on terminals only; the next call overwrites it."""
     if sys.stderr.isatty():
         print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)

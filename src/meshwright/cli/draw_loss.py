@@ -1,4 +1,4 @@
-"""`meshwright draw loss`: losses of several runs, compared."""
+"""`meshwright draw loss`: compare the losses of several runs."""
 
 from __future__ import annotations
 

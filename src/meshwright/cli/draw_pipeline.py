@@ -1,4 +1,4 @@
-"""`meshwright draw pipeline`: a schedule's timeline as text, figure and table; and the group of `draw` commands."""
+"""`meshwright draw pipeline`: a schedule's timeline as text, figure and table. Also defines the `draw` group."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def _costs(times: dict[str, float]) -> Costs:
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
-        activation_bytes=1,  # so that peaks count micro-batches
+        activation_bytes=1,  # makes peak memory a count of micro-batches
         edge=EdgeCosts(latency),
     )
 
 
 def _schedule(source: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    """Return the named table, generated, or read from a file and verified."""
+    """Generate the named schedule, or read one from a file and verify it."""
     if "/" in source or source.endswith((".csv", ".json")):
         schedule = _read(Path(source))
         asked = (("stages", stages, schedule.num_ranks, "ranks"),
@@ -182,7 +182,7 @@ def _located(error: ScheduleError, where: str) -> ScheduleError:
 
 
 def _title(schedule: Schedule, simulation: Simulation) -> str:
-    """Return two lines: name, and size with costs."""
+    """Return a two-line title: the name, then the size and costs."""
     parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_microbatches} micro-batches"]
     if schedule.num_chunks > 1:
         parts.append(f"{schedule.num_chunks} chunks")
@@ -192,7 +192,7 @@ def _title(schedule: Schedule, simulation: Simulation) -> str:
 
 
 def _peak(schedule: Schedule, simulation: Simulation, rank: int) -> float:
-    """Return a rank's peak, in micro-batches of activations over all its chunks."""
+    """Return a rank's peak activation memory, in micro-batches, over all its chunks."""
     return simulation.peak_bytes[rank].total / max(1, len(schedule.stages_of(rank)))
 
 

@@ -1,4 +1,4 @@
-"""`meshwright draw reshard`: the redistribution of a tensor as a table, a figure and JSON."""
+"""`meshwright draw reshard`: a tensor's redistribution as a table, a figure and JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def reshard(
 
 
 def _located(error: MeshwrightError, where: str, words: dict[str, str]) -> LayoutError:
-    """Return the error with its location on the command line and its fix as an option."""
+    """Return the error with its location on the command line and its fix as a command-line option."""
     fix = error.fix
     for pattern, word in words.items():
         fix = re.sub(pattern, word, fix)

@@ -1,4 +1,4 @@
-"""Printed form of an error: what, where, rule, fix."""
+"""Error output: the problem, its location, the rule and the fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def show_error(error: MeshwrightError) -> None:
     """Print an error to stderr."""
     sys.stdout.flush()
     if is_terminal(sys.stderr):
-        print(CLEAR_LINE, end="", file=sys.stderr)  # a progress line may be open
+        print(CLEAR_LINE, end="", file=sys.stderr)  # there may be an unfinished progress line
     parts = (("error", error.what), ("where", error.where), ("rule", error.rule), ("fix", error.fix))
     for label, text in parts:
         if text:

@@ -1,4 +1,4 @@
-"""`meshwright`: plan, prove and run. Commands import lazily, so help and errors appear at once."""
+"""The `meshwright` command. Subcommands import lazily, so that help and errors appear instantly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; exit with 1 if a run or proof failed, with 2 on bad input."""
+    """Run the command line; exit with 1 if a run or proof failed, or 2 on bad input."""
     tolerate(sys.stdout, sys.stderr)
     try:
         app()

@@ -45,7 +45,7 @@ def plan(
     name, made = _plan_of(words)
     verify(made, where=name)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
-    # Files first: a pager may end the command before the page is complete.
+    # Write files first: closing a pager may end the command before the page is complete.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
     figures = "" if json_path is None else json.dumps(_figures(name, made), indent=1)
@@ -75,7 +75,7 @@ def _words(text: str) -> list[str]:
 
 
 def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan]:
-    """Return the name and plan of a preset, a configuration file, words, or a plan file."""
+    """Return the name and plan for the given arguments: a preset, a configuration file, overrides, or a plan file."""
     from meshwright.plan.load_config import load
     from meshwright.plan.load_plan import read_plan
     from meshwright.plan.make_plan import make_plan
@@ -95,7 +95,7 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
 
 
 def _figures(name: str, made: RunPlan) -> dict[str, Any]:
-    """Return the JSON object: bytes by type and purpose, the hashes, and the plan itself."""
+    """Return the JSON output: bytes by type and purpose, the hashes, and the plan itself."""
     from meshwright.plan.compare import hashes
     from meshwright.plan.memory import predict_memory
     from meshwright.plan.serialize import encode

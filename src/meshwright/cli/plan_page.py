@@ -1,4 +1,4 @@
-"""A plan as a page of at most 80 columns."""
+"""Format a plan as a page of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def page(name: str, plan: RunPlan) -> Iterator[str]:
 
 
 def _num_params(plan: RunPlan) -> int:
-    """Return the number of parameters of the model, shared ones counted once."""
+    """Return the model's number of parameters, counting shared ones once."""
     sizes = {
         kind.key(parameter, layer): math.prod(parameter.shape)
         for stage in plan.stages
@@ -167,7 +167,7 @@ def _item(*parts: str) -> Iterator[str]:
 
 
 def _items(parts: Iterable[str]) -> Iterator[str]:
-    """Join parts with middle dots and wrap lines between parts."""
+    """Join parts with middle dots, breaking lines only between parts."""
     line = " "
     for part in parts:
         for inner in part.split(" · "):

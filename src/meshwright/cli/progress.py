@@ -1,4 +1,4 @@
-"""Terminal output of a run: the plan, a live progress line, the result. Plain lines when not on a terminal."""
+"""Terminal output of a run: the plan, a live progress line and the result; plain lines if stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.2
 SPARK_POINTS = 8
 DISPENSABLE = ("bars", "memory", "norm", "speed")
-"""Parts of the progress line that are dropped on a narrow terminal, in this order."""
+"""Parts of the progress line to drop on narrow terminals, in this order."""
 
 
 class TerminalReporter(Reporter):
-    """Shows a run on stdout."""
+    """Reporter that prints a run's progress to stdout."""
 
     def __init__(self, *, quiet: bool = False, log_every: int = 10) -> None:
         self._quiet = quiet
@@ -30,13 +30,13 @@ class TerminalReporter(Reporter):
         self._is_terminal = is_terminal(sys.stdout)
         self._losses: list[float] = []
         self._last_shown = 0.0
-        self._line_is_open = self._is_terminal  # of the launcher, which shows what it waits for
+        self._line_is_open = self._is_terminal  # the launcher may have left its waiting message on the line
         tolerate(sys.stdout)
         self._steps = 0
         self._unit = LossUnit("nats/token")
 
     def started(self, start: Start) -> None:
-        """Print the plan: the model, its layout, and its traffic."""
+        """Print a summary of the plan: the model, its layout and its traffic."""
         self._steps, self._unit = start.steps, start.unit
         where = start.device if start.backend is None else f"{start.device}, {start.backend}"
         processes = "1 process" if start.num_ranks == 1 else f"{start.num_ranks} processes"
@@ -57,13 +57,13 @@ class TerminalReporter(Reporter):
         self._print(text)
 
     def waiting(self, text: str) -> None:
-        """Show the reason for a wait in place of the progress line."""
+        """Replace the progress line with the reason for a wait."""
         if self._is_terminal and not self._quiet:
             self._show(f"{text} …")
-            self._last_shown = -math.inf  # the next progress line replaces it at once
+            self._last_shown = -math.inf  # let the next progress line replace it immediately
 
     def progress(self, progress: Progress) -> None:
-        """Update the live line, or print a line every `log_every` steps when not on a terminal."""
+        """Update the live line, or print a line every `log_every` steps if stdout is not a terminal."""
         if math.isfinite(progress.loss):
             self._losses.append(progress.loss)
         is_last = progress.step == progress.steps
@@ -78,12 +78,12 @@ class TerminalReporter(Reporter):
             print(self._text(progress), flush=True)
 
     def validated(self, step: int, validation: Validation) -> None:
-        """Print one line, except for the last validation, which is part of the result."""
+        """Print the validation loss, except for the last one, which is part of the result."""
         if step < self._steps:
             self._print(f"step {step}  validation {self._words(validation)}")
 
     def finished(self, summary: Summary) -> None:
-        """Print the result and the files of the run."""
+        """Print the run's result and files."""
         if summary.validation is not None:
             result = self._words(summary.validation)
             self._print(
@@ -154,7 +154,7 @@ def _with_and_without(sent: int, exact: int) -> str:
 
 
 def _links(traffic: Traffic) -> str:
-    """Describe the bytes per kind of link, with and without compression."""
+    """Describe the bytes sent per kind of link, with and without compression."""
     sent, exact = traffic.sent(), traffic.exact()
     links = (
         (sent.inside_node, exact.inside_node, "inside a node"),
@@ -164,7 +164,7 @@ def _links(traffic: Traffic) -> str:
 
 
 def _purposes(traffic: Traffic) -> str:
-    """Describe the bytes per purpose, largest first."""
+    """Describe the bytes sent per purpose, largest first."""
     entries = sorted(traffic.entries, key=lambda entry: -entry.sent.total())
     return " · ".join(f"{entry.purpose} {format_bytes(entry.sent.total())}" for entry in entries)
 
@@ -174,7 +174,7 @@ def _joined(parts: dict[str, str]) -> str:
 
 
 def _spark(losses: list[float]) -> str:
-    """Return the loss so far as a row of bars, each the mean over an interval of steps."""
+    """Return the loss so far as a sparkline, in which each bar is the mean over an interval of steps."""
     if not losses:
         return ""
     size = max(1, len(losses) // SPARK_POINTS)

@@ -63,7 +63,7 @@ def prove(
 
 
 def _say(text: str) -> None:
-    """Show the reason for a wait, on a terminal only; the next call replaces it."""
+    """Show the reason for a wait, on terminals only; the next call overwrites it."""
     if sys.stderr.isatty():
         print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""`meshwright run`: start training, or run one rank of it under torchrun, SLURM or Kubernetes."""
+"""`meshwright run`: start training, or run as one rank under torchrun, SLURM or Kubernetes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(
     context = context_from_environment()
     config = load(source, overrides, num_ranks=context.num_ranks if context else None)
 
-    # The configuration is valid: from here on numpy may be imported.
+    # The configuration is valid, so the cost of importing numpy is acceptable from here on.
     from meshwright.cli.progress import TerminalReporter
     from meshwright.train.launch.run_spec import RunSpec
 
@@ -56,7 +56,7 @@ def run(
 
 
 def _say_waiting(text: str, *, quiet: bool) -> None:
-    """Show what the start waits for, on a terminal; the next line replaces it."""
+    """Show the reason for a wait at startup, on terminals only; the next line overwrites it."""
     if is_terminal(sys.stdout) and not quiet:
         print(f"{CLEAR_LINE}{text} …", end="", flush=True)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Fingerprint:
-    """Incremental SHA-256 of the tokens, little-endian and in order, their dtype and where validation begins."""
+    """Incremental SHA-256 of the tokens (little-endian, in order), their dtype, and the start of validation."""
 
     def __init__(self, dtype: np.dtype[np.integer]) -> None:
         self._dtype = dtype.newbyteorder("<")

@@ -51,7 +51,7 @@ class ImageDataset:
 
 
 def open_images(source: str, *, image_size: int, num_channels: int, num_frames: int) -> ImageDataset:
-    """Open the dataset `data.source` names; nothing is cached on disk.
+    """Open the dataset named by `data.source`; nothing is cached on disk.
 
     Args:
         source: `digits` (scikit-learn's handwritten digits), `digits-video` (videos of them), or else a glob of

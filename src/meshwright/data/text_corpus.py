@@ -62,7 +62,7 @@ class Corpus:
 
 
 def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str | None) -> Corpus:
-    """Open the corpus `data.source` names, tokenising and caching it if necessary.
+    """Open the corpus named by `data.source`, tokenising and caching it if necessary.
 
     Args:
         source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or else a

@@ -30,7 +30,7 @@ _SAFE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 class Tokenizer(Protocol):
-    """Conversion of text to token ids and back."""
+    """Protocol for converting text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer `data.tokenizer` names: `bytes` or the path of a `tokenizer.json` (`~` is expanded).
+    """Open the tokenizer named by `data.tokenizer`: `bytes` or the path of a `tokenizer.json` (`~` is expanded).
 
     Raises:
         DataError: the file is missing or not a tokenizer, or the `tokenizers` package is missing.

@@ -1,1 +1,1 @@
-"""What tests share: gangs of worker processes."""
+"""Test utilities: gangs of worker processes."""

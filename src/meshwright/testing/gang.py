@@ -1,11 +1,11 @@
-"""Gangs of persistent worker processes, so that a distributed test takes milliseconds, without a start-up.
+"""Gangs of persistent worker processes, which let a distributed test run in milliseconds without start-up costs.
 
 `Gang(4).run(body, …)` runs `body(rank, world_size, …)` on four gloo processes and returns the four results.
 Starting processes and importing torch for each test takes 3–12 s on two cores. Here a fork server imports torch
 once, each world size forks its workers once, and each body only gets a fresh process group, which is created while
 the previous test checks its results.
 
-A body may raise, hang or die: its test gets an error that names the ranks, and the next test gets a working gang.
+If a body raises, hangs or dies, its test gets an error that names the ranks, and the next test gets a working gang.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = get_logger(__name__)
 
 
 class GangError(RunError):
-    """A body failed on some rank.
+    """Failure of a body on at least one rank.
 
     Attributes:
         ranks: ranks that raised or died, or after a hang those that did not return, in the order of their failures;
@@ -70,7 +70,7 @@ class _Worker:
 
 @dataclass
 class _Replies:
-    """Replies to a request by rank; a rank in none of the three did not return."""
+    """Replies to a request by rank; ranks in none of the three dicts did not return."""
 
     returned: dict[int, bytes] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Gang:
         Raises:
             GangError: a rank raised (its exception is the cause), died, or did not return in time.
         """
-        __tracebackhide__ = True  # pytest shows the test's own lines, not these
+        __tracebackhide__ = True  # hide this frame in pytest tracebacks
         call = Call(_pickle_call(fn, args, kwargs))
         try:
             self._make_ready()
@@ -128,7 +128,7 @@ class Gang:
                 self._send(self._regroup())
             else:
                 self._kill()
-        except BaseException:  # also Ctrl-C: ranks are left in the middle of a body
+        except BaseException:  # also Ctrl-C
             self._kill()
             raise
         if error is not None:
@@ -186,7 +186,7 @@ class Gang:
 
     def _send(self, request: Request) -> None:
         for one in self._workers:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_collect` will see it
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_collect` handles it
                 gang_worker.send(one.pipe, request)
 
     def _collect(self, timeout_s: float) -> _Replies:
@@ -286,9 +286,9 @@ class GangPool:
 
 
 def start_server(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the process that workers are forked from, if it is not running; it imports `preload` in the background.
+    """Start the server that workers are forked from, unless it is running; it imports `preload` in the background.
 
-    It uses one OpenMP thread, which its children inherit along with the imports.
+    The server uses one OpenMP thread; its children inherit this setting along with the imports.
     """
     get_context("forkserver").set_forkserver_preload(list(preload))
     before = os.environ.get("OMP_NUM_THREADS")
@@ -315,7 +315,7 @@ def _pickle_call(fn: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> byt
 
 def _take(one: _Worker, rank: int, replies: _Replies) -> None:
     try:
-        if one.pipe.poll():  # also if it is dead: it may have replied before
+        if one.pipe.poll():  # poll dead workers too: they may have replied before dying
             reply: Reply = gang_worker.receive(one.pipe)
             if isinstance(reply, Returned):
                 replies.returned[rank] = reply.payload

@@ -1,11 +1,11 @@
-"""A worker of a gang: waits for a body, runs it in a fresh process group, and returns its result.
+"""Gang worker: waits for a body, runs it in a fresh process group, and returns its result.
 
-Its process is forked from a server that has already imported torch, so it starts in milliseconds. `gang` is the
-parent's side.
+Each worker is forked from a server that has already imported torch, so it starts in milliseconds. The parent's side is
+in `gang`.
 
-Private PyTorch names are used here and nowhere else in this room: of `distributed_c10d` `_world`, for the existing
-groups, and `_process_group_name`; the `new_group` of `device_mesh`; of `torch.distributed.tensor` `_redistribute`,
-`MeshTopoInfo` and `_clear_sharding_prop_cache`, for DTensor's caches. Checked on 2.13, and read in 2.11.
+This is the only module in the package that uses private PyTorch names: `_world` (for the existing groups) and
+`_process_group_name` from `distributed_c10d`; `new_group` from `device_mesh`; `_redistribute`, `MeshTopoInfo` and
+`_clear_sharding_prop_cache` from `torch.distributed.tensor`, for DTensor's caches. Tested on 2.13; 2.11 by inspection.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 Body = Callable[..., Any]
 
 STACK_SIGNAL = signal.SIGUSR1
-"""A worker that gets this signal writes the stacks of all its threads to `stack_file`."""
+"""Signal that makes a worker write the stacks of all its threads to `stack_file`."""
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Longer than any body's limit, so that the gang ends a hang, with stacks, before gloo does without."""
+"""Timeout longer than any body's limit, so that the gang ends a hang and dumps stacks before gloo times out."""
 
 MANY_THREADS = 80
-"""Number of threads above which groups of earlier bodies must have leaked."""
+"""Thread count above which process groups of earlier bodies must have leaked."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def main(rank: int, world_size: int, pipe: Pipe, directory: Path, meeting: Meeti
 def _answer(
     request: Request, rank: int, world_size: int, store: Store, names: GroupNames, environment: dict[str, str]
 ) -> Reply:
-    # Return only bytes and text, so that nothing of a body outlives it by accident.
+    # Return only bytes and text, so that no object created by a body outlives it by accident.
     try:
         if isinstance(request, Regroup):
             _regroup(rank, world_size, request.name, store, names)
@@ -189,7 +189,7 @@ class GroupNames:
         self._is_mesh = False
 
     def install(self) -> None:
-        """Name all groups from now on."""
+        """Patch PyTorch to name all groups by their ranks from now on."""
         from torch.distributed import device_mesh, distributed_c10d
 
         by_torch: Callable[[Sequence[int], bool], Any] = distributed_c10d._process_group_name
@@ -227,7 +227,7 @@ class GroupNames:
 def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNames) -> None:
     """Replace the process group and all groups created from it.
 
-    A body may leave groups or unreceived messages behind, which a fresh group keeps from the next body.
+    A body may leave groups or unreceived messages behind; a fresh group isolates the next body from them.
     """
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -298,7 +298,7 @@ def _describe(error: BaseException) -> Raised:
         pickle.loads(exception)  # some exceptions can be pickled but not unpickled
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
     text = "".join(traceback.format_exception(type(error), error, frames))
-    # The output of a body precedes its error.
+    # Flush, so that a body's output precedes its error.
     sys.stdout.flush()
     sys.stderr.flush()
     return Raised("".join(traceback.format_exception_only(error)).strip(), text, exception)

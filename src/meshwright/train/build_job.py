@@ -45,7 +45,7 @@ class Job:
     device: torch.device
     mesh: DeviceMesh | None
     model: RankModel
-    """Stages of this rank."""
+    """Pipeline stages on this rank."""
     optimizer: torch.optim.AdamW
     compression: RunCompression
 

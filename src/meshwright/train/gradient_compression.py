@@ -134,7 +134,7 @@ class CountingSteps:
 
 
 def _nodes(plan: RunPlan) -> list[int] | None:
-    """Return the node of each rank if the plan has several nodes; otherwise None, and host names are used instead."""
+    """Return the node of each rank if the plan has several nodes, or None to group ranks by host."""
     nodes = [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())]
     return nodes if len(set(nodes)) > 1 else None
 

@@ -1,4 +1,4 @@
-"""Learning rate schedules: warm-up and cosine, or warm-up–stable–decay (Hu et al. 2024)."""
+"""Learning rate schedules: cosine with warm-up, and warm-up–stable–decay (Hu et al. 2024)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.config.schema import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the learning rate of step `step`, from 1 to `config.steps`."""
+    """Return the learning rate for `step`, which counts from 1 to `config.steps`."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "cosine":
@@ -22,7 +22,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def warmup_notes(config: TrainConfig) -> Iterator[str]:
-    """Yield a note if the warm-up is longer than the run, as in short trials of long runs."""
+    """Yield a note if the warm-up is longer than the run, which is common in short trials of long runs."""
     if config.warmup_steps > config.steps:
         reached = learning_rate(config.steps, config)
         yield (

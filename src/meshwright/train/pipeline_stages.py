@@ -1,4 +1,4 @@
-"""Stages of a job for the pipeline's executor: data in, loss out, gradients reduced.
+"""Adapters that run a job's stages in the pipeline executor and reduce their gradients.
 
 Shapes: b batch, t tokens, d model width.
 """
@@ -30,16 +30,16 @@ from meshwright.train.build_job import Job
 
 @dataclass
 class Feed:
-    """Batches and loss function of a step, set before its table runs."""
+    """Batches and loss function of a step, set before the table runs."""
 
     batch: Callable[[int], Batch]
-    """Return a micro-batch by number; each stage of the rank asks once."""
+    """Return a micro-batch by number; called once by each stage on the rank."""
     finish: Callable[[Tensor, Tensor], Tensor]
-    """Return the scalar to run backward from, given the last stage's output and the targets."""
+    """Return the scalar to call backward on, given the last stage's output and the targets."""
 
 
 class ModelStage(ExecutableStage):
-    """A part of the model as a stage."""
+    """A part of the model as an executable pipeline stage."""
 
     def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients) -> None:
         self._module, self._is_last = part.module, part.part.is_last
@@ -56,22 +56,22 @@ class ModelStage(ExecutableStage):
             self.weight_gradients = defer_weight_gradients(part.module)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """Return the activations [b, t, d], or the loss on the last stage."""
+        """Return the activations [b, t, d], or the loss if this is the last stage."""
         batch = self._feed.batch(microbatch)
         out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
         return self._feed.finish(out, batch.targets) if self._is_last else out
 
     def before_backward(self, *, reduces: bool) -> None:
-        """Set FSDP2's gradient sync."""
+        """Turn FSDP2's gradient sync on or off for the next backward."""
         set_gradient_sync(self._module, reduces)
         if self._first is not None:
             self._first.watch()
 
     def reduce(self, *, done: bool) -> None:
-        """Reduce gradients over the ranks that hold the same stage.
+        """Reduce gradients across the ranks that hold the same stage.
 
-        A frozen first stage has no backward, at the end of which FSDP2 would free its gathered parameters.
+        A frozen first stage runs no backward, so FSDP2 doesn't free its gathered parameters by itself.
         """
         if not done or not self._has_backward:
             reduce_gradients(self._module)
@@ -83,20 +83,20 @@ class ModelStage(ExecutableStage):
             average_replicated_gradients(self._module, self._drifting)
 
     def unshard(self) -> None:
-        """Gather all parameters."""
+        """All-gather all parameters."""
         keep_unsharded(self._module)
 
     def reshard(self) -> None:
-        """Free the gathered parameters."""
+        """Free the all-gathered parameters."""
         reshard(self._module)
 
     def sync_shared(self, group_index: int) -> None:
-        """Sum the gradients of a group of shared parameters."""
+        """All-reduce the gradients of a group of shared parameters."""
         self._shared.sync(group_index)
 
 
 class Pipeline:
-    """Channels and stages of this rank, created once, and executors of tables on them."""
+    """Channels and stages of this rank, created once and reused by the executors of all tables."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -106,10 +106,10 @@ class Pipeline:
         self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
 
     def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
-        """Return a table bound to this rank.
+        """Return an executor that runs a table on this rank.
 
         Args:
-            schedule: lowered table with the stages of the job's own table.
+            schedule: lowered table with the same stages as the job's own table.
             batch_size: samples per micro-batch.
         """
         job = self.job
@@ -139,10 +139,10 @@ def _no_loss(out: Tensor, targets: Tensor) -> Tensor:
 
 
 def _check_deferral(part: StagePart) -> None:
-    """Check that the backward of a stage can be split: the gradient of every matrix can be deferred.
+    """Check that a stage's backward can be split, which requires that every matrix's gradient can be deferred.
 
     Raises:
-        LayoutError: the gradient of a matrix can't be deferred; the message has its name.
+        LayoutError: the gradient of a matrix can't be deferred; the message names the matrix.
     """
     if names := undeferred_parameters(part.module):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -155,7 +155,7 @@ def _check_deferral(part: StagePart) -> None:
 
 
 def _open_channels(job: Job) -> Mapping[ChannelKey, Channel]:
-    """Return the channels of this rank's pipeline; all ranks create the groups of all pipelines in the same order."""
+    """Return this rank's pipeline channels; all ranks create the groups of all pipelines in the same order."""
     keys = channel_keys(job.schedule)
     columns = _pipelines(job.axes) if keys else []
     ends = [(column[source], column[target]) for column in columns for source, target, _ in keys]
@@ -165,7 +165,7 @@ def _open_channels(job: Job) -> Mapping[ChannelKey, Channel]:
 
 
 def _pipelines(axes: Axes) -> list[list[int]]:
-    """Return the ranks of each pipeline, by position."""
+    """Return the ranks of each pipeline in stage order."""
     starts = (axes.coordinate(rank) for rank in range(axes.num_ranks() // axes.pp))  # pp is the outermost axis
     return [[axes.rank(**{**start, "pp": position}) for position in range(axes.pp)] for start in starts]
 

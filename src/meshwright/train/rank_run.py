@@ -1,4 +1,4 @@
-"""A run on one rank, under any launcher: process group, data, agreement between ranks, job, training loop."""
+"""Run one rank under any launcher: process group, data, consistency checks, job and training loop."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     """Train as this rank.
 
     Raises:
-        MeshwrightError: an error that the user can fix; any other exception is a bug.
+        MeshwrightError: the run failed for a reason that the user can fix; any other exception is a bug.
     """
     config = spec.config
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     plan = spec.plan or make_plan(config)
-    context.board.describe(plan.describe_action)  # for errors under another launcher, which has no table
+    context.board.describe(plan.describe_action)  # for errors under another launcher, which doesn't have the table
     device = choose_device(config, context)
     _check_memory(plan, context, device)
     group = process_group(
@@ -100,7 +100,7 @@ def _start(
         global_batch=config.train.global_batch,
         seq_len=plan.batch.tokens,
         steps=config.train.steps,
-        # The memory of Python and PyTorch is measured, the rest is predicted.
+        # Memory used by Python and PyTorch is measured; the rest is predicted.
         predicted_bytes=memory_bytes(device) + predict_memory(plan).total(),
         traffic=predict_traffic(plan),
         folder=folder.path,
@@ -109,7 +109,7 @@ def _start(
 
 
 def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, hold: ExitStack) -> RunFolder:
-    """Let rank 0 choose and lock the folder; its error ends every rank."""
+    """Let rank 0 choose and lock the folder, and share it with all ranks; an error on rank 0 ends all of them."""
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
@@ -126,10 +126,10 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, 
 
 
 def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
-    """Check that all ranks have the same configuration and data, which may differ between nodes.
+    """Check that configuration and data, which may differ between nodes, are the same on all ranks.
 
     Raises:
-        DataError: two ranks differ; the message names the first key and both values.
+        DataError: two ranks differ; the message names the first differing key and both values.
     """
     by_rank = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
     for rank, keys in enumerate(by_rank):
@@ -146,7 +146,7 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of all sections by dotted key."""
+    """Flatten all sections into a dict keyed by dotted path."""
     keys: dict[str, Any] = {}
     for key, value in section.items():
         keys.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})

@@ -1,6 +1,6 @@
-"""The run folder: metrics, plan and checkpoints of a run, and the checkpoint that it resumes from.
+"""Run folders: a run's metrics, plan and checkpoints, and the checkpoint it resumes from.
 
-Torch-free, so that a folder in use or a checkpoint of another model is an error before any process starts.
+Torch-free, so that a folder in use or another model's checkpoint is rejected before any process starts.
 """
 
 from __future__ import annotations
@@ -39,51 +39,51 @@ AUTO = "auto"
 RUNS = Path("runs")
 
 DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch")}
-"""Keys, by section, that determine the samples of a step; families add theirs."""
+"""Keys, by section, that determine a step's samples; model families add their own."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run and the checkpoint that it starts from."""
+    """Folder of a run and the checkpoint it starts from."""
 
     path: Path
     checkpoint: Path | None
     """Verified checkpoint to resume from, or None for a fresh start."""
     notes: tuple[str, ...] = ()
-    """Messages for the user about the choice, such as checkpoints that were skipped."""
+    """Messages for the user about how the checkpoint was chosen, such as damaged ones that were skipped."""
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
+        """Path of the checkpoints folder."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """Path of the metrics."""
+        """Path of the metrics file."""
         return self.path / "metrics.jsonl"
 
     @property
     def plan(self) -> Path:
-        """Path of the plan."""
+        """Path of the plan file."""
         return self.path / "plan.json"
 
 
 def choose_folder(
     config: RunConfig, *, out: Path | None, resume: str | None, corpus: str, hold: ExitStack
 ) -> RunFolder:
-    """Choose the folder of a run and the checkpoint that it starts from, and create the folder.
+    """Choose the folder of a run and the checkpoint it starts from, and create the folder.
 
     Args:
         config: the run.
-        out: the requested folder. When None: a new `runs/<name>-<n>`; to resume, the newest of these or the folder
-            of the given checkpoint.
-        resume: None for a fresh run, `auto` for the newest valid checkpoint of the folder, or a checkpoint's path.
+        out: the requested folder. If None, a fresh run gets a new `runs/<name>-<n>`; a resumed one uses the newest of
+            these or the folder of the given checkpoint.
+        resume: None for a fresh run, `auto` for the newest valid checkpoint in the folder, or a checkpoint's path.
         corpus: fingerprint of the training data.
-        hold: keeps the lock of the folder until it is closed.
+        hold: exit stack that releases the folder's lock when closed.
 
     Raises:
-        InputError: the folder holds another run, is in use, can't be written to, or its metrics are damaged.
-        CheckpointError: the checkpoint is damaged, or of another model or other data.
+        InputError: the folder holds another run, is in use, is not writable, or contains damaged metrics.
+        CheckpointError: the checkpoint is damaged, or belongs to another model or other data.
     """
     if resume is None:
         path = _take(out or _new_folder(config.name), hold)
@@ -130,10 +130,10 @@ def _from_checkpoint(
 
 
 def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
-    """Rename the plan of the earlier steps if a resumed run has a different one.
+    """Rename the plan of the earlier steps if a resumed run uses a different one.
 
     Args:
-        path: path of the folder's plan, which may not exist.
+        path: path of the folder's plan file, which may not exist.
         plan: plan of the resumed run.
         done: last completed step.
 
@@ -169,7 +169,7 @@ def _check_unused(path: Path) -> None:
 
 
 def _check_record(path: Path) -> None:
-    """Read the metrics that the run will append to, so that a damaged file is an error before any process starts."""
+    """Read the metrics file that the run will append to, so that damage is reported before any process starts."""
     metrics = path / "metrics.jsonl"
     for _ in read_metrics(metrics) if metrics.exists() else ():
         pass
@@ -190,7 +190,7 @@ def _take(path: Path, hold: ExitStack) -> Path:
     """Create the folder if needed, check that it is writable, and lock it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Try it: permission bits don't show read-only mounts, and don't apply to root.
+        # Try to write: permission bits don't reveal read-only mounts and don't apply to root.
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
@@ -209,9 +209,9 @@ def _not_writable(path: Path, error: OSError) -> InputError:
 
 
 def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
-    """Check that `config` can resume from a checkpoint: same model, same samples, and state of all trained parameters.
+    """Check that `config` can resume from a checkpoint: same model, same samples, state for all trained parameters.
 
-    A checkpoint without a configuration holds weights only, which start a new run.
+    A checkpoint without a configuration contains only weights, from which any run may start.
 
     Raises:
         CheckpointError: the model or a key that determines the samples differs, or a frozen parameter is now trained.
@@ -240,7 +240,7 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
 
 
 def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
-    """Check that frozen parameters stay frozen: the checkpoint has no optimizer state for them."""
+    """Check that parameters frozen before stay frozen, since the checkpoint has no optimizer state for them."""
     names = model_facts(config).parameter_names()
 
     def matching(globs: Sequence[str]) -> list[str]:
@@ -258,14 +258,14 @@ def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
 
 
 def _numbers(name: str) -> list[int]:
-    """Return the numbers of the folders `runs/<name>-<n>`."""
+    """Return the numbers `n` of the existing folders `runs/<name>-<n>`."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     matches = (pattern.fullmatch(path.name) for path in RUNS.iterdir()) if RUNS.is_dir() else iter(())
     return [int(match.group(1)) for match in matches if match]
 
 
 def _new_folder(name: str) -> Path:
-    """Create the next free folder, so that runs started at the same time get different ones."""
+    """Create the next free folder; runs started at the same time get different ones."""
     while True:
         path = RUNS / f"{name}-{max(_numbers(name), default=0) + 1}"
         try:

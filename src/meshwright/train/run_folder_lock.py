@@ -1,7 +1,7 @@
-"""Lock of a run folder, so that one run at a time writes to it. Torch-free.
+"""Lock that keeps two runs from writing to the same run folder. Torch-free.
 
-The lock is held on a file that names its holder and is removed on release; the kernel drops it with the process, so the
-file that a killed run leaves behind locks nothing. On file systems without locks a run continues with a warning.
+The lock is held on a file that names its holder and is removed on release. The kernel drops the lock when the process
+ends, so a file left behind by a killed run is not locked. On file systems without locks, a run warns and continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def hold_folder(folder: Path, hold: ExitStack) -> None:
     """Lock the existing `folder` until `hold` is closed or this process ends.
 
     Raises:
-        InputError: another run holds the lock; the message has its process and host.
+        InputError: another run holds the lock; the message names its process and host.
     """
     path = folder / LOCK
     try:
@@ -44,13 +44,13 @@ def hold_folder(folder: Path, hold: ExitStack) -> None:
 
 
 def _locked(path: Path) -> io.FileIO:
-    """Open and lock the file; open it again if its last holder removed it in between."""
+    """Open and lock the file; reopen it if the previous holder removed it in between."""
     while True:
         file = path.open("ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
-                with suppress(OSError):  # on a full disk the lock still holds
+                with suppress(OSError):  # the lock is held even if the disk is full
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
                 return file
@@ -76,5 +76,5 @@ def _holder(path: Path) -> str:
 
 def _release(file: io.FileIO, path: Path) -> None:
     with suppress(OSError):
-        path.unlink()  # while locked, so it can't be another run's
+        path.unlink()  # still locked, so the file can't belong to another run
     file.close()

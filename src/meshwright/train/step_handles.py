@@ -1,4 +1,4 @@
-"""Work that modules request once per step: scaling and collecting auxiliary losses, updating buffers."""
+"""Per-step work requested by modules: scaling and collecting auxiliary losses, and updating buffers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright.train.build_job import Job
 
 
 class StepHandles:
-    """The step handles in a rank's stages, with their entries in the plan."""
+    """Step handles of the modules in a rank's stages, with their entries in the plan."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         plan = job.plan
         self._losses: list[tuple[AuxiliaryLoss, int]] = []
-        """Each with the number of ranks that hold a partial value of it where other losses are replicated."""
+        """Auxiliary losses, each with the number of ranks that it is partial over but the task's loss replicated."""
         self._buffers: list[tuple[StepBuffer, Atoms]] = []
         for part in job.parts().values():
             held = list(plan.held(part.stage))
@@ -32,19 +32,19 @@ class StepHandles:
                 self._buffers.append((buffer, summed[f"{name}.value"]))
 
     def begin(self, global_batch: int) -> None:
-        """Start a step: scale auxiliary losses to means over its samples."""
+        """Start a step: scale auxiliary losses to means over the step's samples."""
         for loss, _ in self._losses:
             loss.scale = 1.0 / global_batch
 
     def auxiliary_losses(self) -> list[Tensor]:
-        """Return this rank's contribution to the auxiliary losses of the batch, scaled like the task's loss over tp."""
+        """Return this rank's contribution to the batch's auxiliary losses, scaled like the task's loss over tp."""
         taken = ((loss.take(), num_parts) for loss, num_parts in self._losses)
-        # Where tp ranks have different tokens, their sums are partial, not replicated.
+        # If tp ranks hold different tokens, their sums are partial rather than replicated.
         return [value * num_parts for value, num_parts in taken if value is not None]
 
     @torch.no_grad()
     def settle(self, *, taken: bool) -> None:
-        """End a step: update buffers from the samples of all ranks, or leave them if the step was skipped."""
+        """End a step: update buffers from the samples of all ranks, unless the step was skipped."""
         for buffer, axes in self._buffers if taken else ():
             total = buffer.pending()
             for axis in axes:

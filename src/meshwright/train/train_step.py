@@ -1,8 +1,8 @@
-"""One optimizer step: a batch through the pipeline table, gradient clipping, and the update.
+"""One optimizer step: run a batch through the pipeline table, clip gradients, and update the parameters.
 
-Each rank divides its loss by the units (tokens, pixels) of the global batch and gradients are summed, so the gradient
-is the mean over the batch on every layout. Loss, gradient norm and stop requests share one all-reduce, whose result is
-bitwise the same on every rank, so all ranks make the same decisions.
+Each rank divides its loss by the number of units (tokens, pixels) in the global batch and gradients are summed, so the
+gradient is the mean over the batch on every layout. Loss, gradient norm and stop requests share one all-reduce. Its
+result is bitwise identical on all ranks, so they all make the same decisions.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from meshwright.train.step_handles import StepHandles
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, the same on all ranks."""
+    """Result of a step, identical on all ranks."""
 
     step: int
     loss: float
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     lr: float
     skipped: bool
-    """True if the loss or the norm was not finite; then no rank updated anything."""
+    """True if the loss or the norm was not finite, in which case no rank updated its parameters."""
     stop: bool
-    """True if any rank was asked to stop."""
+    """True if any rank received a stop request."""
 
 
 @contextmanager
 def vocab_context(job: Job) -> Iterator[None]:
-    """Context for cross-entropy on logits sharded over the vocabulary, and for its backward."""
+    """Enable cross-entropy on vocabulary-sharded logits, forward and backward, within the context."""
     if job.axes.tp == 1:
         yield
         return
@@ -56,8 +56,8 @@ def vocab_context(job: Job) -> Iterator[None]:
     try:
         yield
     finally:
-        # PyTorch's context has no `finally`: given the exception, it would leave its process-wide DTensor handlers
-        # installed, and every later loss would be treated as sharded over classes.
+        # PyTorch's context manager has no `finally`: if it saw the exception, its process-wide DTensor handlers would
+        # stay installed, and every later loss would be treated as sharded over classes.
         context.__exit__(None, None, None)
 
 
@@ -77,15 +77,15 @@ class TrainStep:
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
 
     def __call__(self, step: int) -> StepResult:
-        """Run step `step`, counted from 1, on its samples."""
+        """Run step `step`, counted from 1."""
         return self.update(step, self.accumulate(step))
 
     def update(self, step: int, loss: Tensor) -> StepResult:
-        """Reduce loss and gradient norm over all ranks, clip, and update the parameters.
+        """Reduce loss and gradient norm over all ranks, clip gradients, and update the parameters.
 
         Args:
-            step: number of the step.
-            loss: result of `accumulate`.
+            step: step number.
+            loss: return value of `accumulate`.
         """
         job = self._job
         ranks_per_stage = job.axes.num_ranks() // job.axes.pp
@@ -108,7 +108,7 @@ class TrainStep:
         """Run forward and backward on this rank's samples and leave reduced gradients in `.grad`.
 
         Returns:
-            This rank's contribution to the mean loss of the batch, a detached scalar.
+            This rank's contribution to the batch's mean loss, a detached scalar.
         """
         job = self._job
         train = job.config.train
@@ -133,7 +133,7 @@ class TrainStep:
             else:
                 self._executor.run()
         losses += self._handles.auxiliary_losses()
-        # Only ranks of the last stage have the task's losses; their sum over all ranks is the loss of the batch.
+        # Only ranks in the last stage have task losses; their sum over all ranks is the batch loss.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)
 
     def _count_units(self, samples: list[range]) -> int:
@@ -143,11 +143,11 @@ class TrainStep:
             return self._job.config.train.global_batch * task.units_a_sample
         local_units = sum(task.count(microbatch) for microbatch in samples)
         counts = torch.tensor(local_units, dtype=torch.int64, device=self._job.device)
-        # The ranks of other pipeline stages and of tp count the same samples.
+        # Pipeline-parallel and tensor-parallel ranks count the same samples.
         return int(all_reduce_sum(counts).item()) * axes.data_parallel() // axes.num_ranks()
 
     def samples(self, step: int) -> list[range]:
-        """Return the samples of each micro-batch of this rank in step `step`, counted from 1."""
+        """Return the samples of each of this rank's micro-batches in step `step`, counted from 1."""
         train = self._job.config.train
         return microbatch_samples(
             step - 1,

@@ -35,7 +35,7 @@ from meshwright.train.validation_loss import validate
 
 
 class Trainer:
-    """Trains a job from its checkpoint, or from scratch, to the last step."""
+    """Trainer that runs a job to the last step, from a checkpoint or from scratch."""
 
     def __init__(self, job: Job, task: Task, corpus: str, folder: RunFolder, reporter: Reporter) -> None:
         """Set up the loop; `corpus` is the fingerprint of the training data."""
@@ -53,11 +53,11 @@ class Trainer:
         self._saved: Path | None = folder.checkpoint
 
     def run(self) -> None:
-        """Train, and write metrics, loss plot and checkpoints to the run folder.
+        """Train, writing metrics, loss plot and checkpoints to the run folder.
 
         Raises:
-            RunError: too many non-finite steps in a row, a last step or validation that is not finite, a requested
-                stop, or a failed save.
+            RunError: too many steps in a row were not finite, the last step or validation was not finite, a stop was
+                requested, or saving failed.
         """
         started = time.perf_counter()
         train = self._job.config.train
@@ -87,18 +87,18 @@ class Trainer:
         self._finish(validation, time.perf_counter() - started, done=done)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Return whether `step` is a multiple of `every` (0: never) or the last step."""
+        """Return whether `step` is the last step or a multiple of `every`; 0 means the last step only."""
         return step == self._job.config.train.steps or (every > 0 and step % every == 0)
 
     def _open_folder(self, done: int) -> Recorder | None:
-        """Write configuration and plan on rank 0, and return its recorder."""
+        """Write configuration and plan, and return the recorder, on rank 0; return None on other ranks."""
         if self._job.context.rank != 0:
             return None
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with writing(self._folder.path / "config.toml") as path:
             path.write_text(to_toml(self._job.config), "utf-8")
         config, notes = self._job.config, []
-        if done < config.train.steps or not self._folder.plan.exists():  # otherwise no step runs by this plan
+        if done < config.train.steps or not self._folder.plan.exists():  # otherwise no step uses this plan
             with writing(self._folder.plan) as path:
                 notes = keep_other_plan(path, self._job.plan, done)
                 path.write_text(to_json(self._job.plan), "utf-8")
@@ -107,7 +107,7 @@ class Trainer:
         return Recorder(self._job, self._folder, self._reporter, done=done)
 
     def _restore(self) -> int:
-        """Load the folder's checkpoint, if there is one, and return the last completed step."""
+        """Load the checkpoint to resume from, if any, and return the last completed step."""
         path = self._folder.checkpoint
         if path is None:
             return 0
@@ -127,7 +127,8 @@ class Trainer:
         return manifest.step
 
     def _track_finite(self, result: StepResult, validation: Validation | None) -> None:
-        """Record which weights were seen to be finite: a loss shows those before the step, a validation those after."""
+        """Record the newest weights known to be finite: a loss vouches for those before the step, a validation for
+        those after it."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if not result.skipped:
             self._finite = FiniteSteps(result.step - 1, started=True)
@@ -137,7 +138,7 @@ class Trainer:
     def _may_save(self, result: StepResult, validation: Validation | None) -> bool:
         """Return whether the weights after a step may be saved and replace earlier checkpoints.
 
-        Weights are not saved while steps are skipped, since the run may be diverging from them; after the last step, a
+        Weights are not saved while steps are being skipped, since the run may be diverging; after the last step, a
         finite validation shows that they are good.
         """
         if validation is not None and (result.step == self._job.config.train.steps or not result.skipped):
@@ -166,7 +167,7 @@ class Trainer:
         )
 
     def _check(self, result: StepResult) -> None:
-        """End the run on all ranks after too many skipped steps or a requested stop."""
+        """End the run on all ranks after too many skipped steps or a stop request."""
         train = self._job.config.train
         if self._skipped_in_a_row > train.max_skipped_steps:
             first = (result.step - 1) * train.global_batch
@@ -212,7 +213,7 @@ class Trainer:
         return validation
 
     def _finish(self, validation: Validation | None, seconds: float, *, done: int) -> None:
-        """Write the run's sample, figures and summary; `done` steps were complete before this run."""
+        """Write the run's sample, figures and summary; `done` is the number of steps completed before this run."""
         last = max(done, self._job.config.train.steps)
         self._job.context.post("generating text", last)
         self._reporter.waiting("generating text")

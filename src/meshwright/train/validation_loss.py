@@ -1,4 +1,4 @@
-"""Validation loss on held-out samples, the same ones on every layout, divided among data-parallel ranks."""
+"""Validation loss on held-out samples, split across data-parallel ranks and identical on every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.train.train_step import vocab_context
 
 
 def validate(pipeline: Pipeline, task: Task) -> float:
-    """Return the mean loss over the task's held-out samples."""
+    """Return the mean loss on the task's held-out samples."""
     job = pipeline.job
     totals = torch.zeros(2, dtype=torch.float64, device=job.device)
     batches = task.validation(
@@ -32,6 +32,6 @@ def validate(pipeline: Pipeline, task: Task) -> float:
     pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish
     with evaluation(job), vocab_context(job):
         executor.run()
-    # tp ranks hold the same sums and only the last stage has any, so the ratio is the mean of one replica.
+    # tp ranks hold the same sums and only the last stage has any, so the repeated counts cancel in the ratio.
     loss, count = all_reduce_sum(totals).tolist()
     return float(loss / count)

@@ -17,7 +17,7 @@ FINAL_PROJECTION = "final.head.weight"
 
 
 def violations(model: DiTConfig, diffusion: DiffusionConfig, f: RunFacts) -> Iterator[Violation]:
-    """Yield the rules of a diffusion transformer that a run violates."""
+    """Yield the diffusion transformer rules that a run violates."""
     yield from head_violations(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     yield from _patches(model)
     yield from _tensor_parallel(model, f)

@@ -1,4 +1,4 @@
-"""Sampling of images and videos from a model in training, on any layout: all ranks run the same forward passes.
+"""Sample images and videos from a model during training, on any layout: all ranks run the same forward passes.
 
 Uses DDIM (Song et al. 2021) with classifier-free guidance (Ho and Salimans 2022).
 

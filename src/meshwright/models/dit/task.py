@@ -83,7 +83,7 @@ class ImageBatch:
 
 
 class ImageTask(Task):
-    """Denoising of images or videos, read in the run's order."""
+    """Denoising task on images or videos, read in the run's sample order."""
 
     unit = LossUnit("squared error")
 

@@ -20,7 +20,7 @@ def draw_timesteps(seed: int, samples: range, num_timesteps: int) -> Tensor:
 
 
 def draw_label_drops(seed: int, samples: range, rate: float) -> Tensor:
-    """Draw, for each sample, whether its label is dropped; bool."""
+    """Draw a bool for each sample that is true if its label is dropped."""
     return torch.tensor([_number(seed, "drop", i) < rate * 2.0**63 for i in samples], dtype=torch.bool)
 
 

@@ -1,1 +1,1 @@
-"""Llama and its weight formats."""
+"""Llama models and their weight formats."""

@@ -1,4 +1,4 @@
-"""Configuration of a Llama. Torch-free."""
+"""Configuration of a Llama model. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch-free description of a Llama: dimensions, parameters and costs, tested against the real module."""
+"""Torch-free description of a Llama model: dimensions, parameters and costs, tested against the real module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaSpec:
-    """Dimensions of a Llama (Touvron et al. 2023; grouped-query attention of Ainslie et al. 2023)."""
+    """Dimensions of a Llama model (Touvron et al. 2023; grouped-query attention of Ainslie et al. 2023)."""
 
     num_layers: int
     dim: int
@@ -44,13 +44,13 @@ class LlamaSpec:
 
 
 def describe(spec: LlamaSpec, seq_len: int) -> ModelFacts:
-    """Describe a Llama trained on samples of `seq_len` tokens."""
+    """Describe a Llama model trained on samples of `seq_len` tokens."""
     block = _block(spec, seq_len)
     embedding = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
     tied_to = embedding[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
     norm = vectors(spec.dim, "norm.weight")
-    # A lookup copies a row, and its backward adds one.
+    # The forward lookup copies one row per token; the backward adds one.
     first = KindFacts("embed", "", embedding, flops=2.0 * spec.dim, unit=("embed",))
     last = KindFacts(
         "head",

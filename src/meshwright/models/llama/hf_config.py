@@ -1,4 +1,4 @@
-"""Reading and writing of Hugging Face's `config.json` for a Llama.
+"""Read and write Hugging Face's `config.json` for Llama models.
 
 Torch-free. Written files suit both generations: transformers 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`;
 transformers 5 merges the first two into `rope_parameters`, renames the third to `dtype`, and still accepts the old
@@ -24,13 +24,13 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
 }
-"""Supported values of keys for architecture options that our Llama does not have."""
+"""Supported values of architecture options that our Llama does not implement."""
 
 DEFAULT_THETA = 10000.0
 
 
 class JsonFields(BaseModel):
-    """Base class for the strictly typed fields we use of a JSON object; other keys are ignored."""
+    """Base class for the strictly typed fields we use from a JSON object; other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -71,7 +71,7 @@ class ArchitectureFields(JsonFields):
 
 
 class LlamaFields(JsonFields):
-    """Dimensions of a Llama. Null is accepted for an omitted key wherever transformers accepts it."""
+    """Dimensions of a Llama model. Null is accepted for an omitted key wherever transformers accepts it."""
 
     num_hidden_layers: Count
     hidden_size: Count
@@ -122,7 +122,7 @@ def parse_fields(kind: type[FieldsT], content: Mapping[str, Any], *, where: str,
         inside: key of the object within the file; empty for the top level.
 
     Raises:
-        CheckpointError: a key is missing or has an invalid value; names the first such key.
+        CheckpointError: a key is missing or has an invalid value; the message names the first such key.
     """
     try:
         return kind.model_validate(dict(content))

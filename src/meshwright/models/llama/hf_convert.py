@@ -83,7 +83,7 @@ def export_safetensors(
 
 
 def import_safetensors(source: Path, root: Path) -> Path:
-    """Import a Hugging Face Llama as a checkpoint of step 0, without optimizer state.
+    """Import a Hugging Face Llama checkpoint as a checkpoint of step 0, without optimizer state.
 
     Args:
         source: a directory with `config.json` and safetensors; pickled weights are never read.

@@ -22,8 +22,8 @@ from meshwright.nn.transformer_block import TransformerBlock
 class Llama(nn.Module):
     """Token embedding, blocks, final norm and output head, or the part of them in one pipeline stage.
 
-    Parameters of a part have their names from the full model. With tied embeddings, a part with the head but not the
-    embedding has its own replica of the weight.
+    Parameters of a part keep their names from the full model. With tied embeddings, a part that has the head but not
+    the embedding holds its own replica of the weight.
     """
 
     def __init__(self, spec: LlamaSpec, part: Part | None = None) -> None:

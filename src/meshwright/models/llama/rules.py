@@ -1,4 +1,4 @@
-"""Configuration rules of a Llama: dimensions and tensor-parallel divisibility."""
+"""Configuration rules of Llama models: dimensions and tensor-parallel divisibility."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.settings.violation import Violation
 
 
 def violations(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
-    """Yield the rules of a Llama that a run violates."""
+    """Yield the Llama rules that a run violates."""
     yield from _model(model)
     yield from _tensor_parallel(model, f)
 

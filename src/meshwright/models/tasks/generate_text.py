@@ -1,4 +1,4 @@
-"""Text generation from a model in training, on any layout: all ranks run the same forward passes.
+"""Generate text from a model during training, on any layout: all ranks run the same forward passes.
 
 Shapes: b batch, t time, v vocabulary.
 """

@@ -26,8 +26,7 @@ class RankExit:
 
     @property
     def priority(self) -> tuple[int, float]:
-        """Sort key for the likely cause: ranks killed by a signal first, since others then lose their connections;
-        then the earliest failure."""
+        """Sort key for the likely cause: ranks killed by a signal, which disconnects others, then earliest failure."""
         if self.exit_code < 0:
             return 0, 0.0
         if self.report is None:

@@ -1,1 +1,1 @@
-"""Record a run: metrics, loss curves, the timeline of a step, and progress reports."""
+"""Record runs: metrics, loss curves, step timelines and progress reports."""

@@ -1,4 +1,4 @@
-"""Figure of the losses of several runs, and of their differences to the first run. Torch-free."""
+"""Plot the losses of several runs and their differences from the first run. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def draw_losses(curves: Sequence[Curve], path: Path, *, title: str, window: int)
     """Write the figure as .svg or .png.
 
     Args:
-        curves: losses of the runs; the others are compared with the first, at the steps that both have.
+        curves: loss curves of the runs; each is compared with the first one at their common steps.
         path: file to write.
-        title: headline in the first line, explanation in the others.
-        window: number of steps averaged in the lower plot, since losses of single steps vary with their samples.
+        title: headline on the first line, explanation on the following lines.
+        window: number of steps to average over in the lower plot, since single-step losses are noisy.
 
     Raises:
         InputError: the file can't be written.
@@ -31,7 +31,7 @@ def draw_losses(curves: Sequence[Curve], path: Path, *, title: str, window: int)
 
 
 def differences(curve: Curve, first: Curve, *, window: int) -> tuple[list[int], list[float]]:
-    """Return steps, and the relative difference of this run's loss to the first run's, averaged over `window` steps."""
+    """Return steps and the relative loss difference from the first run, averaged over `window` steps."""
     reference = dict(zip(first.steps, first.losses, strict=True))
     pairs = [(s, loss / reference[s] - 1) for s, loss in zip(curve.steps, curve.losses, strict=True) if s in reference]
     ends = range(window, len(pairs) + 1)

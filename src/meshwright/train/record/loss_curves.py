@@ -1,4 +1,4 @@
-"""Losses of runs, read from their folders. Torch-free."""
+"""Loss curves read from run folders. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from meshwright.settings.violation import format_value
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of a run."""
+    """Loss curve of a run."""
 
     name: str
-    """Keys in which its configuration differs from the other runs."""
+    """Label made of the configuration keys that differ between the runs."""
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-    """Loss per step in the unit of the model, such as nats per token, without steps whose loss was not finite."""
+    """Loss per step in the model's unit, such as nats per token, excluding steps with a non-finite loss."""
     validation: float | None
     """Last validation loss."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a metrics file, without a last line truncated by a kill.
+    """Yield the objects in a metrics file, ignoring a truncated last line left by a killed run.
 
     Raises:
-        InputError: the file can't be read, or a line is not the object of a step.
+        InputError: the file can't be read, or a line is not a valid step object.
     """
     try:
         lines = path.read_text("utf-8").splitlines(keepends=True)
@@ -68,10 +68,10 @@ def _damaged(path: Path, state: str, where: str) -> InputError:
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
-    """Return the losses of the runs in these folders.
+    """Return the loss curves of the runs in these folders.
 
     Raises:
-        InputError: a folder is not a run folder, or has no steps.
+        InputError: a folder is not a run folder, or the run has no steps.
     """
     configs = [_config(folder) for folder in folders]
     curves = []
@@ -93,7 +93,7 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return the run's configuration by dotted key."""
+    """Return the run's configuration, keyed by dotted path."""
     try:
         if not (folder / "metrics.jsonl").is_file():
             raise _not_a_run(folder, "no metrics.jsonl")

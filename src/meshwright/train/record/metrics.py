@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl` with one object per step, and the loss plot."""
+"""Run metrics: `metrics.jsonl`, with one object per step, and the loss plot."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PAGE_BYTES = resource.getpagesize()
 
 
 class MetricsFile:
-    """The file `metrics.jsonl` of a run, flushed after every line.
+    """Writer for a run's `metrics.jsonl`, flushed after every line.
 
-    A resumed run drops the lines after its first step, so the file reads as if the run was never interrupted.
+    A resumed run drops the lines of steps that it repeats, so the file reads as if the run had never been interrupted.
     """
 
     def __init__(self, path: Path, *, after_step: int) -> None:
@@ -43,7 +43,7 @@ class MetricsFile:
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append the object of a step; values that are not finite become null, since JSON has no NaN."""
+        """Append a step's object; non-finite values become null, since JSON has no NaN."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with writing(self._path):
             self._file.write(json.dumps(finite) + "\n")
@@ -55,7 +55,7 @@ class MetricsFile:
 
 
 class Recorder:
-    """Writes the metrics of each step and informs the reporter, on rank 0."""
+    """Recorder on rank 0 that writes each step's metrics and updates the reporter."""
 
     def __init__(self, job: Job, folder: RunFolder, reporter: Reporter, *, done: int) -> None:
         self._job = job
@@ -128,7 +128,7 @@ def _tensorboard(folder: RunFolder) -> SummaryWriter:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes allocated on a CUDA device; on CPU, the resident memory of this process."""
+    """Return the peak memory allocated on a CUDA device in bytes; on CPU, the resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -138,7 +138,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
-    """Draw training and validation loss over steps."""
+    """Plot training and validation loss over steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""Reports of a run's progress: the command line shows them, and a program may pass its own `Reporter`.
+"""Progress reporting for runs: the command line has its own `Reporter`, and programs may pass another.
 
-Torch-free: the launcher names the reporter, and rank 0 creates it.
+Torch-free, since the launcher imports the reporter class and only rank 0 instantiates it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Start:
     num_ranks: int
     device: str
     backend: str | None
-    """Communication backend, or None for a single rank."""
+    """Communication backend; None for a single rank."""
     global_batch: int
     seq_len: int
     """Tokens per sample."""
@@ -32,7 +32,7 @@ class Start:
     predicted_bytes: int
     """Predicted memory per rank, including Python and PyTorch on the CPU."""
     traffic: Traffic
-    """Predicted bytes per step of the rank that sends most."""
+    """Predicted bytes per step, on the rank that sends most."""
     folder: Path
     unit: LossUnit
 
@@ -57,7 +57,7 @@ class Validation:
 
     loss: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Further figures, by name."""
+    """Additional metrics by name."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Summary:
     checkpoint: Path | None
     sample: str | None
     plan_given: bool = False
-    """True if the plan came from a file and differs from the configuration's own."""
+    """True if the plan was read from a file and differs from the one made from the configuration."""
 
 
 class Reporter:
-    """Base class of reporters, which ignores everything."""
+    """Base class of reporters; ignores all events."""
 
     def started(self, start: Start) -> None:
         """Handle the start of the run, before the model is built."""
@@ -93,10 +93,10 @@ class Reporter:
         """Show the reason for a long wait."""
 
     def progress(self, progress: Progress) -> None:
-        """Handle the progress of a step."""
+        """Handle the completion of a step."""
 
     def validated(self, step: int, validation: Validation) -> None:
-        """Handle the result of a validation."""
+        """Handle a validation result."""
 
     def finished(self, summary: Summary) -> None:
         """Handle the end of a successful run."""

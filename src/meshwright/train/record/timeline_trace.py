@@ -1,8 +1,8 @@
-"""Measured and predicted timeline of one step: `train.trace=true`.
+"""Measured and predicted timelines of one step, enabled by `train.trace=true`.
 
-The measured timeline shows each computation on each rank of the first pipeline, from a common start. The predicted one
-simulates the same table with the median time of each kind of computation per stage and free transfers; the difference
-is wait time that the table doesn't explain.
+The measured timeline shows each computation on each rank of the first pipeline, relative to a common start. The
+prediction simulates the same table with the median time of each kind of computation per stage and zero-cost transfers;
+the difference is waiting time that the table doesn't explain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ K = ActionKind
 
 
 def run_traced(executor: Executor, job: Job) -> Timeline:
-    """Run a step and return the spans of all ranks on every rank, in seconds from the start of the step."""
+    """Run a step and return the spans of all ranks, in seconds since the start of the step, on every rank."""
     synchronize = torch.cuda.synchronize if job.device.type == "cuda" else _nothing
     barrier()
     start = time.perf_counter()
@@ -80,4 +80,4 @@ def write_trace(folder: Path, schedule: Schedule, measured: Timeline) -> list[Pa
 
 
 def _nothing(*_: Iterable[object]) -> None:
-    """Do nothing: the CPU is synchronous."""
+    """Do nothing, since CPU execution is synchronous."""
