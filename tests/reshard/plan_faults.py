@@ -79,7 +79,7 @@ FAULTS = [
     Fault("an exchange called partition", step(EXCHANGE, 1, kind=K.PARTITION, axes=()), "makes nothing partial"),
     Fault("a scatter of nothing", step(REDUCE, 2, kind=K.REDUCE_SCATTER), "every rank of a group with its full shard"),
     Fault("scatters as all-reduce", step(REDUCE, 1, kind=K.ALL_REDUCE), "different shards"),
-    Fault("reduces by an exchange", step(REDUCE, 1, kind=K.ALL_TO_ALL), "has axis 1 in its group, which holds partial"),
+    Fault("reduces by an exchange", step(REDUCE, 1, kind=K.ALL_TO_ALL), "has axis 1, with unreduced partial"),
     Fault("a partition called slice", step(MAKE, 1, kind=K.SLICE), "makes values partial on axis 0"),
     Fault("sends less", step(EXCHANGE, 1, bytes_sent=S[0].bytes_sent - 2), "says that a rank sends"),
     Fault("receives less", step(EXCHANGE, 1, bytes_received=EXCHANGE.bytes_received - 2), "says that a rank receives"),
@@ -99,8 +99,8 @@ FAULTS = [
 """Edits of right plans."""
 
 MADE = [
-    ("copies in the group", hand("S0 R", ("all-gather", "0 1", "R R")), "axis 1 in its group, which holds replicas"),
-    ("a partial axis in the group", hand("S0 P", ("all-gather", "0 1", "R P")), "holds partial values that stay"),
+    ("copies in the group", hand("S0 R", ("all-gather", "0 1", "R R")), "axis 1, with replicas, in its group"),
+    ("a partial axis in the group", hand("S0 P", ("all-gather", "0 1", "R P")), "with unreduced partial values"),
     ("a slice of what is elsewhere", hand("S0 R", ("slice", "", "S0@1 S0@0")), "but itself has"),
     ("a permute of parts", hand("S0 S0", ("permute", "0 1", "S1 S0")), "a part of the shard of rank"),
     ("a permute to several", hand("S0 S1", ("permute", "0", "R S1")), "or more than that shard"),

@@ -103,7 +103,7 @@ def kernel_figures(answer: RawResult) -> list[Figure]:
                 "G elements/s",
                 at_least=LOCO_AT_LEAST if has_target else None,
             ),
-            of_rounds(f"kernels.{kernel}_of_copy", _ratios(rates[kernel], rates[COPY]), "of the copy's GB/s"),
+            of_rounds(f"kernels.{kernel}_of_copy", _ratios(rates[kernel], rates[COPY]), "of copy bandwidth"),
         ]
     return figures
 
@@ -124,7 +124,7 @@ def cuda_figures(answer: RawResult) -> list[Figure]:
             of_rounds(
                 f"cuda.{kernel}_over_floor", _ratios(spent, floors), "times the floor", at_most=OVER_FLOOR_AT_MOST
             ),
-            of_rounds(f"cuda.{kernel}_of_copy", _ratios(moved, copied), "of the copy's GB/s"),
+            of_rounds(f"cuda.{kernel}_of_copy", _ratios(moved, copied), "of copy bandwidth"),
         ]
     return figures
 

@@ -146,7 +146,7 @@ def _checked_bytes(collective: str, name: str, side: CollectiveSide) -> int:
         raise RunError(
             f"{collective} in {name} sends {sent} bytes and counts {side.comm.sent.payload}",
             where="bench comm",
-            rule="the count must equal the size of the tensors passed to the collective, without the rank's own share",
+            rule="the count must equal the size of the tensors passed to the collective, minus the rank's own share",
             fix="this is a bug: please report it with this message",
         )
     return sent

@@ -30,7 +30,7 @@ def last_collective() -> str | None:
     except (AttributeError, KeyError, ValueError, RuntimeError):
         return None
     of = f", of {shapes}" if shapes else ""
-    return f"{name}, number {number} by PyTorch's count in the group of {format_ranks(ranks)}{of}"
+    return f"{name}, sequence number {number} in the group of {format_ranks(ranks)}{of}"
 
 
 def shard_group(module: FSDPModule) -> ProcessGroup | None:

@@ -24,7 +24,7 @@ class Loader:
 
     Args:
         corpus_split: token ids, 1-D; usually memory-mapped.
-        order: order of exactly the windows of this split.
+        order: order of all windows in this split.
         seq_len: tokens per sample.
         device: device of the batches.
     """

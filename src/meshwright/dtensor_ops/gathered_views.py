@@ -127,7 +127,7 @@ class GatheredViews:
         self._on_gather = on_gather
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
-        """Compute `call` with `run` and track views."""
+        """Execute `call` with `run` and track views."""
         if call.operator.is_view:
             return self._run_view(call, run)
         if torch.Tag.inplace_view in call.operator.tags:

@@ -73,7 +73,7 @@ def shape_error(operator: OpOverload, result: tuple[int, ...], output: tuple[int
     return _operator_error(
         f"{name_of(operator)} writes a result of shape {result} to a DTensor of shape {output}",
         rule="a DTensor keeps its shape",
-        fix="use the operator that returns a new tensor",
+        fix="use the out-of-place operator",
     )
 
 
@@ -91,7 +91,7 @@ def inplace_view_error(operator: OpOverload) -> MeshwrightError:
     return _operator_error(
         f"{name_of(operator)} transforms a view in place, which its gradient would not undo",
         rule="autograd replays a view of a DTensor as it was first created",
-        fix="use the operator that returns a new tensor",
+        fix="use the out-of-place operator",
     )
 
 

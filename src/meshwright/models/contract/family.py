@@ -172,7 +172,7 @@ def _instance(found: Any, kind: str) -> Family:
     if not isinstance(found, Family):
         raise _no_family(f"{kind} is not a family: {type(found).__name__}", "derive the class from meshwright's Family")
     if not issubclass(found.sections.get("model", type(None)), ModelSection):
-        raise _no_family(f"{kind} has no section model", "add a subclass of ModelSection as sections['model']")
+        raise _no_family(f"{kind} has no model section", "add a subclass of ModelSection as sections['model']")
     return found
 
 

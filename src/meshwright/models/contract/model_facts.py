@@ -26,7 +26,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter of a kind of block or end."""
+    """A parameter of a block or end module."""
 
     name: str
     """Name relative to the kind, e.g. `attention.wq.weight`."""

@@ -154,7 +154,7 @@ def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any
     llama = parse_fields(LlamaFields, config, where=where)
     num_heads, num_kv_heads = llama.num_attention_heads, llama.num_key_value_heads or llama.num_attention_heads
     if num_heads % num_kv_heads:
-        raise _unsupported("num_key_value_heads", num_kv_heads, where, f"it divides num_attention_heads = {num_heads}")
+        raise _unsupported("num_key_value_heads", num_kv_heads, where, f"must divide num_attention_heads = {num_heads}")
     head_dim = llama.head_dim or llama.hidden_size // num_heads
     if head_dim < 2 or head_dim % 2:
         raise _unsupported("head_dim", head_dim, where, "rotary embedding needs an even, positive head_dim")
@@ -251,7 +251,7 @@ def _rope_of(llama: LlamaFields, where: str) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_scaling": None}
     scaled = parse_fields(Llama3RopeFields, content, where=where, inside=key)
     if scaled.low_freq_factor >= scaled.high_freq_factor:
-        rule = f"high_freq_factor exceeds low_freq_factor = {scaled.low_freq_factor}"
+        rule = f"high_freq_factor must exceed low_freq_factor = {scaled.low_freq_factor}"
         raise _unsupported(f"{key}.high_freq_factor", scaled.high_freq_factor, where, rule)
     original = scaled.original_max_position_embeddings or llama.max_position_embeddings
     if original is None:

@@ -43,10 +43,10 @@ def check_axes(number: int, step: Step) -> None:
     moving = step.src.sharded_axes() | (set(reduced_axes(step)) if step.kind in REDUCING else set())
     for axis in axes:
         if axis not in moving and step.src.axis_sizes[axis] > 1:
-            holds = "partial values that stay" if step.src.partial[axis] else "replicas"
+            holds = "unreduced partial values" if step.src.partial[axis] else "replicas"
             others = list_numbers(other for other in axes if other != axis)
             raise step_error(
-                number, step, f"has axis {axis} in its group, which holds {holds}",
+                number, step, f"has axis {axis}, with {holds}, in its group",
                 rule="nothing moves along an axis that neither shards the tensor nor is reduced",
                 fix=f"axes {others}" if others else "axes that do",
             )  # fmt: skip
