@@ -52,7 +52,13 @@ def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Sch
     Args:
         result: a simulation or a timeline.
         path: path of the figure.
-        title: the headline, followed by lines of the subtitle.timeline = result.timeline if isinstance(result, Simulation) else result
+        title: headline on the first line, subtitle on any further lines.
+        schedule: the table of the timeline, to frame overlapped pairs.
+
+    Raises:
+        InputError: the figure can't be written to `path`.
+    """
+    timeline = result.timeline if isinstance(result, Simulation) else result
     strip = _Strip("", -ROW_HEIGHT / 2, ROW_HEIGHT, place_boxes(timeline))
     _TimelineFigure(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule)).write(path)
 
@@ -72,7 +78,7 @@ def draw_comparison(
         predicted: predicted timeline, in the same unit as `measured`.
         measured: measured timeline of the same table.
         path: path of the figure.
-        title: the first line is the headline, further lines are the subtitle.
+        title: headline on the first line, subtitle on any further lines.
         unit: unit of the times, for the axis.
         schedule: the table of the timelines, to frame overlapped pairs.
 
