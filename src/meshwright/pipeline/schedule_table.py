@@ -104,8 +104,7 @@ class Schedule:
         """Parse a hand-written table of compute actions.
 
         Raises:
-            ScheduleError: a cell is not an action (the message gives line and column), or a stage is on two ranks or
-                none.
+            ScheduleError: a cell is not an action (the message gives line and column), or a stage lacks a unique rank.
         """
         return Schedule(kind, *serialize.from_csv(source, where=where))
 
