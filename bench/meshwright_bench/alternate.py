@@ -1,9 +1,9 @@
 """Interleaved measurement of several arms in one run.
 
-The speed of a machine drifts with clocks, temperature and other jobs. The arms therefore alternate in rounds of
-A B B A (with more arms: forward, then in reverse), so that a steady drift affects all arms equally and cancels out of
-their ratio. The result is the median of the rounds' ratios; their minimum and maximum show how steady the machine
-was. Torch-free: the timer is an argument.
+Machine speed drifts with clocks, temperature and other jobs. The arms therefore alternate in rounds of A B B A (more
+arms run forward, then in reverse), so that a steady drift affects all arms equally and cancels in the ratio. The result
+is the median of the per-round ratios; their minimum and maximum show how steady the machine was. Torch-free: the timer
+is an argument.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 
 Work = Callable[[], None]
 Timer = Callable[[Work], float]
-"""Function that runs the work and returns its duration in seconds, including all work that it launched."""
+"""Function that runs the work and returns its duration in seconds, including everything it launches."""
 
 
 @dataclass(frozen=True)

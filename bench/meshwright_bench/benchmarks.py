@@ -30,11 +30,11 @@ class Options:
 
     device: DeviceChoice = DeviceChoice.AUTO
     rounds: int | None = None
-    """Rounds per comparison; None for the default of the benchmark."""
+    """Rounds per comparison; None for the benchmark's default."""
 
 
 Say = Callable[[str], None]
-"""Callback with the reason for a longer wait."""
+"""Callback that receives the reason for a long wait."""
 Body = Callable[[Options, Say], Report]
 """Function that runs a benchmark in the launcher, without importing torch; work that needs torch runs on ranks."""
 
@@ -53,7 +53,7 @@ class Benchmark(StrEnum):
 
 @dataclass(frozen=True)
 class BenchmarkEntry:
-    """Entry of a benchmark in the table."""
+    """Table entry of a benchmark."""
 
     title: str
     body: str
@@ -87,7 +87,7 @@ BENCHMARKS = {
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """Return the benchmark with a name.
+    """Look up a benchmark by name.
 
     Raises:
         InputError: the name is unknown.

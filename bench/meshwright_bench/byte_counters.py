@@ -1,8 +1,8 @@
 """Counters of the bytes of live tensors, and of bytes sent and received, on any device.
 
-Live bytes are those allocated since the counter was entered and not yet freed. On CUDA the allocator records its peak;
-on CPU it does not. The counter therefore adds the storage of each operator output that is not the storage of an input,
-and subtracts it when it is freed. Temporary memory inside an operator is not counted.
+Live bytes are bytes allocated since the counter was entered and not yet freed. The CUDA allocator records its peak; the
+CPU allocator does not. The counter therefore adds each operator output's storage unless an input shares it, and
+subtracts the storage when it is freed. Temporary memory inside an operator is not counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and count what it allocates."""
+        """Run an operator and count the bytes it allocates."""
         out = func(*args, **(kwargs or {}))
         inputs = {id(storage) for storage in _storages((args, kwargs))}
         for storage in _storages(out):
@@ -96,7 +96,7 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and record what it sends."""
+        """Run an operator and record the bytes it sends."""
         if func.namespace == "c10d":
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
             self.calls.append(tuple(x.numel() * x.element_size() for x in tensors))
@@ -109,8 +109,8 @@ _PLACEMENTS = cast(Any, placement_types)
 class ReceivedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the bytes this rank receives in the functional collectives of DTensor.
 
-    Each collective counts as the minimum that it must receive; for sums, that of a ring. On CPU, DTensor has no
-    all-to-all and gathers instead, which is counted as the all-to-all that it uses on other devices.
+    Each collective counts as the minimum it must receive; reductions count as a ring. On CPU, DTensor has no all-to-all
+    and gathers instead, which is counted as the all-to-all used on other devices.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class ReceivedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator and count what it receives."""
+        """Run an operator and count the bytes it receives."""
         name = func.overloadpacket.__name__ if func.namespace == "_c10d_functional" else ""
         if name in _RECEIVED_FRACTION:
             num_ranks = dist.get_world_size(resolve_process_group(args[-1]))
@@ -165,7 +165,7 @@ def fake_process_group(num_ranks: int) -> Iterator[None]:
 
 
 def redistribute_with_torch(x: DTensor, layout: Layout, *, dijkstra: bool) -> bool:
-    """Redistribute with one of PyTorch's planners and empty caches; return False if the planner cannot."""
+    """Redistribute with one of PyTorch's planners, starting with empty caches; return False if unsupported."""
     clear_redistribution_caches()
     current = spec_of(x)
     placements, order = placements_of(layout)
@@ -178,6 +178,6 @@ def redistribute_with_torch(x: DTensor, layout: Layout, *, dijkstra: bool) -> bo
 
 
 def _storages(values: Any) -> list[UntypedStorage]:
-    """Return the storages of all tensors in nested containers; a live storage has exactly one Python object."""
+    """Return the storages of all tensors in nested containers. A live storage has exactly one Python object."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]

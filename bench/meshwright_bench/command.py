@@ -58,7 +58,7 @@ def bench(
 
 
 def _say(text: str) -> None:
-    """Show the reason for a longer wait in a line that is erased later; on terminals only."""
+    """Show the reason for a long wait in a transient line, on terminals only."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
         print("\r\x1b[2K" + text[:width], end="", file=sys.stderr, flush=True)

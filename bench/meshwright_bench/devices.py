@@ -1,4 +1,4 @@
-"""Choice of the device to measure on. Torch-free: a rank looks for CUDA devices."""
+"""Choose the device to measure on. Torch-free: CUDA devices are detected on a rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refuse_cuda(options: Options, part: Benchmark, *, because: str) -> None:
     """Raise if CUDA was requested for a benchmark that runs on the CPU only.
 
     Raises:
-        InputError: CUDA was requested; `because` is the rule.
+        InputError: CUDA was requested; `because` states the reason.
     """
     if options.device is DeviceChoice.CUDA:
         raise InputError(
@@ -53,7 +53,7 @@ def refuse_cuda(options: Options, part: Benchmark, *, because: str) -> None:
 
 
 def look_body(context: RankContext, result: Path) -> None:
-    """Write the name of the CUDA device, or null."""
+    """Write the name of the CUDA device, or null, as JSON."""
     import torch
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -40,7 +40,7 @@ def operators() -> list[Any]:
     """Return PyTorch's operator database, which includes samples.
 
     Raises:
-        InputError: it cannot be imported.
+        InputError: the database cannot be imported.
     """
     try:
         from torch.testing._internal.common_methods_invocations import op_db

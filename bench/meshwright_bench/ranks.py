@@ -19,11 +19,11 @@ RawResult = dict[str, Any]
 def run_measurement(
     body: Callable[[RankContext, Any], None], task: Callable[[Path], Any], *, num_ranks: int
 ) -> RawResult:
-    """Run `body` on ranks with one thread each and return the JSON object that they wrote.
+    """Run `body` on ranks with one thread each and return the JSON object they write.
 
     Args:
         body: function that each rank runs.
-        task: makes the argument of `body` from the path of the result file.
+        task: function from the path of the result file to the argument of `body`.
         num_ranks: number of processes.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
@@ -34,5 +34,5 @@ def run_measurement(
 
 
 def with_rounds(task: Callable[..., Any], rounds: int | None) -> Callable[[Path], Any]:
-    """Return the task with a number of rounds, or with its default."""
+    """Set the task's number of rounds, unless None."""
     return task if rounds is None else partial(task, rounds=rounds)

@@ -1,7 +1,6 @@
 """Report of a benchmark: figures and targets, as a text table and as JSON.
 
-Missed targets are shown like met ones, and figures that could not be measured are listed with the reason, so that
-nothing disappears silently. Torch-free.
+Missed targets are shown like met ones, and figures that could not be measured are listed with the reason. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ PACKAGES = ("torch", "numpy")
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value with unit, spread and target."""
+    """Measured value with unit, spread and target."""
 
     name: str
     value: float | None
-    """None if it could not be measured; `note` gives the reason."""
+    """Measured value; None if it could not be measured, with the reason in `note`."""
     unit: str = ""
     spread: tuple[float, float] | None = None
     """Minimum and maximum over the rounds; `value` is their median."""
@@ -39,7 +38,7 @@ class Figure:
 
     @property
     def is_met(self) -> bool | None:
-        """True if the target is met; None without a target or a value."""
+        """Return True if the target is met; None without a target or a value."""
         if self.value is None or (self.at_least is None and self.at_most is None):
             return None
         high_enough = self.at_least is None or self.value >= self.at_least
@@ -67,7 +66,7 @@ def of_rounds(
 
 
 def cpu_name() -> str:
-    """Return the CPU model and the number of usable cores: `AMD EPYC, 2 cores`."""
+    """Return the CPU model and the number of usable cores, such as `AMD EPYC, 2 cores`."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -135,11 +134,11 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _summary(figures: Sequence[Figure]) -> list[str]:
-    """Return a line with the missed targets, if any."""
+    """Return a line that lists the missed targets, if any."""
     missed = [figure.name for figure in figures if figure.is_met is False]
     return [f"missed: {', '.join(missed)}"] if missed else []
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round to five significant digits; the rest is noise."""
+    """Round to five significant digits, since further digits are noise."""
     return None if value is None else float(f"{value:.5g}")

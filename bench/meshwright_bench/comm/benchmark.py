@@ -1,6 +1,6 @@
 """`bench comm`: compressed collectives against FSDP2's own, and their kernels against a memory copy.
 
-Torch-free: runs in the launcher, starts the ranks of each measurement and converts their results to figures.
+Torch-free: this module runs in the launcher, starts the ranks of each measurement and reports their results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bench_comm(options: Options, say: Say) -> Report:
 
     Raises:
         InputError: CUDA was requested and is not available.
-        RunError: the results of the two sides differ, or the byte count is incorrect.
+        RunError: the two sides' results differ, or the byte count is incorrect.
     """
     gpu = find_cuda(options.device, say)
     today = date.today().isoformat()
@@ -67,7 +67,7 @@ def bench_comm(options: Options, say: Say) -> Report:
 
 
 def wire_figures(answer: Mapping[str, Mapping[str, RawResult]]) -> list[Figure]:
-    """Return milliseconds, speed-ups, bytes and bits by collective and dtype."""
+    """Return the time, speed-up, bytes and bits of each collective and dtype."""
     figures = []
     for collective, types in answer.items():
         for dtype, measured in types.items():
@@ -88,7 +88,7 @@ def wire_figures(answer: Mapping[str, Mapping[str, RawResult]]) -> list[Figure]:
 
 
 def kernel_figures(answer: RawResult) -> list[Figure]:
-    """Return G elements per second of each kernel, and its bandwidth relative to a copy."""
+    """Return each kernel's throughput in G elements per second, and its bandwidth relative to a copy."""
     timed, num_bytes = _alternation(answer), answer["bytes"]
     rates = {kernel: _rates(timed, kernel, num_bytes[kernel] / 1e9) for kernel in num_bytes}
     figures = [of_rounds(f"kernels.{COPY}", rates[COPY], "GB/s")]
@@ -109,7 +109,7 @@ def kernel_figures(answer: RawResult) -> list[Figure]:
 
 
 def cuda_figures(answer: RawResult) -> list[Figure]:
-    """Return nanoseconds per MB of bfloat16, and the floor at the bandwidth of a copy."""
+    """Return nanoseconds per MB of bfloat16, and the floor set by the copy bandwidth."""
     timed, num_bytes = _alternation(answer), answer["bytes"]
     copied = _rates(timed, COPY, num_bytes[COPY])
     megabytes = answer["num_elements"] * 2 / 1e6
@@ -163,7 +163,7 @@ def _alternation(answer: RawResult) -> Alternation:
 
 
 def _rates(timed: Alternation, arm: str, amount: float) -> list[float]:
-    """Return the amount per second in each round, for an amount per step."""
+    """Convert an amount per step to the amount per second in each round."""
     return [amount / seconds for seconds in timed.seconds[arm]]
 
 

@@ -16,21 +16,21 @@ REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
 COMPRESSED_SIDES = {REDUCE_SCATTER: (LOCO4, INT8), ALL_GATHER: (INT8,)}
 """Compressed sides of each collective."""
 SPEEDUP_AT_LEAST = {"float32": 4.0, "bfloat16": 3.0}
-"""Target speed-up of a reduce-scatter in `loco4`."""
+"""Target speed-up of a `loco4` reduce-scatter, by dtype."""
 BITS_AT_MOST = 4.2
-"""Target bits per element in `loco4`."""
+"""Target bits per element of `loco4`."""
 ERROR_AT_MOST = {LOCO4: 0.2, INT8: 0.02}
-"""Maximum error relative to the built-in result on Gaussian data: more than twice the error of the codec."""
+"""Maximum error relative to the built-in result on Gaussian data: more than twice the codec's error."""
 
 COPY = "copy"
-"""Name of the memory copy that kernels are compared with."""
+"""Name of the memory copy used as the baseline for kernels."""
 LOCO_AT_LEAST = 1.5
-"""Target of the fused LoCo quantize kernel with AVX-512, in G elements per second and core."""
+"""Target throughput of the fused LoCo quantize kernel with AVX-512, in G elements per second per core."""
 
 QUANTISE, DECODE_SUM_8 = "loco4", "decode_sum_8"
 """Kernels measured on a CUDA device."""
 FLOOR_BYTES = {QUANTISE: 4.59, DECODE_SUM_8: 6.25}
-"""Bytes per element in the floor of the targets, with one scale per 64 elements; ours has one per 128."""
+"""Bytes per element assumed for the target floors, with one scale per 64 elements; ours has one per 128."""
 OVER_FLOOR_AT_MOST = 1.18
 
 
@@ -62,7 +62,7 @@ class CudaTask:
     num_elements: int = 2**27
     """Number of elements, large enough that a kernel takes longer than its launch from Python."""
     num_sets: int = 3
-    """Number of sets of tensors that alternate, each larger than any cache."""
+    """Number of alternating sets of tensors, each larger than any cache."""
     rounds: int = 15
     steps: int = 30
     device: str = "cuda"

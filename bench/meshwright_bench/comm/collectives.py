@@ -1,7 +1,7 @@
-"""Compressed collectives and FSDP2's own on real ranks: compare results, count bytes, time both.
+"""Compare compressed collectives with FSDP2's own on real ranks: results, bytes and time.
 
-FSDP2's default reduce-scatter and all-gather are one `torch.distributed` call each, with the same tensors that custom
-collectives receive; this call is the built-in side.
+FSDP2's default reduce-scatter and all-gather are one `torch.distributed` call each, on the same tensors that custom
+collectives receive. This call is the built-in side.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure_wire(context: RankContext, task: WireTask) -> None:
 
 
 def all_collectives(task: WireTask) -> dict[str, dict[str, dict[str, Any]]]:
-    """Measure both collectives with every dtype. All ranks call it together.
+    """Measure both collectives with every dtype. Must be called on all ranks.
 
     Raises:
         RunError: a compressed result is far from the built-in one, or the byte count is incorrect.
@@ -102,7 +102,7 @@ def all_gathers(num_elements: int, dtype: torch.dtype) -> dict[str, CollectiveSi
 
 
 def _reduce_scatter(comm: CompressedReduceScatter, x: Tensor, out: Tensor) -> CollectiveSide:
-    """Return a compressed reduce-scatter that, like a training step, also commits the error."""
+    """Return a compressed reduce-scatter that also commits the error, like a training step."""
     group = dist.group.WORLD
     assert group is not None
 
@@ -120,7 +120,7 @@ def _all_gather(comm: CompressedAllGather, x: Tensor, out: Tensor) -> Collective
 
 
 def _measure(collective: str, sides: dict[str, CollectiveSide], task: WireTask) -> dict[str, Any]:
-    """Measure the bytes that a rank sends and the seconds per round of each side."""
+    """Measure the bytes sent per rank and the seconds per round of each side."""
     sent = {name: _checked_bytes(collective, name, side) for name, side in sides.items()}
     for name in COMPRESSED_SIDES[collective]:
         _check_result(f"{collective} in {name}", sides[name], sides[BUILTIN], ERROR_AT_MOST[name])
@@ -133,14 +133,14 @@ def _measure(collective: str, sides: dict[str, CollectiveSide], task: WireTask) 
 
 
 def _checked_bytes(collective: str, name: str, side: CollectiveSide) -> int:
-    """Return the bytes that this rank sends in one call, after comparing the tensors of c10d with our own count."""
+    """Return the bytes this rank sends in one call, after checking our own count against the c10d tensors."""
     counter = SentBytes()
     with counter:
         side.run()
     num_ranks = world_size()
     ((_, num_bytes),) = counter.calls  # one collective, with output and input
     sent = num_bytes * (num_ranks - 1)
-    if collective == REDUCE_SCATTER:  # Its input includes the shard of this rank itself.
+    if collective == REDUCE_SCATTER:  # The input includes this rank's own shard.
         sent //= num_ranks
     if side.comm is not None and side.comm.sent.payload != sent:
         raise RunError(

@@ -1,7 +1,7 @@
 """Kernels of compressed collectives, compared with a memory copy, on any device.
 
-A memory-bound kernel is at best as fast as a copy that reads and writes as many bytes, so the copy is the baseline.
-Before timing, the output of each kernel is compared bitwise with the torch reference.
+A memory-bound kernel is at best as fast as a copy of the same number of bytes, so the copy is the baseline. Before
+timing, the output of each kernel is compared bitwise with the torch reference.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from meshwright_bench.train.measure import timer_on
 
 CODEC = Codec.INT4
 CHECKED_ELEMENTS = 12_345
-"""Number of elements to check, which is not a multiple of the group size."""
+"""Number of elements to check; not a multiple of the group size."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A repeatable kernel call."""
+    """Repeatable kernel call."""
 
     run: Callable[[], object]
     num_bytes: int
@@ -73,7 +73,7 @@ def cpu_kernels(task: KernelTask) -> dict[str, Any]:
 
 
 def loco_quantise(num_elements: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    """Return the kernel from a gradient and its error to 4 bits and a new error, as in a training step."""
+    """Return the kernel that quantizes a gradient to 4 bits with error feedback, as in a training step."""
     g = _random((num_elements,), dtype, device)
     error = dispatch.loco_quantise(g, _zero_error(num_elements, device), CODEC)[1]
     new_error = torch.empty_like(error)
@@ -108,7 +108,7 @@ def check_bits(dtype: torch.dtype, device: torch.device) -> None:
     """Compare the kernels on a device bitwise with the torch reference on the CPU.
 
     Raises:
-        RunError: they differ.
+        RunError: the results differ.
     """
     g = _random((CHECKED_ELEMENTS,), dtype, torch.device("cpu"))
     _, error = error_feedback.loco_quantise(g, _zero_error(CHECKED_ELEMENTS, g.device), CODEC)

@@ -1,4 +1,4 @@
-"""Kernels of compressed collectives on a CUDA device, compared with the copy bandwidth of the device.
+"""Kernels of compressed collectives on a CUDA device, compared with the device's copy bandwidth.
 
 Several sets of tensors alternate, so that no kernel reads from a cache; time is measured with device events.
 """
@@ -53,6 +53,6 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
 
 
 def _cycle(kernels: list[Kernel]) -> Callable[[], object]:
-    """Return a function that runs the next kernel at each call."""
+    """Return a function that runs the kernels in turn, one per call."""
     following = cycle(kernels)
     return lambda: next(following).run()

@@ -1,12 +1,12 @@
 """`bench comm-loss`: the effect of low-bit gradients on the loss, with and without error feedback.
 
-Torch-free: runs in the launcher and starts the ranks of one training after the other.
+Torch-free: this module runs in the launcher and starts the training runs one after the other.
 
-[Note: two bits and SGD] With four bits there is no visible loss, so error feedback is tested with two bits. AdamW would
-hide its effect: dividing by the square root of the second moment cancels the change in gradient scale that a coarse
-quantizer causes, so there is hardly a gap without feedback; with feedback, the bursts that compensate for small
-gradients increase the second moment (the reason why 1-bit Adam freezes it; Tang et al. 2021). With eps = 1, far above
-the moments, AdamW is SGD with momentum and linear in the gradient, so the gap reflects the error of the gradient.
+[Note: two bits and SGD] Four bits cause no visible degradation, so error feedback is tested with two bits. AdamW would
+hide the effect: dividing by the square root of the second moment cancels the change in gradient scale caused by a
+coarse quantizer, so there is hardly a gap without feedback. With feedback, the bursts that compensate for small
+gradients increase the second moment (which is why 1-bit Adam freezes it; Tang et al. 2021). With eps = 1, far above the
+moments, AdamW is SGD with momentum and linear in the gradient, so the gap reflects the gradient error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 PRESET = "llama-tiny"
 WORDS = ("mesh.dp_shard=2", "train.steps=200", "train.seq_len=64", "train.lr=1e-3", "train.validation_samples=512",
          "train.sample_tokens=0")  # fmt: skip
-"""Arguments of all runs. At the preset's learning rate of 4e-3, losses of such short runs vary by up to 2 %."""
+"""Overrides for all runs. At the preset's learning rate of 4e-3, losses of such short runs vary by up to 2 %."""
 LINEAR = ("train.lr=0.1", "train.eps=1.0", "train.weight_decay=0.0", "train.warmup_steps=5", "train.steps=400")
-"""Arguments that make AdamW linear in the gradient. [Note: two bits and SGD]
+"""Overrides that make AdamW linear in the gradient; see [Note: two bits and SGD].
 
-In fewer than 300 steps, the loss falls so fast that the delay of about ten steps in the feedback is most of the gap.
+In runs of under 300 steps the loss falls so fast that the feedback's delay of about ten steps causes most of the gap.
 """
 EXACT, INT2, LOCO2, LOCO4 = "exact", "int2", "loco2", "loco4"
 NUM_SEEDS = 3
@@ -47,7 +47,7 @@ Losses = Mapping[str, Sequence[float]]
 
 
 def bench_comm_loss(options: Options, say: Say) -> Report:
-    """Train with each compression method from each seed, on the CPU; `rounds` is the number of seeds.
+    """Train with each compression method and seed, on the CPU; `rounds` is the number of seeds.
 
     Raises:
         InputError: CUDA was requested.
@@ -79,7 +79,7 @@ def train_all(methods: Sequence[str], seeds: Iterable[int], words: Sequence[str]
 def validation_loss(method: str, *, seed: int, words: Sequence[str]) -> float:
     """Train once with a compression method and return the final validation loss."""
     config = load(PRESET, [*words, f"comm.gradients={method}", f"train.seed={seed}"])
-    config.family.open_data(run_facts(config))  # an error before any process starts; cached for the ranks
+    config.family.open_data(run_facts(config))  # fails before any process starts; cached for the ranks
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
         spec = RunSpec(config, Reporter, folder=RunFolder(Path(name), None))
         launch(train_body, spec, num_ranks=config.mesh.axes().num_ranks(), threads=config.train.threads)
@@ -113,7 +113,7 @@ def _losses(name: str, losses: Losses) -> list[Figure]:
 
 
 def recovered(losses: Losses) -> float:
-    """Return the fraction of the gap between `int2` and exact that feedback closes, over all seeds."""
+    """Return the fraction of the gap between `int2` and exact gradients that feedback closes, over all seeds."""
     exact, without, with_feedback = (sum(losses[method]) for method in (EXACT, INT2, LOCO2))
     return (without - with_feedback) / (without - exact)
 

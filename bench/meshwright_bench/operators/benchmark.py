@@ -1,7 +1,7 @@
 """`bench operators`: correctness of PyTorch operators on DTensors, alone and with `replicate_fallback`.
 
-Torch-free: runs in the launcher, starts the ranks and counts the outcomes that they record. With DTensor alone, ranks
-crash or wait for each other forever on some operators; they are then restarted after that operator.
+Torch-free: this module runs in the launcher, starts the ranks and counts the outcomes they record. With DTensor alone,
+ranks crash or hang on some operators; they are then restarted after that operator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_side(side: Side) -> list[Case]:
                 raise
             except RunError as error:
                 if len(read_cases(lines)) == num_done and _is_complete(lines):
-                    raise  # it failed before the first operator
+                    raise  # the ranks failed before the first operator
                 end_line(lines, Outcome.OTHER_ERROR, f"a rank died: {error.what}")
             else:
                 return read_cases(lines)
@@ -83,7 +83,7 @@ def operator_figures(side: Side, cases: Iterable[Case]) -> list[Figure]:
 
 
 def read_cases(lines: Path) -> list[Case]:
-    """Return the cases in a file of lines, except one that has no outcome yet."""
+    """Read the recorded cases, except one without an outcome."""
     found = []
     for line in lines.read_text("utf-8").splitlines():
         fields = line.split("\t")

@@ -29,13 +29,13 @@ class Outcome(StrEnum):
     WRONG = "wrong"
     NOT_IMPLEMENTED = "not_implemented"
     OTHER_ERROR = "other_error"
-    """Includes ranks that died, or waited for others that had failed."""
+    """Other errors, including ranks that died or waited for failed ranks."""
     REFUSED = "not_a_function"
     """Rejected with a `MeshwrightError`: the operator is not a function of its inputs' values."""
     UNDEFINED = "undefined_values"
     """Succeeded, but the values are random or uninitialized: only shapes are compared."""
     LEFT_OUT = "left_out"
-    """Has no float32 sample, fails on plain tensors too, or has sparse inputs."""
+    """No float32 sample, failure on plain tensors too, or sparse inputs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SweepTask:
 
     Attributes:
         lines: file in which rank 0 records each case before it runs, and then its outcome.
-        num_done: number of cases that are already in `lines`.
+        num_done: number of cases already in `lines`.
     """
 
     lines: Path
@@ -54,7 +54,7 @@ class SweepTask:
 
 @dataclass(frozen=True)
 class Case:
-    """An operator with one input placement, and the outcome."""
+    """Operator with one input placement, and the outcome."""
 
     operator: str
     placed: InputPlacement
@@ -63,7 +63,7 @@ class Case:
 
 
 def begin_line(lines: Path, operator: str, placed: InputPlacement) -> None:
-    """Record a case before it runs, so that a case that kills the ranks is known."""
+    """Record a case before it runs, to identify a case that kills the ranks."""
     with lines.open("a", encoding="utf-8") as file:
         file.write(f"{operator}\t{placed}")
 

@@ -1,7 +1,7 @@
-"""Sweep over all operators that PyTorch has samples of, on DTensors over real ranks, compared with plain tensors.
+"""Run all operators that have PyTorch samples on DTensors over real ranks, and compare the results with plain tensors.
 
-Ranks exchange the outcome of each operator through a store, not with a collective: if an operator fails on some ranks
-only, the others may still wait in a collective until it times out. The process group is then created again.
+Ranks exchange the outcome of each operator through a store, not with a collective: if an operator fails on only some
+ranks, the others may wait in a collective until it times out. The process group is then recreated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright_bench.private import TorchDispatchMode, operators, tree_leaves, 
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 5.0
-"""Timeout of a collective of an operator, after which waiting ranks continue."""
+"""Timeout of an operator's collectives, after which waiting ranks continue."""
 UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return uninitialized memory."""
 PLACEMENTS = {InputPlacement.SHARD: Shard(0), InputPlacement.REPLICATED: Replicate()}
@@ -40,14 +40,14 @@ CaseOutcome = tuple[Outcome, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator, its arguments and its result for plain tensors."""
+    """Operator with arguments and its result on plain tensors."""
 
     name: str
     operator: Callable[..., Any]
     inputs: Any
     expected: Any
     is_defined: bool
-    """True if the same call returns the same values."""
+    """True if repeated calls return the same values."""
 
     def run(self, inputs: Any) -> Any:
         """Return the operator's result for other inputs, with the same seed."""
@@ -57,7 +57,7 @@ class Sample:
 
 
 class RandomnessDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that detects operators that draw random numbers, even if they restore the generator afterwards."""
+    """Dispatch mode that detects the use of random numbers, even if the generator state is restored afterwards."""
 
     seen = False
 
@@ -129,7 +129,7 @@ def run_case(sample: Sample | str, placed: InputPlacement, side: Side, mesh: Dev
 
 
 def combine_outcomes(by_rank: list[CaseOutcome]) -> CaseOutcome:
-    """Return the common outcome of all ranks, else wrong if any rank is, else other error."""
+    """Return the common outcome of all ranks; if they differ, wrong if any rank is wrong, else other error."""
     outcomes = {outcome for outcome, _ in by_rank}
     if len(outcomes) == 1:
         return by_rank[0]
@@ -146,7 +146,7 @@ def find_sample(entry: Any) -> Sample | str:
     """Return the operator with its first sample, or the reason to leave it out."""
     try:
         _seed(0)
-        # Not `sample_inputs`, which searches the whole stack for the calling test and takes 100 ms.
+        # Avoid `sample_inputs`, which searches the whole stack for the calling test and takes 100 ms.
         first = next(iter(entry.sample_inputs_func(entry, "cpu", torch.float32, False)))
         inputs = (first.input, first.args, first.kwargs)
         if any(x.layout is not torch.strided for x in tree_leaves(inputs) if isinstance(x, Tensor)):
@@ -161,7 +161,7 @@ def find_sample(entry: Any) -> Sample | str:
 
 
 def _seed(seed: int) -> None:
-    """Seed all three generators that samples are drawn with, equally on all ranks."""
+    """Seed the three random generators used by samples, equally on all ranks."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -174,7 +174,7 @@ def _place(x: Tensor, placed: InputPlacement, mesh: DeviceMesh) -> DTensor:
 
 
 def _difference(result: Any, sample: Sample) -> str:
-    """Describe how a result differs from that of plain tensors; empty if it does not."""
+    """Describe the difference between a result and that of plain tensors; empty if none."""
     found, expected = tree_leaves(result), tree_leaves(sample.expected)
     if len(found) != len(expected):
         return f"{len(found)} results, expected {len(expected)}"

@@ -1,6 +1,6 @@
 """`bench pipeline`: Meshwright's pipeline engine against `torch.distributed.pipelining`.
 
-Torch-free: runs in the launcher, starts the ranks of each measurement and converts their results to figures.
+Torch-free: this module runs in the launcher, starts the ranks of each measurement and reports their results.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def bench_pipeline(options: Options, say: Say) -> Report:
 
 
 def engine_figures(answer: Mapping[str, RawResult]) -> list[Figure]:
-    """Return the microseconds per computation beyond the bare loop."""
+    """Return the overhead over the bare loop in microseconds per computation."""
     figures = []
     for kind, timed in answer.items():
         seconds, actions = timed["seconds"], timed["actions"]
@@ -78,7 +78,7 @@ def engine_figures(answer: Mapping[str, RawResult]) -> list[Figure]:
 
 
 def wait_figures(answer: RawResult) -> list[Figure]:
-    """Return the percentage over the ideal, and predicted over measured makespans."""
+    """Return the step time's excess over the ideal in percent, and the ratio of predicted to measured makespan."""
     figures = [Figure("wait.sleep_over_nominal", answer["sleep_over_nominal"], "%")]
     for kind, timed in answer["kinds"].items():
         over = {
@@ -138,7 +138,7 @@ def wait_body(context: RankContext, task: WaitTask) -> None:
 
 
 def memory_body(context: RankContext, task: MemoryTask) -> None:
-    """Run one rank whose bytes are counted."""
+    """Run one rank of the memory measurement."""
     from meshwright_bench.pipeline.memory import measure_memory
 
     measure_memory(context, task)

@@ -45,7 +45,7 @@ class WaitTask:
     result: Path
     rounds: int = 9
     kernel_s: float = 0.016
-    """Sleep of each F, I and W, in seconds."""
+    """Duration of each F, I and W, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MemoryTask:
 
     result: Path
     width: int = 32
-    """Features d; weights of d × d are small compared with an input of n × d."""
+    """Number of features d, so small that d × d weights are small compared with an n × d input."""
     num_rows: int = 4096
     """Rows n per micro-batch."""
     num_layers: int = 4

@@ -1,4 +1,4 @@
-"""Engine overhead in one process: the time of a step minus that of a hand-written loop.
+"""Engine overhead in one process: step time minus that of a hand-written loop.
 
 All stages are on one rank and tensors are tiny. The loop runs the same forwards and backwards with plain autograd, one
 backward per stage, so the difference is dispatch, bookkeeping and, for a split backward, the splitting.
@@ -40,7 +40,7 @@ WARMUP = 20
 
 
 class Scale(nn.Module):
-    """Elementwise x · w, a stage with minimal work."""
+    """Elementwise product x · w, a stage with minimal work."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Memory of each pipeline rank: live bytes during a step, on both sides with the same stages.
 
-There are three counts, all including the receive buffers, which are permanent. `turn`: live bytes when the first
-backward begins, when F-then-B holds all stage inputs and no gradient yet. `held`: maximum when any forward or backward
-begins, which the engine determines. `peak`: maximum at any time, including temporary memory of the stage itself.
-Parameters and their gradients are allocated before the count begins.
+There are three counts, all including the permanent receive buffers. `turn` is the live bytes when the first backward
+begins; F-then-B then holds all stage inputs and no gradient. `held` is the maximum over the starts of all forwards and
+backwards, which the engine determines. `peak` is the maximum at any time, including the stage's temporary memory.
+Parameters and their gradients are allocated before counting begins.
 
 Shapes: n rows of a micro-batch, d features.
 """
@@ -57,7 +57,7 @@ class Layers(nn.Module):
 
 
 class CountedStage(nn.Module):
-    """A stage that samples live bytes when its forward and its backward begin."""
+    """Stage that samples live bytes at the start of its forward and of its backward."""
 
     def __init__(self, layers: Layers, *, with_recompute: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class CountedStage(nn.Module):
         return y
 
     def begin(self, live: LiveBytes) -> None:
-        """Report to this counter from now on."""
+        """Start reporting to a counter."""
         self._live, self._turn = live, None
 
     def end(self) -> int:
@@ -106,7 +106,7 @@ def measure_memory(context: RankContext, task: MemoryTask) -> None:
 
 
 def count_all(rank: int, task: MemoryTask) -> dict[str, Any]:
-    """Count bytes with every policy on both sides. All ranks call it together.
+    """Count bytes with every policy on both sides. Must be called on all ranks.
 
     Returns:
         Counts of each rank by recompute policy and side; predicted and counted bytes of a middle rank; buffers.
@@ -134,7 +134,7 @@ def count_all(rank: int, task: MemoryTask) -> dict[str, Any]:
 def count_ours(
     schedule: Schedule, stage: CountedStage, rank: int, task: MemoryTask, *, release: bool = True
 ) -> ByteCounts:
-    """Count the bytes of our second step. All ranks call it together."""
+    """Count the bytes of our second step. Must be called on all ranks."""
     inputs = _batch(task, NUM_MICROBATCHES).chunk(NUM_MICROBATCHES)
     bench_stage = BenchStage(stage, inputs, loss=_loss if rank == NUM_RANKS - 1 else None)
     executor, buffer_bytes = make_executor(schedule, {rank: bench_stage}, rank=rank, edge=inputs[0], release=release)
@@ -142,7 +142,7 @@ def count_ours(
 
 
 def count_torch(kind: str, stage: CountedStage, rank: int, task: MemoryTask) -> ByteCounts:
-    """Count the bytes of PyTorch's second step. All ranks call it together."""
+    """Count the bytes of PyTorch's second step. Must be called on all ranks."""
     theirs = _theirs(kind, stage, rank, task, NUM_MICROBATCHES)
     theirs.step()
     return _count(theirs.step, stage, theirs.buffer_bytes())

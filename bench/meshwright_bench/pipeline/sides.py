@@ -35,14 +35,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 SINGLE = {"f-then-b": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI = {
     "interleaved": ScheduleInterleaved1F1B,
-    "zb-h1": ScheduleInterleavedZeroBubble,  # with one stage a rank: the paper's ZB1P
+    "zb-h1": ScheduleInterleavedZeroBubble,  # with one stage per rank: the paper's ZB1P
     "zb-v": ScheduleZBVZeroBubble,
     "dualpipe-v": ScheduleDualPipeV,
 }
 
 
 class BenchStage(ExecutableStage):
-    """A module as a Meshwright stage."""
+    """Adapter from a module to a Meshwright stage."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class BenchStage(ExecutableStage):
 def make_executor(
     schedule: Schedule, stages: Mapping[int, ExecutableStage], *, rank: int, edge: Tensor, release: bool = True
 ) -> tuple[Executor, int]:
-    """Build the executor of a schedule on this rank. All ranks call it in the same order.
+    """Build the executor of a schedule on this rank. Must be called in the same order on all ranks.
 
     Args:
         schedule: a compute-only schedule.
         stages: stages of this rank, by number.
         rank: this rank.
-        edge: tensor with the shape and dtype of what stages send.
+        edge: tensor with the shape and dtype of the tensors that stages send.
         release: release tensors as early as possible.
 
     Returns:
@@ -105,7 +105,7 @@ def make_executor(
 
 
 class TorchPipeline:
-    """PyTorch's pipeline engine with the stages of one rank. All ranks create it in the same order."""
+    """PyTorch's pipeline engine with the stages of one rank. Must be created in the same order on all ranks."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class TorchPipeline:
             num_stages: number of stages over all ranks.
             num_microbatches: micro-batches per step.
             loss: loss function of the last stage.
-            weights: returns the `dw_builder` of a module, which builds the work that a split backward defers; by
-                default, PyTorch splits the graph.
+            weights: function that returns a module's `dw_builder`, which builds the deferred work of a split backward;
+                by default, PyTorch splits the graph.
         """
         self.stages = [
             PipelineStage(module, stage, num_stages, CPU, dw_builder=None if weights is None else weights(module))
@@ -148,7 +148,7 @@ class TorchPipeline:
         self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
     def table(self, kind: str) -> Schedule | None:
-        """Return PyTorch's table of computations, if the schedule executes one."""
+        """Return PyTorch's table of computations, or None if the schedule has none."""
         if kind in SINGLE:
             return None  # PyTorch runs a hand-written loop, not the table
         rows = (map(_cell, filter(None, row)) for row in self._schedule.pipeline_order.values())
@@ -174,5 +174,5 @@ class TorchPipeline:
 
 
 def _cell(action: Any) -> str:
-    """Format an action of PyTorch as a cell of a CSV file."""
+    """Format a PyTorch action as a CSV cell."""
     return "+".join(map(str, action.sub_actions)) if action.sub_actions else str(action)

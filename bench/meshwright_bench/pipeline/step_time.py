@@ -1,4 +1,4 @@
-"""Time of a pipelined step relative to the simulated makespan, on four processes whose kernels sleep.
+"""Time of a pipelined step relative to the simulated makespan, on four processes with sleeping kernels.
 
 Each F, I and W sleeps for the same time and processes a tiny tensor. The cores are idle, so the time beyond the longest
 path through the schedule is spent in the engine and in transfers.
@@ -54,7 +54,7 @@ class SleepingGradients(WeightGradStore):
 
 
 class _SleepingDeferred(list[DeferredGradient]):
-    """An empty list whose iteration takes as long as a kernel."""
+    """Empty list that sleeps for the duration of a kernel when iterated."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _SleepingDeferred(list[DeferredGradient]):
 
 
 class SleepingStage(nn.Module):
-    """A stage with one kernel per pass; its backward sleeps for I, and for W too unless W is deferred."""
+    """Stage with one kernel per pass; its backward sleeps for I, and also for W unless W is deferred."""
 
     def __init__(self, kernel_s: float) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def measure_wait(context: RankContext, task: WaitTask) -> None:
 
 
 def sleep_over_nominal(kernel_s: float) -> float:
-    """Return by how many percent a sleep exceeds the requested time when all ranks sleep, without any engine."""
+    """Return the percentage by which sleeps exceed the requested time if all ranks sleep without any engine."""
     barrier()
     lengths = []
     for _ in range(30):
@@ -132,7 +132,7 @@ def sleep_over_nominal(kernel_s: float) -> float:
 
 
 def measure_kind(kind: str, *, rank: int, task: WaitTask) -> dict[str, Any]:
-    """Time both sides alternately on one schedule. All ranks call it together."""
+    """Time both sides alternately on one schedule. Must be called on all ranks."""
     schedule = on_four_ranks(kind)
     executor = _ours(schedule, rank, task.kernel_s)
     theirs = _theirs(kind, schedule, rank, task.kernel_s)
@@ -140,7 +140,7 @@ def measure_kind(kind: str, *, rank: int, task: WaitTask) -> dict[str, Any]:
     for step in arms.values():
         barrier()
         step()
-    # One step per block, because the start of the next step would fill the idle time at the end of the previous one.
+    # One step per block, since the start of the next step would fill the idle time at the end of this one.
     timed = alternate(arms, timer=_span_timer(), rounds=task.rounds, steps=1)
     costs = _kernel_costs(task.kernel_s)
     table = theirs.table(kind)
@@ -223,4 +223,4 @@ def _loss(y: Tensor, target: Tensor) -> Tensor:
 
 
 def _nothing() -> None:
-    """Do nothing: a CPU needs no synchronization."""
+    """Do nothing, since a CPU needs no synchronization."""

@@ -1,1 +1,1 @@
-"""Benchmark of redistribution by plans."""
+"""Benchmark of plan-based redistribution."""

@@ -1,6 +1,6 @@
-"""`bench reshard`: redistribution by plans against DTensor's own: time, bytes and planning time.
+"""`bench reshard`: time, bytes and planning time of plan-based redistribution against DTensor's own.
 
-Torch-free: runs in the launcher, plans there, and starts the ranks that move data.
+Torch-free: this module runs and plans in the launcher, and starts the ranks that move data.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NUM_SAMPLES = 100
 
 
 def bench_reshard(options: Options, say: Say) -> Report:
-    """Measure times, planning and bytes, on the CPU.
+    """Measure run time, planning time and bytes, on the CPU.
 
     Raises:
         InputError: CUDA was requested.
@@ -94,7 +94,7 @@ def time_figures(name: str, answer: Mapping[str, RawResult]) -> tuple[list[Figur
 
 
 def bytes_figures(answer: Mapping[str, Mapping[str, int | None]]) -> list[Figure]:
-    """Return the bytes of each pair: of our plan, the lower bound, and of PyTorch's planners."""
+    """Return each pair's bytes for our plan, the lower bound and PyTorch's planners."""
     figures = []
     for pair in LAYOUT_PAIRS:
         source, target = (Layout.parse(text, pair.axis_sizes, pair.shape) for text in (pair.source, pair.target))

@@ -9,7 +9,7 @@ from pathlib import Path
 MESHES = {4: (2, 2), 8: (2, 4)}
 """Mesh shapes by number of processes."""
 SIZES = (64, 1024)
-"""Rows and columns of the float32 tensor: in the small one calls dominate, in the large one bytes."""
+"""Rows and columns of the float32 tensor; call overhead dominates for the small size, bytes for the large one."""
 
 WORDS = ("R", "S0", "S1", "P")
 SOURCES = tuple(" ".join(pair) for pair in product(WORDS, repeat=2))
@@ -28,7 +28,7 @@ PLANNED_AXES = (2, 3, 4, 5)
 """Numbers of mesh axes for which planning is timed."""
 
 GREEDY, DIJKSTRA = "greedy", "dijkstra"
-"""Planners of PyTorch."""
+"""PyTorch's planners."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class RedistributeTask:
     pairs: tuple[tuple[str, str], ...] = PAIRS
     rounds: int = 5
     block_s: float = 0.03
-    """Minimum seconds per block of steps, so that the final barrier is negligible."""
+    """Minimum seconds per block of steps, chosen to make the final barrier negligible."""
     num_suspects: int = 8
-    """Number of slowest pairs to measure again for longer, because the minimum of many pairs is mostly noise."""
+    """Number of slowest pairs to remeasure for longer, since the minimum over many pairs is mostly noise."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Both sides of `bench reshard` on ranks: DTensors redistributed alternately by plans and by PyTorch."""
+"""Both sides of `bench reshard` on ranks: redistribute DTensors alternately with plans and with PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright_bench.train.measure import timer_on
 
 CPU = torch.device("cpu")
 REPEAT_FACTOR = 8
-"""Factor of the number of rounds when a pair is measured again."""
+"""Factor by which a remeasured pair gets more rounds."""
 Pair = tuple[str, str]
 
 
@@ -53,7 +53,7 @@ def slowest(timed: Mapping[Pair, Alternation], num_pairs: int) -> list[Pair]:
 
 
 def time_pair(mesh: DeviceMesh, source: str, target: str, task: RedistributeTask, rounds: int) -> Alternation:
-    """Time both sides on one tensor after comparing their results. All ranks call it together.
+    """Time both sides on one tensor after comparing their results. Must be called on all ranks.
 
     Raises:
         RunError: the results differ.
@@ -91,7 +91,7 @@ def _random(layout: Layout, mesh: DeviceMesh) -> DTensor:
 
 
 def measure_bytes(task: BytesTask) -> None:
-    """Write the bytes that a rank receives, by layout pair and planner of PyTorch; null if it has no plan."""
+    """Write the bytes received per rank by layout pair and PyTorch planner; null if the planner has no plan."""
     _quiet()
     answer: dict[str, dict[str, int | None]] = {}
     for pair in task.layout_pairs:
@@ -115,5 +115,5 @@ def bytes_received(pair: LayoutPair, mesh: DeviceMesh, dijkstra: bool) -> int | 
 
 
 def _quiet() -> None:
-    """Silence PyTorch's warnings about slow plans, which are measured here."""
+    """Silence PyTorch's warnings about slow plans, since this benchmark measures them."""
     logging.getLogger("torch").setLevel(logging.ERROR)

@@ -1,1 +1,1 @@
-"""Benchmark of the summation of shared gradients."""
+"""Benchmark of shared-gradient summation."""

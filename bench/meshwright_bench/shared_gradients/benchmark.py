@@ -1,6 +1,6 @@
 """`bench shared-gradients`: summing sharded gradients of shared parameters against summing full gradients.
 
-Torch-free: runs in the launcher, starts the ranks of each measurement and converts their results to figures.
+Torch-free: this module runs in the launcher, starts the ranks of each measurement and reports their results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sync_figures(answers: Mapping[int, RawResult], *, row_bytes: int) -> list[Fi
 
     Args:
         answers: results of the ranks by number of shards, including 1.
-        row_bytes: bytes of a row of the label table, whose odd number of rows does not divide evenly.
+        row_bytes: size in bytes of a row of the label table, which has an odd number of rows.
     """
     full_bytes = answers[1]["bytes"][SHARDED]
     figures = []

@@ -1,7 +1,7 @@
 """Summation of shared gradients on real ranks: the embedders of a diffusion transformer, sharded and full.
 
-The stages are those of the model without its blocks. They differ, like those of a real model, because only one has the
-patch embedding and only one the final layer.
+The stages are those of the model without its blocks. As in a real model, only one stage has the patch embedding and
+only one has the final layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class SumSide:
-    """One side of the comparison: the stage on this rank, its gradients and their sum over stages."""
+    """Side of the comparison: the stage on this rank, its gradients and their sum over stages."""
 
     def __init__(self, config: RunConfig, mesh: DeviceMesh, *, sharded: bool) -> None:
         self._stage = mesh.get_local_rank("pp")
@@ -90,7 +90,7 @@ def measure_sync(context: RankContext, task: SyncTask) -> None:
 
 
 def both_sides(task: SyncTask) -> dict[str, Any]:
-    """Measure bytes (maximum over ranks) and seconds per round of each side. All ranks call it together."""
+    """Measure each side's bytes (maximum over ranks) and seconds per round. Must be called on all ranks."""
     mesh = init_device_mesh("cpu", (PP, task.dp_shard), mesh_dim_names=("pp", "dp_shard"))
     sides = {name: SumSide(task.config, mesh, sharded=name == SHARDED) for name in (SHARDED, FULL)}
     num_bytes = {name: max(all_gather_object(_checked_bytes(name, side))) for name, side in sides.items()}
@@ -101,7 +101,7 @@ def both_sides(task: SyncTask) -> dict[str, Any]:
 
 
 def _checked_bytes(name: str, side: SumSide) -> int:
-    """Return the bytes that this rank sends in one sum, after checking its result."""
+    """Return the bytes that this rank sends for one sum, after checking the result."""
     side.fill()
     sent = SentBytes()
     with sent:
@@ -117,7 +117,7 @@ def _checked_bytes(name: str, side: SumSide) -> int:
 
 
 def _fill_and_time(timer: Timer, sides: Any, work: Work) -> float:
-    """Time a block that starts from the stages' own gradients, because repeated sums would overflow."""
+    """Time a block after resetting the gradients, since repeated sums would overflow."""
     for side in sides:
         side.fill()
     return timer(work)

@@ -1,6 +1,6 @@
 """`bench train`: the training step against a bare PyTorch loop.
 
-Torch-free: runs in the launcher, starts the ranks of each case and converts their measurements to figures.
+Torch-free: this module runs in the launcher, starts the ranks of each case and reports their measurements.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def bench_train(options: Options, say: Say) -> Report:
 def run_case(case: Case) -> CaseResult:
     """Start the ranks of a case and read their measurements."""
     if not case.random_tokens:
-        case.config.family.open_data(run_facts(case.config))  # an error before any process starts; cached for the ranks
+        case.config.family.open_data(run_facts(case.config))  # fails before any process starts; cached for the ranks
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         task = CaseTask(case, Path(folder) / "result.json")
         launch(measure_body, task, num_ranks=case.config.mesh.axes().num_ranks(), threads=case.config.train.threads)

@@ -15,14 +15,14 @@ OURS, BARE = "ours", "bare"
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison of Meshwright's training step with its bare counterpart."""
+    """Comparison of Meshwright's training step with a bare loop."""
 
     name: str
     """Prefix of the figures' names."""
     config: RunConfig
     """Configuration to measure; the bare loop has the same model, batches, precision, layout and learning rates."""
     at_least: float
-    """Target ratio of tokens/s to the bare loop's."""
+    """Target throughput in tokens/s relative to the bare loop."""
     opponent: str
     """Short description of the bare loop."""
     loss_tolerance: float
@@ -37,12 +37,12 @@ class Case:
 
     @property
     def num_steps(self) -> int:
-        """Total steps of each arm."""
+        """Return the total number of steps per arm."""
         return self.warmup + 2 * self.rounds * self.steps
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per global batch."""
+        """Return the number of tokens per global batch."""
         return self.config.train.global_batch * self.config.train.seq_len
 
     def title(self) -> str:

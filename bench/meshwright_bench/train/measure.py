@@ -1,7 +1,7 @@
-"""Measurement of a case of `bench train` on one rank: build and warm up both arms, compare their losses, time them.
+"""Measure a case of `bench train` on one rank: build and warm up both arms, compare their losses, time them.
 
-Both arms live in the same processes and alternate, so that they share machine, threads, libraries and noise. The losses
-of the first steps are compared, because a benchmark of different computations is meaningless.
+Both arms live in the same processes and alternate, so they share machine, threads, libraries and noise. The losses of
+the first steps are compared, because a benchmark of different computations is meaningless.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from meshwright_bench.train.plain_loop import BareBatches, bare_step
 
 @dataclass
 class Arm:
-    """One side of the comparison, with its progress."""
+    """Side of the comparison, with its progress."""
 
     name: str
     run: Callable[[int], Any]
-    """Function that runs the step with a number and returns its result."""
+    """Function that runs the step of a given number and returns its result."""
     mean_loss: Callable[[Any], float]
-    """Function from the result of `run` to the loss of the global batch; it synchronizes and is not timed."""
+    """Function from the result of `run` to the global batch's loss; synchronizes and is not timed."""
     done: int = 0
     losses: list[float] = field(default_factory=list)
     """Losses of the warm-up steps."""
     memory_bytes: int | None = None
-    """Peak memory of this arm alone; None on CPU, where both arms share the memory of the process."""
+    """Peak memory of this arm alone; None on CPU, where both arms share the process memory."""
 
     def step(self) -> Any:
         """Run the next step."""
@@ -153,7 +153,7 @@ def check_losses(case: Case, arms: Sequence[Arm]) -> None:
     """Check that the arms' warm-up losses agree.
 
     Raises:
-        RunError: they differ.
+        RunError: the losses differ.
     """
     ours, bare = arms
     for step, (our_loss, bare_loss) in enumerate(zip(ours.losses, bare.losses, strict=True), start=1):
@@ -168,7 +168,7 @@ def check_losses(case: Case, arms: Sequence[Arm]) -> None:
 
 
 def timer_on(device: torch.device) -> Timer:
-    """Return a timer of all work that a block of steps launches on the device, between two barriers of all ranks."""
+    """Return a timer of all device work launched by a block of steps, between two barriers."""
     return _cuda_timer(device) if device.type == "cuda" else _host_timer
 
 
@@ -181,7 +181,7 @@ def _host_timer(work: Work) -> float:
 
 
 def _cuda_timer(device: torch.device) -> Timer:
-    """Return a timer with device events; the device is idle at the first, and the host waits only for the last."""
+    """Return a timer based on CUDA events: the device is idle at the first, and the host waits only for the last."""
 
     def timer(work: Work) -> float:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ def _cuda_timer(device: torch.device) -> Timer:
 
 
 def _stoppable(timer: Timer, context: RankContext) -> Timer:
-    """Return a timer that raises before the next block once a stop was requested."""
+    """Return a timer that raises before the next block once a stop has been requested."""
 
     def stoppable(work: Work) -> float:
         if context.board.stop_requested():

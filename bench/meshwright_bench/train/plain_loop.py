@@ -30,11 +30,11 @@ from meshwright.train.build_job import initialize
 from meshwright.train.lr_schedule import learning_rate
 
 BareStep = Callable[[int], Tensor]
-"""Function that runs the step with a number, from 1, and returns this rank's mean loss without synchronizing."""
+"""Function that runs the step of a given number, from 1, and returns this rank's mean loss without synchronizing."""
 
 
 class BareBatches:
-    """All batches of a run: the tokens as one tensor on the device, with precomputed windows for each step."""
+    """Batches of a run: the tokens as one device tensor, with precomputed windows for each step."""
 
     def __init__(
         self, tokens: Tokens, order: WindowOrder, config: RunConfig, *, num_steps: int, rank: int, device: torch.device

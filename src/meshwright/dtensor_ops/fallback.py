@@ -77,8 +77,7 @@ def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
     """Run operators without a sharding rule on gathered inputs, on this thread.
 
     A result takes the placements of a sharded input of the same shape, or is replicated. A plain tensor mixed with
-    DTensors is treated as replicated if all ranks hold the same values. In all other respects the block acts like
-    `for_dtensor`.
+    DTensors is treated as replicated if all ranks hold the same values. Otherwise the block acts like `for_dtensor`.
 
     Args:
         warn: True logs a warning on each operator's first fallback, with the bytes received per rank; False logs

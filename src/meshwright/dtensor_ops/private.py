@@ -130,7 +130,7 @@ def gather_full(tensor: DTensor) -> Tensor:
 
 
 def dtensor_like(full: Tensor, local: Tensor, like: DTensor) -> DTensor:
-    """Wrap `local`, this rank's shard of `full`, as a DTensor with the placements and shard order of `like`."""
+    """Wrap this rank's shard of `full` with the placements (replicated if partial) and shard order of `like`."""
     placements = tuple(Replicate() if p.is_partial() else p for p in like.placements)
     order = None if any(isinstance(p, _StridedShard) for p in placements) else like._spec.shard_order
     meta = TensorMeta(full.shape, full.stride(), full.dtype)

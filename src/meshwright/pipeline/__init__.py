@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables. Every training step runs one, even without pipeline parallelism."""
+"""Pipeline schedules as tables. Every training step runs a schedule, even without pipeline parallelism."""
 
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
 from meshwright.pipeline.costs import Costs, EdgeCosts, StageCosts

@@ -1,6 +1,6 @@
 """Actions of a pipeline schedule: kinds, text form, and the two ends of a transfer.
 
-`2F3` reads stage 2, kind F, micro-batch 3. Each end of a transfer is named after its own stage: `2SEND_F3` matches
+`2F3` means stage 2, kind F, micro-batch 3. Each end of a transfer is named after its own stage: `2SEND_F3` matches
 `3RECV_F3`, and `3SEND_B3` matches `2RECV_B3`.
 """
 
@@ -17,7 +17,7 @@ class ActionKind(Enum):
     BACKWARD = "B"
     """Gradients of the stage's input and weights."""
     BACKWARD_INPUT = "I"
-    """Gradient of the input only; W computes those of the weights."""
+    """Gradient of the input only; W computes the weight gradients."""
     BACKWARD_WEIGHT = "W"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
@@ -51,7 +51,7 @@ PEERS = {
     K.SEND_BACKWARD: (K.RECV_BACKWARD, -1),
     K.RECV_BACKWARD: (K.SEND_BACKWARD, 1),
 }
-"""Kind of the opposite end of a transfer, and its stage relative to this end."""
+"""Kind of the other end of a transfer, and its stage offset."""
 
 NO_MICROBATCH = -1
 
@@ -76,7 +76,7 @@ DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class Action:
-    """A single action on one stage."""
+    """Single action on one stage."""
 
     kind: ActionKind
     stage: int
@@ -90,16 +90,16 @@ class Action:
         return f"{self.stage}{self.kind.value}{microbatch}{slot}"
 
     def describe(self) -> str:
-        """Return a readable description: `2F3: forward of micro-batch 3 on stage 2`."""
+        """Return a readable description, such as `2F3: forward of micro-batch 3 on stage 2`."""
         microbatch = "" if self.microbatch == NO_MICROBATCH else f" of micro-batch {self.microbatch}"
         return f"{self}: {DESCRIPTIONS[self.kind]}{microbatch} on stage {self.stage}"
 
     def parts(self) -> tuple[Action, ...]:
-        """Return the single actions: just this one."""
+        """Return the action itself as its only part."""
         return (self,)
 
     def peer(self) -> Action:
-        """Return the opposite end of a transfer."""
+        """Return the other end of a transfer."""
         kind, step = PEERS[self.kind]
         return Action(kind, self.stage + step, self.microbatch)
 
@@ -115,5 +115,5 @@ class Overlap:
         return f"{self.first}+{self.second}"
 
     def parts(self) -> tuple[Action, ...]:
-        """Return the two actions, in the order they start."""
+        """Return the two actions in the order in which they start."""
         return (self.first, self.second)

@@ -1,6 +1,6 @@
 """Time and memory costs of pipeline stages and of the edges between them.
 
-Times may be in any one unit; simulated times are in the same unit. Measured costs are in seconds.
+All times share one arbitrary unit, which simulated times inherit. Measured costs are in seconds.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ class StageCosts:
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
-    """A full backward takes `backward_input + backward_weight`."""
+    """Time of the weight gradients; a full backward takes `backward_input + backward_weight`."""
     recompute: float = 0.0
     """Time to recompute the forward at the start of the backward."""
     activation_bytes: int = 0
-    """Activations saved from the forward to the backward."""
+    """Activations saved by the forward for the backward."""
     retained_bytes: int | None = None
     """Activations kept between I and W; None means all of `activation_bytes`."""
     recompute_bytes: int = 0
-    """Additional bytes while the backward runs."""
+    """Additional bytes live while the backward runs."""
     buffer_bytes: int = 0
-    """Size of the buffer of a received input, and of a received output gradient."""
+    """Size of the receive buffer of an input, and of an output gradient."""
     parameter_bytes: int = 0
     """Unsharded parameters, held between UNSHARD and RESHARD."""
 
 
 @dataclass(frozen=True)
 class EdgeCosts:
-    """Cost of a transfer between two neighbouring stages, in either direction."""
+    """Cost of a transfer between two adjacent stages, in either direction."""
 
     latency: float = 0.0
     bytes_sent: int = 0
@@ -64,7 +64,7 @@ class Costs:
         retained_bytes: int | None = None,
         edge: EdgeCosts = EdgeCosts(),
     ) -> Costs:
-        """Return costs that are the same for all stages and edges."""
+        """Return equal costs for all stages and edges."""
         stage = StageCosts(
             forward, backward_input, backward_weight, activation_bytes=activation_bytes, retained_bytes=retained_bytes
         )
@@ -79,10 +79,10 @@ class Costs:
         return self.edges[stage if len(self.edges) > 1 else 0]
 
     def check(self, num_stages: int) -> None:
-        """Check that there is an entry for every stage and edge.
+        """Check that the number of entries matches the number of stages and edges.
 
         Raises:
-            ScheduleError: the number of entries doesn't match.
+            ScheduleError: the numbers do not match.
         """
         for name, entries, expected in (("stages", self.stages, num_stages), ("edges", self.edges, num_stages - 1)):
             if len(entries) not in (1, expected):

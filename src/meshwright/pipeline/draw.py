@@ -1,7 +1,7 @@
 """Figures of timelines: one row per rank and one box per computation, on a background of idle time.
 
-Simulated and measured timelines are drawn alike, so they can be compared. Figures of the same timeline are
-byte-identical under the same matplotlib version, so those in the docs can be tested.
+Simulated and measured timelines are drawn in the same style for easy comparison. With the same matplotlib version,
+figures of the same timeline are byte-identical, so that tests can check the figures in the docs.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Sch
     """Write a figure of a timeline, as .svg or .png.
 
     Args:
-        result: a simulation, or a timeline.
+        result: a simulation or a timeline.
         path: path of the figure.
-        title: the first line is the headline, further lines are the subtitle.
+        title: headline on the first line, subtitle on any further lines.
         schedule: the table of the timeline, to frame overlapped pairs.
 
     Raises:
@@ -72,13 +72,13 @@ def draw_comparison(
     unit: str = "time",
     schedule: Schedule | None = None,
 ) -> None:
-    """Write a figure with the measured timeline below the predicted one, rank by rank on a common axis.
+    """Write a figure with the measured timeline below the predicted one for each rank, on a common axis.
 
     Args:
-        predicted: predicted timeline, in the unit of `measured`.
+        predicted: predicted timeline, in the same unit as `measured`.
         measured: measured timeline of the same table.
         path: path of the figure.
-        title: the first line is the headline, further lines are the subtitle.
+        title: headline on the first line, subtitle on any further lines.
         unit: unit of the times, for the axis.
         schedule: the table of the timelines, to frame overlapped pairs.
 
@@ -98,7 +98,7 @@ def _overlaps(schedule: Schedule | None) -> dict[Action, Action]:
 
 @dataclass(frozen=True)
 class _Strip:
-    """The strip of one timeline within each rank's row."""
+    """Strip of one timeline within each rank's row."""
 
     name: str
     top: float
@@ -119,7 +119,7 @@ class _TimelineFigure:
     title: str
     unit: str
     overlaps: dict[Action, Action]
-    """Second action of each overlapped pair, by the first."""
+    """Second action of each overlapped pair, keyed by the first."""
 
     @cached_property
     def boxes(self) -> list[TimelineBox]:
@@ -131,7 +131,7 @@ class _TimelineFigure:
 
     @cached_property
     def short(self) -> float:
-        """10th percentile of the computation times: measured ones of empty stages may be arbitrarily short."""
+        """Return the 10th percentile of the computation times, since empty stages may take arbitrarily little time."""
         times = sorted(box.end - box.start for box in self.boxes if box.end > box.start)
         return times[len(times) // 10] if times else self.end
 
@@ -140,7 +140,7 @@ class _TimelineFigure:
         return 1 + max((box.chunk for box in self.boxes), default=0)
 
     def pairs(self) -> Iterator[tuple[TimelineBox, TimelineBox]]:
-        """Yield the boxes of overlapped pairs that are drawn one after the other."""
+        """Yield the boxes of overlapped pairs that are drawn next to each other."""
         for strip in self.strips:
             by_action = {box.action: box for box in strip.boxes}
             for first, second in self.overlaps.items():
@@ -163,7 +163,7 @@ class _TimelineFigure:
 
 
 def _render(content: _TimelineFigure) -> Figure:
-    """Render the figure. Sizes are in inches: wide enough for the numbers in boxes, but no wider than a screen."""
+    """Render the figure, in inches: wide enough for the numbers in the boxes but no wider than a screen."""
     from matplotlib.figure import Figure
 
     left, right, top, bottom = 0.75, 0.25, 0.85, 0.95 if content.notes() else 0.72
@@ -224,7 +224,7 @@ def _add_boxes(axes: Axes, content: _TimelineFigure, *, inches: float) -> None:
 
 
 def _shade(kind: ActionKind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """Return the color of a kind, lighter for later chunks."""
+    """Return the color of an action kind, lighter for later chunks."""
     white = 0.62 * chunk / max(1, num_chunks - 1)
     red, green, blue = COLORS[kind]
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white

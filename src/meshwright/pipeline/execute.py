@@ -1,9 +1,9 @@
-"""Execution of a lowered table on one rank: flat dispatch over actions bound before the first step.
+"""Executor of a lowered table on one rank: a flat loop over actions that are bound before the first step.
 
 All policy is in the table. [Note: tensor lifetimes] Each micro-batch enters a stage through an autograd node
 (`_InputNode`) that captures the input's gradient, so no leaf keeps the input alive. A stage's output is held only until
-it has been sent or passed to the next stage: the backward starts from its gradient edge, which holds no storage.
-Tensors saved by autograd stay alive, as they must. With `pipeline.release=false` the table frees only at the end.
+it has been sent or passed to the next stage, because the backward starts from its gradient edge, which holds no
+storage. Tensors saved by autograd stay alive. With `pipeline.release=false` the table frees tensors only at the end.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from meshwright.pipeline.timeline import Span
 K = ActionKind
 Operation = Callable[[], None]
 ChannelKey = tuple[int, int, ActionKind]
-"""Source rank and destination rank in the pipeline, and the kind of send."""
+"""Source and destination rank in the pipeline, and the kind of send."""
 
 
 class ExecutableStage(Protocol):
-    """Interface of a stage to the executor."""
+    """Interface that the executor requires of a stage."""
 
     weight_gradients: WeightGradStore | None
     """Store of deferred weight gradients; None if this stage's backward can't be split."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """Return the stage's output, or the loss on the last stage; `x` is None on the first."""
+        """Return the stage's output, or the loss on the last stage; `x` is None on the first stage."""
 
     def before_backward(self, *, reduces: bool) -> None:
-        """Prepare for a backward; `reduces` says whether it reduces gradients."""
+        """Prepare for a backward, which reduces gradients if `reduces` is True."""
 
     def reduce(self, *, done: bool) -> None:
-        """Reduce the gradients of all micro-batches; `done` if the last backward already did."""
+        """Reduce the gradients of all micro-batches; `done` is True if the last backward already has."""
 
     def unshard(self) -> None:
-        """Unshard the parameters until `reshard`."""
+        """Unshard the parameters and keep them until `reshard`."""
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
 
     def sync_shared(self, group_index: int) -> None:
-        """Sum the gradients of a group of shared parameters; groups are counted in the order of the rank's row."""
+        """Sum the gradients of a group of shared parameters; groups are numbered in the order of the rank's row."""
 
 
 def channel_keys(schedule: Schedule) -> list[ChannelKey]:
-    """Return the channels of a lowered table, in the order in which all ranks create them."""
+    """Return the channels of a lowered table, in the same order on all ranks."""
     ranks = schedule.stage_ranks
     sends = (action for _, _, action in schedule.positions() if action.kind in (K.SEND_FORWARD, K.SEND_BACKWARD))
     keys = {(ranks[send.stage], ranks[send.peer().stage], send.kind) for send in sends}
@@ -64,7 +64,7 @@ def channel_keys(schedule: Schedule) -> list[ChannelKey]:
 
 
 class Executor:
-    """Runs the row of one rank, bound to its stages, channels and buffers."""
+    """Executor of one rank's row, bound to the rank's stages, channels and buffers."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class Executor:
         """Bind all actions.
 
         Args:
-            schedule: a lowered table; without any backward it runs under no_grad.
+            schedule: a lowered table; a table without backwards runs under no_grad.
             rank: this rank in the pipeline.
             stages: stages on this rank, by index.
             channels: channels of this rank, by key.
             buffers: receive buffers; None if nothing is received.
-            post: called with the position of each action before it runs.
+            post: callback with each action's position before the action runs.
         """
         self._schedule, self._rank = schedule, rank
         self._stages, self._channels, self._buffers = stages, channels, buffers
@@ -111,7 +111,7 @@ class Executor:
         """Run the row once and return the span of each computation, in seconds of `time.perf_counter`.
 
         Args:
-            synchronize: waits for the device.
+            synchronize: function that waits for the device.
         """
         spans = []
         with torch.set_grad_enabled(self._with_grad):
@@ -266,7 +266,7 @@ class Executor:
         return max(i for i in range(position) if self._row[i].stage == stage and self._row[i].kind in COMPUTE)
 
     def _reduces_within(self, position: int) -> bool:
-        """Return True if the action at `position` is a full backward, the stage's last one, and a REDUCE follows."""
+        """Return True if the action at `position` is the stage's last backward, not split, and a REDUCE follows."""
         action = self._row[position]
         following = [later for later in self._row[position + 1 :] if later.stage == action.stage]
         is_last = not any(later.kind in COMPUTE for later in following)
@@ -283,7 +283,7 @@ class _CapturedGradient:
 
 
 class _InputNode(torch.autograd.Function):
-    """Identity at a stage's input that makes it require a gradient, and captures that gradient."""
+    """Identity on a stage's input that makes it require grad and captures its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, gradient: _CapturedGradient) -> Tensor:
@@ -305,7 +305,7 @@ class _StepState:
         self.edges: dict[tuple[int, int], GradientEdge | None] = {}
         """Gradient edges of the outputs; None if no parameter up to that stage is trained."""
         self.gradients: dict[tuple[int, int], Tensor] = {}
-        """Output gradients; like inputs, held until used or, if received, until freed."""
+        """Output gradients. Like inputs, held until used or, if received, until freed."""
         self.weights: dict[tuple[int, int], list[DeferredGradient]] = {}
         self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
         self.outgoing: dict[tuple[int, int], tuple[Tensor, Transfer]] = {}
@@ -322,7 +322,7 @@ class _StepState:
             self.to_send[K.SEND_FORWARD, stage, m] = y
 
     def await_input(self, action: Action) -> None:
-        """Wait until the received input of a forward or backward has arrived."""
+        """Wait for the received input of a forward or backward to arrive."""
         if action.kind is K.BACKWARD_WEIGHT:
             return
         kind = K.RECV_FORWARD if action.kind is K.FORWARD else K.RECV_BACKWARD
@@ -331,7 +331,7 @@ class _StepState:
             work.wait()
 
     def hold_gradient(self, lane: ChannelKey, x: Tensor, work: Transfer) -> None:
-        """Hold a gradient until the next send on its channel, and wait for the previous one."""
+        """Hold a gradient until the next send on its channel; wait for the previous send."""
         for _, earlier in self._lanes.pop(lane, []):
             earlier.wait()
         self._lanes[lane].append((x, work))
@@ -352,6 +352,6 @@ class _StepState:
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """Return a contiguous plain tensor; a subclass, such as a pending AsyncCollectiveTensor, is copied."""
+    """Return `x` as a contiguous plain tensor, copying subclasses such as a pending AsyncCollectiveTensor."""
     x = x if type(x) is Tensor else x.clone()
     return x.contiguous()

@@ -1,6 +1,6 @@
 """Layout of timeline figures, and timelines as text.
 
-Applies to simulated and measured timelines. Only computations are drawn; the rest is idle time.
+Timelines may be simulated or measured. Only computations are drawn; the rest is idle time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from meshwright.pipeline.actions import COMPUTE, Action
 from meshwright.pipeline.timeline import Span, Timeline
 
 ROW_HEIGHT = 0.84
-"""Height of a row, where rows are 1 apart."""
+"""Height of a row; rows are 1 apart."""
 
 
 @dataclass(frozen=True)
 class TimelineBox:
-    """Position of one computation in a figure: time to the right, ranks downwards."""
+    """Position of a computation in a figure, with time to the right and ranks downwards."""
 
     rank: int
     action: Action
@@ -34,10 +34,10 @@ Boxes = tuple[TimelineBox, ...]
 
 
 def place_boxes(timeline: Timeline, *, top: float = -ROW_HEIGHT / 2, height: float = ROW_HEIGHT) -> Boxes:
-    """Return a box for each computation; the first starts at 0.
+    """Return a box for each computation, with time 0 at the start of the first.
 
     Args:
-        timeline: simulated or measured.
+        timeline: a simulated or measured timeline.
         top: top of a rank's boxes, relative to the middle of its row.
         height: height of a box; concurrent computations share it.
     """
@@ -56,7 +56,7 @@ def place_boxes(timeline: Timeline, *, top: float = -ROW_HEIGHT / 2, height: flo
 
 
 def _lanes(spans: Iterable[Span]) -> Iterator[tuple[Span, int, int]]:
-    """Yield each span with its lane and the number of lanes, which is more than one for concurrent spans."""
+    """Yield each span with its lane and the number of lanes; concurrent spans have several lanes."""
     group: list[tuple[Span, int]] = []
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -71,7 +71,7 @@ def _lanes(spans: Iterable[Span]) -> Iterator[tuple[Span, int, int]]:
 
 
 def text_timeline(timeline: Timeline, *, columns: int) -> str:
-    """Render a timeline as text: `F0` is a forward of micro-batch 0, `f0` that of the rank's second chunk, `·` is idle.
+    """Render a timeline as text: `F0` is a forward of micro-batch 0, `f0` one on the rank's second chunk, `·` is idle.
 
     Widths are proportional to times. Micro-batch numbers are truncated to the last digits that fit. If the shortest
     computation is narrower than one character, only letters are shown, each in proportion to its time.
@@ -100,7 +100,7 @@ def _loose_row(rank_boxes: list[TimelineBox], length: int, scale: float) -> str:
 
 
 def _dense_row(rank_boxes: list[TimelineBox], length: int, scale: float) -> str:
-    """Render a row with one letter per character, chosen so that each letter's share matches its share of the time."""
+    """Render a row of letters only, where each letter's share of characters matches its share of the time."""
     shares: list[dict[str, float]] = [{} for _ in range(length)]
     for box in rank_boxes:
         start, end, letter = box.start * scale, box.end * scale, _letter(box)
@@ -127,7 +127,7 @@ def _letter(box: TimelineBox) -> str:
 def _characters_per_time(all_boxes: Boxes, cells: int) -> tuple[float, bool]:
     """Return the characters per unit of time, and whether the shortest computation gets at least one.
 
-    The scale is as large as fits, but no larger than the shortest computation needs.
+    The scale is the largest that fits, but no larger than the shortest computation needs.
     """
     unit = min((box.end - box.start for box in all_boxes if box.end > box.start), default=1.0)
     length = max((box.end for box in all_boxes), default=unit) / unit

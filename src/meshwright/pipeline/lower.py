@@ -1,16 +1,16 @@
-"""Lowering of a compute-only table: adds transfers, frees, buffer slots, sharding and shared-gradient syncs.
+"""Lower a compute-only table: add transfers, frees, buffer slots, sharding and shared-gradient syncs.
 
-[Note: order of transfers] The compute actions are ordered by a simulation in which F, I and W take one unit each. When
-one ends, its send is appended to the row of its rank and, at the same time, the receive to the row of the peer. So all
-rows are subsequences of one global sequence in which the two ends of a transfer are adjacent, and the table can't
-deadlock even if sends block until they are received and nothing is batched; `verify` checks this on the lowered table.
-A receive precedes the first computation that could use it by at most one, which bounds the number of buffers;
-`_must_wait` bounds it further for 1F1B.
+[Note: order of transfers] The compute actions are ordered by a simulation where F, I and W take one unit each. When an
+action ends, its send is appended to its rank's row and the matching receive to the peer's row. All rows are therefore
+subsequences of one global sequence with the two ends of each transfer adjacent, and the table cannot deadlock, even if
+sends block until they are received and nothing is batched; `verify` checks this on the lowered table. A receive
+precedes the first computation that could use it by at most one, which bounds the number of buffers; `_must_wait` lowers
+the bound further for 1F1B.
 
 [Note: lifetimes] A received input is held until the backward of its micro-batch, since autograd may have saved it
-(recomputation always does), or until W, since a deferred weight gradient may need it; so is a received gradient. An
-output is freed before the next send of its stage: by then it has usually been sent. With uneven stages a rank may wait
-there (1 % of a simulated step if times differ by half); holding one more output would avoid that.
+(recomputation always does), or until W, since a deferred weight gradient may need it. The same holds for a received
+gradient. An output is freed before its stage's next send, when its own send has usually completed. With uneven stages a
+rank may wait there (1 % of a simulated step if times differ by half); holding one more output would avoid the wait.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Row = list[Action | Overlap]
 
 @dataclass(frozen=True)
 class LowerOptions:
-    """What to add to a table besides transfers."""
+    """Options for additions to a table besides transfers."""
 
     release: bool = True
     """Free inputs, outputs and gradients as early as possible; otherwise at the end of the step."""
     reduces: bool = False
-    """Reduce the gradients of each stage once, after its last backward (data parallelism)."""
+    """Reduce each stage's gradients once, after its last backward (data parallelism)."""
     keeps_unsharded: bool = False
     """Unshard each stage's parameters once per step and keep them until its last backward."""
     shared: tuple[tuple[int, ...], ...] = ()
@@ -58,7 +58,7 @@ def lower(schedule: Schedule, options: LowerOptions = LowerOptions()) -> Schedul
 
 
 def forward_only(num_microbatches: int, stage_ranks: tuple[int, ...]) -> Schedule:
-    """Return the table of an evaluation: forwards only, in order of micro-batches, then of the rank's stages."""
+    """Return an evaluation table: forwards only, ordered by micro-batch and then by stage."""
     rows = tuple(
         tuple(
             Action(K.FORWARD, stage, m)
@@ -72,7 +72,7 @@ def forward_only(num_microbatches: int, stage_ranks: tuple[int, ...]) -> Schedul
 
 
 def num_slots(schedule: Schedule, rank: int) -> dict[ActionKind, int]:
-    """Return the number of receive buffers of a rank in a lowered table, for inputs and for gradients."""
+    """Return the number of a rank's receive buffers in a lowered table, for inputs and for gradients."""
     used = {K.RECV_FORWARD: 0, K.RECV_BACKWARD: 0}
     for action in schedule.actions[rank]:
         for part in action.parts():
@@ -108,7 +108,7 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
     waiting: list[list[Action]] = [[] for _ in schedule.actions]  # sends by receiving rank
 
     def append_transfers(to_rank: int) -> None:
-        """Append the pending transfers to a rank, except those that must wait for its next computation."""
+        """Append the pending transfers to a rank, except those that must wait for the rank's next computation."""
         ready = [send for send in waiting[to_rank] if not _must_wait(send, schedule, to_rank, started[to_rank])]
         waiting[to_rank] = [send for send in waiting[to_rank] if send not in ready]
         for send in ready:
@@ -133,8 +133,8 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
 def _must_wait(send: Action, schedule: Schedule, to_rank: int, next_position: int) -> bool:
     """Return True if receiving an input should wait for the rank's next computation, a backward that frees a buffer.
 
-    In 1F1B this happens once, at the end of the warm-up; it costs one transfer latency per step and saves one buffer,
-    leaving p−r inputs and one gradient. With several chunks per rank it would happen constantly, so it isn't done.
+    In 1F1B this happens once, at the end of the warm-up. It costs one transfer latency per step and saves one buffer,
+    leaving p−r inputs and one gradient. With several chunks per rank it would happen constantly, so they never wait.
     """
     if send.kind is not K.SEND_FORWARD or schedule.num_chunks > 1:
         return False
@@ -179,8 +179,8 @@ def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release:
 
 
 def _with_sharding(row: Row, options: LowerOptions) -> Row:
-    """Add UNSHARD before a stage's first computation, and REDUCE and RESHARD after its last and the following send,
-    for which the preceding stage waits."""
+    """Add UNSHARD before a stage's first computation, and REDUCE and RESHARD after its last one.
+    The last computation's send goes first, since the preceding stage waits for it."""
     if not options.reduces:
         return row
     last: dict[int, int] = {}
@@ -201,7 +201,7 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
                 unsharded.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
-        # An overlap may have the same stage twice, but ends it once. An evaluation has no gradients to reduce.
+        # An overlap may contain a stage twice but ends it only once. An evaluation has no gradients to reduce.
         ended = {part.stage: part for part in action.parts() if is_compute and last[part.stage] == position}
         for stage, part in ended.items():
             ending += [Action(K.REDUCE, stage)] * (part.kind is not K.FORWARD)
@@ -210,7 +210,7 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
 
 
 def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, ...], ...]) -> list[Row]:
-    """Append one sync per group, in the same order on all ranks, named after the group's first stage on the rank."""
+    """Append one sync per group in the same order on all ranks, named after the rank's first stage in the group."""
     for group in shared:
         on_ranks = {schedule.stage_ranks[stage]: stage for stage in reversed(group)}
         for rank, stage in on_ranks.items():
@@ -219,7 +219,7 @@ def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, .
 
 
 def _with_slots(row: Row) -> Row:
-    """Assign to each receive the lowest free buffer, which it holds until its free."""
+    """Assign the lowest free buffer to each receive, until the buffer is freed."""
     free: dict[ActionKind, list[int]] = defaultdict(list)
     used: dict[ActionKind, int] = defaultdict(int)
     slots: dict[tuple[ActionKind, int, int], int] = {}

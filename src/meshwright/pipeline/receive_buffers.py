@@ -1,7 +1,7 @@
 """Receive buffers of a rank, allocated before the first step at fixed addresses.
 
-CUDA graphs need fixed addresses. There is one buffer per slot of the table, i.e. as many as are live at once, not one
-per micro-batch.
+CUDA graphs need fixed addresses. There is one buffer per slot of the table, not one per micro-batch: as many buffers as
+are live at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorSpec:
 
 
 class ReceiveBuffers:
-    """The receive slots of a rank. Activations and gradients of an edge have the same shape."""
+    """Receive slots of a rank. Activations and gradients on an edge have the same shape."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class ReceiveBuffers:
 
         Args:
             schedule: a lowered table.
-            rank: pipeline rank that receives.
-            edges: tensor sent from stage s to s+1, by s.
+            rank: receiving pipeline rank.
+            edges: spec of the tensor sent from stage s to s+1, by s.
             device: device of the buffers.
-            poison: fill freed slots with NaN, to expose uses after free.
+            poison: fill freed slots with NaN to expose use after free.
         """
         self._edges = edges
         self._poison = poison
@@ -66,16 +66,16 @@ class ReceiveBuffers:
         self._addresses = {slot.untyped_storage().data_ptr() for slot in self._slots.values() if slot.numel()}
 
     def view(self, receive: Action) -> Tensor:
-        """Return the tensor that a receive fills."""
+        """Return the tensor that a receive writes to."""
         spec = self._spec(receive)
         assert receive.slot is not None, "receives in a lowered table have a slot"
         return self._slots[receive.kind, receive.slot][: spec.num_bytes()].view(spec.dtype).view(spec.shape)
 
     def check_output(self, stage: int, y: Tensor) -> None:
-        """Check that the output of a stage has the shape and dtype that the next stage expects.
+        """Check that a stage's output has the shape and dtype that the next stage expects.
 
         Raises:
-            ScheduleError: it doesn't.
+            ScheduleError: the shape or dtype differs.
         """
         expected, actual = self._edges[stage], TensorSpec(tuple(y.shape), y.dtype)
         if actual != expected:
@@ -89,14 +89,14 @@ class ReceiveBuffers:
     def copy_if_slot(self, x: Tensor) -> Tensor:
         """Return `x`, or a clone if it is a view of a slot.
 
-        A stage without layers returns its input, whose slot may be reused by the next receive before `x` is sent.
+        A stage without layers returns its input, and the next receive may reuse the slot before `x` is sent.
         """
         if type(x) is not Tensor:  # a pending collective result (AsyncCollectiveTensor) is never a slot
             return x
         return x.clone() if x.untyped_storage().data_ptr() in self._addresses else x
 
     def free(self, view: Tensor) -> None:
-        """Release a slot: its tensor is no longer used."""
+        """Release the slot of a tensor that is no longer used."""
         if self._poison:
             view.fill_(math.nan)
 

@@ -1,8 +1,8 @@
-"""A pipeline schedule as a table of actions per rank.
+"""Pipeline schedule as a table of actions per rank.
 
 Generators (`generate/`) emit compute only; `lower` adds communication, frees, sharding and buffer slots; `verify`,
 `simulate` and `draw` accept both; `execute` runs a lowered table and contains no policy. A single stage on one rank is
-plain gradient accumulation, `F0 B0 F1 B1 …`, so every step takes the same path and what is proved is what runs.
+plain gradient accumulation, `F0 B0 F1 B1 …`, so every step takes the same path, and the verified table is what runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.pipeline.actions import COMPUTE, Action, K, Overlap
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each rank, in order."""
+    """Pipeline schedule: the ordered actions of each rank."""
 
     kind: str
     """Name of the schedule: a `ScheduleKind`, or the name from a file."""
@@ -29,27 +29,27 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages over all ranks."""
+        """Return the total number of stages."""
         return len(self.stage_ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return len(self.actions)
 
     @property
     def num_chunks(self) -> int:
-        """Largest number of stages on any rank."""
+        """Return the maximum number of stages per rank."""
         return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
 
     @cached_property
     def is_lowered(self) -> bool:
-        """True if the table has been lowered, i.e. contains more than compute."""
+        """Return True if the table has been lowered, i.e. contains more than compute."""
         return any(action.kind not in COMPUTE for _, _, action in self.positions())
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if any backward is split into I and W."""
+        """Return True if any backward is split into I and W."""
         return any(action.kind is K.BACKWARD_WEIGHT for _, _, action in self.positions())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def is_transfer(self, stage: int) -> bool:
-        """Return True if the next stage is on another rank, so that `stage` has to send its output."""
+        """Return True if `stage` sends its output because the next stage is on another rank."""
         return 0 <= stage < self.num_stages - 1 and self.stage_ranks[stage] != self.stage_ranks[stage + 1]
 
     def positions(self) -> Iterator[tuple[int, int, Action]]:
@@ -68,7 +68,7 @@ class Schedule:
                     yield rank, position, part
 
     def compute_only(self) -> Schedule:
-        """Return the table without anything that `lower` added."""
+        """Return the table without the actions added by `lower`."""
         return replace(
             self,
             actions=tuple(
@@ -77,7 +77,7 @@ class Schedule:
         )
 
     def fingerprint(self) -> str:
-        """Return a hash of the full table, used to compare ranks."""
+        """Return a hash of the full table, for comparison across ranks."""
         rows = "\n".join(" ".join(map(str, actions)) for actions in self.actions)
         text = f"{self.kind} {self.num_microbatches} {self.stage_ranks}\n{rows}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -91,7 +91,7 @@ class Schedule:
         """Parse a table written by `to_json`.
 
         Raises:
-            ScheduleError: `source` is not a pipeline table; the error says where.
+            ScheduleError: `source` is not a pipeline table; the message locates the error.
         """
         return Schedule(*serialize.from_json(source, where=where))
 
@@ -104,13 +104,13 @@ class Schedule:
         """Parse a hand-written table of compute actions.
 
         Raises:
-            ScheduleError: a cell is not an action (with its line and column), or a stage is on two ranks or on none.
+            ScheduleError: a cell is not an action (the message gives line and column), or a stage lacks a unique rank.
         """
         return Schedule(kind, *serialize.from_csv(source, where=where))
 
 
 def single_stage(num_microbatches: int) -> Schedule:
-    """Return the schedule of a single rank with the full model: plain gradient accumulation."""
+    """Return the schedule of a single rank that holds the full model: plain gradient accumulation."""
     kinds = (K.FORWARD, K.BACKWARD)
     actions = tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in kinds)
     return Schedule("one stage", num_microbatches, (0,), (actions,))

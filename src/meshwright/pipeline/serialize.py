@@ -1,8 +1,8 @@
-"""Serialization of tables: JSON of the full table, and a CSV of the compute actions that can be written by hand.
+"""Serialization of tables: JSON for the full table, and CSV, which can be written by hand, for the compute actions.
 
 A CSV has one line per rank and one action per cell, `0F0,0F1,0B0,0B1`. Empty cells and lines starting with `#` are
-ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions: compute-only tables without overlaps that
-`torch.distributed.pipelining` writes can be read.
+ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions. Compute-only tables without overlaps written
+by `torch.distributed.pipelining` can be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import COMPUTE, NO_MICROBATCH, RECVS, STAGE_LEVEL, Action, ActionKind, Overlap
 
 Actions = tuple[tuple[Action | Overlap, ...], ...]
-"""Actions by rank, in order."""
+"""Ordered actions by rank."""
 
 FORMAT = "meshwright pipeline table 1"
 CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
@@ -152,7 +152,7 @@ def _parse_single(text: str, cell: str) -> Action:
 
 
 def _suggestion(text: str) -> str:
-    """Return the valid cell that is closest to `text`."""
+    """Return the valid cell closest to `text`."""
     numbers = re.findall(r"\d+", text)
     letters = [letter for letter in text.upper() if letter in "FBIW"]
     stage, microbatch = (numbers + ["0", "0"])[:2]

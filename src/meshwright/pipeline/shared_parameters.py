@@ -1,4 +1,4 @@
-"""Parameters shared between pipeline stages: the stages that hold a copy, and its name on each of them.
+"""Parameters shared between pipeline stages, with the stages that hold a replica and its name on each.
 
 A tied word embedding is on the first and the last stage; the conditioning embedders of a diffusion transformer are on
 all stages. The model declares shared parameters explicitly; they are never inferred from names.
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that is replicated on several stages."""
+    """Parameter replicated on several stages."""
 
     key: str
     """Name in the full model."""
     sites: tuple[tuple[int, str], ...]
-    """Stage and qualified name in that stage's module, lowest stage first."""
+    """Stages that hold a replica and its qualified name in each stage's module, lowest stage first."""
 
     def stages(self) -> tuple[int, ...]:
-        """Return the stages that hold a copy."""
+        """Return the stages that hold a replica."""
         return tuple(stage for stage, _ in self.sites)
 
 

@@ -1,9 +1,9 @@
-"""Simulation of a table: makespan by the longest path over its actions, and peak memory by type.
+"""Simulate a table: compute the makespan as the longest path over its actions, and peak memory by type.
 
-A rank runs its actions in order and waits for their inputs: a forward for the stage's input, a backward for the
-gradient of the output. A transfer starts once both ends have been reached and its lane is free (there is one lane per
-ordered pair of ranks), and takes no time on the ranks; FREE_OUT waits until the output has been sent. In a compute-only
-table, results are sent immediately, and receives count as posted in advance.
+A rank runs its actions in order, and each waits for its input: a forward for the stage's input, a backward for the
+output gradient. A transfer starts once both ends have been reached and its lane is free (there is one lane per ordered
+pair of ranks). Transfers take no time on the ranks; FREE_OUT waits until the output has been sent. In a compute-only
+table, results are sent immediately and receives count as posted in advance.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ K = ActionKind
 
 @dataclass(frozen=True)
 class IdleTime:
-    """Idle time of a rank, by two definitions."""
+    """Idle time of a rank under two definitions."""
 
     in_span: float
-    """Idle time between the start of its first and the end of its last computation."""
+    """Idle time between the start of the rank's first computation and the end of its last."""
     in_makespan: float
     """Idle time between the start and the end of the step."""
 
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """Memory of a rank at its peak, by type."""
+    """Peak memory of a rank, by type."""
 
     activations: int = 0
     """Activations saved by forwards."""
@@ -46,7 +46,7 @@ class PeakBytes:
 
     @property
     def total(self) -> int:
-        """Sum over all types."""
+        """Return the sum over all types."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -65,7 +65,7 @@ class Simulation:
     timeline: Timeline
 
     def bubble(self) -> float:
-        """Return the idle fraction of the makespan, over all ranks."""
+        """Return the idle fraction of the makespan over all ranks."""
         return sum(idle.in_makespan for idle in self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
 
 
@@ -177,7 +177,7 @@ class _SimulationState:
             self._transfer(Action(K.SEND_BACKWARD, part.stage, part.microbatch), end)
 
     def _ready(self, part: Action) -> float | None:
-        """Return the time at which all inputs of an action are ready, or None if that isn't known yet."""
+        """Return the time when all inputs of an action are ready, or None if not known yet."""
         stage, m = part.stage, part.microbatch
         ready_times: list[float | None] = []
         if part.kind is K.FORWARD and stage > 0:
@@ -199,7 +199,7 @@ class _SimulationState:
         return max((time for time in ready_times if time is not None), default=0.0)
 
     def _input(self, send: Action, done: tuple[str, int, int]) -> float | None:
-        """Return the time at which the neighbouring stage's result is available on this rank, or None."""
+        """Return the time when the adjacent stage's result is available on this rank, or None if not known yet."""
         ranks = self.schedule.stage_ranks
         if ranks[send.stage] == ranks[send.peer().stage]:
             return self._done.get(done)
@@ -222,7 +222,7 @@ def _without_slot(action: Action) -> Action:
 def _peak_bytes(
     schedule: Schedule, rank: int, costs: Costs, executed: list[tuple[Action | Overlap, float, float]]
 ) -> PeakBytes:
-    """Return the peak memory of a rank; a rank runs one action at a time, so only their order matters."""
+    """Return a rank's peak memory. Only the order of actions matters, since a rank runs one at a time."""
     held = dict.fromkeys(MEMORY_TYPES, 0)
     peak = dict(held)
 

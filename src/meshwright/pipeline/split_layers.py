@@ -1,7 +1,7 @@
 """Assignment of layers to pipeline stages.
 
-Stages are balanced by cost, including the embedding and the output head: with a large vocabulary the last stage gets
-fewer layers.
+Stages are balanced by cost, including the embedding and the output head, so the last stage gets fewer layers if the
+vocabulary is large.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from meshwright.errors import ScheduleError
 def balance_layers(
     layer_costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0, allow_empty: bool = False
 ) -> tuple[int, ...]:
-    """Return the number of layers per stage that minimizes the cost of the most expensive stage.
+    """Return the layer counts per stage that minimize the cost of the most expensive stage.
 
     Args:
         layer_costs: cost of each layer, in any unit.
         num_stages: number of stages.
-        before: cost of the first stage on top of its layers (embedding).
-        after: cost of the last stage on top of its layers (output head).
+        before: additional cost of the first stage (embedding).
+        after: additional cost of the last stage (output head).
         allow_empty: allow stages without layers.
 
     Raises:
@@ -43,7 +43,7 @@ def balance_layers(
         extra = before * (stage == 0) + after * (stage == num_stages - 1)
         return total[stop] - total[start] + extra
 
-    # best[stop]: highest stage cost, then sum of squared costs, of the best split of layers[:stop] so far.
+    # best[stop]: (highest stage cost, sum of squared costs) of the best split of layers[:stop] so far.
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(math.inf, math.inf)] * num_layers
     choices: list[list[int]] = []
     for stage in range(num_stages):

@@ -22,14 +22,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all ranks; those of each rank are sorted by start time."""
+    """Spans of all ranks, sorted by start time within each rank."""
 
     num_ranks: int
     spans: tuple[Span, ...]
 
     @property
     def makespan(self) -> float:
-        """Time from the first start to the last end."""
+        """Return the time from the first start to the last end."""
         return max((span.end for span in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
@@ -38,7 +38,7 @@ class Timeline:
 
 
 def to_chrome_trace(timelines: Mapping[str, Timeline], *, time_us: float) -> str:
-    """Return a trace for chrome://tracing and Perfetto: one process per timeline, one thread per rank.
+    """Return a trace for chrome://tracing and Perfetto, with one process per timeline and one thread per rank.
 
     Args:
         timelines: timelines by name.

@@ -1,8 +1,8 @@
-"""Verification of a table before it runs: each gradient is computed exactly once, and no rank deadlocks.
+"""Verify, before a table runs, that each gradient is computed exactly once and no rank deadlocks.
 
-A compute-only table must contain each computation once, in an order that respects data dependencies. In a lowered table
-transfers must also come in the same order on both ends and not deadlock (`verify_deadlock`), and buffers must be live
-when used (`verify_buffers`). Checks go from simple to subtle, so the first one that fails is the one to fix.
+A compute-only table must contain each computation once, in an order that respects data dependencies. A lowered table
+must also have its transfers in the same order on both ends without deadlock (`verify_deadlock`), and use only live
+buffers (`verify_buffers`). Checks run from simple to subtle, so that the first failure is the one to fix.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def verify(schedule: Schedule, *, trains: bool = True, shared: Sequence[Sequence
     Args:
         schedule: the table.
         trains: False for an evaluation, which has forwards only.
-        shared: groups of stages that share parameters, which aren't in the table. A lowered table must sync each group
-            once, in this order on all ranks; None limits the check to what the table alone shows.
+        shared: groups of stages that share parameters, which the table does not contain. A lowered table must sync each
+            group once, in this order on all ranks. None limits the check to what the table alone shows.
 
     Raises:
-        ScheduleError: a violation, with the action, its rank and position (from 1), the rule, and a fix.
+        ScheduleError: the table violates a rule; the message gives the action, rank, position (from 1), rule and fix.
     """
     _check_numbers(schedule)
     _check_on_rank(schedule)
@@ -76,7 +76,7 @@ def _check_numbers(schedule: Schedule) -> None:
 
 
 def _check_on_rank(schedule: Schedule) -> None:
-    """Check that each action belongs to a stage of its rank and to an existing micro-batch."""
+    """Check that each action belongs to a stage on its rank and to an existing micro-batch."""
     last = schedule.num_microbatches - 1
     for rank, position, part in schedule.positions():
         loc = ActionLocation(rank, position)
@@ -96,7 +96,7 @@ def _check_on_rank(schedule: Schedule) -> None:
 
 
 def _action_locations(schedule: Schedule) -> dict[tuple[ActionKind, int, int], ActionLocation]:
-    """Return the location of each action with a micro-batch, and check that it is unique."""
+    """Return the location of each action with a micro-batch, checking that no action occurs twice."""
     locations: dict[tuple[ActionKind, int, int], ActionLocation] = {}
     for rank, position, part in schedule.positions():
         if part.kind in STAGE_LEVEL:
@@ -111,7 +111,7 @@ def _action_locations(schedule: Schedule) -> dict[tuple[ActionKind, int, int], A
 
 
 def _check_overlaps(schedule: Schedule) -> None:
-    """Check that overlapped actions don't depend on each other."""
+    """Check that overlapped actions do not depend on each other."""
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             if not isinstance(action, Overlap):
@@ -130,7 +130,7 @@ def _check_overlaps(schedule: Schedule) -> None:
 
 
 def _local_needs(part: Action, schedule: Schedule, rank: int) -> Iterator[tuple[ActionKind, int, int]]:
-    """Yield the dependencies of a computation on the same rank; for a backward both B and I, of which one exists."""
+    """Yield a computation's dependencies on the same rank; for a backward both B and I, only one of which exists."""
     stage, m = part.stage, part.microbatch
     if part.kind is K.FORWARD and stage > 0 and schedule.stage_ranks[stage - 1] == rank:
         yield K.FORWARD, stage - 1, m
@@ -143,7 +143,7 @@ def _local_needs(part: Action, schedule: Schedule, rank: int) -> Iterator[tuple[
 
 
 def _check_compute_order(schedule: Schedule, locations: ActionLocations) -> None:
-    """Check dependencies within a rank: F before B or I, I before W, and results passed between the rank's stages."""
+    """Check dependencies within a rank: F before B or I, I before W, and results passed between its stages."""
     for rank, position, part in schedule.positions():
         if part.kind not in COMPUTE:
             continue
@@ -199,7 +199,7 @@ def _missing(schedule: Schedule, stage: int, microbatch: int, rule: str) -> Sche
 
 
 def _check_both_ends(schedule: Schedule, locations: ActionLocations) -> None:
-    """Check that transfers connect stages on different ranks, and have both a send and a receive."""
+    """Check that transfers connect stages on different ranks and have both a send and a receive."""
     for rank, position, action in schedule.positions():
         if action.kind not in SENDS and action.kind not in RECVS:
             continue

@@ -1,8 +1,8 @@
 """Liveness checks for lowered tables: buffers, outputs, unsharded parameters, and complete gradients.
 
-[Note: liveness] A received input occupies its slot from RECV_F to FREE_IN and is used by F, B or I, and W; a received
-gradient from RECV_B to FREE_GRAD, used by B or I, and W; an output is live from F to FREE_OUT, and used by SEND_F. The
-table frees tensors that cross ranks only; tensors passed between stages of one rank are not in the table.
+[Note: liveness] A received input occupies its slot from RECV_F to FREE_IN and is used by F, B or I, and W. A received
+gradient occupies its slot from RECV_B to FREE_GRAD and is used by B or I, and W. An output is live from F to FREE_OUT
+and is used by SEND_F. The table frees only tensors that cross ranks; it omits tensors passed within a rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SYNC_BLOCKS = "a sync blocks until all ranks of its group reach it; a transfer a
 
 
 def check_buffers(schedule: Schedule, shared: Sequence[Sequence[int]] | None) -> None:
-    """Check that each rank uses only live tensors, and frees each of them once.
+    """Check that each rank uses only live tensors and frees each tensor once.
 
     Raises:
-        ScheduleError: a violation.
+        ScheduleError: the table violates a liveness rule.
     """
     reduces = any(part.kind is K.REDUCE for _, _, part in schedule.positions())
     for rank in range(schedule.num_ranks):
@@ -41,7 +41,7 @@ def check_buffers(schedule: Schedule, shared: Sequence[Sequence[int]] | None) ->
 
 
 class _RankLiveness:
-    """Tracks what is live while walking through a rank's row."""
+    """Tracker of live tensors along a rank's row."""
 
     def __init__(self, schedule: Schedule, rank: int, *, reduces: bool) -> None:
         self._schedule, self._rank, self._reduces = schedule, rank, reduces
@@ -130,7 +130,7 @@ class _RankLiveness:
 
     def _free(self, loc: ActionLocation, part: Action) -> None:
         key = (part.kind, part.stage, part.microbatch)
-        if key not in self._held:  # duplicate frees are duplicate actions, which have been rejected already
+        if key not in self._held:  # duplicate frees are duplicate actions, which were already rejected
             producer = f"{part.stage}{BROUGHT_BY[part.kind].value}{part.microbatch}"
             crosses = self._schedule.is_transfer(part.stage - 1 if part.kind is K.FREE_INPUT else part.stage)
             why = f"{producer} does not precede it" if crosses else "it does not cross ranks"
@@ -169,7 +169,7 @@ class _RankLiveness:
         self._reduced[part.stage] = loc.position
 
     def _sync(self, loc: ActionLocation, part: Action) -> None:
-        """Check that all of the rank's stages are done: the action may be named after any of the group's stages."""
+        """Check that all of the rank's stages are done, since the action may be named after any stage of the group."""
         for stage, last in self._last_compute.items():
             if loc.position < last:
                 raise self._too_early(loc, part, stage, last)
@@ -212,7 +212,7 @@ class _RankLiveness:
 
 
 def _check_groups(schedule: Schedule, shared: Sequence[Sequence[int]]) -> None:
-    """Check that each rank syncs each of its groups once, by its first stage in the group, in the order of `shared`."""
+    """Check that each rank syncs each of its groups once, in the order of `shared`, on its first stage in the group."""
     rule = f"groups {', '.join(str(tuple(group)) for group in shared)} sync once each, in the same order on all ranks"
     syncs: dict[int, list[tuple[int, Action]]] = defaultdict(list)
     for rank, position, part in schedule.positions():
@@ -233,9 +233,9 @@ def _check_groups(schedule: Schedule, shared: Sequence[Sequence[int]]) -> None:
 
 
 def _check_partners(schedule: Schedule) -> None:
-    """Check that no stage syncs more often than it has possible partners, on other ranks or its own.
+    """Check that no stage syncs more often than it has possible partner stages, on its own or other ranks.
 
-    The table doesn't contain the groups, so only an excess of syncs can be detected.
+    The table does not contain the groups, so only excess syncs can be detected.
     """
     synced = Counter((rank, part.stage) for rank, _, part in schedule.positions() if part.kind is K.SYNC_SHARED)
     for rank, position, part in schedule.positions():

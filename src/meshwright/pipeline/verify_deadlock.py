@@ -1,9 +1,9 @@
 """Deadlock detection between the ranks of a table.
 
-[Note: rendezvous] A send blocks until its receive is reached, and vice versa. Backends may do so (NCCL for large
-messages, gloo never), so a table must tolerate it. Only an adjacent send and receive with the same peer are posted
-together, as a batch that returns when both are complete. Progress is monotonic, so the order in which ranks advance
-here doesn't matter: if they get stuck once, they always do.
+[Note: rendezvous] A send blocks until its receive is reached, and vice versa. Backends may behave like this (NCCL does
+for large messages, gloo never), so a table must tolerate it. Only an adjacent send and receive with the same peer are
+posted together, as a batch that returns when both are complete. Progress is monotonic, so the order in which ranks
+advance here does not matter: if the ranks get stuck in one order, they get stuck in every order.
 
 In a compute-only table, results are transferred immediately, and a deadlock is a cycle of data dependencies.
 """
@@ -29,22 +29,22 @@ TRANSFERS = SENDS | RECVS
 
 @dataclass(frozen=True)
 class _BlockingStep:
-    """Actions that a rank runs as a unit: a single action, or a batch of transfers."""
+    """Unit of progress of a rank: a single action or a batch of transfers."""
 
     position: int
     actions: tuple[Action | Overlap, ...]
     posts: tuple[Key, ...] = ()
-    """Visible to other ranks as soon as the step is reached."""
+    """Keys that become visible to other ranks as soon as the step is reached."""
     needs: tuple[Key, ...] = ()
     provides: tuple[Key, ...] = ()
-    """Visible to other ranks when the step is complete."""
+    """Keys that become visible to other ranks when the step is complete."""
 
     def __str__(self) -> str:
         return " with ".join(map(str, self.actions))
 
 
 def batches(row: Sequence[Action | Overlap], schedule: Schedule) -> list[tuple[int, int]]:
-    """Split a row into batches, as begin and end: single actions, and pairs of transfers.
+    """Split a row into (begin, end) batches: single actions and pairs of transfers.
 
     A pair is an adjacent send and receive with the same peer rank, matched from the left.
     """
@@ -60,7 +60,7 @@ def check_no_deadlock(schedule: Schedule) -> None:
     """Check that all ranks reach the end of their rows.
 
     Raises:
-        ScheduleError: ranks deadlock; the error names each blocked rank and its action.
+        ScheduleError: ranks deadlock; the message names each blocked rank and its action.
     """
     if schedule.is_lowered:
         rows = [_transfer_steps(row, schedule) for row in schedule.actions]
@@ -113,7 +113,7 @@ def _advance_ranks(rows: Sequence[Sequence[_BlockingStep]]) -> tuple[list[int], 
 
 
 def _rank_on_cycle(waits_for: Mapping[int, int]) -> int:
-    """Return the lowest rank on the cycle; other stuck ranks only wait for the cycle."""
+    """Return the lowest rank on the cycle; stuck ranks outside the cycle only wait for it."""
     rank = next(iter(waits_for))
     for _ in waits_for:  # following as many edges as there are ranks leads into the cycle
         rank = waits_for[rank]
@@ -125,7 +125,7 @@ def _rank_on_cycle(waits_for: Mapping[int, int]) -> int:
 
 
 def _transfer_steps(row: tuple[Action | Overlap, ...], schedule: Schedule) -> list[_BlockingStep]:
-    """Return the steps that depend on other ranks; dependencies within a rank are checked in `verify`."""
+    """Return the steps that depend on other ranks; `verify` checks dependencies within a rank."""
     steps = []
     for begin, end in batches(row, schedule):
         ends = [part for action in row[begin:end] for part in action.parts() if part.kind in TRANSFERS]
@@ -166,7 +166,7 @@ def _key(action: Action) -> Key:
 
 
 def _name(key: Key, schedule: Schedule) -> str:
-    """Return the name of the action that a key stands for in the table."""
+    """Return the name of the table action that a key stands for."""
     kind, stage, microbatch = key
     if kind == BACKWARD_SIDE and not schedule.is_lowered:
         for _, _, part in schedule.positions():
@@ -176,7 +176,7 @@ def _name(key: Key, schedule: Schedule) -> str:
 
 
 def _action_locations(schedule: Schedule) -> dict[str, ActionLocation]:
-    """Return the location of each action, by its name without a slot."""
+    """Return the location of each action, keyed by its name without the slot."""
     return {
         str(Action(part.kind, part.stage, part.microbatch)): ActionLocation(rank, position)
         for rank, position, part in schedule.positions()

@@ -1,7 +1,7 @@
-"""Generation of schedules by name: `generate("1f1b", num_stages=4, num_microbatches=8)`.
+"""Generate schedules by name: `generate("1f1b", num_stages=4, num_microbatches=8)`.
 
-Generators emit compute only, ordered for a cost model in which each F, I and W of a stage takes one unit of time. Use
-`simulate` for the cost with other stage times.
+Generators emit compute actions only, ordered for a cost model with one unit of time for each F, I and W of a stage. Use
+`simulate` to get the cost with other stage times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ScheduleKind(Enum):
 
 
 Generator = Callable[[int, int, int], Schedule]
-"""Takes the numbers of ranks, micro-batches and chunks."""
+"""Function from the numbers of ranks, micro-batches and chunks to a schedule."""
 
 GENERATORS: dict[ScheduleKind, Generator] = {
     ScheduleKind.F_THEN_B: f_then_b,
@@ -44,7 +44,7 @@ GENERATORS: dict[ScheduleKind, Generator] = {
 }
 
 V_SHAPED = frozenset({ScheduleKind.ZB_V, ScheduleKind.DUALPIPE_V, ScheduleKind.V_HALF, ScheduleKind.V_MIN})
-"""Schedules with two chunks per rank, placed as a V: the first rank has the first and the last stage."""
+"""Schedules with two chunks per rank placed in a V: the first rank has the first and the last stage."""
 
 
 def default_chunks(kind: ScheduleKind) -> int:
@@ -58,15 +58,15 @@ def generate(
     """Generate the table of a schedule.
 
     Args:
-        kind: name of the schedule, see `ScheduleKind`.
+        kind: name of the schedule; see `ScheduleKind`.
         num_stages: number of pipeline ranks p.
         num_microbatches: micro-batches m per step.
-        num_chunks: chunks v of consecutive layers per rank; each is a stage of the table. One for f-then-b, 1f1b and
+        num_chunks: chunks v of consecutive layers per rank, each a stage of the table. One for f-then-b, 1f1b and
             zb-h1, any number for interleaved, two for the V-shaped schedules (zb-v, dualpipe-v, v-half, v-min). None
-            means two where two are supported, else one.
+            means two if the schedule supports two, else one.
 
     Raises:
-        ScheduleError: the schedule is unknown, or doesn't support these numbers.
+        ScheduleError: the schedule is unknown or does not support these numbers.
     """
     chosen = schedule_kind(kind)
     for name, number in (("stages", num_stages), ("micro-batches", num_microbatches), ("chunks", num_chunks)):

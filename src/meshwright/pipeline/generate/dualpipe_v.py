@@ -1,7 +1,7 @@
-"""DualPipeV: the schedule of DeepSeek-V3 (DeepSeek-AI 2024, section 3.2.1) halved into a V (Qi et al. 2025).
+"""DualPipeV: the schedule of DeepSeek-V3 (DeepSeek-AI 2024, section 3.2.1) folded into a V (Qi et al. 2025).
 
-In the steady state each rank overlaps a forward of one chunk with a backward of the other, so that the computation of
-one hides the expert-parallel communication of the other. Backwards are split only in the warm-up and cool-down.
+In the steady state each rank overlaps a forward of one chunk with a backward of the other: the computation of one hides
+the expert-parallel communication of the other. Backwards are split only in the warm-up and cool-down.
 
 p: ranks, r: a rank, m: micro-batches, at least 2p.
 """
@@ -33,7 +33,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
 
 
 class _RowBuilder:
-    """Builds the actions of one rank, with a micro-batch counter per kind and chunk."""
+    """Builder of one rank's row, with a micro-batch counter per kind and chunk."""
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self._num_ranks, self._rank = num_ranks, rank
@@ -43,7 +43,7 @@ class _RowBuilder:
         self._actions: list[Action | Overlap] = []
 
     def fill(self, num_microbatches: int) -> tuple[Action | Overlap, ...]:
-        """Return the actions of the eight phases in the paper's figure."""
+        """Return the actions of the eight phases shown in the paper's figure."""
         before, after = self._rank, self._num_ranks - self._rank - 1
         for _ in range(2 * after):
             self._do(self._forward(0))
@@ -53,7 +53,7 @@ class _RowBuilder:
             self._do(self._input_gradient(1), self._weight_gradient(), self._forward(1))
         for i in range(num_microbatches - 2 * self._num_ranks + before + 1):
             if i == 0 and after == 0:
-                # The two chunks of the last rank are neighbouring stages: this backward depends on this forward.
+                # The last rank's two chunks are adjacent stages, so this backward depends on this forward.
                 self._do(self._forward(0), self._backward(1))
             else:
                 self._overlap(0, 1)

@@ -1,4 +1,4 @@
-"""Schedules whose stages are placed on the ranks in one direction: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
+"""Schedules with stages placed on the ranks in one direction: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021,
 section 2.2. ZB-H1: Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.
@@ -25,7 +25,7 @@ def f_then_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sche
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Generate 1F1B: p−r−1 warm-up forwards on rank r, then forwards and backwards alternate."""
+    """Generate 1F1B: p−r−1 warm-up forwards on rank r, then alternating forwards and backwards."""
     rows = []
     for rank in range(num_ranks):
         forwards = [Action(K.FORWARD, rank, m) for m in range(num_microbatches)]
@@ -64,7 +64,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Generate ZB-H1: 1F1B with split backwards, where rank r defers its weight gradients by r micro-batches.
 
-    The last input gradients of the first rank then don't wait for any weight gradient. Each rank holds p micro-batches.
+    The first rank's last input gradients then do not wait for any weight gradient. Each rank holds p micro-batches.
     """
     rows = []
     for rank in range(num_ranks):
@@ -91,7 +91,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: i
 
 
 def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Split m micro-batches into ⌊m/p⌋ groups whose sizes differ by at most one, larger groups first."""
+    """Split m micro-batches into ⌊m/p⌋ groups of nearly equal size, larger groups first."""
     count = max(1, num_microbatches // num_ranks)
     small, larger = divmod(num_microbatches, count)
     starts = [i * small + min(i, larger) for i in range(count + 1)]

@@ -1,10 +1,10 @@
-"""V-shaped schedules: ZB-V, V-Half and V-Min. Two chunks per rank, the second on the way back up.
+"""V-shaped schedules ZB-V, V-Half and V-Min, with two chunks per rank, the second on the way back up.
 
 ZB-V: Qi et al. 2024, "Zero bubble pipeline parallelism", section 6. V-Half, V-Min: Qi et al. 2024, "Pipeline
 parallelism with controllable memory", section 3: the forwards and input gradients of one micro-batch form a *building
-block*. A rank works 6 units on each micro-batch; the offsets within a block are distinct modulo 6 on each rank, so the
-block can be repeated every 6 units. The time between a forward and its backward determines the memory. The offsets
-used here come from our own search over all small spacings for the smallest bubble at the published peak.
+block*. Each micro-batch takes 6 units of work per rank. The offsets within a block are distinct modulo 6 on each rank,
+so the block can be repeated every 6 units. The time between a forward and its backward determines the memory. The
+offsets used here come from our own search over all small spacings for the smallest bubble at the published peak.
 
 p: ranks, r: a rank, m: micro-batches. F0 is a forward of the rank's first chunk, F1 of its second.
 """
@@ -28,8 +28,8 @@ def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
     """Generate ZB-V: no bubble if F, I and W take the same time, with the peak memory of 1F1B.
 
     Rank r starts with 2(p−r)−1 times F0, then r times F1 F0, then F1 I1 W1 until its first micro-batch is back in the
-    first chunk; in the steady state it repeats F0 I0 W0 F1 I1 W1. At the end, weight gradients are deferred while a
-    neighbour waits for an input gradient.
+    first chunk. In the steady state it repeats F0 I0 W0 F1 I1 W1. At the end, weight gradients are deferred as long as
+    a neighboring rank waits for an input gradient.
     """
     rows = tuple(_zb_v_row(num_ranks, rank, num_microbatches) for rank in range(num_ranks))
     return Schedule("zb-v", num_microbatches, v_placement(num_ranks), rows)
@@ -86,7 +86,7 @@ class _BuildingBlock:
     """Start times of micro-batch 0 on each rank, in units of one F, I or W.
 
     Attributes:
-        spacing: offsets between neighbouring ranks, for F0, F1, I1 and I0.
+        spacing: offsets between adjacent ranks, for F0, F1, I1 and I0.
         turns: offsets between F0 and F1 on the last rank, F1 and I1 on the first, I1 and I0 on the last.
     """
 
@@ -95,7 +95,7 @@ class _BuildingBlock:
     turns: tuple[int, int, int]
 
     def order(self, rank: int, num_microbatches: int) -> list[Action]:
-        """Return F and I of all micro-batches on a rank, in the order of the repeated blocks."""
+        """Return the F and I actions of all micro-batches on a rank, in the order of the repeated blocks."""
         last = self.num_ranks - 1
         up, down = rank, last - rank
         f0, f1, i1, i0 = self.spacing
@@ -116,13 +116,13 @@ class _BuildingBlock:
 
 
 def _repeat(kind: str, block: _BuildingBlock, num_microbatches: int, *, peak: int) -> Schedule:
-    """Repeat a block, close the gaps, and insert weight gradients where the rank would idle or its memory is full.
+    """Repeat a block, close the gaps, and insert W where the rank would idle or its memory is full.
 
     Args:
         kind: name of the schedule.
-        block: determines the order of F and I on each rank.
+        block: building block that determines the order of F and I on each rank.
         num_microbatches: number of repetitions.
-        peak: maximum number of micro-batches held by a rank, in activations of both chunks.
+        peak: maximum number of micro-batches held by a rank, counting the activations of both chunks.
     """
     num_ranks = block.num_ranks
     num_stages = 2 * num_ranks

@@ -7,8 +7,7 @@ error: point-to-point messages would work with gloo, but NCCL creates communicat
 `prepare` because their plans use one axis per step if `can_merge_axes` is false.
 
 [Note: one order] All ranks of a group must enter its collectives in the same order. Threads that redistribute
-concurrently therefore need separate groups: call `prepare(mesh, own=True)` once per thread, in the same order on all
-ranks.
+concurrently therefore need separate groups: `prepare(mesh, own=True)` per thread, in the same order on all ranks.
 
 [Note: no hold on a mesh] Nothing here keeps a mesh alive. Groups created by `prepare` are kept for the run, keyed by
 the mesh's value. The choice of group thus depends only on calls made by all ranks, not on garbage collection.
