@@ -66,7 +66,7 @@ FAULTS = [
     Fault("another destination", replace(EXCHANGE, dst=layout("R S0")), "not its destination R S0"),
     Fault("another tensor", replace(EXCHANGE, dst=layout("S1 S0", (16, 8))), "two tensors or meshes"),
     Fault("another mesh", replace(EXCHANGE, dst=layout("S1 S0", mesh=(4, 2))), "two tensors or meshes"),
-    Fault("too few axes", step(EXCHANGE, 1, axes=(0,)), "must give rank 0 48 elements"),
+    Fault("too few axes", step(EXCHANGE, 1, axes=(0,)), "needs 48 elements for rank 0"),
     Fault("an axis of copies in the group", step(REDUCE, 2, axes=(0, 1), src=layout("P R")), "begins with P R"),
     Fault("axes that are not there", step(EXCHANGE, 1, axes=(0, 1, 2)), "a mesh with axes 0 to 1"),
     Fault("axes out of order", step(EXCHANGE, 1, axes=(1, 0)), "group over axes [1, 0]"),

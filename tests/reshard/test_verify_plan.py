@@ -79,7 +79,7 @@ def test_faults_have_their_own_messages():
 def test_large_plans_are_judged_by_their_counts():
     """A thousand ranks, beyond what is carried out on paper."""
     right = large()
-    check(replace(right, steps=(replace(right.steps[0], axes=(1,)),)), "must give rank 1 4096 elements")
+    check(replace(right, steps=(replace(right.steps[0], axes=(1,)),)), "needs 4096 elements for rank 1")
     check(replace(right, bytes_received=right.bytes_received - 2), "the plan's bytes_received")
 
 

@@ -122,7 +122,7 @@ def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
         among = "itself"
     rules = {K.SLICE: "a rank keeps a part of its shard", K.PARTITION: "each element is kept by one rank"}
     raise step_error(
-        number, step, f"must give rank {rank} {due[group, place, 0]} elements, but {among} has {has:.0f} of them",
+        number, step, f"needs {due[group, place, 0]} elements for rank {rank}, but {among} has {has:.0f}",
         rule=rules.get(step.kind, "each element of a rank's new shard is held once in its group"),
         fix="use another group or other layouts",
     )  # fmt: skip
