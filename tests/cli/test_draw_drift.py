@@ -41,6 +41,6 @@ def test_two_lines_and_a_picture(tmp_path):
     done = meshwright("draw", "drift", *words, "-o", "drift.svg", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     synced, unsynced, picture = done.stdout.splitlines()
-    assert "copies bitwise equal after all 4 steps · loss" in synced
-    assert "copies apart from step 3 on, " in unsynced and "after 4 · loss" in unsynced
+    assert "replicas bitwise equal after all 4 steps · loss" in synced
+    assert "replicas differ from step 3 on, by " in unsynced and "after 4 · loss" in unsynced
     assert picture == "figure    drift.svg" and (tmp_path / "drift.svg").exists()

@@ -258,7 +258,8 @@ def test_the_build_fails_where_a_link_is_broken(tmp_path):
     for name in ("README.md", "CHANGELOG.md", "docs"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    (tmp_path / "src").symlink_to(ROOT / "src")
+    for name in ("src", "bench"):
+        (tmp_path / name).symlink_to(ROOT / name)
     for name, (text, _) in FAULTS.items():
         (tmp_path / "docs" / f"fault-{name}.md").write_text(f"# {name}\n\n{text}\n")
     listed = "\n".join(f"fault-{name}" for name in FAULTS if name != "alone")

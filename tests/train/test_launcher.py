@@ -191,6 +191,6 @@ def test_handlers_are_put_back(tmp_path):
 def test_a_rank_that_is_stopped_when_the_others_have_ended(tmp_path, monkeypatch):
     """Nobody waits for it in a collective, so no time runs out."""
     monkeypatch.setattr("meshwright.train.launch.launcher.STOPPED_S", 2.0)
-    with pytest.raises(RunError, match="^rank 1 was stopped .* in step 7; the others had ended") as caught:
+    with pytest.raises(RunError, match="^rank 1 was stopped .* in step 7; the other ranks had ended") as caught:
         run(tmp_path, num_ranks=3, r0="well", r1="stop", r2="well")
     assert caught.value.where.startswith("rank 1 of 3, step 7") and caught.value.fix

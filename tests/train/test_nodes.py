@@ -95,4 +95,4 @@ def test_bad_input_under_torchrun_is_said_and_ends_it(words, tmp_path):
     codes, outputs = finish(start_nodes([*words, "mesh.dp_shard=1"], tmp_path, ranks_each=1))
     assert all(code != 0 for code in codes)
     errors = outputs[0][1] + outputs[1][1]
-    assert "already holds a run" in errors and errors.count("--resume auto to go on with it") == 1
+    assert "already holds a run" in errors and errors.count("--resume auto to continue it") == 1

@@ -146,8 +146,8 @@ def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, tmp_path):
     error, place = ended(words, tmp_path, moment), place_of(words, moment)
     assert "(1F2: forward of micro-batch 2 on stage 1)" in place
     assert error.what == (
-        f"rank 1 was stopped (SIGSTOP, or a debugger) {place}; rank 0 waited for it until its time was up, and the "
-        "ranks were ended"
+        f"rank 1 was stopped (SIGSTOP, or a debugger) {place}; rank 0 waited for it until the timeout, and all "
+        "ranks were killed"
     )
     assert re.search(r"rank 0: step 3, action \d+ \(0\w+: .* of micro-batch \d on stage 0\)", error.where), error.where
     told = r"rank 0 timed out after [\d.]+ s in (send|receive), number \d+ in the group of ranks 0, 1, of float32 "

@@ -48,7 +48,7 @@ def test_one_line_rewrites_itself_and_fits(tmp_path):
     assert code == 0, text
     lines = text.replace("\r\n", "\n").split("\n")
     live = [shown for line in lines for shown in re.split(r"\r\x1b\[2K", line)[:-1] if shown]
-    assert any(shown.startswith("reading the corpus") for shown in live)
+    assert any(shown.startswith("reading the data") for shown in live)
     assert any(shown.startswith("step ") and "ETA" in shown for shown in live)
     assert all(len(re.sub(r"\x1b\[\d+m", "", shown)) < COLUMNS for shown in live), live
     stays = [re.sub(r"\x1b\[\d+m", "", re.split(r"\r\x1b\[2K", line)[-1]) for line in lines]

@@ -159,7 +159,7 @@ def test_fewer_steps_than_are_done_are_said_as_they_are(run, tmp_path):
     reporter = type("Told", (Reporter,), {"note": lambda _, text: told.append(text),
                                           "finished": lambda _, summary: told.append(summary)})  # fmt: skip
     run(tmp_path / "a", "train.steps=3", resume="auto", reporter=reporter)
-    assert "step 4 is done and train.steps = 3: nothing left to train" in told
+    assert "step 4 is complete and train.steps = 3: nothing left to train" in told
     assert (told[-1].steps, told[-1].steps_here, told[-1].checkpoint.name) == (4, 0, "00000004")
     assert "train.warmup_steps = 20 exceeds train.steps = 3" not in " ".join(told[:-1])
     run(tmp_path / "b", "train.warmup_steps=20", reporter=reporter)
