@@ -53,7 +53,7 @@ def documented(pages: dict[str, str]) -> set[str]:
 
 
 def exported(name: str) -> set[str]:
-    """What a package gives when asked for a name that its `__init__` writes down as a string."""
+    """Return what a package gives for each name that its `__init__` has as a string."""
     package = import_module(name)
     assert package.__file__ is not None
     strings = {

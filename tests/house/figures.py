@@ -13,7 +13,7 @@ from statistics import median
 from tests.house.source import PACKAGE_DIR, Tree
 
 MAX_MEDIAN_LINES = 8
-"""Of functions and methods, docstrings included."""
+"""Median lines of functions and methods, docstrings included."""
 MAX_FILES = 24
 """Python files side by side in a folder."""
 

@@ -31,7 +31,7 @@ FLOORS = {
 LATE = {("callable_module", "api"), ("cli", "meshwright_bench")} | {
     ("__init__", above) for above in ("api", "checkpoint", "comm", "dtensor_ops", "pipeline", "reshard")
 }
-"""Who names something above it, and imports it when it is called."""
+"""Pairs (room, room above) of imports allowed inside functions and for types only."""
 
 TORCH_FREE = (
     "__init__.py", "__main__.py", "api.py", "errors.py", "units.py", "log.py", "output_files.py", "figure.py",

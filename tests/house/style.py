@@ -18,7 +18,7 @@ LONG_FILES: tuple[str, ...] = ()
 """Tables of data that may be longer, by path."""
 
 PRINTING = ("cli/", "meshwright_bench/command.py")
-"""What may print: by the start of a path inside the package."""
+"""Starts of the paths, inside the package, of files that may print."""
 
 OPEN_END = re.compile(r"\b(TODO|FIXME|XXX)\b")
 REFERENCE = re.compile(r"#\d+|https?://")

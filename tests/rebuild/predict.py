@@ -74,7 +74,7 @@ def by_api(line: Sequence[str]) -> Figures:
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Of loading a configuration and of making its plan, wherever this checkout has them."""
+    """Find the functions that load a configuration and make its plan, by either of their names."""
     for load, make in (("load_config", "make_plan"), ("load", "make")):
         if find_spec(f"meshwright.plan.{make}"):
             return import_module(f"meshwright.plan.{load}").load, import_module(f"meshwright.plan.{make}").make_plan

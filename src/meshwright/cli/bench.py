@@ -1,25 +1,22 @@
-"""`meshwright bench`: the `meshwright-bench` package's command, or an error with install instructions."""
+"""`meshwright bench`: the command of the package `meshwright-bench`, or an error that says how to install it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import typer
 
 from meshwright.errors import InputError
 
-ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-
-def bench_command() -> Callable[..., Any]:
-    """Return the `meshwright-bench` command if the package is installed, otherwise one that raises an error."""
+def add_bench(app: typer.Typer) -> None:
+    """Add the command of `meshwright-bench` if it is installed, else one that raises an error for any arguments."""
     if find_spec("meshwright_bench") is None:
-        return bench
-    from meshwright_bench.command import bench as measure
+        app.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(bench)
+    else:
+        from meshwright_bench.command import bench as measure
 
-    return measure
+        app.command("bench")(measure)
 
 
 def bench(context: typer.Context) -> None:

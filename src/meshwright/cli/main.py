@@ -25,7 +25,7 @@ app.command()(run.run)
 app.command()(prove.prove)
 app.command()(presets.presets)
 app.command()(doctor.doctor)
-app.command("bench", context_settings=bench.ANY_WORDS)(bench.bench_command())
+bench.add_bench(app)
 app.add_typer(draw_pipeline.app, name="draw")
 app.add_typer(checkpoint.app, name="checkpoint")
 
