@@ -33,6 +33,18 @@ def last_collective() -> str | None:
     return f"{name}, sequence number {number} in the group of {format_ranks(ranks)}{of}"
 
 
+def group_name(group: ProcessGroup | None) -> str:
+    """Return the name of a group (the default group if None), by which operators refer to it."""
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None, "a collective of several ranks has a group"
+    return str(group.group_name)
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """Return the group with this name."""
+    return c10d._resolve_process_group(name)
+
+
 def shard_group(module: FSDPModule) -> ProcessGroup | None:
     """Return the group that an FSDP2 module's gradients are reduce-scattered over.
 

@@ -1,0 +1,1 @@
+"""Mixture-of-experts language models: Mixtral, and models like DeepSeek-V3."""
