@@ -201,21 +201,30 @@ def test_a_task_that_ignores_its_end_still_ends():
 
 
 @pytest.fixture
-def ctrl_c():
-    """Ctrl-C raises KeyboardInterrupt, also in a test worker."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
+def interrupts():
+    """The interrupts of the main thread: the first SIGINT raises KeyboardInterrupt, also in a test worker."""
+    handled = []
+
+    def handle(number, frame):
+        handled.append(number)
+        if len(handled) == 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield handled
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("first", [switch_task, lambda: None], ids=["for its turn", "for the second task to end"])
-def test_an_interrupt_while_waiting_ends_both_tasks(ctrl_c, first):
+def test_an_interrupt_while_waiting_ends_both_tasks(interrupts, first):
     log = []
 
     def second():
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        for _ in range(1000):
-            threading.Event().wait(0.01)  # until the main thread has handled the signal
+        while not interrupts:  # a signal just before the main thread waits doesn't wake it
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            threading.Event().wait(0.01)
+        for _ in range(100):
+            threading.Event().wait(0.01)  # until the main thread has left its wait
             switch_task()
         log.append("not stopped")
 

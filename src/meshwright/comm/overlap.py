@@ -95,8 +95,9 @@ def run_overlapped(first: Task, second: Task, *, helper: ThreadPoolExecutor | No
     try:
         pair.run(FIRST, first)
         ending.result()
-    except BaseException as interrupt:  # KeyboardInterrupt, while the second task was ending
+    except BaseException as interrupt:  # KeyboardInterrupt, while the first or the second task was ending
         pair.fail(interrupt)
+        pair.end(FIRST)
         ending.result()
     return pair.finish()
 
@@ -154,10 +155,14 @@ class _Pair:
         except BaseException as error:
             self.fail(error)
         finally:
-            with self._changed:
-                self._ended[index] = True
-                if self._running == index:  # a task that was interrupted while waiting has no turn to pass on
-                    self._pass_turn(index)
+            self.end(index)
+
+    def end(self, index: int) -> None:
+        """Mark a task as ended, and let the other task run."""
+        with self._changed:
+            self._ended[index] = True
+            if self._running == index:  # a task that was interrupted while waiting has no turn to pass on
+                self._pass_turn(index)
 
     def switch(self, index: int) -> None:
         """Let the other task run until it switches or ends."""
