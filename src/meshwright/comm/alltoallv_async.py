@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, Work
 
 from meshwright.comm.collective_log import TrackedOperation, group_record, track_collective
 from meshwright.comm.collectives import NATIVE_DTYPES, rank, world_size
+from meshwright.comm.overlap import switch_task
 from meshwright.comm.private import group_name, group_of_name
 
 
@@ -81,6 +82,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
+        switch_task()
         wait_rows(rows)
         return rows.view_as(rows)
 
@@ -202,6 +204,7 @@ class SplitExchange:
         """Return the counts sent to and received from each rank, as lists: the only host read."""
         if world_size(self._group) > 1:
             group_record(self._group).split_reads += 1
+        switch_task()
         if self._host is None or self._stream is None:
             wait_rows(self._received)
             return self._sent.tolist(), self._received.tolist()
@@ -213,4 +216,4 @@ class SplitExchange:
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return this process's stream for reading splits, one per device."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ def group_name(group: ProcessGroup | None) -> str:
 
 def group_of_name(name: str) -> ProcessGroup:
     """Return the group with this name."""
-    return c10d._resolve_process_group(name)
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def shard_group(module: FSDPModule) -> ProcessGroup | None:

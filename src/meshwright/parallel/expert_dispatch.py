@@ -4,11 +4,13 @@ A token travels once to each rank that holds some of its experts, not once per e
 the rank returns one row: the weighted sum over its experts. The number of rows per rank is exchanged first, and reaches
 the host with one read per layer. A rank without rows takes part in every collective all the same.
 
-Shapes: n tokens, k experts per token, d model width, R ranks, e experts per rank; c = n · k choices of an expert, s rows
-sent, a choices sent, m rows received, r rows for the local experts.
+Shapes: n tokens, k experts per token, d model width, R ranks, e experts per rank; c = n · k choices, s rows sent,
+a choices sent, m rows received, b choices received, r rows for the local experts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,8 @@ from meshwright.nn.moe.row_map import RowMap
 
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher for experts sharded over a process group, consecutive experts on each rank."""
+
+    switches_tasks = True
 
     def __init__(self, num_experts: int, group: ProcessGroup) -> None:
         self.num_experts, self.group = num_experts, group
@@ -52,13 +56,14 @@ class _RankDispatch(Dispatch):
 
     def receive(self) -> ExpertRows:
         """Wait for rows and choices, and order them by expert."""
-        rows_md, weights_r, *origin, sizes, sizes_e = self._cache.recall(self._received)
-        index_r, token_s, sent, received = origin
-        rows = RowMap(index_r, rows_md.shape[0])
-        self._tokens = RowMap(token_s, self._x_nd.shape[0])
-        return ExpertRows(rows.gather(rows_md), RowGroups(sizes_e, sizes), weights_r, (rows, sent, received))
+        got = _Received(*self._cache.recall(self._received))
+        rows = RowMap(got.index_r, got.rows_md.shape[0])
+        self._tokens = RowMap(got.token_s, self._x_nd.shape[0])
+        return ExpertRows(
+            rows.gather(got.rows_md), RowGroups(got.sizes_e, got.sizes), got.weights_r, (rows, got.sent, got.received)
+        )
 
-    def _received(self) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int], list[int], Tensor]:
+    def _received(self) -> _Received:
         assert self._packing is not None, "a recomputed forward recalls what the first one received"
         return self._packing.receive()
 
@@ -73,6 +78,25 @@ class _RankDispatch(Dispatch):
         """Wait for the rows of this rank's tokens, and sum them in order of the ranks that return them."""
         assert self._returning is not None and self._tokens is not None, "combine comes first"
         return self._tokens.sum(self._returning.wait())
+
+
+class _Received(NamedTuple):
+    """What a dispatch received, and what combining needs."""
+
+    rows_md: Tensor
+    weights_r: Tensor
+    """Routing weight of each row for the experts."""
+    index_r: Tensor
+    """Received row of each row for the experts."""
+    token_s: Tensor
+    """Token of each row sent."""
+    sent: list[int]
+    """Rows sent to each rank."""
+    received: list[int]
+    """Rows received from each rank."""
+    sizes: list[int]
+    """Rows of each local expert."""
+    sizes_e: Tensor
 
 
 class _Packing:
@@ -106,9 +130,7 @@ class _Packing:
         num_choices = [sum(row[:-1]) for row in sent]
         self._token_s = self._token_s[: sum(self._sent)]
         rows_sd = RowMap(self._token_s, x_nd.shape[0]).gather(x_nd)
-        self._rows = start_all_to_all(
-            rows_sd, send_splits=self._sent, recv_splits=self._received, group=self._group
-        )
+        self._rows = start_all_to_all(rows_sd, send_splits=self._sent, recv_splits=self._received, group=self._group)
         chosen_a = self._order_c[: sum(num_choices)]
         weights_a1 = RowMap(chosen_a, self._order_c.numel()).gather(routing.weights_nk.reshape(-1, 1))
         # The offset of a choice's row among the rows for its rank is exact in float32 up to 2^24 tokens.
@@ -120,9 +142,8 @@ class _Packing:
             group=self._group,
         )
 
-    def receive(self) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int], list[int], Tensor]:
-        """Return the received rows, the weight and received row of each row for the experts, the tokens of the rows
-        sent, the rows sent to and received from each rank, and the rows of each expert on the host and the device."""
+    def receive(self) -> _Received:
+        """Wait for rows and choices, and order the choices by expert."""
         rows_md, choices_b2 = self._rows.wait(), self._choices.wait()
         sizes_Re = torch.tensor(self._sizes_by_rank, device=rows_md.device)
         num_choices = choices_b2.shape[0]
@@ -135,4 +156,4 @@ class _Packing:
         weights_r = RowMap(order_r, num_choices).gather(choices_b2[:, :1])[:, 0]
         sizes_e = sizes_Re.sum(0)
         sizes = [sum(column) for column in zip(*self._sizes_by_rank, strict=True)]
-        return rows_md, weights_r, index_r, self._token_s, self._sent, self._received, sizes, sizes_e
+        return _Received(rows_md, weights_r, index_r, self._token_s, self._sent, self._received, sizes, sizes_e)

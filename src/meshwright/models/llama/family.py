@@ -95,7 +95,7 @@ class LlamaFamily(Family):
 
         return TextReference(f, data)
 
-    def other_weights(self) -> OtherWeights:
+    def other_weights(self) -> OtherWeights | None:
         """Return import and export of Hugging Face's format."""
         from meshwright.models.llama.hf_convert import HuggingFace
 

@@ -24,7 +24,7 @@ class MoeConfig(LlamaConfig):
     top_k: int = Field(2, ge=1, description="experts per token")
     expert_dim: int = Field(128, ge=1, description="hidden width of an expert")
     num_shared_experts: int = Field(0, ge=0, description="experts of the same width that every token passes")
-    score: Literal["softmax", "sigmoid"] = Field("softmax", description="router scores: softmax (Mixtral) or sigmoid (DeepSeek-V3)")
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="router scores: of Mixtral or DeepSeek-V3")
     normalize: bool = Field(True, description="scale the weights of a token's experts to sum to model.route_scale")
     route_scale: float = Field(1.0, gt=0, description="factor on the weights of a token's experts")
     num_groups: int = Field(1, ge=1, description="groups of consecutive experts for group-limited routing")

@@ -57,6 +57,9 @@ class Dispatch(ABC):
 class Dispatcher(ABC):
     """Dispatcher of one layer. Holds no state of a forward."""
 
+    switches_tasks = False
+    """Whether it has all-to-alls in flight, which let another task compute (`comm/overlap.py`)."""
+
     @abstractmethod
     def start(self, x_nd: Tensor, routing: Routing, cache: ForwardCache) -> Dispatch:
         """Start a dispatch; rows received from other ranks are kept in `cache` for a recomputation."""

@@ -8,6 +8,7 @@ Shapes: r rows, e groups (experts), d input width, f output width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,12 @@ class RowGroups:
             self._sizes = self.sizes_e.tolist()
         return self._sizes
 
+    def slices(self) -> Iterator[slice]:
+        """Yield the rows of each group."""
+        end = 0
+        for size in self.sizes:
+            yield slice(end, end := end + size)
+
     @cached_property
     def ends_e(self) -> Tensor:
         """End of each group, int32, as grouped_mm takes them."""
@@ -64,9 +71,7 @@ def grouped_linear(x_rd: Tensor, weight_efd: Tensor, groups: RowGroups, store: W
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_rd: Tensor, weight_efd: Tensor, groups: RowGroups, store: WeightGradStore | None
-    ) -> Tensor:
+    def forward(ctx: Any, x_rd: Tensor, weight_efd: Tensor, groups: RowGroups, store: WeightGradStore | None) -> Tensor:
         ctx.save_for_backward(x_rd, weight_efd)
         # The weight itself, too: a saved one would be detached under recomputation, and its `.grad` lost.
         ctx.weight, ctx.groups, ctx.store = weight_efd if store is not None else None, groups, store
@@ -100,8 +105,8 @@ def multiply(x_rk: Tensor, matrices_ekn: Tensor, groups: RowGroups) -> Tensor:
 def multiply_loop(x_rk: Tensor, matrices_ekn: Tensor, groups: RowGroups) -> Tensor:
     """Compute `multiply` group by group: its reference, for any dtype."""
     out = x_rk.new_empty((x_rk.shape[0], matrices_ekn.shape[-1]))
-    for rows, matrix, part in zip(x_rk.split(groups.sizes), matrices_ekn, out.split(groups.sizes), strict=True):
-        torch.mm(rows, matrix, out=part)
+    for matrix, rows in zip(matrices_ekn, groups.slices(), strict=True):
+        torch.mm(x_rk[rows], matrix, out=out[rows])
     return out
 
 
@@ -117,8 +122,8 @@ def weight_gradient(gradient_rf: Tensor, x_rd: Tensor, groups: RowGroups) -> Ten
 def weight_gradient_loop(gradient_rf: Tensor, x_rd: Tensor, groups: RowGroups) -> Tensor:
     """Compute `weight_gradient` group by group: its reference, for any dtype."""
     out = x_rd.new_empty((len(groups.sizes), gradient_rf.shape[1], x_rd.shape[1]))
-    for gradient, rows, part in zip(gradient_rf.split(groups.sizes), x_rd.split(groups.sizes), out, strict=True):
-        torch.mm(gradient.T, rows, out=part)
+    for part, rows in zip(out, groups.slices(), strict=True):
+        torch.mm(gradient_rf[rows].T, x_rd[rows], out=part)
     return out
 
 

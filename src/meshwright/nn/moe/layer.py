@@ -31,8 +31,13 @@ class MixtureOfExperts(nn.Module):
         self.received = ForwardCache()
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
 
+    @property
+    def switches_tasks(self) -> bool:
+        """Whether another task may compute while this layer's rows travel (`comm/overlap.py`)."""
+        return self.dispatcher.switches_tasks
+
     # The number of rows changes with every batch, so a graph would be compiled again for each.
-    @torch.compiler.disable  # type: ignore[untyped-decorator, no-untyped-call]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_btd: Tensor) -> Tensor:
         """Map [b, t, d] to [b, t, d]."""
         routing = self.router(x_btd)

@@ -104,7 +104,7 @@ class Router(nn.Module):
         if self.load.bias is not None:
             scores_bte = scores_bte + self.load.bias
         if config.num_groups > 1:
-            scores_btgm = scores_bte.unflatten(-1, (config.num_groups, -1))
+            scores_btgm = scores_bte.view(*scores_bte.shape[:2], config.num_groups, -1)
             best_btg = scores_btgm.topk(min(2, scores_btgm.shape[-1]), -1).values.sum(-1)
             groups_btg = best_btg.topk(config.top_groups, -1).indices
             allowed_btg = torch.zeros_like(best_btg, dtype=torch.bool).scatter_(-1, groups_btg, True)

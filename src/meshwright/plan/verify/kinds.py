@@ -101,8 +101,7 @@ def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
         dims = [shard.dim for shard in parameter.used if axis in shard.axes]
         if dims != ([] if dim is None else [dim]):
             what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
-            rule = "styles column, vocabulary and head shard along dim 0, row along dim 1 without the bias, local along "
-            rule += "the dims that it lists"
+            rule = "styles column, vocabulary and head shard dim 0, row dim 1 without the bias, local the listed dims"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
         if (axis in parameter.work) is not _has_sharded_input(plan, style):
             having = "with" if plan.sequence_parallel else "without"
