@@ -16,6 +16,7 @@ from math import prod
 from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
 from meshwright.pipeline.actions import SENDS
 from meshwright.pipeline.shared_parameters import stage_groups
+from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
 from meshwright.plan.fsdp_gathers import count_gathers
 from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
 from meshwright.plan.mesh_views import Atoms, Mesh
@@ -34,6 +35,8 @@ class Purpose(StrEnum):
     TENSOR = "tensor"
     """Communication over tp: activations, their gradients, sums for the loss, and gradients of replicated parameters.
     Operators that communicate over other axes use the purpose given in the plan."""
+    EXPERTS = "experts"
+    """Dispatch of tokens to experts and combination of their outputs over ep, with their gradients and counts."""
     STAGES = "stages"
     """Activations and their gradients sent between pipeline stages."""
     BUFFERS = "buffers"
@@ -68,6 +71,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
         yield from _gradients(plan, rank, sizes, exact=exact)
         yield from _weights(plan, rank, number, sizes, exact=exact)
         yield from _operators(plan, rank, stage, exact=exact)
+        yield from _experts(plan, rank, stage)
         yield from _buffers(plan, rank, stage)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
@@ -145,6 +149,21 @@ def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterat
             totals[Purpose.TENSOR, step_sum.axes] += _sum_bytes(plan, stage, step_sum)
     for (purpose, axes), num_bytes in totals.items():
         yield Message(purpose, _peers(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
+
+
+def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """Yield dispatches and combines, assuming that all parameters are trained, and sums of counts in forwards."""
+    for kind, _ in plan.held(stage):
+        layer = kind.experts
+        if layer is None:
+            continue
+        if layer.axes:
+            for one in sent_by_layer(plan, rank, layer):
+                yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
+        for axis in layer.counted:
+            elements = -(-layer.num_experts // plan.mesh.size(axis))
+            num_bytes = 2 * plan.batch.num_microbatches * elements * COUNT_BYTES
+            yield Message(Purpose.EXPERTS, _peers(rank, plan.mesh.line(rank, (axis,))), num_bytes, in_ring=True)
 
 
 def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:

@@ -109,6 +109,8 @@ class KindMaker:
             layer.width,
             axes=self._ep,
             counted=self._mesh.view("batch") if layer.over_batch else (),
+            num_groups=layer.num_groups,
+            top_groups=layer.top_groups,
             capacity=layer.capacity,
             uniform=layer.uniform,
         )

@@ -163,6 +163,9 @@ class ExpertLayer:
     """Atoms over which the experts are sharded; empty if every rank holds all of them."""
     counted: Atoms
     """Atoms over which each forward sums the experts' counts."""
+    num_groups: int = 1
+    """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
+    top_groups: int = 1
     capacity: int | None = None
     """Slots per expert and sample; None if nothing is dropped."""
     uniform: bool = False

@@ -113,6 +113,9 @@ class ExpertFacts:
     """Experts per token."""
     width: int
     """Elements of a row sent to an expert."""
+    num_groups: int = 1
+    """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
+    top_groups: int = 1
     capacity: int | None = None
     """Slots per expert and sample; None if nothing is dropped."""
     over_batch: bool = False

@@ -99,6 +99,8 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             spec.num_experts,
             spec.top_k,
             width=dim,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
             capacity=capacity,
             over_batch=bool(router.balance_loss) and router.over_batch,
             uniform=router.uniform,
