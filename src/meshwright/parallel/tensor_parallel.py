@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.errors import LayoutError
 from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.nn.step_handles import StepHandle
 from meshwright.parallel.private import parameter_dict
 from meshwright.plan.run_plan import Kind, RunPlan, Stage
 
@@ -82,8 +83,20 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
+    _keep_step_buffers_local(module)
     for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
         module.get_parameter(name).requires_grad_(False)
+
+
+def _keep_step_buffers_local(module: nn.Module) -> None:
+    """Turn the buffers of step handles back into plain tensors.
+
+    Styles replicate them as DTensors, but their updates are local and summed by the training step.
+    """
+    for handle in module.modules():
+        for name, buffer in handle.named_buffers(recurse=False) if isinstance(handle, StepHandle) else ():
+            if isinstance(buffer, DTensor):
+                setattr(handle, name, buffer.to_local())
 
 
 def _check_paths(root: nn.Module, kind: Kind) -> None:

@@ -80,9 +80,7 @@ def _colors() -> Colormap:
     """Return the color map: white at the middle, grey where a layer got no tokens."""
     from matplotlib import colormaps
 
-    colors = colormaps["RdBu_r"].copy()
-    colors.set_bad(IDLE)
-    return colors
+    return colormaps["RdBu_r"].with_extremes(bad=IDLE)
 
 
 def _label_layers(axes: Axes, experts: Mapping[str, int]) -> None:
