@@ -26,12 +26,12 @@ def routed(*buffers, **mesh):
 
 def test_integers_share_a_sum_and_floats_have_their_own():
     plan = routed(LOAD, ROTARY, MEAN, SEEN, dp_shard=2, pp=2)
-    first, mean, other = buffer_sums(plan, 0)
-    names = ("blocks.0.router.load.value", "blocks.0.seen.value", "blocks.1.router.load.value", "blocks.1.seen.value")
-    assert first.buffers == tuple((0, name) for name in names)
-    assert (first.axes, first.dtype, first.elements) == (DATA, "int64", 2 * (6 + 6))
-    assert mean.buffers == ((0, "blocks.0.mean.value"),) and other.buffers == ((0, "blocks.1.mean.value"),)
-    assert (mean.dtype, mean.elements) == ("float32", 5)
+    first, *means = buffer_sums(plan, 0)
+    num_layers = len(plan.stages[0].kinds)
+    assert first.buffers == tuple((0, f"blocks.{n}.{one.name}") for n in range(num_layers) for one in (LOAD, SEEN))
+    assert (first.axes, first.dtype, first.elements) == (DATA, "int64", num_layers * (6 + 6))
+    assert [one.buffers for one in means] == [((0, f"blocks.{n}.mean.value"),) for n in range(num_layers)]
+    assert {(one.dtype, one.elements) for one in means} == {("float32", 5)}
     assert {site[0] for site in buffer_sums(plan, 2)[0].buffers} == {1}
 
 
