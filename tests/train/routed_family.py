@@ -40,12 +40,12 @@ class Router(nn.Module):
         super().__init__()
         self.gates = Linear(DIM, num_experts)
         self.load = LoadCounter(num_experts)
-        self.mean = StepBuffer((num_experts,), torch.float32)
+        self.gate_sums = StepBuffer((num_experts,), torch.float32)
 
     def forward(self, x):
         gates = local(self.gates(x)).softmax(-1)
         self.load.add(gates.argmax(-1).flatten().bincount(minlength=gates.shape[-1]))
-        self.mean.add(gates.detach().float().mean((0, 1)))
+        self.gate_sums.add(gates.detach().sum((0, 1)))
         return x * gates.amax(-1, keepdim=True)
 
 
@@ -88,7 +88,7 @@ def block_facts(num_experts):
         return KindFacts("dense", "blocks.{layer}", out)
     buffers = (
         BufferFacts("router.load.value", (num_experts,), "int64", updated=True, load=True),
-        BufferFacts("router.mean.value", (num_experts,), "float32", updated=True),
+        BufferFacts("router.gate_sums.value", (num_experts,), "float32", updated=True),
     )
     parameters = (*out, *linear("router.gates", DIM, num_experts))
     return KindFacts(f"block{num_experts}", "blocks.{layer}", parameters, buffers)
@@ -114,7 +114,7 @@ class Routed(Family):
         )
 
     def styles(self, f):
-        routed = {"out": STREAM, "router.gates": STREAM, "router.load": STREAM, "router.mean": STREAM}
+        routed = {"out": STREAM, "router.gates": STREAM, "router.load": STREAM, "router.gate_sums": STREAM}
         blocks = {f"block{number}": routed for number in NUM_EXPERTS if number is not None}
         return {**blocks, "dense": {"out": STREAM}, "embed": {"embed": VOCABULARY}, "head": {"head": HEAD}}
 

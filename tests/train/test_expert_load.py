@@ -19,6 +19,8 @@ from meshwright.nn.step_handles import load_counters, step_buffers
 from meshwright.plan.load_config import load
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
+from meshwright.prove.report import render
+from meshwright.prove.spec import as_proof
 from meshwright.train import step_handles
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec
@@ -30,6 +32,7 @@ from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder
 from meshwright.train.train_step import TrainStep
 from tests.helpers import open_data, quick_and_slow, small_corpus
+from tests.prove.proofs import prove_with, record_on_rank
 from tests.train.jobs import job_of, run_on
 from tests.train.routed_family import NUM_EXPERTS
 from tests.train.runs import assert_bitwise_equal, metrics
@@ -89,6 +92,13 @@ def test_counts_are_those_of_one_process(gang, corpus, world_size, layout):
         assert all(whole[name] == total for name, total in totals.items())
         held |= totals
     assert held == whole
+
+
+@pytest.mark.parametrize(("world_size", "layout"), quick_and_slow([LAYOUTS[1], LAYOUTS[5]], [LAYOUTS[1]]))
+def test_counts_are_those_of_the_reference(gang, corpus, world_size, layout):
+    config = as_proof(load(PRESET, [*corpus, *layout]))
+    result = prove_with(gang(world_size).run(record_on_rank, config, "", "", "", timeout_s=120), config)
+    assert result.passed, "\n".join(render(result))
 
 
 def one_by_one(rank, world_size, words):

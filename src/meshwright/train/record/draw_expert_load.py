@@ -88,6 +88,8 @@ def _label_layers(axes: Axes, experts: Mapping[str, int]) -> None:
     layers, sizes = list(experts), list(experts.values())
     ends = list(accumulate(sizes))
     for end in ends[:-1]:
+        if len(sizes) <= MAX_LABELS:
+            axes.axhline(end, color="white", linewidth=2.4)
         axes.axhline(end, color=INK, linewidth=0.6 if len(sizes) <= MAX_LABELS else 0.25)
     every = -(-len(sizes) // MAX_LABELS)
     shown = range(0, len(sizes), every)
