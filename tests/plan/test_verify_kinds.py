@@ -141,6 +141,27 @@ FAULTS = {
         "tp",
         "tp ranks see the same inputs, but its update is summed there once",
     ),
+    "a load counter of floats": (
+        ALL,
+        lambda p: with_buffer(p, "block", load=True),
+        "block/router.counts",
+        None,
+        "load counter block/router.counts is float32 of shape [4]",
+    ),
+    "a load counter of several dims": (
+        ALL,
+        lambda p: with_buffer(p, "block", load=True, dtype="int64", shape=(2, 2)),
+        "block/router.counts",
+        None,
+        "load counter block/router.counts is int64 of shape [2, 2]",
+    ),
+    "a load counter that is summed nowhere": (
+        ALL,
+        lambda p: with_buffer(p, "block", load=True, dtype="int64", summed=(), work=()),
+        "block/router.counts",
+        "dp_shard",
+        "has dp_shard not in `work`",
+    ),
     "a buffer's work and sum left out": (
         ALL,
         lambda p: with_buffer(p, "block", summed=("dp_shard", "tp"), work=("dp_shard", "tp")),

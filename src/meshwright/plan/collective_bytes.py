@@ -21,6 +21,7 @@ from meshwright.plan.fsdp_gathers import count_gathers
 from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.run_plan import BYTES, RunPlan, Stage, StepSum
+from meshwright.plan.step_buffers import LOAD_DTYPE, buffer_sums, load_rows
 
 
 class Purpose(StrEnum):
@@ -40,7 +41,7 @@ class Purpose(StrEnum):
     STAGES = "stages"
     """Activations and their gradients sent between pipeline stages."""
     BUFFERS = "buffers"
-    """All-reduce of buffer updates over ranks that process different samples."""
+    """All-reduce of buffer updates over ranks that process different samples, and of load counters over pp."""
     SHARED = "shared parameters"
     """All-reduce of the gradients of parameters shared between stages."""
 
@@ -72,7 +73,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
         yield from _weights(plan, rank, number, sizes, exact=exact)
         yield from _operators(plan, rank, stage, exact=exact)
         yield from _experts(plan, rank, stage)
-        yield from _buffers(plan, rank, stage)
+    yield from _buffers(plan, rank)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
 
@@ -177,14 +178,15 @@ def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
     return 2 * elements * BYTES[step_sum.dtype]
 
 
-def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
-    """Yield one all-reduce per buffer update and axis."""
-    for kind, _ in plan.held(stage):
-        for buffer in kind.buffers:
-            for axis in buffer.summed:
-                elements = -(-prod(buffer.shape) // plan.mesh.size(axis))
-                line = plan.mesh.line(rank, (axis,))
-                yield Message(Purpose.BUFFERS, _peers(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
+def _buffers(plan: RunPlan, rank: int) -> Iterator[Message]:
+    """Yield one all-reduce per sum of buffer updates and axis, and that of the load counters of all stages over pp."""
+    sums = [(axis, one.elements, one.dtype) for one in buffer_sums(plan, rank) for axis in one.axes]
+    if rows := load_rows(plan):
+        sums.append(("pp", sum(row.num_experts for row in rows), LOAD_DTYPE))
+    for axis, total, dtype in sums:
+        elements = -(-total // plan.mesh.size(axis))
+        peers = _peers(rank, plan.mesh.line(rank, (axis,)))
+        yield Message(Purpose.BUFFERS, peers, 2 * elements * BYTES[dtype], in_ring=True)
 
 
 def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:

@@ -88,6 +88,8 @@ class Buffer:
     summed: Atoms = ()
     """Atoms over which the update is summed once per step."""
     saved: bool = True
+    load: bool = False
+    """Whether it counts the tokens assigned to each expert (`LoadCounter`)."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ class Optimizer:
 
 
 Site = tuple[int, str]
-"""A stage and the full-model name of a parameter on it."""
+"""A stage and the full-model name of a parameter or buffer on it."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,9 @@ class BufferFacts:
     saved: bool = True
     """Whether to save it in checkpoints; other buffers are recomputed by `Family.initial`."""
     updated: bool = False
-    """Whether a `nn.stepwise.StepBuffer` updates it: summed once per step over micro-batches and ranks."""
+    """Whether a `nn.step_handles.StepBuffer` updates it: summed once per step over micro-batches and ranks."""
+    load: bool = False
+    """Whether the step buffer is a `LoadCounter`, whose counts are part of the run's metrics."""
 
 
 @dataclass(frozen=True)

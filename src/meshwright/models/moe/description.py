@@ -126,6 +126,6 @@ def _moe_parameters(spec: MoeSpec) -> tuple[ParameterFacts, ...]:
 
 
 def _buffers(spec: MoeSpec) -> tuple[BufferFacts, ...]:
-    load = BufferFacts("moe.router.load.value", (spec.num_experts,), "int64", updated=True)
+    load = BufferFacts("moe.router.load.value", (spec.num_experts,), "int64", updated=True, load=True)
     bias = BufferFacts("moe.router.load.bias", (spec.num_experts,), "float32")
     return (load, bias) if spec.has_bias else (load,)

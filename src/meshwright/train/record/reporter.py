@@ -49,6 +49,8 @@ class Progress:
     memory_bytes: int
     eta_s: float
     skipped: bool
+    expert_load: float | None = None
+    """Largest number of tokens of an expert over the mean of its layer; None without mixture-of-experts layers."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Summary:
     sample: str | None
     plan_given: bool = False
     """True if the plan was read from a file and differs from the one made from the configuration."""
+    figures: tuple[str, ...] = ("loss.png",)
+    """File names of the figures in the run folder."""
 
 
 class Reporter:
