@@ -98,7 +98,13 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
 
 
 def _weights_like(source: Path) -> OtherWeights:
-    """Return the format named in a folder's config.json, or the first format, which raises a clear error on load."""
+    """Return the format of the model in a folder's config.json.
+
+    Returns the first format if the file can't be read: loading raises a clear error.
+
+    Raises:
+        CheckpointError: no family has this model.
+    """
     from meshwright.models.contract.family import family_names, find_family
 
     formats = (find_family(name).other_weights() for name in family_names())
@@ -108,7 +114,17 @@ def _weights_like(source: Path) -> OtherWeights:
         model_type = config.get("model_type") if isinstance(config, dict) else None
     except (OSError, ValueError):
         model_type = None
-    return next((weights for weights in known if weights.model_type == model_type), known[0])
+    if not isinstance(model_type, str):
+        return known[0]
+    for weights in known:
+        if weights.model_type == model_type:
+            return weights
+    raise CheckpointError(
+        f"model_type {model_type} can't be imported",
+        where=str(source / "config.json"),
+        rule=f"imports read {', '.join(weights.description for weights in known)}",
+        fix=f"pass the folder of a model of model_type {' or '.join(weights.model_type for weights in known)}",
+    )
 
 
 def _newest_valid(folder: Path) -> Path:
