@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -73,7 +74,15 @@ def import_(
     """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
     path = _weights_like(source).load(source, out / "checkpoints")
     print(f"{source} → {path}")
-    print(f"model  {model_arguments(read_manifest(path).model)}")
+    print(f"model  {_arguments(read_manifest(path).model)}")
+
+
+def _arguments(model: Mapping[str, Any]) -> str:
+    """Return the command-line arguments of a model, without what follows from other keys."""
+    from meshwright.models.contract.family import find_family
+
+    keys = find_family(str(model["kind"])).sections["model"].model_fields
+    return model_arguments({name: value for name, value in model.items() if name in keys})
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:
