@@ -27,6 +27,7 @@ class Toy:
     """A stage with one weight that logs the calls of the executor."""
 
     weight_gradients = None
+    overlaps = False
 
     def __init__(self, number, num_stages, batches, log):
         self.number, self.is_last, self.batches, self.log = number, number == num_stages - 1, batches, log

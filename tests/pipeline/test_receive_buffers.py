@@ -63,6 +63,7 @@ class Scales:
     """A stage on a rank: times its weight; on the last one the sum."""
 
     weight_gradients = None
+    overlaps = False
 
     def __init__(self, *, is_first, is_last, shape=SHAPE, dtype=torch.float64):
         self.is_first, self.is_last, self.shape, self.dtype = is_first, is_last, shape, dtype

@@ -55,6 +55,7 @@ class BenchStage(ExecutableStage):
         """Wrap a module; `inputs` are those of the first stage, `loss` is set on the last stage only."""
         self._module, self._inputs, self._loss = module, inputs, loss
         self.weight_gradients: WeightGradStore | None = weight_gradients
+        self.overlaps = False
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """Return the output, or the loss on the last stage."""

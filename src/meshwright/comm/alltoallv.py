@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshwright.comm.alltoallv_async import AllToAllHandle, sendable, start_rows
 from meshwright.comm.collective_log import TrackedOperation, compare_ranks, group_record, track_collective
-from meshwright.comm.collectives import NATIVE_DTYPES, rank, world_size
+from meshwright.comm.collectives import rank, world_size
 from meshwright.comm.message_format import format_dtype
 from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
@@ -51,6 +51,22 @@ def all_to_all(
         LayoutError: the splits do not match `x`, the group or (in debug mode) the splits of other ranks.
         CollectiveError: the collective timed out or another rank was lost.
     """
+    return start_all_to_all(x, send_splits=send_splits, recv_splits=recv_splits, group=group, debug=debug).wait()
+
+
+def start_all_to_all(
+    x: Tensor,
+    *,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: ProcessGroup | None = None,
+    debug: bool = False,
+) -> AllToAllHandle:
+    """Start an all-to-all and return its handle; takes the arguments of `all_to_all` and raises its errors.
+
+    Work between `start_all_to_all` and `AllToAllHandle.wait` overlaps the transfer. The backward is in flight likewise,
+    from the backward of the wait to that of the start. `x` must not change until the wait.
+    """
     num_ranks = world_size(group)
     send, recv = [index(rows) for rows in send_splits], [index(rows) for rows in recv_splits]
     fault = _local_problem(x, send, recv, num_ranks)
@@ -60,33 +76,7 @@ def all_to_all(
             _check_all_ranks(x, send, recv, group, fault, record.ranks)
     if fault:
         raise _error(fault, "this rank", RULE, _fix(x, send))
-    received: Tensor = _AllToAll.apply(x, send, recv, group)  # type: ignore[no-untyped-call]
-    return received
-
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all with a backward that returns each row's gradient to the rank that sent the row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> Tensor:
-        ctx.reverse_args = (recv, send, group)
-        return _exchange_rows(x, send, recv, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (gradient,) = gradients
-        x_gradient: Tensor = _AllToAll.apply(gradient, *ctx.reverse_args)  # type: ignore[no-untyped-call]
-        return x_gradient, None, None, None
-
-
-def _exchange_rows(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> Tensor:
-    # A lazy conjugate or negative view would be sent unresolved.
-    x = x.resolve_conj().resolve_neg().contiguous()
-    out = x.new_empty((sum(recv), *x.shape[1:]))
-    if world_size(group) == 1:
-        return out.copy_(x)
-    all_to_all_into(out, x, send_splits=send, recv_splits=recv, group=group)
-    return out
+    return start_rows(x, send, recv, group)
 
 
 def all_to_all_into(
@@ -106,7 +96,7 @@ def all_to_all_into(
         permutes: True if each rank sends to at most one rank and receives from at most one; avoids gloo's empty
             messages to the other ranks. Must be the same on all ranks.
     """
-    out, x = _sendable(out), _sendable(x)
+    out, x = sendable(out), sendable(x)
     with track_collective("all_to_all", x, group, same_shape=False):
         if permutes and x.device.type == "cpu":
             _permute(out, x, send_splits, recv_splits, group)
@@ -121,13 +111,6 @@ def _permute(out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], g
         out.copy_(x)
     else:
         send_recv_all(((other, x) for other in targets), ((other, out) for other in sources), group=group)
-
-
-def _sendable(x: Tensor) -> Tensor:
-    """Return a contiguous tensor unchanged, or viewed as rows of bytes if backends do not support its dtype."""
-    if x.dtype in NATIVE_DTYPES:
-        return x
-    return x.view(x.shape[0], x[:1].numel() if x.shape[0] else 0).view(torch.uint8)
 
 
 def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) -> str:

@@ -1,20 +1,26 @@
-"""Adapter for private PyTorch APIs: the flight recorder's last collective, and the shard group of an FSDP2 module.
+"""Adapter for private PyTorch APIs: the flight recorder's last collective, the shard group of an FSDP2 module, and
+objects that autograd's threads inherit.
 
 This is the only file of the package that uses private PyTorch names: `_dump_fr_trace_json` and `_resolve_process_group`
-of `torch._C._distributed_c10d`, and FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
-`_reduce_scatter_process_group`. Checked on 2.13 with gloo. `last_collective` returns None if a version records less.
+of `torch._C._distributed_c10d`, FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
+`_reduce_scatter_process_group`, and `_is_key_in_tls`, `_get_obj_in_tls`, `_stash_obj_in_tls` and `_remove_obj_from_tls`
+of `torch._C`. Checked on 2.13 with gloo. `last_collective` returns None if a version records less.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.message_format import format_ranks
+
+TASK_KEY = "meshwright.comm.overlap"
 
 
 def last_collective() -> str | None:
@@ -33,6 +39,18 @@ def last_collective() -> str | None:
     return f"{name}, sequence number {number} in the group of {format_ranks(ranks)}{of}"
 
 
+def group_name(group: ProcessGroup | None) -> str:
+    """Return the name of a group (the default group if None), by which operators refer to it."""
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None, "a collective of several ranks has a group"
+    return str(group.group_name)
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """Return the group with this name."""
+    return c10d._resolve_process_group(name)
+
+
 def shard_group(module: FSDPModule) -> ProcessGroup | None:
     """Return the group that an FSDP2 module's gradients are reduce-scattered over.
 
@@ -40,3 +58,23 @@ def shard_group(module: FSDPModule) -> ProcessGroup | None:
     """
     param_group = module._get_fsdp_state()._fsdp_param_group
     return None if param_group is None or param_group._is_hsdp else param_group._reduce_scatter_process_group
+
+
+def current_task() -> Any:
+    """Return the current task of this thread, or of the thread that called the backward this thread runs; or None."""
+    tls = torch._C
+    return tls._get_obj_in_tls(TASK_KEY) if tls._is_key_in_tls(TASK_KEY) else None
+
+
+def set_current_task(task: object) -> None:
+    """Set the current task of this thread, and of the backwards that it calls."""
+    torch._C._stash_obj_in_tls(TASK_KEY, task)
+
+
+def clear_current_task() -> None:
+    """Remove the current task of this thread."""
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    if remove is not None:
+        remove(TASK_KEY)
+    else:  # earlier versions can only replace an object
+        set_current_task(None)

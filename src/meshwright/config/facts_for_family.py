@@ -18,6 +18,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         sequence_parallel=config.mesh.sequence_parallel,
         seq_len=train.seq_len,
         global_batch=train.global_batch,
+        num_microbatches=train.num_microbatches,
         validation_samples=train.validation_samples,
         sample_tokens=train.sample_tokens,
         seed=train.seed,

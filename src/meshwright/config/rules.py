@@ -16,6 +16,7 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.rules_compression import comm_violations
+from meshwright.config.rules_experts import expert_violations
 from meshwright.config.rules_precision import precision_violations
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
@@ -26,7 +27,7 @@ Origins = Mapping[str, str]
 """Origin of each dotted key: `command line`, a file, `preset llama-tiny`."""
 
 FREEZE = "train.freeze"
-UNAVAILABLE = ("mesh.cp", "mesh.ep")
+UNAVAILABLE = ("mesh.cp",)
 """Mesh axes that are not implemented yet."""
 MAX_FIXES = 3
 MAX_COMPLETIONS = 3
@@ -75,6 +76,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from _freeze_globs(config)
     yield from (one for one in family_violations if one.key == FREEZE)
     yield from _model_description(config)
+    yield from expert_violations(config)
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
@@ -115,15 +117,12 @@ def _unavailable(config: RunConfig) -> Iterator[Violation]:
         axis = key.removeprefix("mesh.")
         size = getattr(config.mesh, axis)
         if size > 1:
-            # ep's ranks are already part of dp_shard; cp's can be moved there.
-            fixes: list[Fix] = [{f"mesh.{axis}": 1}]
-            if axis == "cp":
-                fixes.insert(0, {**fixes[0], "mesh.dp_shard": config.mesh.dp_shard * size})
+            fixes: list[Fix] = [{f"mesh.{axis}": 1, "mesh.dp_shard": config.mesh.dp_shard * size}, {f"mesh.{axis}": 1}]
             yield Violation(
                 LayoutError,
                 f"mesh.{axis} = {size} is not available yet",
                 f"mesh.{axis}",
-                "this version supports pp, dp_replicate, dp_shard and tp",
+                "this version supports pp, dp_replicate, dp_shard, ep and tp",
                 fixes,
             )
 

@@ -64,9 +64,11 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def build_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
-    """Build the device mesh of all axes, outermost first."""
-    return init_device_mesh(device.type, axes.sizes(), mesh_dim_names=axes.names())
+def build_mesh(axes: Axes | Sequence[tuple[str, int]], device: torch.device) -> DeviceMesh:
+    """Build the device mesh of all axes, given as `Axes` or as names and sizes, outermost first."""
+    named = zip(axes.names(), axes.sizes(), strict=True) if isinstance(axes, Axes) else axes
+    names, sizes = zip(*named, strict=True)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup | None:

@@ -22,6 +22,22 @@ class DeferredGradient(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+OWNER = "meshwright_owner"
+"""Attribute of a local shard that a layer computes with, in place of its parameter."""
+
+
+class LocalShardOwner(NamedTuple):
+    """The sharded parameter to which a local shard's gradient belongs."""
+
+    parameter: nn.Parameter
+    wrap: Callable[[Tensor], Tensor]
+    """Convert the shard's gradient to the parameter's."""
+
+    def wrapped(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `compute` with its result converted."""
+        return lambda *tensors: self.wrap(compute(*tensors))
+
+
 class WeightGradStore:
     """The deferred weight gradients of a pipeline stage."""
 
@@ -39,6 +55,9 @@ class WeightGradStore:
             compute: computes the gradient; must not hold references to tensors.
             tensors: the arguments of `compute`, kept alive until it runs.
         """
+        owner: LocalShardOwner | None = getattr(parameter, OWNER, None)
+        if owner is not None:
+            parameter, compute = owner.parameter, owner.wrapped(compute)
         self._deferred.append(DeferredGradient(parameter, compute, tensors))
 
     def take(self) -> list[DeferredGradient]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.nn.forward_cache import ForwardCache, RecallingForward, SavingForward
 from meshwright.nn.step_handles import StepHandle
 
 Forward = Callable[..., Any]
@@ -26,7 +27,8 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
     """Make `module` save only its inputs and recompute its forward in the backward pass.
 
     Replaces only this instance's `forward`: parameter names are unchanged, and hooks, compilation and FSDP2 can be
-    applied on top. Step handles in the module (`nn/step_handles.py`) count the first forward only. A block with step
+    applied on top. Step handles in the module (`nn/step_handles.py`) count the first forward only, and values of a
+    `ForwardCache` are recalled. A block with step
     handles cannot be a single graph, so `module.compile()` runs it eagerly.
 
     Args:
@@ -60,7 +62,8 @@ def _checkpoint_with_handles(
     run: Forward, handles: list[StepHandle], preserve_rng_state: bool, inputs: tuple[Any, ...]
 ) -> Any:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _Recomputing(handles)
+        saving = SavingForward([handle for handle in handles if isinstance(handle, ForwardCache)])
+        return saving, _Recomputing(handles, saving)
 
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
 
@@ -71,16 +74,18 @@ class _Recomputing(AbstractContextManager[None]):
     Entered once per recomputation, that is, once for each backward over the same graph.
     """
 
-    def __init__(self, handles: list[StepHandle]) -> None:
-        self._handles = handles
+    def __init__(self, handles: list[StepHandle], saved: SavingForward) -> None:
+        self._handles, self._recalling = handles, RecallingForward(saved)
         self._before: list[list[bool]] = []
 
     def __enter__(self) -> None:
+        self._recalling.__enter__()
         self._before.append([handle.recomputing for handle in self._handles])
         for handle in self._handles:
             handle.recomputing = True
 
     def __exit__(self, *raised: object) -> None:
+        self._recalling.__exit__(*raised)
         for handle, value in zip(self._handles, self._before.pop(), strict=True):
             handle.recomputing = value
 

@@ -1,4 +1,4 @@
-"""Parallelize a stage's plain module as planned: tensor parallelism, recomputation, compilation, FSDP units.
+"""Parallelize a stage's plain module as planned: expert and tensor parallelism, recomputation, compilation, FSDP units.
 
 The order matters: recomputation preserves a block's names and hooks, a compiled graph contains exactly one block and
 its recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
@@ -14,6 +14,7 @@ from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.data_parallel import apply_units
+from meshwright.parallel.expert import apply_experts
 from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
 from meshwright.plan.run_plan import RunPlan, Stage
 
@@ -33,6 +34,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
         stage: the stage in `plan`.
         facts: facts of the model, used to restore tied weights.
     """
+    if mesh is not None:
+        apply_experts(module, mesh, plan, stage)
     if mesh is not None and plan.mesh.view("tp"):
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
         tie_parameters(module, facts)

@@ -32,10 +32,10 @@ def check_placements(part: StagePart) -> None:
         LayoutError: the module does not match the plan; the error names both sides.
     """
     plan, stage = part.plan, part.stage
-    stored = stage.root.sharded if plan.has_units else ()
     for kind, layer, parameter in plan.parameters(stage):
         name = kind.full_name(parameter.name, layer)
         planned = {(shard.dim, axis) for shard in parameter.used for axis in shard.axes}
+        stored = plan.unit_of(stage, kind, parameter).sharded if plan.has_units else ()
         planned |= {(parameter.stored_dim, axis) for axis in stored}
         actual = _sharded_axes(part.module.get_parameter(name))
         if actual != planned:

@@ -7,16 +7,18 @@ so the sum is the mean over the batch, even if ranks have different numbers of t
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshwright.comm.compression.catalogue import EXACT
 from meshwright.parallel.private import finish_backward, joined_mesh
 from meshwright.parallel.rank_model import RankModel
-from meshwright.plan.run_plan import RunPlan, Stage, Unit
+from meshwright.plan.run_plan import EXPERTS, Kind, RunPlan, Stage, Unit
 
 
 def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
@@ -34,11 +36,11 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
     # FSDP2 requires nested units to be wrapped inside out.
     for kind, layer, unit in sorted(inner, key=lambda entry: (not entry[0].is_block, -_depth(entry[2]))):
         unit_modules = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
-        _shard_unit(unit_modules, mesh, plan, unit)
+        _shard_unit(unit_modules, mesh, plan, unit, _parameters(module, kind, layer, unit))
         if not unit.in_backward:
             for unit_module in unit_modules:
                 unit_module.set_unshard_in_backward(False)  # type: ignore[operator]
-    _shard_unit([module], mesh, plan, stage.root)
+    _shard_unit([module], mesh, plan, stage.root, {})
     if plan.mesh.size(*stage.root.sharded, *stage.root.replicas) == 1:
         return  # FSDP2 doesn't divide on one rank; setting the factor would add a pass over memory to divide by 1
     for wrapped in fsdp_modules(module):
@@ -51,13 +53,26 @@ def _depth(unit: Unit) -> int:
     return max(len(path.split(".")) if path else 0 for path in unit.modules)
 
 
-def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit) -> None:
+def _parameters(module: nn.Module, kind: Kind, layer: int | None, unit: Unit) -> dict[nn.Parameter, Shard]:
+    """Return the parameters of a unit that FSDP shards along another dim than 0."""
+    return {
+        module.get_parameter(kind.full_name(one.name, layer)): Shard(one.stored_dim)
+        for one in kind.parameters
+        if one.stored_dim and one.name in unit.parameters
+    }
+
+
+def _shard_unit(
+    modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit, dims: Mapping[nn.Parameter, Shard]
+) -> None:
     """Shard one unit with FSDP2 or HSDP; compressed gradients are reduced over replicas by a separate hook."""
     is_native = bool(unit.replicas) and unit.gradients == EXACT
     is_mixed = unit.compute != plan.masters
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.compute) if is_mixed else None,
         reduce_dtype=getattr(torch, unit.reduce) if is_mixed or unit.reduce != plan.masters else None,
+        # Experts take rows of the compute dtype, and routing weights that must stay wider.
+        cast_forward_inputs=unit.name != EXPERTS,
     )
     sharded = unit.sharded or dict(plan.mesh.views)["fsdp"][:1]
     fully_shard(
@@ -65,6 +80,7 @@ def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit:
         mesh=joined_mesh(mesh, [unit.replicas, sharded] if is_native else [sharded]),
         mp_policy=policy,
         reshard_after_forward=unit.freed,
+        shard_placement_fn=dims.get if dims else None,
     )
 
 

@@ -9,10 +9,10 @@ that gradient norms and optimizer state are handled uniformly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.errors import LayoutError
 from meshwright.models.contract.tp_styles import Style, StyleKind
-from meshwright.parallel.private import parameter_dict
+from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.plan.run_plan import Kind, RunPlan, Stage
 
 
@@ -43,26 +43,48 @@ class Replicated(ParallelStyle):
 
 
 class PartialGradients(ParallelStyle):
-    """Style of replicated parameters applied to column-sharded activations: their gradients are partial.
-
-    The module computes on local tensors. Each forward reads its current parameters, which FSDP2 may have unsharded.
-    """
+    """Style of replicated parameters applied to column-sharded activations: their gradients are partial."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh)
-        forward, parameters = module.forward, parameter_dict(module)
+        compute_on_local_shards(module, partial_gradients=True)
+        return module
 
-        def forward_on_local(*args: Any, **kwargs: Any) -> Any:
-            original = dict(parameters)
-            try:
-                for name, parameter in original.items():
-                    if isinstance(parameter, DTensor):
-                        parameters[name] = parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
-                return forward(*args, **kwargs)
-            finally:
-                parameters.update(original)
 
-        module.forward = forward_on_local
+class LocalShards(ParallelStyle):
+    """Style of a module inside a region that computes with local shards of its parameters."""
+
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        super().__init__()
+        self._dims = dims
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, dim in self._dims.items():
+            shard_parameter(module, name, device_mesh, [Shard(dim)])
+        compute_on_local_shards(module)
+        return module
+
+
+class Region(ParallelStyle):
+    """Style of a module that gathers its input from the stream and computes a partial output on local tensors."""
+
+    def __init__(self, stream: Shard | Replicate) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x = inputs[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [self._stream], run_check=False)
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *inputs[1:]
+
+        def reduce(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            partial = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[self._stream]).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(reduce)
         return module
 
 
@@ -78,12 +100,19 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for kind, layer in plan.held(stage):
         root = module.get_submodule(kind.full_name("", layer))
         _check_paths(root, kind)
-        parallelize_module(root, mesh, {path: _style(style, stream) for path, style in kind.styles})
+        styles = {path: style for path, style in kind.styles if not _is_placed(kind, path)}
+        parallelize_module(root, mesh, {path: _style(style, stream) for path, style in styles.items()})
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
     for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
         module.get_parameter(name).requires_grad_(False)
+
+
+def _is_placed(kind: Kind, path: str) -> bool:
+    """Return whether expert parallelism has already placed a module on the mesh of ep and tp."""
+    layer = kind.experts
+    return layer is not None and bool(layer.axes) and fnmatchcase(layer.experts, path)
 
 
 def _check_paths(root: nn.Module, kind: Kind) -> None:
@@ -117,6 +146,10 @@ def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
     if style.kind is StyleKind.GATHER:
         others = (None,) * (style.num_inputs - 1)
         return PrepareModuleInput(input_layouts=(stream, *others), desired_input_layouts=(full, *others))
+    if style.kind is StyleKind.REGION:
+        return Region(stream)
+    if style.kind is StyleKind.LOCAL:
+        return LocalShards(dict(style.dims))
     if style.kind is StyleKind.DIVIDED:
         return PartialGradients()
     assert style.kind is StyleKind.STREAM, f"no style {style.kind}"

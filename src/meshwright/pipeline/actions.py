@@ -106,7 +106,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two computations that run concurrently, so that each hides the other's communication (DualPipe)."""
+    """Two independent computations that take turns, so that each hides the other's all-to-alls (DualPipe)."""
 
     first: Action
     second: Action

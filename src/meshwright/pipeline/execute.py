@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshwright.comm.overlap import helper_thread
 from meshwright.comm.p2p import Channel, Transfer
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore, compute_deferred
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, Action, ActionKind
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, Action, ActionKind, Overlap
+from meshwright.pipeline.overlapped_pair import Operation, OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.timeline import Span
 
 K = ActionKind
-Operation = Callable[[], None]
 ChannelKey = tuple[int, int, ActionKind]
 """Source and destination rank in the pipeline, and the kind of send."""
 
@@ -35,6 +36,8 @@ class ExecutableStage(Protocol):
 
     weight_gradients: WeightGradStore | None
     """Store of deferred weight gradients; None if this stage's backward can't be split."""
+    overlaps: bool
+    """Whether its forward and backward have all-to-alls in flight, which another computation can hide."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """Return the stage's output, or the loss on the last stage; `x` is None on the first stage."""
@@ -61,6 +64,14 @@ def channel_keys(schedule: Schedule) -> list[ChannelKey]:
     sends = (action for _, _, action in schedule.positions() if action.kind in (K.SEND_FORWARD, K.SEND_BACKWARD))
     keys = {(ranks[send.stage], ranks[send.peer().stage], send.kind) for send in sends}
     return sorted(keys, key=lambda key: (key[0], key[1], key[2].value))
+
+
+class _Step(NamedTuple):
+    """An operation of the flat loop; only an overlapped pair has two actions."""
+
+    position: int
+    actions: tuple[Action, ...]
+    operation: Operation
 
 
 class Executor:
@@ -93,16 +104,16 @@ class Executor:
         self._anchor = torch.zeros((), requires_grad=self._with_grad)
         self._live = _StepState()
         self._row = [part for action in schedule.actions[rank] for part in action.parts()]
-        self._operations = [self._bind(position, action) for position, action in enumerate(self._row)]
+        self._steps = list(self._bind_row())
 
     def run(self) -> None:
         """Run the row once."""
         with torch.set_grad_enabled(self._with_grad):
             if self._post is None:
-                for operation in self._operations:
+                for _, _, operation in self._steps:
                     operation()
             else:
-                for position, operation in enumerate(self._operations):
+                for position, _, operation in self._steps:
                     self._post(position)
                     operation()
         self._live.finish()
@@ -115,20 +126,43 @@ class Executor:
         """
         spans = []
         with torch.set_grad_enabled(self._with_grad):
-            for position, (action, operation) in enumerate(zip(self._row, self._operations, strict=True)):
+            for position, actions, operation in self._steps:
                 if self._post is not None:
                     self._post(position)
-                if action.kind not in COMPUTE:
+                if actions[0].kind not in COMPUTE:
                     operation()
                     continue
-                self._live.await_input(action)
+                for action in actions:
+                    self._live.await_input(action)
                 synchronize()
                 start = time.perf_counter()
                 operation()
                 synchronize()
-                spans.append(Span(self._rank, action, start, time.perf_counter()))
+                spans += self._spans(actions, operation, start, time.perf_counter())
         self._live.finish()
         return spans
+
+    def _spans(self, actions: tuple[Action, ...], operation: Operation, start: float, end: float) -> list[Span]:
+        """Return the spans of a step; those of a pair don't overlap, so that their sum is the pair's time."""
+        if not isinstance(operation, OverlappedPair):
+            return [Span(self._rank, actions[0], start, end)]
+        middle = operation.split(start, end)
+        return [Span(self._rank, actions[0], start, middle), Span(self._rank, actions[1], middle, end)]
+
+    def _bind_row(self) -> Iterator[_Step]:
+        helper, position = helper_thread(), 0
+        overlapping = {number for number, stage in self._stages.items() if stage.overlaps}
+        for action in self._schedule.actions[self._rank]:
+            parts = action.parts()
+            operations = [self._bind(position + at, part) for at, part in enumerate(parts)]
+            if isinstance(action, Overlap) and takes_turns(action, overlapping):
+                first, second = operations
+                pair = OverlappedPair((first, second), position=position, post=self._post, helper=helper)
+                yield _Step(position, parts, pair)
+            else:
+                for at, (part, operation) in enumerate(zip(parts, operations, strict=True)):
+                    yield _Step(position + at, (part,), operation)
+            position += len(parts)
 
     def _bind(self, position: int, action: Action) -> Operation:
         if action.kind in COMPUTE:

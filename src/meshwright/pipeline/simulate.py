@@ -4,6 +4,9 @@ A rank runs its actions in order, and each waits for its input: a forward for th
 output gradient. A transfer starts once both ends have been reached and its lane is free (there is one lane per ordered
 pair of ranks). Transfers take no time on the ranks; FREE_OUT waits until the output has been sent. In a compute-only
 table, results are sent immediately and receives count as posted in advance.
+
+An overlapped pair takes as long as its two computations one after the other. Costs don't separate a stage's all-to-alls
+from its computation, so the simulation doesn't count on hiding them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import Parameter, RunPlan, Stage, Unit
+
+ROOT = ("", "root", None)
+"""Key of a stage's root unit."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +33,19 @@ class UnitSizes:
 def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:
     """Return the sizes of a stage's units in the order their forwards end; the root comes last."""
     is_first = stage is plan.stages[0]
-    members: dict[tuple[str, str, int | None], list[tuple[int, Parameter]]] = {}
-    units: dict[tuple[str, str, int | None], Unit] = {}
+    keyed = [((kind.name, unit.name, layer), unit) for kind, layer in plan.held(stage) for unit in kind.units]
+    units: dict[tuple[str, str, int | None], Unit] = {**dict(keyed), ROOT: stage.root}
+    members: dict[tuple[str, str, int | None], list[tuple[int, Parameter]]] = {key: [] for key in units}
     trained: list[bool] = []
     for position, (kind, layer, parameter) in enumerate(plan.parameters(stage)):
-        unit = _unit_of(stage, kind, parameter)
-        key = ("", "root", None) if unit is stage.root else (kind.name, unit.name, layer)
-        units[key] = unit
-        members.setdefault(key, []).append((position, parameter))
+        unit = plan.unit_of(stage, kind, parameter)
+        members[ROOT if unit is stage.root else (kind.name, unit.name, layer)].append((position, parameter))
         trained.append(parameter.trained)
     found = []
-    for key in sorted(members, key=lambda key: key == ("", "root", None)):  # stable sort: keeps module order
-        own, unit = members[key], units[key]
+    for key, own in members.items():
+        if not own:
+            continue
+        unit = units[key]
         is_root = unit is stage.root
         sizes = [plan.elements(parameter, sharded=unit.sharded) for _, parameter in own]
         has_input_gradient = not is_first or any(trained[: own[0][0]])
@@ -56,7 +60,3 @@ def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:
             )
         )
     return found
-
-
-def _unit_of(stage: Stage, kind: Kind, parameter: Parameter) -> Unit:
-    return next((unit for unit in kind.units if parameter.name in unit.parameters), stage.root)

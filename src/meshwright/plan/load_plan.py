@@ -15,7 +15,9 @@ from meshwright.plan.verify import verify
 
 CONFIG_FIELDS = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
 """Fields that must match the configuration, because other code reads them from there."""
-MODEL_FIELDS = ("path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere")
+MODEL_FIELDS = (
+    "path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere", "experts",
+)  # fmt: skip
 """Fields of kinds derived from the family's description and styles."""
 
 

@@ -15,10 +15,10 @@ from math import prod
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
-from meshwright.models.contract.model_facts import KindFacts, ModelFacts, ParameterFacts
+from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
-from meshwright.plan.mesh_views import Mesh
-from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
+from meshwright.plan.mesh_views import Atoms, Mesh
+from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, ExpertLayer, Kind, Parameter, Shard, Unit
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
@@ -33,6 +33,7 @@ class KindMaker:
         self._tp = mesh.view("tp")
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
+        self._ep = mesh.view("ep")
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
         """Tokens per sample in a tp group."""
@@ -76,19 +77,40 @@ class KindMaker:
             described=facts.name,
             path=facts.path,
             parameters=parameters,
-            units=tuple(replace(unit, parameters=tuple(p.name for p in parameters)) for unit in units),
+            units=_with_members(units, parameters),
             buffers=tuple(self._buffer(facts, number) for number in range(len(facts.buffers))),
             styles=tuple(self._styles.get(facts.name, {}).items()),
             collectives=tuple(self._kind_collectives(facts)) if self._tp else (),
             auxiliary=tuple(
-                Auxiliary(one.name, self._mesh.view("cp") + (self._tp if one.on_stream and self._shards_stream else ()))
+                Auxiliary(one.name, self._mesh.view("cp") + self._loss_axes(one), in_region=one.in_region)
                 for one in facts.auxiliary
             ),
+            experts=self._experts(facts),
             recompute=self._config.recompute.policy if is_block else "none",
             compiled=self._config.train.compile and is_block,
             saved_elements=int(self._tokens * saved),
             output_elements=int(self._tokens * output),
             everywhere=facts in self._facts.every,
+        )
+
+    def _loss_axes(self, loss: AuxiliaryLoss) -> Atoms:
+        """Return the tp axis if an auxiliary loss is partial over it."""
+        return self._tp if loss.in_region or (loss.on_stream and self._shards_stream) else ()
+
+    def _experts(self, facts: KindFacts) -> ExpertLayer | None:
+        layer = facts.experts
+        if layer is None:
+            return None
+        return ExpertLayer(
+            layer.module,
+            layer.experts,
+            layer.num_experts,
+            layer.top_k,
+            layer.width,
+            axes=self._ep,
+            counted=self._mesh.view("batch") if layer.over_batch else (),
+            capacity=layer.capacity,
+            uniform=layer.uniform,
         )
 
     def stream_part(self) -> float:
@@ -109,8 +131,24 @@ class KindMaker:
             is_bias = len(one.shape) == 1
             # The bias of a row-parallel layer is added after the reduction, so it is replicated.
             used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else SHARDED_DIM[kind], self._tp),)
-        work = self._data + (self._tp if self._has_sharded_input(kind) else ())
-        return Parameter(one.name, one.shape, one.role.value, used, work, trained=trained, key=one.tied_to)
+        if style is not None and kind is StyleKind.LOCAL:
+            used = (Shard(dict(style.dims)[one.name.rpartition(".")[2]], self._tp),)
+        is_expert = one.role is Role.EXPERTS
+        if is_expert and self._ep:
+            used = (Shard(0, self._ep), *used)
+        data = tuple(axis for axis in self._data if not is_expert or axis not in self._ep)
+        work = data + (self._tp if self._has_sharded_input(kind) else ())
+        stored = self._stored_dim(one, used) if is_expert else 0
+        return Parameter(one.name, one.shape, one.role.value, used, work, stored, trained=trained, key=one.tied_to)
+
+    def _stored_dim(self, one: ParameterFacts, used: tuple[Shard, ...]) -> int:
+        """Return the dim of experts that FSDP shards: the first one that is even, since there may be fewer experts than
+        ranks; dim 0 if there is none, which FSDP2 pads."""
+        ranks = self._mesh.size(*(axis for axis in self._mesh.view("fsdp") if axis not in self._ep))
+        local = list(one.shape)
+        for shard in used:
+            local[shard.dim] //= self._mesh.size(*shard.axes)
+        return next((dim for dim, size in enumerate(local) if size % ranks == 0), 0)
 
     def _has_sharded_input(self, kind: StyleKind | None) -> bool:
         """Return whether the input of a module with replicated parameters is sharded over tp."""
@@ -128,6 +166,11 @@ class KindMaker:
         styles = self._styles.get(facts.name, {})
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
         for path, style in styles.items():
+            if style.kind is StyleKind.REGION:
+                width = self._facts.edge.shape[-1]
+                yield from self._gather_input(width)
+                yield from self._reduce_output(width, recomputed=style.kept)
+                continue
             if style.kind is StyleKind.GATHER:
                 inside = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.*") and len(p.shape) == 2]
                 columns = [p for p in inside if self._is(facts, p, StyleKind.COLUMN)]
@@ -197,6 +240,21 @@ def _style_without_matrix(facts: KindFacts, path: str, rule: str, found: str) ->
         rule=rule,
         fix="use the path of such a module inside the kind, or a glob over such paths",
     )
+
+
+def _with_members(units: tuple[Unit, ...], parameters: tuple[Parameter, ...]) -> tuple[Unit, ...]:
+    """Return the units with their parameters: each belongs to the innermost unit that wraps its module."""
+    members: dict[str, list[str]] = {unit.name: [] for unit in units}
+    for parameter in parameters:
+        wrapping = [
+            (len(module), unit.name)
+            for unit in units
+            for module in unit.modules
+            if len(units) == 1 or not module or parameter.name.startswith(f"{module}.")
+        ]
+        if wrapping:
+            members[max(wrapping)[1]].append(parameter.name)
+    return tuple(replace(unit, parameters=tuple(members[unit.name])) for unit in units)
 
 
 def largest_matrix(facts: KindFacts) -> int:

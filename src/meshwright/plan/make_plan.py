@@ -12,6 +12,7 @@ from functools import lru_cache
 from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
+from meshwright.models.contract.model_facts import Role
 from meshwright.plan.make_kinds import KindMaker
 from meshwright.plan.make_stages import StageMaker
 from meshwright.plan.mesh_views import Atoms, Mesh
@@ -49,7 +50,7 @@ def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) 
 @lru_cache(maxsize=8)
 def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
     facts, axes, train = model_facts(config), config.mesh.axes(), config.train
-    mesh, table = Mesh.of(axes, nodes=nodes), lowered_table(config)
+    mesh, table = Mesh.of(axes, ep=config.mesh.ep, nodes=nodes), lowered_table(config)
     kind_maker = KindMaker(config, facts, mesh)
     maker = StageMaker(config, facts, mesh, table, kind_maker)
     stages = maker.stages()
@@ -79,7 +80,7 @@ def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPla
             "adamw",
             (
                 OptimizerState(
-                    ("matrix", "embedding", "head", "vector"), ("exp_avg", "exp_avg_sq"), MASTER_DTYPES[train.precision]
+                    tuple(role.value for role in Role), ("exp_avg", "exp_avg_sq"), MASTER_DTYPES[train.precision]
                 ),
             ),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.comm.compression.catalogue import EXACT
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.pipeline.schedule_table import Schedule
@@ -11,7 +12,7 @@ from meshwright.pipeline.split_layers import layer_ranges
 from meshwright.plan.make_kinds import KindMaker, largest_matrix
 from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.pipeline_table import layers_per_stage
-from meshwright.plan.run_plan import Edge, Kind, Shard, Stage, Unit
+from meshwright.plan.run_plan import EXPERTS, Edge, Kind, Shard, Stage, Unit
 
 
 class StageMaker:
@@ -34,7 +35,7 @@ class StageMaker:
         firsts, lasts = facts.first if number == 0 else (), facts.last if number == last else ()
         before = [self._end(kind, firsts, lasts, layers) for kind in firsts]
         before += [self._kind_maker.kind(kind, None) for kind in facts.every]
-        blocks = [self._kind_maker.kind(facts.kind_of(n), n, units=(self._unit("block", ("",)),)) for n in layers]
+        blocks = [self._kind_maker.kind(facts.kind_of(n), n, units=self._block_units(facts.kind_of(n))) for n in layers]
         after = [self._end(kind, firsts, lasts, layers) for kind in lasts]
         return Stage(
             pp_rank=self._table.stage_ranks[number],
@@ -65,6 +66,18 @@ class StageMaker:
             is_last = facts in lasts
             units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
         return self._kind_maker.kind(facts, None, untied=untied, units=units)
+
+    def _block_units(self, facts: KindFacts) -> tuple[Unit, ...]:
+        """Return the units of a block. Experts that ep shards are stored on fewer ranks, so they form a unit inside the
+        block's, and their forward ends first."""
+        block, ep = self._unit("block", ("",)), self._mesh.view("ep")
+        if facts.experts is None or not ep:
+            return (block,)
+        sharded = tuple(axis for axis in block.sharded if axis not in ep)
+        experts = replace(block, name=EXPERTS, modules=(facts.experts.experts,), sharded=sharded)
+        if not sharded and not block.replicas:
+            experts = replace(experts, gradients=EXACT, weights=EXACT)  # nothing is sent
+        return experts, block
 
     def _unit(self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True) -> Unit:
         comm, mesh, train = self._config.comm, self._mesh, self._config.train

@@ -13,7 +13,7 @@ from functools import lru_cache
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
 from meshwright.plan.error_feedback_memory import feedback_bytes
-from meshwright.plan.run_plan import BYTES, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
     master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
     moments = {role: len(one.names) * BYTES[one.dtype] for one in plan.optimizer.states for role in one.roles}
     for stage in stages:
-        for _, _, parameter in plan.parameters(stage):
-            elements = plan.elements(parameter, sharded=stage.root.sharded)
+        for kind, _, parameter in plan.parameters(stage):
+            elements = plan.elements(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
             stored += elements
             if parameter.trained:
                 trained += elements
@@ -73,19 +73,28 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 
 
 def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
-    """Return the size in bytes of two blocks and the largest ends, gathered at the same time, with their gradients.
-    Assumes that tp shards all parameters of a block."""
+    """Return the size in bytes of two blocks and the largest ends, gathered at the same time, with their gradients."""
     if plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas")) == 1:
         return 0
     blocks = [plan.kind(name) for stage in stages for name in stage.kinds]
-    tp, compute = plan.mesh.size(*plan.mesh.view("tp")), BYTES[stages[0].root.compute]
-    block = max((kind.num_elements // tp for kind in plan.kinds if kind.is_block), default=0)
+    compute = BYTES[stages[0].root.compute]
+    block = max((_gathered_elements(plan, kind) for kind in plan.kinds if kind.is_block), default=0)
     gathered = 2 * (min(2, len(blocks)) * block + _ends(plan)) * compute
     freed = [unit.freed for kind in blocks for unit in kind.units]
     if freed and freed[0] is not True:
         # Other blocks are kept, unsharded or as secondary shards, from forward to backward.
         gathered += max(0, len(blocks) - 2) * block * compute // max(1, int(freed[0]))
     return gathered
+
+
+def _gathered_elements(plan: RunPlan, kind: Kind) -> int:
+    """Return the elements of a gathered block. Assumes that tp shards all its parameters, and ep those of experts."""
+    tp = plan.mesh.size(*plan.mesh.view("tp"))
+    layer = kind.experts
+    experts = [p for p in kind.parameters if layer is not None and p.name.startswith(f"{layer.experts}.")]
+    own = sum(math.prod(p.shape) for p in experts)
+    sharded = own // plan.mesh.size(*(layer.axes if layer is not None else ()))
+    return (kind.num_elements - own + sharded) // tp
 
 
 def _ends(plan: RunPlan) -> int:

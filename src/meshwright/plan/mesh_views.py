@@ -24,21 +24,31 @@ class Mesh:
     """Names and sizes of the atoms, outermost first."""
     views: tuple[tuple[str, Atoms], ...]
     """Atoms of each view: samples are sharded over `batch`, parameters are sharded over `fsdp` and replicated over
-    `replicas`; `cp` and `tp` are axes."""
+    `replicas`, experts are sharded over `ep` instead of the same atoms of `fsdp`; `cp` and `tp` are axes."""
     nodes: int | tuple[int, ...]
     """Number of consecutive ranks per node, or the node of each rank."""
 
     @staticmethod
-    def of(axes: Axes, *, nodes: int | tuple[int, ...] | None = None) -> Mesh:
-        """Return the mesh for a configuration's axes, on a single node if `nodes` is None."""
+    def of(axes: Axes, *, ep: int = 1, nodes: int | tuple[int, ...] | None = None) -> Mesh:
+        """Return the mesh for a configuration's axes, on a single node if `nodes` is None.
+
+        Consecutive ranks of `dp_shard × cp` form groups of `ep`, which is a multiple of cp or divides it.
+        """
+        inner_cp, inner_dp = min(ep, axes.cp), max(1, ep // axes.cp)
+        dp = (("dp_shard", axes.dp_shard // inner_dp), *((("dp_shard_ep", inner_dp),) if inner_dp > 1 else ()))
+        splits_cp = 1 < inner_cp < axes.cp
+        cp = (("cp", axes.cp // inner_cp), ("cp_ep", inner_cp)) if splits_cp else (("cp", axes.cp),)
+        dp_names, cp_names = tuple(name for name, _ in dp), tuple(name for name, _ in cp)
         views: tuple[tuple[str, Atoms], ...] = (
-            ("batch", ("dp_replicate", "dp_shard")),
+            ("batch", ("dp_replicate", *dp_names)),
             ("replicas", ("dp_replicate",)),
-            ("fsdp", ("dp_shard", "cp")),
-            ("cp", ("cp",)),
+            ("fsdp", dp_names + cp_names),
+            ("cp", cp_names),
             ("tp", ("tp",)),
+            ("ep", dp_names[1:] + (cp_names[-1:] if inner_cp > 1 else ())),
         )
-        return Mesh(tuple(zip(axes.names(), axes.sizes(), strict=True)), views, nodes or axes.num_ranks())
+        atoms = (("pp", axes.pp), ("dp_replicate", axes.dp_replicate), *dp, *cp, ("tp", axes.tp))
+        return Mesh(atoms, views, nodes or axes.num_ranks())
 
     @cached_property
     def sizes(self) -> dict[str, int]:

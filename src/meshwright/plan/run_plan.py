@@ -19,8 +19,12 @@ from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.mesh_views import Atoms, Mesh
 
-FORMAT = 1
+FORMAT = 2
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
+
+
+EXPERTS = "experts"
+"""Name of the unit inside a block that holds the experts sharded by ep."""
 
 
 class GradientPlacement(StrEnum):
@@ -56,7 +60,7 @@ class Parameter:
     shape: tuple[int, ...]
     role: str
     used: tuple[Shard, ...] = ()
-    """Sharding during computation: over tp, never over fsdp."""
+    """Sharding during computation: over tp, and of experts over ep; otherwise never over fsdp."""
     work: Atoms = ()
     """Atoms over which the operator's input is sharded according to the styles, making the gradient partial."""
     stored_dim: int = 0
@@ -140,6 +144,29 @@ class Auxiliary:
     name: str
     work: Atoms
     """Atoms inside a stage over which the loss is partial."""
+    in_region: bool = False
+    """Whether tp ranks compute the same loss, and each adds 1 / tp of it."""
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A mixture-of-experts layer of a kind, and the dispatch of tokens to it."""
+
+    module: str
+    experts: str
+    """Path of the module with the experts' parameters."""
+    num_experts: int
+    top_k: int
+    width: int
+    """Elements of a row sent to an expert."""
+    axes: Atoms
+    """Atoms over which the experts are sharded; empty if every rank holds all of them."""
+    counted: Atoms
+    """Atoms over which each forward sums the experts' counts."""
+    capacity: int | None = None
+    """Slots per expert and sample; None if nothing is dropped."""
+    uniform: bool = False
+    """Whether tokens go to experts in turn, so that the dispatch is known."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +191,7 @@ class Kind:
     """Elements saved for the backward, per rank and sample."""
     output_elements: int = 0
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
+    experts: ExpertLayer | None = None
     tied: tuple[str, ...] = ()
     """Parameters tied to a parameter of another kind on the same stage."""
     everywhere: bool = False
@@ -336,6 +364,10 @@ class RunPlan:
         for kind, _ in self.held(stage):
             yield from kind.units
         yield stage.root
+
+    def unit_of(self, stage: Stage, kind: Kind, parameter: Parameter) -> Unit:
+        """Return the unit that holds a parameter of a stage."""
+        return next((unit for unit in kind.units if parameter.name in unit.parameters), stage.root)
 
     def elements(self, parameter: Parameter, *, sharded: Atoms = ()) -> int:
         """Return the number of elements of a parameter on a rank during computation. With `sharded`, return the number

@@ -118,7 +118,7 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
 
 def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
     """Build this rank's job; a process group must already exist if the plan needs one."""
-    mesh = build_mesh(config.mesh.axes(), device) if needs_mesh(plan) else None
+    mesh = build_mesh(plan.mesh.atoms, device) if needs_mesh(plan) else None
     f, facts = run_facts(config), model_facts(config)
     parts = {}
     for number in plan.stages_of(context.rank):

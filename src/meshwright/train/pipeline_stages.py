@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.comm.overlap import SwitchesTasks
 from meshwright.comm.p2p import Channel, open_channels
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
@@ -50,6 +51,7 @@ class ModelStage(ExecutableStage):
         means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
         self._first: FirstGradientCheck | None = FirstGradientCheck(part)
+        self.overlaps = any(isinstance(m, SwitchesTasks) and m.switches_tasks for m in part.module.modules())
         self.weight_gradients: WeightGradStore | None = None
         if part.stage.splits_backward:
             _check_deferral(part)
@@ -104,6 +106,8 @@ class Pipeline:
         self._channels = _open_channels(job)
         self.shared = _shared_gradients(job)
         self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
+        self.overlaps = any(stage.overlaps for stage in self._stages.values())
+        """Whether overlapped pairs of the schedule overlap on this rank; otherwise they run one after the other."""
 
     def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
         """Return an executor that runs a table on this rank.

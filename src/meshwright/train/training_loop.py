@@ -222,7 +222,8 @@ class Trainer:
         if self._job.context.rank != 0:
             return
         if self._step.timeline is not None:
-            write_trace(self._folder.path, self._job.schedule, self._step.timeline)
+            overlaps = self._step.pipeline.overlaps
+            write_trace(self._folder.path, self._job.schedule, self._step.timeline, overlaps=overlaps)
             self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
         out, unit = self._folder.path / "loss.png", self._task.unit
         plot_loss(self._folder.metrics, out, title=self._job.config.name, unit=unit)

@@ -22,6 +22,8 @@ class Role(StrEnum):
     EMBEDDING = "embedding"
     HEAD = "head"
     VECTOR = "vector"
+    EXPERTS = "experts"
+    """Matrices of experts, stacked along dim 0, which expert parallelism shards."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,30 @@ class AuxiliaryLoss:
     weight: float
     on_stream: bool = False
     """Whether it is summed over tokens of the stream and therefore partial over tp with sequence parallelism."""
+    in_region: bool = False
+    """Whether it is computed in a module of the style region, where tp ranks compute the same loss from partial
+    gradients, so that each adds 1 / tp of it."""
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """A mixture-of-experts layer of a block."""
+
+    module: str
+    """Path of the layer inside the block. Expert parallelism replaces its attribute `dispatcher`."""
+    experts: str
+    """Path of the module inside the block that owns the parameters with the role *experts*."""
+    num_experts: int
+    top_k: int
+    """Experts per token."""
+    width: int
+    """Elements of a row sent to an expert."""
+    capacity: int | None = None
+    """Slots per expert and sample; None if nothing is dropped."""
+    over_batch: bool = False
+    """Whether a forward sums the experts' counts over all ranks with different samples."""
+    uniform: bool = False
+    """Whether token i of a sample goes to experts i · top_k, i · top_k + 1, … (modulo their number)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,7 @@ class KindFacts:
     """Modules of an end, such as an embedding or head, that form a separate FSDP unit if their largest matrix has more
     elements than a block and is therefore worth a separate collective."""
     auxiliary: tuple[AuxiliaryLoss, ...] = ()
+    experts: ExpertFacts | None = None
 
     @cached_property
     def num_elements(self) -> int:

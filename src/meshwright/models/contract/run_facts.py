@@ -32,6 +32,7 @@ class RunFacts:
     sequence_parallel: bool
     seq_len: int
     global_batch: int
+    num_microbatches: int
     validation_samples: int
     sample_tokens: int
     seed: int

@@ -28,7 +28,13 @@ class StyleKind(StrEnum):
     GATHER = "gather"
     """Module that gathers its first input from the stream for the column-parallel layers inside it."""
     DIVIDED = "divided"
-    """Replicated parameters applied to the sharded output of a column-parallel layer: norms of queries and keys."""
+    """Replicated parameters applied to the sharded output of a column-parallel layer: norms of queries and keys. Also
+    replicated parameters inside a region."""
+    REGION = "region"
+    """Module that gathers its input from the stream and reduces its output into it. Inside, modules compute on local
+    shards: the input is replicated, and the output and all gradients of replicated values are partial."""
+    LOCAL = "local"
+    """Module inside a region that computes with local shards of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,10 @@ class Style:
     num_inputs: int = 1
     """Number of positional inputs of a gathering module; only the first is from the stream."""
     kept: bool = True
-    """Whether the backward needs the output of a row-parallel layer. Recomputation stops before the last layer whose
-    output it doesn't need."""
+    """Whether the backward needs the output of a row-parallel layer or region. Recomputation stops before the last
+    layer whose output it doesn't need."""
+    dims: tuple[tuple[str, int], ...] = ()
+    """Name and sharded dim of each parameter of a local module."""
 
 
 COLUMN, ROW, VOCABULARY = Style(StyleKind.COLUMN), Style(StyleKind.ROW), Style(StyleKind.VOCABULARY)
@@ -52,6 +60,15 @@ FINAL_ROW = Style(StyleKind.ROW, kept=False)
 def gather(num_inputs: int = 1) -> Style:
     """Return the style of a module that gathers its first input."""
     return Style(StyleKind.GATHER, num_inputs=num_inputs)
+
+
+FINAL_REGION = Style(StyleKind.REGION, kept=False)
+"""Style of a region at the end of a block, whose output is only added to the stream."""
+
+
+def local(**dims: int) -> Style:
+    """Return the style of a module inside a region, given the sharded dim of each of its parameters."""
+    return Style(StyleKind.LOCAL, dims=tuple(sorted(dims.items())))
 
 
 LOSS_REDUCTIONS = 3

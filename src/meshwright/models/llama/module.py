@@ -8,6 +8,7 @@ Shapes: b batch, t time, d model width, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 from torch import Tensor, nn
@@ -19,6 +20,18 @@ from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 
 
+def make_block(spec: LlamaSpec) -> TransformerBlock:
+    """Create a block."""
+    return TransformerBlock(
+        spec.dim,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        ffn_dim=spec.ffn_dim,
+        norm_eps=spec.norm_eps,
+    )
+
+
 class Llama(nn.Module):
     """Token embedding, blocks, final norm and output head, or the part of them in one pipeline stage.
 
@@ -26,24 +39,16 @@ class Llama(nn.Module):
     the embedding holds its own replica of the weight.
     """
 
-    def __init__(self, spec: LlamaSpec, part: Part | None = None) -> None:
+    def __init__(
+        self, spec: LlamaSpec, part: Part | None = None, block: Callable[[int], nn.Module] | None = None
+    ) -> None:
+        """Create the modules; `block` creates the block of a layer, by default a Llama's."""
         super().__init__()
+        block = block or (lambda layer: make_block(spec))
         self.spec, self.part = spec, part or Part(range(spec.num_layers))
         if self.part.is_first:
             self.embed = nn.Embedding(spec.vocab_size, spec.dim)
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): TransformerBlock(
-                    spec.dim,
-                    num_heads=spec.num_heads,
-                    num_kv_heads=spec.num_kv_heads,
-                    head_dim=spec.head_dim,
-                    ffn_dim=spec.ffn_dim,
-                    norm_eps=spec.norm_eps,
-                )
-                for layer in self.part.layers
-            }
-        )
+        self.blocks = nn.ModuleDict({str(layer): block(layer) for layer in self.part.layers})
         if self.part.is_last:
             self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
             self.head = Linear(spec.dim, spec.vocab_size)

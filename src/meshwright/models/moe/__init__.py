@@ -1,1 +1,1 @@
-"""The mixture-of-experts family."""
+"""Mixture-of-experts language models: Mixtral, and models like DeepSeek-V3."""

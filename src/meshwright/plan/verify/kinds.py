@@ -43,11 +43,12 @@ def kind_faults(plan: RunPlan) -> Iterator[Fault]:
         for number, one in enumerate(kind.collectives):
             yield from _collective(plan, one, f"kinds[{kind.name}].collectives[{number}]")
         for auxiliary in kind.auxiliary:
-            cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") if plan.sequence_parallel else ()
-            if auxiliary.work not in (cp, cp + tp):
+            cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp")
+            options = (cp + tp,) if auxiliary.in_region else (cp, cp + tp if plan.sequence_parallel else cp)
+            if auxiliary.work not in options:
                 field = f"kinds[{kind.name}].auxiliary[{auxiliary.name}]"
                 what = f"the auxiliary loss {auxiliary.name} is partial over {join_names(auxiliary.work)}"
-                rule = "an auxiliary loss is partial over cp, and possibly over tp under sequence parallelism"
+                rule = "an auxiliary loss is partial over cp, and over tp in a region, or possibly on a sharded stream"
                 yield Fault(what, rule, f"{field}.work", axis=next(iter(auxiliary.work or cp), None))
     yield from _states(plan)
 
@@ -94,11 +95,14 @@ def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
     dim = None if style is None else SHARDED_DIM.get(style.kind)
     if len(parameter.shape) == 1 and dim is not None:
         dim = None if dim else 0  # the bias of a row-parallel layer is replicated
+    if style is not None and style.kind is StyleKind.LOCAL:
+        dim = dict(style.dims).get(parameter.name.rpartition(".")[2])
     for axis in plan.mesh.view("tp"):
         dims = [shard.dim for shard in parameter.used if axis in shard.axes]
         if dims != ([] if dim is None else [dim]):
             what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
-            rule = "styles column, vocabulary and head shard along dim 0, row along dim 1 without the bias"
+            rule = "styles column, vocabulary and head shard along dim 0, row along dim 1 without the bias, local along "
+            rule += "the dims that it lists"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
         if (axis in parameter.work) is not _has_sharded_input(plan, style):
             having = "with" if plan.sequence_parallel else "without"
@@ -122,7 +126,8 @@ def _even_shards(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
             rule = "parameters must be sharded evenly while in use"
             yield Fault(what, rule, f"{_field(kind, parameter)}.used", parameter=name, axis=shard.axes[0])
         local[shard.dim] //= ranks
-    fsdp = plan.mesh.view("fsdp")
+    in_use = {axis for shard in parameter.used for axis in shard.axes}
+    fsdp = tuple(axis for axis in plan.mesh.view("fsdp") if axis not in in_use)
     if parameter.stored_dim and local[parameter.stored_dim] % plan.mesh.size(*fsdp):
         size, ranks = local[parameter.stored_dim], plan.mesh.size(*fsdp)
         what = f"{name}: {join_names(fsdp)} shard the stored dim {parameter.stored_dim} of {size} over {ranks} ranks"
@@ -136,17 +141,18 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     above = {module[:end] for module in direct for end in range(len(module) + 1) if module[end : end + 1] in (".", "")}
     for glob, style in kind.styles:
         field = f"kinds[{kind.name}].styles[{glob}]"
-        modules = above if style.kind is StyleKind.GATHER else direct
-        needs = (*SHARDED_DIM, StyleKind.GATHER, StyleKind.DIVIDED)
+        around = (StyleKind.GATHER, StyleKind.REGION)
+        modules = above if style.kind in around else direct
+        needs = (*SHARDED_DIM, *around, StyleKind.DIVIDED, StyleKind.LOCAL)
         if style.kind in needs and not any(fnmatchcase(one, glob) for one in modules):
             what = f"style {style.kind.value} of {glob} matches no parameter of {kind.name}"
             yield Fault(what, "a style that affects parameters must match some", field)
         if style.num_inputs != 1 and (style.kind is not StyleKind.GATHER or style.num_inputs < 1):
             what = f"style {style.kind.value} of {glob} has num_inputs = {style.num_inputs}"
             yield Fault(what, "only style gather has num_inputs, which is at least 1", field)
-        if not style.kept and style.kind is not StyleKind.ROW:
+        if not style.kept and style.kind not in (StyleKind.ROW, StyleKind.REGION):
             what = f"style {style.kind.value} of {glob} has kept = false"
-            yield Fault(what, "only style row can have kept = false", field)
+            yield Fault(what, "only styles row and region can have kept = false", field)
     yield from _style_collectives(plan, kind)
 
 
@@ -157,8 +163,10 @@ def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     matrices += [name for name in kind.tied if name.endswith(".weight")]
     gathering = [glob for glob, style in kind.styles if style.kind is StyleKind.GATHER]
     for glob, style in kind.styles if plan.mesh.view("tp") else ():
-        if style.kind is StyleKind.GATHER:
+        if style.kind in (StyleKind.GATHER, StyleKind.REGION):
             due.update(GATHERED[plan.sequence_parallel])
+        if style.kind is StyleKind.REGION:
+            due.update(SUMMED[plan.sequence_parallel])
         for name in (one for one in matrices if fnmatchcase(one.rpartition(".")[0], glob)):
             alone = style.kind is StyleKind.COLUMN and not any(fnmatchcase(name, f"{one}.*") for one in gathering)
             if style.kind is StyleKind.HEAD or alone:

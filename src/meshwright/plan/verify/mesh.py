@@ -8,7 +8,7 @@ from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.run_plan import FORMAT, RunPlan
 from meshwright.plan.verify.error import Fault, format_count, join_names
 
-VIEWS = ("batch", "replicas", "fsdp", "cp", "tp")
+VIEWS = ("batch", "replicas", "fsdp", "cp", "tp", "ep")
 
 
 def mesh_faults(plan: RunPlan) -> Iterator[Fault]:
@@ -52,6 +52,9 @@ def _views(mesh: Mesh, names: list[str]) -> Iterator[Fault]:
         yield Fault(what, f"each of {join_names(VIEWS)} occurs once", "mesh.views")
         return
     data = {*views["batch"], *views["cp"]}
+    if outside := next((atom for atom in views["ep"] if atom not in views["fsdp"]), None):
+        rule = "experts are sharded over some of the axes that other parameters are stored over"
+        yield Fault(f"view ep names {outside}, which fsdp does not", rule, "mesh.views[ep]", axis=outside)
     for name in names:
         held = name in views["replicas"], name in views["fsdp"]
         if name != "pp" and sum(held) != (name in data):

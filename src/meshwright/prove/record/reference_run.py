@@ -20,6 +20,7 @@ from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
 from meshwright.models.contract.task import Reference
+from meshwright.nn.moe.balance import BatchCounts
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
@@ -127,6 +128,7 @@ def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, i
     names, parameters = zip(*_trained(model).items(), strict=True)
     partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
     losses = torch.zeros(grid, dtype=DTYPE)
+    _count_over_batch(model, samples, indices)
     for cell in range(math.prod(grid)):
         dp_rank, microbatch = divmod(cell, train.num_microbatches)
         loss = samples.loss(model, indices[cell * samples_per_cell : (cell + 1) * samples_per_cell])
@@ -136,6 +138,19 @@ def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, i
         for name, gradient in zip(names, gradients, strict=True):
             partial[name][dp_rank, microbatch] = gradient
     return _BatchGradients(losses, partial)
+
+
+@torch.no_grad()
+def _count_over_batch(model: nn.Module, samples: Reference, indices: list[int]) -> None:
+    """Give each router the counts of the global batch, from a forward of all samples, whatever the layout's cells."""
+    routers = [handle for handle in model.modules() if isinstance(handle, BatchCounts)]
+    totals: dict[BatchCounts, Tensor] = {}
+    for router in routers:
+        router.reduce = lambda counts, router=router: totals.setdefault(router, counts)  # type: ignore[misc]
+    if routers:
+        samples.loss(model, indices)
+    for router in routers:
+        router.reduce = lambda counts, router=router: totals[router]  # type: ignore[misc]
 
 
 @torch.no_grad()

@@ -61,8 +61,15 @@ def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
     return Costs(stages)
 
 
-def write_trace(folder: Path, schedule: Schedule, measured: Timeline) -> list[Path]:
-    """Write `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` to a run folder."""
+def write_trace(folder: Path, schedule: Schedule, measured: Timeline, *, overlaps: bool) -> list[Path]:
+    """Write `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` to a run folder.
+
+    Args:
+        folder: the run folder.
+        schedule: the table of the run.
+        measured: measured timeline of one step.
+        overlaps: whether the run overlapped the pairs of the table; if so, the figure frames them.
+    """
     predicted = simulate(schedule, measured_costs(measured, schedule.num_stages)).timeline
     both = {"predicted": predicted, "measured": measured}
     texts = {"timeline.json": to_json(both), "trace.json": to_chrome_trace(both, time_us=1e6)}
@@ -75,7 +82,7 @@ def write_trace(folder: Path, schedule: Schedule, measured: Timeline) -> list[Pa
         f"predicted {predicted.makespan:.3g} s from the measured times of computations · "
         f"measured {measured.makespan:.3g} s"
     )
-    draw_comparison(predicted, measured, figure, title=title, unit="s", schedule=schedule)
+    draw_comparison(predicted, measured, figure, title=title, unit="s", schedule=schedule if overlaps else None)
     return [*(folder / name for name in texts), figure]
 
 

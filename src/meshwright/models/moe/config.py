@@ -1,0 +1,78 @@
+"""Configuration of a mixture-of-experts model. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.models.llama.config import LlamaConfig
+from meshwright.models.llama.description import RopeScaling
+from meshwright.models.moe.description import MoeSpec
+from meshwright.nn.moe.router_config import RouterConfig, Score
+
+
+class MoeConfig(LlamaConfig):
+    """Dimensions and routing of a mixture-of-experts model; attention is that of a Llama."""
+
+    kind: Literal["moe"] = Field(  # type: ignore[assignment]
+        "moe", description="family: a built-in one, or package.module:Family for your own"
+    )
+    ffn_dim: int = Field(352, ge=1, description="hidden width of the feed-forward layer of dense layers")
+    num_dense_layers: int = Field(0, ge=0, description="first layers with a feed-forward layer instead of experts")
+    num_experts: int = Field(8, ge=1, description="experts of a layer")
+    top_k: int = Field(2, ge=1, description="experts per token")
+    expert_dim: int = Field(128, ge=1, description="hidden width of an expert")
+    num_shared_experts: int = Field(0, ge=0, description="experts of the same width that every token passes")
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="router scores: softmax (Mixtral) or sigmoid (DeepSeek-V3)")
+    normalize: bool = Field(True, description="scale the weights of a token's experts to sum to model.route_scale")
+    route_scale: float = Field(1.0, gt=0, description="factor on the weights of a token's experts")
+    num_groups: int = Field(1, ge=1, description="groups of consecutive experts for group-limited routing")
+    top_groups: int = Field(1, ge=1, description="groups that a token's experts are chosen from")
+    balance_loss: float = Field(0.01, ge=0, description="weight of the load-balance loss; 0 for none")
+    balance_scope: Literal["sample", "global-batch"] = Field(
+        "sample", description="tokens whose load is balanced: each sample's, or with one micro-batch the global batch's"
+    )
+    z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss; 0 for none")
+    bias_rate: float = Field(
+        0.0, ge=0, description="step of the balancing bias per optimizer step (auxiliary-loss-free); 0 for no bias"
+    )
+    drop: Literal["none", "over-capacity"] = Field(
+        "none", description="none drops no token; over-capacity gives each expert a fixed number of slots per sample"
+    )
+    capacity_factor: float | None = Field(
+        None, gt=0, description="slots per expert over its share of a sample's tokens, for model.drop=over-capacity"
+    )
+    routing: Literal["learned", "uniform"] = Field(
+        "learned", description="uniform sends tokens to experts in turn, to measure and compare layouts"
+    )
+
+    def spec(self) -> MoeSpec:
+        """Return the model's dimensions with defaults filled in."""
+        names = set(MoeSpec.__dataclass_fields__) & set(type(self).model_fields)
+        dimensions = self.model_dump(include=names - {"head_dim", "rope_scaling"})
+        scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
+        return MoeSpec(
+            head_dim=self.head_dim or self.dim // self.num_heads,
+            rope_scaling=scaling,
+            has_bias=self.bias_rate > 0,
+            **dimensions,
+        )
+
+    def router(self) -> RouterConfig:
+        """Return the settings of every layer's router."""
+        return RouterConfig(
+            self.num_experts,
+            self.top_k,
+            score=Score(self.score),
+            normalize=self.normalize,
+            scale=self.route_scale,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            balance_loss=self.balance_loss,
+            over_batch=self.balance_scope == "global-batch",
+            z_loss=self.z_loss,
+            bias_rate=self.bias_rate,
+            capacity_factor=self.capacity_factor if self.drop == "over-capacity" else None,
+            uniform=self.routing == "uniform",
+        )

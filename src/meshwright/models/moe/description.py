@@ -1,0 +1,129 @@
+"""Torch-free description of a mixture-of-experts model: dimensions, parameters and costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwright.models.contract.model_facts import (
+    AuxiliaryLoss,
+    BufferFacts,
+    ExpertFacts,
+    KindFacts,
+    ModelFacts,
+    ParameterFacts,
+    Role,
+    Saved,
+    linear,
+)
+from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.description import describe as describe_llama
+from meshwright.nn.moe.router_config import RouterConfig
+
+BLOCK = "moe_block"
+
+
+@dataclass(frozen=True)
+class MoeSpec(LlamaSpec):
+    """Dimensions of a mixture-of-experts model; `ffn_dim` is the hidden width of dense layers."""
+
+    num_dense_layers: int = 0
+    """First layers, with a feed-forward layer instead of experts."""
+    num_experts: int = 8
+    top_k: int = 2
+    expert_dim: int = 128
+    """Hidden width of an expert."""
+    num_shared_experts: int = 0
+    """Shared experts, computed as one of `num_shared_experts · expert_dim` columns."""
+    score: str = "softmax"
+    normalize: bool = True
+    route_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    has_bias: bool = False
+    """Whether the router has a balancing bias."""
+
+    @property
+    def shared_dim(self) -> int:
+        """Hidden width of the shared experts."""
+        return self.num_shared_experts * self.expert_dim
+
+    def identity(self) -> dict[str, Any]:
+        """Return all settings that determine the names, shapes and meaning of the parameters."""
+        return {"kind": "moe", **asdict(self)}
+
+
+def describe(spec: MoeSpec, router: RouterConfig, seq_len: int) -> ModelFacts:
+    """Describe a model trained on samples of `seq_len` tokens."""
+    dense = describe_llama(spec, seq_len)
+    (block,) = dense.kinds
+    moe = _moe_block(spec, router, block, seq_len)
+    num_moe = spec.num_layers - spec.num_dense_layers
+    blocks_flops = spec.num_dense_layers * block.flops + num_moe * moe.flops
+    return replace(
+        dense,
+        kinds=(*((block,) if spec.num_dense_layers else ()), *((moe,) if num_moe else ())),
+        layers=(block.name,) * spec.num_dense_layers + (moe.name,) * num_moe,
+        identity=spec.identity(),
+        flops_per_token=3.0 * (blocks_flops + sum(end.flops for end in dense.last)),
+    )
+
+
+def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: int) -> KindFacts:
+    """Describe a block with experts, given that of a dense block."""
+    dim, hidden, shared = spec.dim, spec.expert_dim, spec.shared_dim
+    capacity = router.capacity(seq_len)
+    copies = float(spec.top_k) if capacity is None else capacity * spec.num_experts / seq_len
+    per_row = 5.0 * hidden + 2.0 * dim
+    experts = 3 * dim * hidden * copies + 3 * dim * shared + dim * spec.num_experts
+    return KindFacts(
+        BLOCK,
+        block.path,
+        (*(p for p in block.parameters if not p.name.startswith("ffn.")), *_moe_parameters(spec)),
+        buffers=_buffers(spec),
+        # Rows received and by expert, four hidden activations and the weighted one; the router's logits and scores.
+        saved=Saved(
+            full=block.saved.full + 3.0 * spec.num_experts + 2.0 * copies * dim,
+            stream=block.saved.stream,
+            divided=block.saved.divided - 4.0 * spec.ffn_dim + (per_row - 2.0 * dim) * copies + 4.0 * shared,
+        ),
+        flops=block.flops - 6.0 * dim * spec.ffn_dim + 2.0 * experts,
+        auxiliary=tuple(
+            AuxiliaryLoss(name, weight, in_region=True)
+            for name, weight in (("balance", router.balance_loss), ("z", router.z_loss))
+            if weight
+        ),
+        experts=ExpertFacts(
+            "moe",
+            "moe.experts",
+            spec.num_experts,
+            spec.top_k,
+            width=dim,
+            capacity=capacity,
+            over_batch=bool(router.balance_loss) and router.over_batch,
+            uniform=router.uniform,
+        ),
+    )
+
+
+def _moe_parameters(spec: MoeSpec) -> tuple[ParameterFacts, ...]:
+    dim, hidden = spec.dim, spec.expert_dim
+    wide, narrow = (spec.num_experts, hidden, dim), (spec.num_experts, dim, hidden)
+    shared = (
+        *linear("moe.shared.gate", dim, spec.shared_dim),
+        *linear("moe.shared.up", dim, spec.shared_dim),
+        *linear("moe.shared.down", spec.shared_dim, dim),
+    )
+    return (
+        *linear("moe.router.gate", dim, spec.num_experts),
+        ParameterFacts("moe.experts.gate", wide, Role.EXPERTS),
+        ParameterFacts("moe.experts.up", wide, Role.EXPERTS),
+        ParameterFacts("moe.experts.down", narrow, Role.EXPERTS),
+        *(shared if spec.num_shared_experts else ()),
+    )
+
+
+def _buffers(spec: MoeSpec) -> tuple[BufferFacts, ...]:
+    load = BufferFacts("moe.router.load.value", (spec.num_experts,), "int64", updated=True)
+    bias = BufferFacts("moe.router.load.bias", (spec.num_experts,), "float32")
+    return (load, bias) if spec.has_bias else (load,)

@@ -1,0 +1,75 @@
+"""The family of mixture-of-experts language models: Mixtral (Jiang et al. 2024), and models like DeepSeek-V3 (2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from meshwright.models.contract.family import OtherWeights
+from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
+from meshwright.models.contract.model_facts import ModelFacts, Part
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.tp_styles import DIVIDED, FINAL_REGION, Style, local
+from meshwright.models.llama.family import INIT_STD, STYLES, LlamaFamily
+from meshwright.models.moe.config import MoeConfig
+from meshwright.models.moe.description import BLOCK, describe
+from meshwright.models.moe.rules import violations
+from meshwright.settings.violation import Violation
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MOE_STYLES: Mapping[str, Style] = {
+    **{path: style for path, style in STYLES["block"].items() if not path.startswith("ffn.") and path != "ffn"},
+    "moe": FINAL_REGION,
+    "moe.router.gate": DIVIDED,
+    "moe.experts": local(gate=1, up=1, down=2),
+}
+SHARED_STYLES: Mapping[str, Style] = {
+    "moe.shared.gate": local(weight=0),
+    "moe.shared.up": local(weight=0),
+    "moe.shared.down": local(weight=1),
+}
+
+
+class MoeFamily(LlamaFamily):
+    """Mixture-of-experts language models, trained on text."""
+
+    sections = {"model": MoeConfig}
+
+    def rules(self, f: RunFacts) -> Iterable[Violation]:
+        """Check dimensions, routing and the mesh."""
+        return violations(f.section(MoeConfig), f)
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        """Describe the model's parameters and costs."""
+        model = f.section(MoeConfig)
+        return describe(model.spec(), model.router(), f.seq_len)
+
+    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
+        """Return Megatron's styles for attention; inside a layer with experts, columns of every expert are sharded."""
+        shared = SHARED_STYLES if f.section(MoeConfig).num_shared_experts else {}
+        return {**STYLES, BLOCK: {**MOE_STYLES, **shared}}
+
+    def build(self, f: RunFacts, part: Part) -> nn.Module:
+        """Build the plain module."""
+        from meshwright.models.moe.module import MoeTransformer
+
+        model = f.section(MoeConfig)
+        return MoeTransformer(model.spec(), model.router(), part)
+
+    def initial(self, f: RunFacts, name: str) -> Fill:
+        """Return initial values as for a Llama; load and balancing bias start at zero."""
+        if ".load." in name:
+            return ZEROS
+        if name.endswith("experts.down"):
+            return Normal(INIT_STD / math.sqrt(2.0 * f.section(MoeConfig).num_layers))
+        return super().initial(f, name)
+
+    def other_weights(self) -> OtherWeights | None:
+        """Return None: no external format is supported yet."""
+        return None
+
+
+FAMILY = MoeFamily()

@@ -1,0 +1,83 @@
+"""Values that a recomputed forward must not compute again: chosen experts, and rows received from other ranks.
+
+Choosing again could change shapes after an update of a bias, and receiving again would repeat a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from meshwright.nn.step_handles import StepHandle
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+class ForwardCache(StepHandle):
+    """Cache of values of one forward, to be returned again when the forward is recomputed.
+
+    Without recomputation (`nn/recompute.py`) it computes every value and keeps none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source: Iterator[tuple[Any, ...]] | None = None
+        """Values of the forward that is being recomputed."""
+        self.sink: list[tuple[Any, ...]] | None = None
+        """Values of the current forward, kept for its recomputation."""
+
+    def recall(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`, or in a recomputed forward the tuple that it returned in the first one.
+
+        Recalled tensors are detached, and require gradients if they did, so that autograd saves what it saved before.
+        """
+        values: Any = compute() if self.source is None else tuple(_leaf(value) for value in next(self.source))
+        if self.sink is not None:
+            self.sink.append(tuple(_leaf(value) for value in values))
+        result: T = values
+        return result
+
+    def discard(self) -> None:
+        """Do nothing: values live as long as the graph of their forward."""
+
+
+class SavingForward(AbstractContextManager[None]):
+    """Context of a forward whose cached values are kept."""
+
+    def __init__(self, caches: list[ForwardCache]) -> None:
+        self.values: dict[ForwardCache, list[tuple[Any, ...]]] = {cache: [] for cache in caches}
+        self._before: list[list[tuple[Any, ...]] | None] = []
+
+    def __enter__(self) -> None:
+        self._before = [cache.sink for cache in self.values]
+        for cache, kept in self.values.items():
+            cache.sink = kept
+
+    def __exit__(self, *raised: object) -> None:
+        for cache, before in zip(self.values, self._before, strict=True):
+            cache.sink = before
+
+
+class RecallingForward(AbstractContextManager[None]):
+    """Context of a recomputed forward, which recalls the values that `saved` kept."""
+
+    def __init__(self, saved: SavingForward) -> None:
+        self._saved = saved
+        self._before: list[list[Iterator[tuple[Any, ...]] | None]] = []
+
+    def __enter__(self) -> None:
+        self._before.append([cache.source for cache in self._saved.values])
+        for cache, kept in self._saved.values.items():
+            cache.source = iter(kept)
+
+    def __exit__(self, *raised: object) -> None:
+        for cache, before in zip(self._saved.values, self._before.pop(), strict=True):
+            cache.source = before
+
+
+def _leaf(value: Any) -> Any:
+    # A tensor with its graph would keep the graph alive in a cycle that Python's collector can't see.
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

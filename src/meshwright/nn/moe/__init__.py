@@ -1,0 +1,1 @@
+"""Building blocks of mixture-of-experts layers: router, dispatch of tokens to experts, and expert computation."""

@@ -1,0 +1,163 @@
+"""Routing of tokens to experts: softmax or sigmoid scores, top-k within groups, balancing losses or a bias.
+
+Chosen experts are kept for a recomputed forward (`nn/forward_cache.py`); scores are recomputed.
+
+Shapes: b samples, t tokens, d model width, e experts, k experts per token, n = b · t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.moe.balance import (
+    BatchCounts,
+    ExpertLoad,
+    balance_loss,
+    drop_over_capacity,
+    sample_counts,
+    z_loss,
+)
+from meshwright.nn.moe.router_config import RouterConfig, Score
+from meshwright.nn.step_handles import AuxiliaryLoss
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Experts and weights of each token."""
+
+    experts_nk: Tensor
+    """int64; the number of experts stands for a dropped choice."""
+    weights_nk: Tensor
+    """At least float32; 0 for a dropped choice."""
+    num_samples: int
+    capacity: int | None
+    """Slots per expert and sample; None if nothing is dropped."""
+
+
+class Router(nn.Module):
+    """Router of one layer."""
+
+    def __init__(self, dim: int, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Gate(dim, config.num_experts)
+        self.load = ExpertLoad(config.num_experts, bias_rate=config.bias_rate)
+        self.chosen = ForwardCache()
+        self.batch_counts = BatchCounts()
+        self.balance_loss = AuxiliaryLoss("balance", config.balance_loss) if config.balance_loss else None
+        self.z_loss = AuxiliaryLoss("z", config.z_loss) if config.z_loss else None
+
+    def forward(self, x_btd: Tensor) -> Routing:
+        """Choose experts for every token, and record this micro-batch's losses and load."""
+        logits_bte = self.gate(x_btd)
+        scores_bte, probabilities_bte = self._scores(logits_bte)
+        experts_btk, kept_btk, share_be = self.chosen.recall(lambda: self._choose(scores_bte.detach()))
+        weights_btk = scores_bte.gather(-1, experts_btk)
+        if self.config.normalize:
+            weights_btk = weights_btk / weights_btk.sum(-1, keepdim=True)
+        weights_btk = weights_btk * self.config.scale
+        if self.balance_loss is not None:
+            loss = balance_loss(share_be, probabilities_bte, top_k=self.config.top_k)
+            weights_btk = self.balance_loss(weights_btk, loss)
+        if self.z_loss is not None:
+            weights_btk = self.z_loss(weights_btk, z_loss(logits_bte))
+        return Routing(
+            torch.where(kept_btk, experts_btk, self.config.num_experts).flatten(0, 1),
+            (weights_btk * kept_btk).flatten(0, 1),
+            num_samples=x_btd.shape[0],
+            capacity=self.config.capacity(x_btd.shape[1]),
+        )
+
+    def _scores(self, logits_bte: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores, and probabilities for the balance loss."""
+        if self.config.score is Score.SOFTMAX:
+            scores_bte = logits_bte.softmax(-1)
+            return scores_bte, scores_bte
+        scores_bte = logits_bte.sigmoid()
+        return scores_bte, scores_bte / scores_bte.sum(-1, keepdim=True)
+
+    def _choose(self, scores_bte: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return experts and whether they have a slot [b, t, k], and the counts for the balance loss [b, e]."""
+        config = self.config
+        experts_btk = self._uniform(scores_bte) if config.uniform else self._best(scores_bte)
+        counts_be = sample_counts(experts_btk, config.num_experts)
+        self.load.add(counts_be.sum(0))
+        capacity = config.capacity(scores_bte.shape[1])
+        kept_btk = torch.ones_like(experts_btk, dtype=torch.bool)
+        if capacity is not None:
+            kept_btk = drop_over_capacity(experts_btk, config.num_experts, capacity)
+        if config.balance_loss and config.over_batch and self.training:
+            total_e = self.batch_counts.reduce(counts_be.sum(0))
+            num_samples = total_e.sum() / experts_btk[0].numel()
+            return experts_btk, kept_btk, (total_e / num_samples).expand_as(counts_be)
+        return experts_btk, kept_btk, counts_be
+
+    def _best(self, scores_bte: Tensor) -> Tensor:
+        config = self.config
+        if self.load.bias is not None:
+            scores_bte = scores_bte + self.load.bias
+        if config.num_groups > 1:
+            scores_btgm = scores_bte.unflatten(-1, (config.num_groups, -1))
+            best_btg = scores_btgm.topk(min(2, scores_btgm.shape[-1]), -1).values.sum(-1)
+            groups_btg = best_btg.topk(config.top_groups, -1).indices
+            allowed_btg = torch.zeros_like(best_btg, dtype=torch.bool).scatter_(-1, groups_btg, True)
+            scores_bte = scores_btgm.masked_fill(~allowed_btg[..., None], -torch.inf).flatten(-2)
+        return scores_bte.topk(config.top_k, -1).indices
+
+    def _uniform(self, scores_bte: Tensor) -> Tensor:
+        num_samples, num_tokens, num_experts = scores_bte.shape
+        choices = torch.arange(num_tokens * self.config.top_k, device=scores_bte.device) % num_experts
+        return choices.view(1, num_tokens, self.config.top_k).repeat(num_samples, 1, 1)
+
+
+class Gate(nn.Linear):
+    """Linear layer from tokens to expert logits, computed in at least float32; can defer its weight gradient."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(dim, num_experts, bias=False)
+        self.weight_gradients: WeightGradStore | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map […, d] to logits […, e]."""
+        logits: Tensor = _Gate.apply(x, self.weight, self.weight_gradients)  # type: ignore[no-untyped-call]
+        return logits
+
+    def deferred_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the weight."""
+        return [self.get_parameter("weight")]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_ed: Tensor, store: WeightGradStore | None) -> Tensor:
+        ctx.save_for_backward(x, weight_ed)
+        ctx.weight, ctx.store = weight_ed if store is not None else None, store
+        return _wide(x) @ _wide(weight_ed).T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight_ed), (gradient,) = ctx.saved_tensors, gradients
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = (gradient @ _wide(weight_ed)).to(x.dtype) if needs_x else None
+        grad_weight = None
+        if needs_weight and ctx.store is not None and ctx.store.defers:
+            ctx.store.put(ctx.weight, _gate_gradient, x, gradient)
+        elif needs_weight:
+            grad_weight = _gate_gradient(x, gradient)
+        return grad_x, grad_weight, None
+
+
+def _gate_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the weight gradient [e, d], in the dtype of the weight, which is that of `x`."""
+    return (gradient.flatten(0, -2).T @ _wide(x).flatten(0, -2)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,72 @@
+"""Gathering rows by index, and its transpose: an ordered sum of the rows that came from the same source row.
+
+Neither direction uses atomics. A sum runs in the order of the rows and accumulates in at least float32, so results are
+deterministic and independent of thread counts.
+
+Shapes: n source rows, m gathered rows, h width.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RowMap:
+    """A map from m rows to n source rows."""
+
+    def __init__(self, index_m: Tensor, num_sources: int) -> None:
+        """Create the map.
+
+        Args:
+            index_m: int64 source row of each row.
+            num_sources: n.
+        """
+        self.index_m, self.num_sources = index_m, num_sources
+
+    @cached_property
+    def members(self) -> tuple[Tensor, Tensor]:
+        """Rows in order of their source row [m], and the offset of each source row's rows among them [n + 1]."""
+        order_m = self.index_m.argsort(stable=True)
+        ends_n = self.index_m.bincount(minlength=self.num_sources).cumsum(0)
+        return order_m, F.pad(ends_n, (1, 0))
+
+    def gather(self, x_nh: Tensor) -> Tensor:
+        """Return the source row of each row, [m, h]; differentiable."""
+        rows: Tensor = _Gather.apply(x_nh, self)  # type: ignore[no-untyped-call]
+        return rows
+
+    def sum(self, rows_mh: Tensor) -> Tensor:
+        """Return the sum of each source row's rows, [n, h], zero where it has none; differentiable."""
+        sums: Tensor = _Sum.apply(rows_mh, self)  # type: ignore[no-untyped-call]
+        return sums
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_nh: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        return x_nh.index_select(0, rows.index_m)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.sum(gradients[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_mh: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows
+        if not rows_mh.shape[0]:
+            return rows_mh.new_zeros((rows.num_sources, *rows_mh.shape[1:]))
+        order_m, offsets = rows.members
+        # Sums in float32 for bfloat16 rows on CPU and CUDA, several times faster than index_add and not atomic.
+        return F.embedding_bag(order_m, rows_mh.contiguous(), offsets, mode="sum", include_last_offset=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.gather(gradients[0]), None

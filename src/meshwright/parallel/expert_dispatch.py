@@ -1,0 +1,138 @@
+"""Dispatch of tokens over expert-parallel ranks.
+
+A token travels once to each rank that holds some of its experts, not once per expert. Its weights travel beside it, and
+the rank returns one row: the weighted sum over its experts. The number of rows per rank is exchanged first, and reaches
+the host with one read per layer. A rank without rows takes part in every collective all the same.
+
+Shapes: n tokens, k experts per token, d model width, R ranks, e experts per rank; c = n · k choices of an expert, s rows
+sent, a choices sent, m rows received, r rows for the local experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshwright.comm.alltoallv import start_all_to_all
+from meshwright.comm.alltoallv_async import AllToAllHandle, SplitExchange
+from meshwright.comm.collectives import world_size
+from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.moe.dispatcher import Dispatch, Dispatcher, ExpertRows, sort_by_expert
+from meshwright.nn.moe.grouped_linear import RowGroups
+from meshwright.nn.moe.router import Routing
+from meshwright.nn.moe.row_map import RowMap
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Dispatcher for experts sharded over a process group, consecutive experts on each rank."""
+
+    def __init__(self, num_experts: int, group: ProcessGroup) -> None:
+        self.num_experts, self.group = num_experts, group
+
+    def start(self, x_nd: Tensor, routing: Routing, cache: ForwardCache) -> Dispatch:
+        """Start to exchange the numbers of rows."""
+        return _RankDispatch(x_nd, routing, cache, self.num_experts, self.group)
+
+
+class _RankDispatch(Dispatch):
+    def __init__(
+        self, x_nd: Tensor, routing: Routing, cache: ForwardCache, num_experts: int, group: ProcessGroup
+    ) -> None:
+        self._x_nd, self._routing, self._cache, self._group = x_nd, routing, cache, group
+        self._returning: AllToAllHandle | None = None
+        self._tokens: RowMap | None = None
+        self._packing = None if cache.source is not None else _Packing(routing, num_experts, group)
+
+    def send(self) -> None:
+        """Read the numbers of rows, and start to send rows, and the choices that they are for."""
+        if self._packing is not None:
+            self._packing.send(self._x_nd, self._routing)
+
+    def receive(self) -> ExpertRows:
+        """Wait for rows and choices, and order them by expert."""
+        rows_md, weights_r, *origin, sizes, sizes_e = self._cache.recall(self._received)
+        index_r, token_s, sent, received = origin
+        rows = RowMap(index_r, rows_md.shape[0])
+        self._tokens = RowMap(token_s, self._x_nd.shape[0])
+        return ExpertRows(rows.gather(rows_md), RowGroups(sizes_e, sizes), weights_r, (rows, sent, received))
+
+    def _received(self) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int], list[int], Tensor]:
+        assert self._packing is not None, "a recomputed forward recalls what the first one received"
+        return self._packing.receive()
+
+    def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
+        """Sum the outputs per received row, and start to return the sums."""
+        by_row, sent, received = rows.origin
+        self._returning = start_all_to_all(
+            by_row.sum(out_rd), send_splits=received, recv_splits=sent, group=self._group
+        )
+
+    def finish(self) -> Tensor:
+        """Wait for the rows of this rank's tokens, and sum them in order of the ranks that return them."""
+        assert self._returning is not None and self._tokens is not None, "combine comes first"
+        return self._tokens.sum(self._returning.wait())
+
+
+class _Packing:
+    """Rows and choices of one dispatch: which token goes to which rank, and for which of its experts."""
+
+    def __init__(self, routing: Routing, num_experts: int, group: ProcessGroup) -> None:
+        self._group, num_ranks = group, world_size(group)
+        num_tokens, top_k = routing.experts_nk.shape
+        self._num_local = num_experts // num_ranks
+        experts_c = routing.experts_nk.flatten()
+        self._order_c, sizes = sort_by_expert(experts_c, num_experts)
+        rank_c = experts_c // self._num_local  # num_ranks for a dropped choice
+        token_c = torch.arange(experts_c.numel(), device=experts_c.device) // top_k
+        keys_c, order_c = (rank_c * num_tokens + token_c).sort(stable=True)
+        is_first_c = F.pad(keys_c[1:] != keys_c[:-1], (1, 0), value=True)
+        row_c = is_first_c.cumsum(0) - 1
+        rows_R = torch.zeros(num_ranks + 1, dtype=torch.int64, device=keys_c.device)
+        rows_R.scatter_add_(0, keys_c // num_tokens, is_first_c.to(torch.int64))
+        starts_R = rows_R.cumsum(0) - rows_R
+        # A row's choices write the same token, so their order doesn't matter.
+        self._token_s = torch.empty_like(keys_c).scatter_(0, row_c, keys_c % num_tokens)
+        self._offset_c = torch.empty_like(row_c).scatter_(0, order_c, row_c) - starts_R[rank_c]
+        counts = torch.cat((sizes.view(num_ranks, self._num_local), rows_R[:num_ranks, None]), 1)
+        self._exchange = SplitExchange(counts, group)
+
+    def send(self, x_nd: Tensor, routing: Routing) -> None:
+        """Start to send rows and choices."""
+        sent, received = self._exchange.read()
+        self._sent, self._received = ([row[-1] for row in counts] for counts in (sent, received))
+        self._sizes_by_rank = [row[:-1] for row in received]
+        num_choices = [sum(row[:-1]) for row in sent]
+        self._token_s = self._token_s[: sum(self._sent)]
+        rows_sd = RowMap(self._token_s, x_nd.shape[0]).gather(x_nd)
+        self._rows = start_all_to_all(
+            rows_sd, send_splits=self._sent, recv_splits=self._received, group=self._group
+        )
+        chosen_a = self._order_c[: sum(num_choices)]
+        weights_a1 = RowMap(chosen_a, self._order_c.numel()).gather(routing.weights_nk.reshape(-1, 1))
+        # The offset of a choice's row among the rows for its rank is exact in float32 up to 2^24 tokens.
+        choices_a2 = torch.cat((weights_a1, self._offset_c[chosen_a, None].to(weights_a1.dtype)), 1)
+        self._choices = start_all_to_all(
+            choices_a2,
+            send_splits=num_choices,
+            recv_splits=[sum(row) for row in self._sizes_by_rank],
+            group=self._group,
+        )
+
+    def receive(self) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int], list[int], Tensor]:
+        """Return the received rows, the weight and received row of each row for the experts, the tokens of the rows
+        sent, the rows sent to and received from each rank, and the rows of each expert on the host and the device."""
+        rows_md, choices_b2 = self._rows.wait(), self._choices.wait()
+        sizes_Re = torch.tensor(self._sizes_by_rank, device=rows_md.device)
+        num_choices = choices_b2.shape[0]
+        starts = torch.tensor([0, *self._received[:-1]], device=rows_md.device).cumsum(0)
+        start_b = starts.repeat_interleave(sizes_Re.sum(1), output_size=num_choices)
+        experts = torch.arange(self._num_local, device=rows_md.device).repeat(len(self._received))
+        expert_b = experts.repeat_interleave(sizes_Re.flatten(), output_size=num_choices)
+        order_r = expert_b.argsort(stable=True)
+        index_r = (start_b + choices_b2.detach()[:, 1].long())[order_r]
+        weights_r = RowMap(order_r, num_choices).gather(choices_b2[:, :1])[:, 0]
+        sizes_e = sizes_Re.sum(0)
+        sizes = [sum(column) for column in zip(*self._sizes_by_rank, strict=True)]
+        return rows_md, weights_r, index_r, self._token_s, self._sent, self._received, sizes, sizes_e

@@ -1,0 +1,60 @@
+"""Modules that compute with local shards of their parameters, which are DTensors for everyone else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from meshwright.nn.deferred_weight_gradients import OWNER, LocalShardOwner
+from meshwright.parallel.private import parameter_dict
+
+
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Replace a module's own parameter by a DTensor."""
+    parameter = module.get_parameter(name)
+    sharded = distribute_tensor(parameter.detach(), mesh, placements)
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def compute_on_local_shards(module: nn.Module, *, partial_gradients: bool = False) -> None:
+    """Make a module's forward see local shards in place of its own DTensor parameters.
+
+    Each forward reads the current parameters, which FSDP2 may have unsharded. Deferred weight gradients belong to those
+    parameters, too.
+
+    Args:
+        module: module with sharded or replicated parameters.
+        partial_gradients: whether the shards' gradients are partial instead of placed like the parameters.
+    """
+    forward, parameters = module.forward, parameter_dict(module)
+
+    def forward_on_local(*args: Any, **kwargs: Any) -> Any:
+        original = dict(parameters)
+        try:
+            for name, parameter in original.items():
+                if isinstance(parameter, DTensor):
+                    parameters[name] = _local(parameter, partial_gradients=partial_gradients)
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(original)
+
+    module.forward = forward_on_local
+
+
+def _local(parameter: Any, *, partial_gradients: bool) -> Tensor:
+    mesh, placements = parameter.device_mesh, list(parameter.placements)
+    if partial_gradients:
+        placements = [Partial() for _ in placements]
+    local: Tensor = parameter.to_local(grad_placements=placements)
+
+    def wrap(gradient: Tensor) -> Tensor:
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    setattr(local, OWNER, LocalShardOwner(parameter, wrap))
+    return local
