@@ -97,9 +97,10 @@ class LlamaFamily(Family):
 
     def other_weights(self) -> OtherWeights | None:
         """Return import and export of Hugging Face's format."""
-        from meshwright.models.llama.hf_convert import HuggingFace
+        from meshwright.models.huggingface.weights import HuggingFaceWeights
+        from meshwright.models.llama.hf_llama import LLAMA
 
-        return HuggingFace()
+        return HuggingFaceWeights(LLAMA)
 
 
 def _spec(f: RunFacts) -> LlamaSpec:

@@ -67,9 +67,12 @@ class MoeFamily(LlamaFamily):
             return Normal(INIT_STD / math.sqrt(2.0 * f.section(MoeConfig).num_layers))
         return super().initial(f, name)
 
-    def other_weights(self) -> OtherWeights | None:
-        """Return None: no external format is supported yet."""
-        return None
+    def other_weights(self) -> OtherWeights:
+        """Return import and export of Hugging Face's Mixtral."""
+        from meshwright.models.huggingface.weights import HuggingFaceWeights
+        from meshwright.models.moe.hf_mixtral import MIXTRAL
+
+        return HuggingFaceWeights(MIXTRAL)
 
 
 FAMILY = MoeFamily()
