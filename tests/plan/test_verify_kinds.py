@@ -115,10 +115,10 @@ FAULTS = {
     ),
     "no state for a role": (
         TIED,
-        lambda p: with_parameter(p, QUERY, role="experts"),
+        lambda p: with_parameter(p, QUERY, role="adapter"),
         QUERY,
         None,
-        "has role experts, whose optimizer state occurs 0 times",
+        "has role adapter, whose optimizer state occurs 0 times",
     ),
     "state kept twice": (
         TIED,
@@ -269,7 +269,7 @@ FAULTS = {
         None,
         "masters names 'fp32'",
     ),
-    "another version": (TIED, lambda p: replace(p, format=2), None, None, "the plan has format 2"),
+    "another version": (TIED, lambda p: replace(p, format=1), None, None, "the plan has format 1"),
 }
 
 

@@ -39,7 +39,7 @@ class StepHandle(nn.Module):
 
 
 class AuxiliaryLoss(StepHandle):
-    """A loss inside the model whose gradient is injected in the backward pass (cf. Megatron's `MoEAuxLossAutoScaler`).
+    """A loss inside the model whose gradient is injected in the backward pass (as in Megatron-LM).
 
     The backward adds `scale × weight × d loss_sum` regardless of the gradient of `x`, so `x` can be sent to another
     pipeline stage while the loss stays local. `scale` is set before each step to 1 / samples of the global batch.

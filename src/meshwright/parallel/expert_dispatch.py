@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 from meshwright.comm.alltoallv import start_all_to_all
 from meshwright.comm.alltoallv_async import AllToAllHandle, SplitExchange
 from meshwright.comm.collectives import world_size
+from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows, sort_by_expert
+from meshwright.nn.experts.grouped_linear import RowGroups
+from meshwright.nn.experts.router import Routing
+from meshwright.nn.experts.row_map import RowMap
 from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.dispatcher import Dispatch, Dispatcher, ExpertRows, sort_by_expert
-from meshwright.nn.moe.grouped_linear import RowGroups
-from meshwright.nn.moe.router import Routing
-from meshwright.nn.moe.row_map import RowMap
 
 
 class AllToAllDispatcher(Dispatcher):

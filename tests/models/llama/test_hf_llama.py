@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError, RunError
+from meshwright.models.decoder.description import RopeScaling
+from meshwright.models.decoder.module import Decoder
 from meshwright.models.huggingface.export_weights import export_safetensors
 from meshwright.models.huggingface.import_weights import import_safetensors
 from meshwright.models.llama import hf_config
-from meshwright.models.llama.description import LlamaSpec, RopeScaling
+from meshwright.models.llama.description import LlamaSpec
 from meshwright.models.llama.hf_llama import LLAMA
-from meshwright.models.llama.module import Llama
 
 PLAIN = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_theta=500000.0, norm_eps=1e-6)
 SPECS = {
@@ -33,7 +34,7 @@ SPECS = {
 
 def build(spec):
     """Our Llama with random weights, large enough that every one of them shows in the output."""
-    model = Llama(spec)
+    model = Decoder(spec)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
