@@ -104,6 +104,9 @@ class TerminalReporter(Reporter):
             if summary.counted is not None:
                 counted = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
                 self._print(f"  counted on rank 0: {counted}")
+        if summary.experts is not None:
+            experts = [format_bytes(size) for size in vars(summary.experts).values()]
+            self._print("  to experts, on rank 0: {} · predicted {}, from their load {}".format(*experts))
         if summary.sample is not None:
             self._print(paint("sample", "bold", sys.stdout))
             for line in summary.sample.splitlines():

@@ -63,6 +63,17 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class ExpertBytes:
+    """Bytes that rank 0 sent for expert parallelism in its steps, and two predictions of them."""
+
+    sent: int
+    predicted: int
+    """Prediction before the run."""
+    from_counts: int
+    """Prediction from the experts' counts in these steps."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """Summary at the end of a run."""
 
@@ -78,6 +89,8 @@ class Summary:
     folder: Path
     checkpoint: Path | None
     sample: str | None
+    experts: ExpertBytes | None = None
+    """None if no experts are sharded."""
     plan_given: bool = False
     """True if the plan was read from a file and differs from the one made from the configuration."""
     figures: tuple[str, ...] = ("loss.png",)
