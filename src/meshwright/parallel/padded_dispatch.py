@@ -74,14 +74,13 @@ class PaddedRankDispatch(Dispatch):
         rows_sd, weights_s1 = self._cache.recall(lambda: tuple(handle.wait() for handle in self._in_flight))
         num_local, slots = self._num_experts // self._num_ranks, self._slots.slots_per_expert
         groups = RowGroups.even(num_local, self._num_ranks * slots, rows_sd.device)
-        return ExpertRows(
-            self._swap(rows_sd, self._num_ranks), groups, self._swap(weights_s1, self._num_ranks)[:, 0], None
-        )
+        rows_rd, weights_r1 = self._swap(rows_sd, self._num_ranks), self._swap(weights_s1, self._num_ranks)
+        return ExpertRows(rows_rd, groups, weights_r1[:, 0], None)
 
     def _swap(self, rows_sd: Tensor, outer: int) -> Tensor:
         """Reorder slots by rank and expert to slots by expert and rank, or back."""
-        inner = self._num_experts // self._num_ranks * self._num_ranks // outer
-        return rows_sd.view(outer, inner, self._slots.slots_per_expert, -1).transpose(0, 1).reshape(rows_sd.shape)
+        by_both = rows_sd.view(outer, self._num_experts // outer, self._slots.slots_per_expert, -1)
+        return by_both.transpose(0, 1).reshape(rows_sd.shape)
 
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
         """Start to return the slots' outputs."""

@@ -84,8 +84,8 @@ def describe_rows(plan: RunPlan, rank: int) -> str:
 
 @lru_cache(maxsize=64)
 def predicted_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLoad:
-    """Return the load of each rank: exact with uniform routing, otherwise expected for sets of k random experts. Under a
-    capacity, every slot counts."""
+    """Return the load of each rank, expected for sets of k random experts; exact with uniform routing, and under a
+    capacity, where every slot counts."""
     if layer.capacity is not None:
         slots = float(layer.capacity * (layer.num_experts // num_ranks))
         return RankLoad((slots,) * num_ranks, (slots,) * num_ranks)
