@@ -105,7 +105,7 @@ class _Transfer:
 
 @cache
 def _in_flight() -> dict[int, _Transfer]:
-    """Return this process's transfers in flight by the address of their output's storage. [Note: transfers in flight]"""
+    """Return this process's transfers by the address of their output's storage. [Note: transfers in flight]"""
     return {}
 
 
