@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,6 +44,8 @@ class _RankDispatch(Dispatch):
         self, x_nd: Tensor, routing: Routing, cache: ForwardCache, num_experts: int, group: ProcessGroup
     ) -> None:
         self._x_nd, self._routing, self._cache, self._group = x_nd, routing, cache, group
+        self._sums_md: Tensor | None = None
+        self._routes: tuple[list[int], list[int]] = ([], [])
         self._returning: AllToAllHandle | None = None
         self._tokens: RowMap | None = None
         self._packing = None if cache.source is not None else _Packing(routing, num_experts, group)
@@ -70,12 +71,20 @@ class _RankDispatch(Dispatch):
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
         """Sum the outputs per received row, and start to return the sums."""
         by_row, sent, received = rows.origin
-        self._returning = start_all_to_all(
-            by_row.sum(out_rd), send_splits=received, recv_splits=sent, group=self._group
-        )
+        self._sums_md, self._routes = by_row.sum(out_rd), (received, sent)
+        # A recomputation ends with the last tensor that the backward needs, usually before `finish`: nobody would wait.
+        if self._packing is not None:
+            self._start_returning()
+
+    def _start_returning(self) -> None:
+        assert self._sums_md is not None, "combine comes first"
+        send, receive = self._routes
+        self._returning = start_all_to_all(self._sums_md, send_splits=send, recv_splits=receive, group=self._group)
 
     def finish(self) -> Tensor:
         """Wait for the rows of this rank's tokens, and sum them in order of the ranks that return them."""
+        if self._returning is None:
+            self._start_returning()
         assert self._returning is not None and self._tokens is not None, "combine comes first"
         return self._tokens.sum(self._returning.wait())
 
@@ -111,7 +120,8 @@ class _Packing:
         rank_c = experts_c // self._num_local  # num_ranks for a dropped choice
         token_c = torch.arange(experts_c.numel(), device=experts_c.device) // top_k
         keys_c, order_c = (rank_c * num_tokens + token_c).sort(stable=True)
-        is_first_c = F.pad(keys_c[1:] != keys_c[:-1], (1, 0), value=True)
+        is_first_c = torch.ones_like(keys_c, dtype=torch.bool)
+        is_first_c[1:] = keys_c[1:] != keys_c[:-1]
         row_c = is_first_c.cumsum(0) - 1
         rows_R = torch.zeros(num_ranks + 1, dtype=torch.int64, device=keys_c.device)
         rows_R.scatter_add_(0, keys_c // num_tokens, is_first_c.to(torch.int64))
