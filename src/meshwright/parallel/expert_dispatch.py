@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -114,7 +113,8 @@ class _Packing:
         rank_c = experts_c // self._num_local  # num_ranks for a dropped choice
         token_c = torch.arange(experts_c.numel(), device=experts_c.device) // top_k
         keys_c, order_c = (rank_c * num_tokens + token_c).sort(stable=True)
-        is_first_c = F.pad(keys_c[1:] != keys_c[:-1], (1, 0), value=True)
+        is_first_c = torch.ones_like(keys_c, dtype=torch.bool)
+        is_first_c[1:] = keys_c[1:] != keys_c[:-1]
         row_c = is_first_c.cumsum(0) - 1
         rows_R = torch.zeros(num_ranks + 1, dtype=torch.int64, device=keys_c.device)
         rows_R.scatter_add_(0, keys_c // num_tokens, is_first_c.to(torch.int64))
