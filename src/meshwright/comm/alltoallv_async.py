@@ -212,6 +212,12 @@ class SplitExchange:
         sent, received = self._host.tolist()
         return sent, received
 
+    def received(self) -> Tensor:
+        """Return the counts received from each rank, on their device; call after `read`."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._received
+
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:

@@ -129,7 +129,7 @@ class _Packing:
         """Start to send rows and choices."""
         sent, received = self._exchange.read()
         self._sent, self._received = ([row[-1] for row in counts] for counts in (sent, received))
-        self._sizes_by_rank = [row[:-1] for row in received]
+        self._received_counts, self._sizes_by_rank = self._exchange.received(), [row[:-1] for row in received]
         num_choices = [sum(row[:-1]) for row in sent]
         self._token_s = self._token_s[: sum(self._sent)]
         rows_sd = RowMap(self._token_s, x_nd.shape[0]).gather(x_nd)
@@ -148,10 +148,9 @@ class _Packing:
     def receive(self) -> _Received:
         """Wait for rows and choices, and order the choices by expert."""
         rows_md, choices_b2 = self._rows.wait(), self._choices.wait()
-        sizes_Re = torch.tensor(self._sizes_by_rank, device=rows_md.device)
+        sizes_Re, rows_R = self._received_counts[:, :-1], self._received_counts[:, -1]
         num_choices = choices_b2.shape[0]
-        starts = torch.tensor([0, *self._received[:-1]], device=rows_md.device).cumsum(0)
-        start_b = starts.repeat_interleave(sizes_Re.sum(1), output_size=num_choices)
+        start_b = (rows_R.cumsum(0) - rows_R).repeat_interleave(sizes_Re.sum(1), output_size=num_choices)
         experts = torch.arange(self._num_local, device=rows_md.device).repeat(len(self._received))
         expert_b = experts.repeat_interleave(sizes_Re.flatten(), output_size=num_choices)
         order_r = expert_b.argsort(stable=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from meshwright.nn.experts.row_order import count
 from meshwright.nn.step_handles import LoadCounter, StepHandle
 
 
@@ -57,7 +58,7 @@ def sample_counts(experts_btk: Tensor, num_experts: int) -> Tensor:
     num_samples = experts_btk.shape[0]
     sample_b = torch.arange(num_samples, device=experts_btk.device) * num_experts
     flat = (experts_btk.flatten(1) + sample_b[:, None]).flatten()
-    return flat.bincount(minlength=num_samples * num_experts).view(num_samples, num_experts)
+    return count(flat, num_samples * num_experts).view(num_samples, num_experts)
 
 
 def balance_loss(counts_be: Tensor, probabilities_bte: Tensor, *, top_k: int) -> Tensor:

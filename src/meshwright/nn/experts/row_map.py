@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.nn.experts.row_order import count
+
 
 class RowMap:
     """A map from m rows to n source rows."""
@@ -32,7 +34,7 @@ class RowMap:
     def members(self) -> tuple[Tensor, Tensor]:
         """Rows in order of their source row [m], and the offset of each source row's rows among them [n + 1]."""
         order_m = self.index_m.argsort(stable=True)
-        ends_n = self.index_m.bincount(minlength=self.num_sources).cumsum(0)
+        ends_n = count(self.index_m, self.num_sources).cumsum(0)
         return order_m, F.pad(ends_n, (1, 0))
 
     def gather(self, x_nh: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""Experts in pipelines: deferred products, balance losses on inner stages, and DualPipeV's overlapped pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.pipeline import overlapped_pair
+from meshwright.train.pipeline_stages import ModelStage
+from tests.helpers import small_corpus
+from tests.train.jobs import make_job, pieces, run_on, trace
+
+TINY = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "train.seq_len=32",
+        "model.num_layers=4", "mesh.pp=2", "train.num_microbatches=4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("pipelines"))
+
+
+def deferred_shapes(rank, world_size, words):
+    """Shapes of the gradients that a step defers, of local shards."""
+    put, found = WeightGradStore.put, []
+
+    def counting(self, parameter, compute, *tensors):
+        found.append(tuple(getattr(parameter, "shape", ())))
+        put(self, parameter, compute, *tensors)
+
+    _, step = make_job(rank, world_size, words)
+    WeightGradStore.put = counting
+    try:
+        step(1)
+    finally:
+        WeightGradStore.put = put
+    return found
+
+
+@pytest.mark.parametrize("layout", [[], ["mesh.dp_shard=2", "mesh.ep=2"]], ids=["pp", "pp and ep"])
+def test_zb_v_defers_the_products_of_experts(gang, corpus, layout):
+    """Three stacked matrices and the router's of each of a rank's two layers, in each split backward."""
+    words = [*corpus, *TINY, *layout, "pipeline.schedule=zb-v"]
+    for found in run_on(gang, 2 * 2 ** bool(layout), deferred_shapes, words):
+        stacked, routers = (sum(len(shape) == 3 for shape in found), found.count((8, 32)))
+        assert stacked == 2 * 4 * 3 and routers == 2 * 4
+
+
+def router_gradients(rank, world_size, words):
+    job, step = make_job(rank, world_size, words)
+    step.accumulate(1)
+    return {name: piece for name, piece in pieces(job, gradients=True).items() if "router" in name}
+
+
+def test_balance_losses_of_inner_stages_have_gradients(gang, corpus):
+    words = [*corpus, *TINY, "pipeline.schedule=zb-v", "train.precision=float64"]
+    losses = {weight: [*words, f"model.balance_loss={weight}"] for weight in (0.0, 1.0)}
+    without, balanced = (run_on(gang, 2, router_gradients, losses[weight]) for weight in (0.0, 1.0))
+    names = set()
+    for ours, theirs in zip(balanced, without, strict=True):
+        for name, piece in ours.items():
+            names.add(name)
+            assert (piece.values - theirs[name].values).norm() > 1e-2 * theirs[name].values.norm()
+    assert len(names) == 4
+
+
+def dualpipe_trace(rank, world_size, words, overlaps):
+    """A trace, and how many pairs took turns."""
+    stage, run, pairs = ModelStage.__init__, overlapped_pair.run_overlapped, []
+
+    def init(self, *args):
+        stage(self, *args)
+        assert self.overlaps, "the stages have all-to-alls in flight"
+        self.overlaps = overlaps
+
+    def counting(first, second, **named):
+        pairs.append(1)
+        return run(first, second, **named)
+
+    ModelStage.__init__, overlapped_pair.run_overlapped = init, counting
+    try:
+        return trace(rank, world_size, words, 2), len(pairs)
+    finally:
+        ModelStage.__init__, overlapped_pair.run_overlapped = stage, run
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_overlapped_pairs_compute_the_same_bits(gang, corpus, recompute):
+    words = [*corpus, *TINY, "mesh.dp_shard=2", "mesh.ep=2", "pipeline.schedule=dualpipe-v",
+             "model.num_shared_experts=1", f"recompute.policy={recompute}"]  # fmt: skip
+    together, apart = (run_on(gang, 4, dualpipe_trace, words, overlaps) for overlaps in (True, False))
+    assert all(pairs for _, pairs in together) and not any(pairs for _, pairs in apart)
+    for (ours, _), (theirs, _) in zip(together, apart, strict=True):
+        assert ours.results == theirs.results
+        assert all(torch.equal(piece.values, theirs.final[name].values) for name, piece in ours.final.items())
