@@ -177,10 +177,10 @@ def test_selective_recomputation_saves_what_arrived(gang, name, must_save):
 
 @pytest.mark.parametrize("shape", [(5, 3), (0, 3), (4,)], ids=str)
 def test_the_operator_is_one_that_pytorch_can_trace(shape):
+    """Gradients are those of the start and the wait, not of the operator."""
     x, splits_of_one = torch.randn(*shape), [shape[0]]
     arguments = (x, splits_of_one, splits_of_one, "")
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.meshwright.all_to_all_start.default, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.meshwright.all_to_all_start.default, arguments)
     out = torch.ops.meshwright.all_to_all_start(*arguments)
     assert torch.equal(out, x) and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
