@@ -124,6 +124,21 @@ def _start(x: Tensor, send: Sequence[int], recv: Sequence[int], group: str) -> T
     return out
 
 
+def _save_route(ctx: Any, inputs: tuple[Tensor, list[int], list[int], str], output: Tensor) -> None:
+    _, *ctx.route = inputs
+
+
+def _start_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    send, recv, group = ctx.route
+    rows: Tensor = torch.ops.meshwright.all_to_all_start(gradient, recv, send, group)
+    wait_rows(rows)
+    return rows, None, None, None
+
+
+# For the operator on its own: `AllToAllHandle` has a backward in flight instead.
+_start.register_autograd(_start_backward, setup_context=_save_route)
+
+
 @_start.register_fake
 def _(x: Tensor, send: Sequence[int], recv: Sequence[int], group: str) -> Tensor:
     return x.new_empty((sum(recv), *x.shape[1:]))
