@@ -14,21 +14,13 @@ from meshwright.comm.alltoallv_async import _in_flight
 from meshwright.comm.collective_log import group_record
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.experts.layer import MixtureOfExperts
+from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 
 B, T, D, EXPERT_DIM, NUM_EXPERTS = 2, 5, 4, 6, 8
 EXPERTS = ("experts.gate", "experts.up", "experts.down")
-
-
-@dataclass(frozen=True)
-class NoRoom(RouterConfig):
-    """Nobody has a slot."""
-
-    def capacity(self, num_tokens: int) -> int | None:
-        """No slots."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -43,22 +35,30 @@ class Case:
     """Ranks that drop every choice."""
     shared_dim: int = 0
 
-    def config(self, rank: int) -> RouterConfig:
-        """The router's settings on a rank."""
-        config = RouterConfig(NUM_EXPERTS, self.top_k, balance_loss=0.1, capacity_factor=self.capacity_factor)
-        return NoRoom(**vars(config)) if rank in self.without_room else config
+    def config(self) -> RouterConfig:
+        """The router's settings."""
+        return RouterConfig(NUM_EXPERTS, self.top_k, balance_loss=0.1, capacity_factor=self.capacity_factor)
 
 
 def make(case: Case, rank: int) -> tuple[MixtureOfExperts, Tensor]:
     """The whole layer, the same on all ranks, and this rank's tokens."""
     torch.manual_seed(0)
-    layer = MixtureOfExperts(D, case.config(rank), expert_dim=EXPERT_DIM, shared_dim=case.shared_dim).double()
+    layer = MixtureOfExperts(D, case.config(), expert_dim=EXPERT_DIM, shared_dim=case.shared_dim).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     if case.experts:
         layer.router._best = lambda scores_bte: in_turn(case, scores_bte)
+    if rank in case.without_room:
+        route = layer.router.forward
+        layer.router.forward = lambda x_btd: drop_all(route(x_btd))
     x_btd = torch.randn(B, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     return layer, x_btd
+
+
+def drop_all(routing: Routing) -> Routing:
+    """The same without any choice."""
+    experts_nk, weights_nk = torch.full_like(routing.experts_nk, NUM_EXPERTS), routing.weights_nk * 0.0
+    return replace(routing, experts_nk=experts_nk, weights_nk=weights_nk, drops=True)
 
 
 def in_turn(case: Case, scores_bte: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class PaddedRankDispatch(Dispatch):
 
     def _swap(self, rows_sd: Tensor, outer: int) -> Tensor:
         """Reorder slots by rank and expert to slots by expert and rank, or back."""
-        by_both = rows_sd.view(outer, self._num_experts // outer, self._slots.slots_per_expert, -1)
+        by_both = rows_sd.view(outer, self._num_experts // outer, self._slots.slots_per_expert, rows_sd.shape[1])
         return by_both.transpose(0, 1).reshape(rows_sd.shape)
 
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:

@@ -13,7 +13,7 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.family import find_family
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.llama.family import INIT_STD
+from meshwright.models.decoder.decoder_family import INIT_STD
 from meshwright.models.moe.module import MoeBlock
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.step_handles import auxiliary_losses

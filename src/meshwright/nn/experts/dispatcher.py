@@ -91,9 +91,12 @@ class _LocalDispatch(Dispatch):
         """Return the rows by expert."""
         routing, (num_tokens, top_k) = self._routing, self._routing.experts_nk.shape
         order_r, sizes_e = sort_by_expert(routing.experts_nk.flatten(), self._num_experts)
+        groups = RowGroups(sizes_e)
+        if routing.drops:
+            order_r = order_r[: sum(groups.sizes)]
         tokens = RowMap(order_r // top_k, num_tokens)
         weights_r = RowMap(order_r, num_tokens * top_k).gather(routing.weights_nk.reshape(-1, 1))[:, 0]
-        return ExpertRows(tokens.gather(self._x_nd), RowGroups(sizes_e), weights_r, tokens)
+        return ExpertRows(tokens.gather(self._x_nd), groups, weights_r, tokens)
 
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
         """Sum the outputs per token."""

@@ -20,7 +20,8 @@ from meshwright.nn.transformer_block import FeedForward
 class MixtureOfExperts(nn.Module):
     """Router, experts, and optional shared experts that every token passes (DeepSeek-AI 2024).
 
-    Shared experts compute while rows travel: their first layer during the dispatch, their second during the combine.
+    Shared experts compute in between: `gate` while ranks exchange the numbers of rows, `up` while rows travel to their
+    experts, and `down` while they return.
     """
 
     def __init__(self, dim: int, config: RouterConfig, *, expert_dim: int, shared_dim: int = 0) -> None:
@@ -42,10 +43,12 @@ class MixtureOfExperts(nn.Module):
         """Map [b, t, d] to [b, t, d]."""
         routing = self.router(x_btd)
         dispatch = self.dispatcher.start(x_btd.flatten(0, 1), routing, self.received)
-        hidden_btf = None if self.shared is None else F.silu(self.shared.gate(x_btd)) * self.shared.up(x_btd)
+        shared = self.shared
+        gated_btf = None if shared is None else F.silu(shared.gate(x_btd))
         dispatch.send()
+        hidden_btf = None if shared is None else gated_btf * shared.up(x_btd)
         rows = dispatch.receive()
         dispatch.combine(rows, self.experts(rows.rows_rd, rows.groups, rows.weights_r))
-        shared_btd = None if self.shared is None else self.shared.down(hidden_btf)
+        shared_btd = None if shared is None else shared.down(hidden_btf)
         out_btd = dispatch.finish().view_as(x_btd)
         return out_btd if shared_btd is None else out_btd + shared_btd

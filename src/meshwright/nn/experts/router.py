@@ -38,7 +38,9 @@ class Routing:
     """At least float32; 0 for a dropped choice."""
     num_samples: int
     capacity: int | None
-    """Slots per expert and sample; None if nothing is dropped."""
+    """Slots per expert and sample, which suffice for all choices that are not dropped; None without a limit."""
+    drops: bool = False
+    """Whether choices are dropped without a capacity."""
 
 
 class Router(nn.Module):
