@@ -33,7 +33,7 @@ PRELOADED = (
     # What each worker would import by itself: FSDP2 and optimizers the first, tests the others.
     "torch._dynamo", "sklearn.datasets", "hypothesis",
     "torch._dynamo.backends.common", "torch._inductor.debug",
-    "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.llama.module",
+    "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.decoder.module",
     "meshwright.models.tasks.next_token", "meshwright.reshard.cross_mesh.redistribute_across",
     "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop",
 )  # fmt: skip

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from meshwright.checkpoint import atomic_directory, manifest
 from meshwright.checkpoint.durable_files import write_file
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.description import LlamaSpec, RopeScaling
+from meshwright.models.decoder.description import RopeScaling
+from meshwright.models.llama.description import LlamaSpec
 from meshwright.plan.load_config import load
 from tests.helpers import alternatives
 

@@ -6,6 +6,8 @@ import itertools
 import json
 import pickle
 import warnings
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import layout_file as layout_file
 from meshwright.checkpoint import manifest, save_load
-from meshwright.checkpoint.safetensors_file import DTYPES
+from meshwright.checkpoint.reader import read_row
+from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite
 from meshwright.errors import CheckpointError, RunError
 from tests.checkpoint import layouts
 from tests.checkpoint.layouts import ALONE, LAYOUTS, SHAPES, MeshLayout, values
@@ -52,6 +55,31 @@ def test_a_checkpoint_of_any_layout_is_complete(saved, source):
     # Whatever the layout, every element is stored once.
     data = sum(load_file(file)[key].numel() for file in saved[source].glob("*.safetensors") for key in load_file(file))
     assert data == sum(tensor.numel() for tensor in values().values())
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_a_row_is_read_from_any_layout(saved, source):
+    layout = layout_file.read(saved[source])
+    for name, tensor in values().items():
+        for row in range(tensor.shape[0] if tensor.dim() else 0):
+            found = read_row(layout, name, row)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor[row])
+
+
+def test_fetched_tensors_are_saved_one_at_a_time(tmp_path):
+    alive = []
+
+    def fetch(tensor):
+        copy = tensor.clone()
+        assert not any(ref() is not None for ref in alive)
+        alive.append(weakref.ref(copy))
+        return copy
+
+    tensors = [TensorToWrite(name, t.dtype, tuple(t.shape), partial(fetch, t)) for name, t in values().items()]
+    path = save_load.save_fetched(tmp_path / "a", 1, tensors, model={"kind": "test"}, run={}, keep=9)
+    assert len(alive) == len([t for t in values().values() if t.numel()])
+    same = save(tmp_path / "b", values())
+    assert manifest.verify(path).files == manifest.verify(same).files
 
 
 @pytest.mark.parametrize(

@@ -121,3 +121,11 @@ def test_import_needs_a_new_folder(here, run_folder, tmp_path):
     assert done.returncode == 2 and "not an empty directory" in shown_error(done.stderr)["error"]
     done = here("checkpoint", "import", tmp_path, tmp_path / "new", torch=True)
     assert done.returncode == 2 and "config.json is missing" in shown_error(done.stderr)["error"]
+
+
+def test_a_model_that_no_family_has_is_named(here, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    done = here("checkpoint", "import", tmp_path, tmp_path / "new", torch=True)
+    shown = shown_error(done.stderr)
+    assert done.returncode == 2 and shown["error"] == "model_type gpt2 can't be imported"
+    assert "LlamaForCausalLM" in str(shown) and not (tmp_path / "new").exists()

@@ -112,6 +112,23 @@ def test_a_narrow_terminal_does_without_the_least_important(monkeypatch, columns
     assert ("▁" in shown) is (columns >= 100)
 
 
+@pytest.mark.parametrize("columns", [50, 60, 70, 80, 90, 100])
+def test_the_load_of_experts_is_shown_where_it_fits(monkeypatch, columns):
+    with terminal(monkeypatch, columns=columns) as read:
+        reporter = TerminalReporter()
+        for number in range(1, 31):
+            reporter.progress(replace(step(number), expert_load=1.834))
+        [shown] = rows(read(), columns)
+    assert ("load 1.83×" in shown) is (columns >= 80)
+    assert ("tok/s" in shown) >= ("load 1.83×" in shown) >= ("grad norm" in shown)
+
+
+def test_figures_are_named_at_the_end(capsys):
+    for figures in (("loss.png",), ("loss.png", "expert-load.png")):
+        TerminalReporter().finished(replace(SUMMARY, figures=figures))
+        assert f"  metrics.jsonl · {' · '.join(figures)} · checkpoints/" in capsys.readouterr().out
+
+
 def test_other_lines_do_not_mix_with_the_progress_line(monkeypatch):
     with terminal(monkeypatch, columns=120) as read:
         reporter = TerminalReporter()

@@ -149,7 +149,7 @@ def test_a_planned_section_is_not_available_yet(section, tmp_path):
         "model.num_kv_heads=0",
         "model.dim=[1, 2]",
         "model.dim={a = 1}",
-        "model.kind=moe",
+        "model.kind=mamba",
         "data.token_dtype=int4",
         "mesh.tp=1e3",
         "mesh.tp=2024-01-01",

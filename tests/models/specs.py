@@ -12,12 +12,12 @@ from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.family import find_family
 from meshwright.models.contract.initial_values import Fill
 from meshwright.models.contract.model_facts import ModelFacts, Part
+from meshwright.models.decoder.description import describe as describe_llama
+from meshwright.models.decoder.module import Decoder
 from meshwright.models.dit.description import DiTSpec
 from meshwright.models.dit.description import describe as describe_dit
 from meshwright.models.dit.module import DiT
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.models.llama.description import describe as describe_llama
-from meshwright.models.llama.module import Llama
 from meshwright.train.build_job import initialize
 
 Spec = LlamaSpec | DiTSpec
@@ -48,7 +48,7 @@ def facts_of(spec: Spec, seq_len: int = 8) -> ModelFacts:
 def build(spec: Spec, *, dtype: torch.dtype, part: Part | None = None) -> nn.Module:
     """On the meta device."""
     with torch.device("meta"):
-        model = Llama(spec, part) if isinstance(spec, LlamaSpec) else DiT(spec, part)
+        model = Decoder(spec, part) if isinstance(spec, LlamaSpec) else DiT(spec, part)
     return model.to(dtype)
 
 

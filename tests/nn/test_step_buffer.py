@@ -1,4 +1,4 @@
-"""Step buffers: pending updates, commit, checkpointing and moves between devices and dtypes."""
+"""Step buffers and load counters: pending updates, commit, checkpointing and moves between devices and dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import LayoutError
-from meshwright.nn.step_handles import StepBuffer
+from meshwright.nn.step_handles import LoadCounter, StepBuffer, load_counters, step_buffers
 
 
 def test_a_step_ends_with_its_commit():
@@ -65,3 +65,26 @@ def test_an_update_has_the_buffer_s_shape_and_kind():
             call(torch.ones(1, dtype=torch.int64))
         with pytest.raises(RuntimeError, match="can't be cast"):
             call(torch.ones(2))
+
+
+def test_a_load_counter_keeps_the_last_step():
+    counter = LoadCounter(3)
+    assert counter.latest is None and counter.value.dtype is torch.int64 and list(counter.state_dict()) == ["value"]
+    for step in (1, 2):
+        counter.add(torch.tensor([step, 0, 1]))
+        counter.add(torch.tensor([0, 1, 1]))
+        counter.commit(counter.pending())
+        assert counter.latest.tolist() == [step, 1, 2] and counter.pending().tolist() == [0, 0, 0]
+    assert counter.value.tolist() == [3, 2, 4]
+    counter.discard()
+    assert counter.latest.tolist() == [2, 1, 2], "a skipped step is no step"
+    with pytest.raises(LayoutError, match="shape"):
+        counter.commit(torch.ones(2, dtype=torch.int64))
+    assert counter.latest.tolist() == [2, 1, 2]
+    assert counter.to("meta").latest is None
+
+
+def test_load_counters_are_found_by_name():
+    module = nn.ModuleDict({"b": LoadCounter(2), "a": LoadCounter(3), "c": StepBuffer((2,), torch.int64)})
+    assert load_counters(module) == [("a", module["a"]), ("b", module["b"])]
+    assert [name for name, _ in step_buffers(module)] == ["a", "b", "c"]

@@ -63,7 +63,7 @@ def drop(*path):
 
 
 REFUSED = {
-    "another format": (put("format", value=2), "a plan of format 2", "format"),
+    "another format": (put("format", value=1), "a plan of format 1", "format"),
     "a format of another type": (put("format", value=True), "a plan of format true", "format"),
     "no format": (drop("format"), "not a plan", "plan.json"),
     "unknown field": (put("capture", value={}), "unknown field capture", "capture"),

@@ -115,10 +115,10 @@ FAULTS = {
     ),
     "no state for a role": (
         TIED,
-        lambda p: with_parameter(p, QUERY, role="experts"),
+        lambda p: with_parameter(p, QUERY, role="adapter"),
         QUERY,
         None,
-        "has role experts, whose optimizer state occurs 0 times",
+        "has role adapter, whose optimizer state occurs 0 times",
     ),
     "state kept twice": (
         TIED,
@@ -140,6 +140,27 @@ FAULTS = {
         "block/router.counts",
         "tp",
         "tp ranks see the same inputs, but its update is summed there once",
+    ),
+    "a load counter of floats": (
+        ALL,
+        lambda p: with_buffer(p, "block", load=True),
+        "block/router.counts",
+        None,
+        "load counter block/router.counts is float32 of shape [4]",
+    ),
+    "a load counter of several dims": (
+        ALL,
+        lambda p: with_buffer(p, "block", load=True, dtype="int64", shape=(2, 2)),
+        "block/router.counts",
+        None,
+        "load counter block/router.counts is int64 of shape [2, 2]",
+    ),
+    "a load counter that is summed nowhere": (
+        ALL,
+        lambda p: with_buffer(p, "block", load=True, dtype="int64", summed=(), work=()),
+        "block/router.counts",
+        "dp_shard",
+        "has dp_shard not in `work`",
     ),
     "a buffer's work and sum left out": (
         ALL,
@@ -248,7 +269,7 @@ FAULTS = {
         None,
         "masters names 'fp32'",
     ),
-    "another version": (TIED, lambda p: replace(p, format=2), None, None, "the plan has format 2"),
+    "another version": (TIED, lambda p: replace(p, format=1), None, None, "the plan has format 1"),
 }
 
 

@@ -29,7 +29,17 @@ from tests.helpers import SMALL, clean_environment, open_data
 
 STEPS = ["train.steps=8", "checkpoint.every=2", "checkpoint.keep=3", "train.validate_every=4", *SMALL,
          "train.validation_samples=4", "train.sample_tokens=2", "train.seq_len=32"]  # fmt: skip
-DETERMINISTIC = ("step", "loss", "grad_norm", "lr", "samples", "skipped", "validation_loss")
+DETERMINISTIC = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "samples",
+    "skipped",
+    "validation_loss",
+    "expert_load",
+    "expert_counts",
+)
 """What of a metrics line depends on the run alone, not on the machine."""
 
 LIMIT_S = 120.0

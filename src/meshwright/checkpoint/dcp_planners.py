@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.layout_file import CheckpointLayout
-from meshwright.checkpoint.safetensors_file import DTYPES, dtype_name
+from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, dtype_name
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 
 P = ParamSpec("P")
@@ -81,6 +81,23 @@ class CheckedSavePlanner(DefaultSavePlanner):
         """
         _check_agreement(all_plans)
         return super().create_global_plan(all_plans)
+
+
+class FetchedSavePlanner(CheckedSavePlanner):
+    """Save planner of a single process for tensors that are fetched only when they are written."""
+
+    def __init__(self, tensors: Sequence[TensorToWrite]) -> None:
+        self._fetch = {tensor.key: tensor.fetch for tensor in tensors}
+        super().__init__({tensor.key: placeholder(tensor) for tensor in tensors})
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Fetch a tensor."""
+        return self._fetch[index.fqn]()
+
+
+def placeholder(tensor: TensorToWrite) -> Tensor:
+    """Return a tensor of the same dtype and shape whose elements share the memory of one."""
+    return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 class CheckedLoadPlanner(DefaultLoadPlanner):

@@ -90,6 +90,34 @@ def read_tensor(layout: CheckpointLayout, name: str) -> Tensor:
     Raises:
         CheckpointError: the tensor is missing, its shards do not cover it, or a file cannot be read.
     """
+    entry = _covered_entry(layout, name)
+    value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    for shard in entry.shards:
+        with open_tensors(layout.path / shard.file) as file:
+            part = read_slices(file, shard.key, _slices((0,) * len(shard.shape), shard.shape))
+            value[_slices(shard.offset, shard.shape)] = part
+    return value
+
+
+def read_row(layout: CheckpointLayout, name: str, row: int) -> Tensor:
+    """Read a tensor's entry `row` along its first dim, as `read_tensor(layout, name)[row]`, without the others.
+
+    Raises:
+        CheckpointError: the tensor is missing, its shards do not cover it, or a file cannot be read.
+    """
+    entry = _covered_entry(layout, name)
+    value = torch.empty(entry.shape[1:], dtype=DTYPES[entry.dtype])
+    for shard in entry.shards:
+        first, num_rows = shard.offset[0], shard.shape[0]
+        if first <= row < first + num_rows:
+            offset, shape = (row - first, *(0 for _ in shard.shape[1:])), (1, *shard.shape[1:])
+            with open_tensors(layout.path / shard.file) as file:
+                part = read_slices(file, shard.key, _slices(offset, shape))
+            value[_slices(shard.offset[1:], shard.shape[1:])] = part[0]
+    return value
+
+
+def _covered_entry(layout: CheckpointLayout, name: str) -> TensorEntry:
     entry = layout.entry(name)
     found = sum(math.prod(shard.shape) for shard in entry.shards)
     if found != entry.numel():
@@ -99,12 +127,7 @@ def read_tensor(layout: CheckpointLayout, name: str) -> Tensor:
             rule="the saved shards of a tensor cover all of it",
             fix="use another checkpoint",
         )
-    value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    for shard in entry.shards:
-        with open_tensors(layout.path / shard.file) as file:
-            part = read_slices(file, shard.key, _slices((0,) * len(shard.shape), shard.shape))
-            value[_slices(shard.offset, shard.shape)] = part
-    return value
+    return entry
 
 
 def _slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -8,7 +8,7 @@ all ranks, and DTensors on any mesh.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_planned
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from meshwright.checkpoint import atomic_directory, layout_file
-from meshwright.checkpoint.dcp_planners import CheckedLoadPlanner, CheckedSavePlanner
+from meshwright.checkpoint.dcp_planners import CheckedLoadPlanner, CheckedSavePlanner, FetchedSavePlanner, placeholder
 from meshwright.checkpoint.layout_file import CheckpointLayout
 from meshwright.checkpoint.reader import SafetensorsReader, read_tensor
+from meshwright.checkpoint.safetensors_file import TensorToWrite
 from meshwright.checkpoint.writer import SafetensorsWriter, SaveRequest
 from meshwright.comm import collectives
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -61,20 +62,30 @@ def save(
         CheckpointError: a tensor or value is not supported.
     """
     request = SaveRequest(root, step, model, run, keep)
-    writer = SafetensorsWriter(request, rank=collectives.rank(group))
-    try:
-        with _unwrap_rank_failures():
-            save_planned(
-                dict(tensors),
-                storage_writer=writer,
-                planner=CheckedSavePlanner(tensors),
-                process_group=group,
-                no_dist=not collectives.is_distributed(),
-            )
-    except BaseException:
-        writer.abandon()
-        raise
-    return atomic_directory.final_path(root, step)
+    return _save(request, tensors, CheckedSavePlanner(tensors), group)
+
+
+def save_fetched(
+    root: Path,
+    step: int,
+    tensors: Sequence[TensorToWrite],
+    *,
+    model: Mapping[str, Any],
+    run: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Save a checkpoint as `save` does, from a single process, with each tensor fetched only when it is written.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RunError: the checkpoint cannot be written, for example because the disk is full.
+        CheckpointError: a tensor or value is not supported.
+    """
+    assert not collectives.is_distributed(), "save_fetched saves from a single process"
+    placeholders = {tensor.key: placeholder(tensor) for tensor in tensors}
+    return _save(SaveRequest(root, step, model, run, keep), placeholders, FetchedSavePlanner(tensors), None)
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
@@ -117,6 +128,25 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """
     found = layout_file.read(path)
     return {name: read_tensor(found, name) for name in names}
+
+
+def _save(
+    request: SaveRequest, tensors: Mapping[str, Tensor], planner: CheckedSavePlanner, group: ProcessGroup | None
+) -> Path:
+    writer = SafetensorsWriter(request, rank=collectives.rank(group))
+    try:
+        with _unwrap_rank_failures():
+            save_planned(
+                dict(tensors),
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=not collectives.is_distributed(),
+            )
+    except BaseException:
+        writer.abandon()
+        raise
+    return atomic_directory.final_path(request.root, request.step)
 
 
 def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayout:

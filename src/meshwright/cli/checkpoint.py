@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -73,7 +74,15 @@ def import_(
     """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
     path = _weights_like(source).load(source, out / "checkpoints")
     print(f"{source} → {path}")
-    print(f"model  {model_arguments(read_manifest(path).model)}")
+    print(f"model  {_arguments(read_manifest(path).model)}")
+
+
+def _arguments(model: Mapping[str, Any]) -> str:
+    """Return the command-line arguments of a model, without what follows from other keys."""
+    from meshwright.models.contract.family import find_family
+
+    keys = find_family(str(model["kind"])).sections["model"].model_fields
+    return model_arguments({name: value for name, value in model.items() if name in keys})
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:
@@ -98,7 +107,13 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
 
 
 def _weights_like(source: Path) -> OtherWeights:
-    """Return the format named in a folder's config.json, or the first format, which raises a clear error on load."""
+    """Return the format of the model in a folder's config.json.
+
+    Returns the first format if the file can't be read: loading raises a clear error.
+
+    Raises:
+        CheckpointError: no family has this model.
+    """
     from meshwright.models.contract.family import family_names, find_family
 
     formats = (find_family(name).other_weights() for name in family_names())
@@ -108,7 +123,17 @@ def _weights_like(source: Path) -> OtherWeights:
         model_type = config.get("model_type") if isinstance(config, dict) else None
     except (OSError, ValueError):
         model_type = None
-    return next((weights for weights in known if weights.model_type == model_type), known[0])
+    if not isinstance(model_type, str):
+        return known[0]
+    for weights in known:
+        if weights.model_type == model_type:
+            return weights
+    raise CheckpointError(
+        f"model_type {model_type} can't be imported",
+        where=str(source / "config.json"),
+        rule=f"imports read {', '.join(weights.description for weights in known)}",
+        fix=f"pass the folder of a model of model_type {' or '.join(weights.model_type for weights in known)}",
+    )
 
 
 def _newest_valid(folder: Path) -> Path:

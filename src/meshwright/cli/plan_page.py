@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
+from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import BYTES, Collective, RunPlan, Unit
+from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.units import format_bytes, format_count
 
@@ -77,6 +79,8 @@ def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
         links = [(one.sent.inside_node, "inside a node"), (one.sent.between_nodes, "between nodes")]
         by_link = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
         yield f"  {one.purpose:<18} {by_link}"
+        if one.purpose == Purpose.EXPERTS and (rows := describe_rows(plan, traffic.rank)):
+            yield f"    {rows}"
     if plan.mesh.nodes == plan.mesh.num_ranks() > MAX_ROWS:
         yield "  assuming a single node; set comm.ranks_per_node=8 for several"
 
@@ -110,7 +114,10 @@ def _units(plan: RunPlan) -> Iterator[str]:
             more = [f"{frozen} of {len(members)} frozen"] if frozen else []
             more += ["recomputed"] if kind.recompute != "none" else []
             more += ["compiled"] if kind.compiled else []
-            yield from _item(f"{kind.name}{times}", format_count(elements), _unit_words(unit), *more)
+            name = f"{kind.name} experts" if unit.name == EXPERTS else kind.name
+            in_use = kind.experts.axes if kind.experts is not None and unit.name == EXPERTS else ()
+            more = [f"in use over {_axes(in_use)}", *more] if in_use else more
+            yield from _item(f"{name}{times}", format_count(elements), _unit_words(unit), *more)
     roots = set()
     for stage in plan.stages:
         held = [(f"{kind.name}/{p.name}", math.prod(p.shape)) for kind, _, p in plan.parameters(stage)]

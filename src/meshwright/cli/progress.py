@@ -17,7 +17,7 @@ from meshwright.units import format_bytes, format_count, format_duration
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.2
 SPARK_POINTS = 8
-DISPENSABLE = ("bars", "memory", "norm", "speed")
+DISPENSABLE = ("bars", "memory", "norm", "load", "speed")
 """Parts of the progress line to drop on narrow terminals, in this order."""
 
 
@@ -94,7 +94,8 @@ class TerminalReporter(Reporter):
         again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
         if summary.plan_given:
             again += f" --plan {shlex.quote(str(summary.folder / 'plan.json'))}"
-        self._print(f"  metrics.jsonl · loss.png · {saved}repeat: {again}")
+        files = " · ".join(("metrics.jsonl", *summary.figures))
+        self._print(f"  {files} · {saved}repeat: {again}")
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
@@ -103,6 +104,9 @@ class TerminalReporter(Reporter):
             if summary.counted is not None:
                 counted = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
                 self._print(f"  counted on rank 0: {counted}")
+        if summary.experts is not None:
+            experts = [format_bytes(size) for size in vars(summary.experts).values()]
+            self._print("  to experts, on rank 0: {} · predicted {}, from their load {}".format(*experts))
         if summary.sample is not None:
             self._print(paint("sample", "bold", sys.stdout))
             for line in summary.sample.splitlines():
@@ -114,6 +118,7 @@ class TerminalReporter(Reporter):
             "loss": f"loss {self._unit.words(progress.loss)}",
             "bars": _spark(self._losses) if self._is_terminal else "",
             "norm": f"grad norm {progress.grad_norm:.2f}",
+            "load": "" if progress.expert_load is None else f"load {progress.expert_load:.2f}×",
             "speed": f"{format_count(progress.tokens_per_s)} tok/s",
             "memory": format_bytes(progress.memory_bytes),
             "rest": f"ETA {format_duration(progress.eta_s)}",

@@ -51,7 +51,16 @@ def all_to_all(
         LayoutError: the splits do not match `x`, the group or (in debug mode) the splits of other ranks.
         CollectiveError: the collective timed out or another rank was lost.
     """
-    return start_all_to_all(x, send_splits=send_splits, recv_splits=recv_splits, group=group, debug=debug).wait()
+    send, recv = _checked_splits(x, send_splits, recv_splits, group, debug=debug)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return start_rows(x, send, recv, group).wait()
+    # A lazy conjugate or negative view would be sent unresolved.
+    x = x.resolve_conj().resolve_neg().contiguous()
+    out = x.new_empty((sum(recv), *x.shape[1:]))
+    if world_size(group) == 1:
+        return out.copy_(x)
+    all_to_all_into(out, x, send_splits=send, recv_splits=recv, group=group)
+    return out
 
 
 def start_all_to_all(
@@ -67,6 +76,14 @@ def start_all_to_all(
     Work between `start_all_to_all` and `AllToAllHandle.wait` overlaps the transfer. The backward is in flight likewise,
     from the backward of the wait to that of the start. `x` must not change until the wait.
     """
+    send, recv = _checked_splits(x, send_splits, recv_splits, group, debug=debug)
+    return start_rows(x, send, recv, group)
+
+
+def _checked_splits(
+    x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: ProcessGroup | None, *, debug: bool
+) -> tuple[list[int], list[int]]:
+    """Return the splits as lists, after checking them, with those of all ranks in debug mode."""
     num_ranks = world_size(group)
     send, recv = [index(rows) for rows in send_splits], [index(rows) for rows in recv_splits]
     fault = _local_problem(x, send, recv, num_ranks)
@@ -76,7 +93,7 @@ def start_all_to_all(
             _check_all_ranks(x, send, recv, group, fault, record.ranks)
     if fault:
         raise _error(fault, "this rank", RULE, _fix(x, send))
-    return start_rows(x, send, recv, group)
+    return send, recv
 
 
 def all_to_all_into(

@@ -43,7 +43,7 @@ class MeshConfig(Section):
     )
     cp: int = Field(1, ge=1, description="context-parallel size: ranks that the sequence is sharded over")
     tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that each matrix product is split over")
-    ep: int = Field(1, ge=1, description="expert-parallel size, within dp_shard")
+    ep: int = Field(1, ge=1, description="expert-parallel size: ranks of dp_shard × cp that experts are sharded over")
     sequence_parallel: bool = Field(
         True, description="shard activations along the sequence between tensor-parallel regions"
     )

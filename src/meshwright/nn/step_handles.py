@@ -39,7 +39,7 @@ class StepHandle(nn.Module):
 
 
 class AuxiliaryLoss(StepHandle):
-    """A loss inside the model whose gradient is injected in the backward pass (cf. Megatron's `MoEAuxLossAutoScaler`).
+    """A loss inside the model whose gradient is injected in the backward pass (as in Megatron-LM).
 
     The backward adds `scale × weight × d loss_sum` regardless of the gradient of `x`, so `x` can be sent to another
     pipeline stage while the loss stays local. `scale` is set before each step to 1 / samples of the global batch.
@@ -145,6 +145,26 @@ class StepBuffer(StepHandle):
             )
 
 
+class LoadCounter(StepBuffer):
+    """Token counts of a router's experts, summed over micro-batches and ranks; `value` counts since the first step."""
+
+    def __init__(self, num_experts: int) -> None:
+        """Create the counter; call `add` with int64 counts per expert, once per micro-batch."""
+        super().__init__((num_experts,), torch.int64)
+        self.latest: Tensor | None = None
+        """Counts of the last committed step; None before the first one and after the module was moved."""
+
+    @torch.no_grad()
+    def commit(self, total: Tensor) -> None:
+        """Add `total` to `value`, and keep it as `latest`."""
+        super().commit(total)
+        self.latest = total
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.latest = None  # not a buffer, so it would stay on the old device
+        return super()._apply(fn, recurse)
+
+
 def handles(module: nn.Module) -> list[tuple[str, StepHandle]]:
     """Return all handles in `module` with their names, sorted by name."""
     return _named(module, StepHandle)
@@ -158,6 +178,11 @@ def auxiliary_losses(module: nn.Module) -> list[tuple[str, AuxiliaryLoss]]:
 def step_buffers(module: nn.Module) -> list[tuple[str, StepBuffer]]:
     """Return the step buffers in `module` with their names, sorted by name."""
     return _named(module, StepBuffer)
+
+
+def load_counters(module: nn.Module) -> list[tuple[str, LoadCounter]]:
+    """Return the load counters in `module` with their names, sorted by name."""
+    return _named(module, LoadCounter)
 
 
 H = TypeVar("H", bound=StepHandle)

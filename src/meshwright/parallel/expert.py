@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.nn.moe.balance import BatchCounts
+from meshwright.nn.experts.balance import BatchCounts
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh

@@ -10,6 +10,7 @@ a choices sent, m rows received, b choices received, r rows for the local expert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from torch.distributed import ProcessGroup
 from meshwright.comm.alltoallv import start_all_to_all
 from meshwright.comm.alltoallv_async import AllToAllHandle, SplitExchange
 from meshwright.comm.collectives import world_size
+from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows, sort_by_expert
+from meshwright.nn.experts.grouped_linear import RowGroups
+from meshwright.nn.experts.router import Routing
+from meshwright.nn.experts.row_map import RowMap
 from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.dispatcher import Dispatch, Dispatcher, ExpertRows, sort_by_expert
-from meshwright.nn.moe.grouped_linear import RowGroups
-from meshwright.nn.moe.router import Routing
-from meshwright.nn.moe.row_map import RowMap
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -45,7 +46,7 @@ class _RankDispatch(Dispatch):
         self, x_nd: Tensor, routing: Routing, cache: ForwardCache, num_experts: int, group: ProcessGroup
     ) -> None:
         self._x_nd, self._routing, self._cache, self._group = x_nd, routing, cache, group
-        self._returning: AllToAllHandle | None = None
+        self._returning: Callable[[], AllToAllHandle] | None = None
         self._tokens: RowMap | None = None
         self._packing = None if cache.source is not None else _Packing(routing, num_experts, group)
 
@@ -70,14 +71,22 @@ class _RankDispatch(Dispatch):
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
         """Sum the outputs per received row, and start to return the sums."""
         by_row, sent, received = rows.origin
-        self._returning = start_all_to_all(
-            by_row.sum(out_rd), send_splits=received, recv_splits=sent, group=self._group
-        )
+        sums_md = by_row.sum(out_rd)
+
+        def start() -> AllToAllHandle:
+            return start_all_to_all(sums_md, send_splits=received, recv_splits=sent, group=self._group)
+
+        # A recomputed forward ends where the backward needs nothing more, which may be before `finish`.
+        self._returning = start if self._packing is None else _always(start())
 
     def finish(self) -> Tensor:
         """Wait for the rows of this rank's tokens, and sum them in order of the ranks that return them."""
         assert self._returning is not None and self._tokens is not None, "combine comes first"
-        return self._tokens.sum(self._returning.wait())
+        return self._tokens.sum(self._returning().wait())
+
+
+def _always(handle: AllToAllHandle) -> Callable[[], AllToAllHandle]:
+    return lambda: handle
 
 
 class _Received(NamedTuple):

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.errors import LayoutError
 from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.nn.step_handles import StepHandle
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.plan.run_plan import Kind, RunPlan, Stage
 
@@ -105,6 +106,7 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
+    _keep_step_buffers_local(module)
     for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
         module.get_parameter(name).requires_grad_(False)
 
@@ -113,6 +115,17 @@ def _is_placed(kind: Kind, path: str) -> bool:
     """Return whether expert parallelism has already placed a module on the mesh of ep and tp."""
     layer = kind.experts
     return layer is not None and bool(layer.axes) and fnmatchcase(layer.experts, path)
+
+
+def _keep_step_buffers_local(module: nn.Module) -> None:
+    """Turn the buffers of step handles back into plain tensors.
+
+    Styles replicate them as DTensors, but their updates are local and summed by the training step.
+    """
+    for handle in module.modules():
+        for name, buffer in handle.named_buffers(recurse=False) if isinstance(handle, StepHandle) else ():
+            if isinstance(buffer, DTensor):
+                setattr(handle, name, buffer.to_local())
 
 
 def _check_paths(root: nn.Module, kind: Kind) -> None:

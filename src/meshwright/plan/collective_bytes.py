@@ -16,10 +16,12 @@ from math import prod
 from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
 from meshwright.pipeline.actions import SENDS
 from meshwright.pipeline.shared_parameters import stage_groups
+from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
 from meshwright.plan.fsdp_gathers import count_gathers
 from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.run_plan import BYTES, RunPlan, Stage, StepSum
+from meshwright.plan.step_buffers import LOAD_DTYPE, buffer_sums, load_rows
 
 
 class Purpose(StrEnum):
@@ -34,10 +36,12 @@ class Purpose(StrEnum):
     TENSOR = "tensor"
     """Communication over tp: activations, their gradients, sums for the loss, and gradients of replicated parameters.
     Operators that communicate over other axes use the purpose given in the plan."""
+    EXPERTS = "experts"
+    """Dispatch of tokens to experts and combination of their outputs over ep, with their gradients and counts."""
     STAGES = "stages"
     """Activations and their gradients sent between pipeline stages."""
     BUFFERS = "buffers"
-    """All-reduce of buffer updates over ranks that process different samples."""
+    """All-reduce of buffer updates over ranks that process different samples, and of load counters over pp."""
     SHARED = "shared parameters"
     """All-reduce of the gradients of parameters shared between stages."""
 
@@ -68,7 +72,8 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
         yield from _gradients(plan, rank, sizes, exact=exact)
         yield from _weights(plan, rank, number, sizes, exact=exact)
         yield from _operators(plan, rank, stage, exact=exact)
-        yield from _buffers(plan, rank, stage)
+        yield from _experts(plan, rank, stage)
+    yield from _buffers(plan, rank)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
 
@@ -147,6 +152,21 @@ def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterat
         yield Message(purpose, _peers(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
 
 
+def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """Yield dispatches and combines, assuming that all parameters are trained, and sums of counts in forwards."""
+    for kind, _ in plan.held(stage):
+        layer = kind.experts
+        if layer is None:
+            continue
+        if layer.axes:
+            for one in sent_by_layer(plan, rank, layer):
+                yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
+        for axis in layer.counted:
+            elements = -(-layer.num_experts // plan.mesh.size(axis))
+            num_bytes = 2 * plan.batch.num_microbatches * elements * COUNT_BYTES
+            yield Message(Purpose.EXPERTS, _peers(rank, plan.mesh.line(rank, (axis,))), num_bytes, in_ring=True)
+
+
 def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
     """Return the bytes per peer: sums run per parameter before sharding, means over all shards at once."""
     ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
@@ -158,14 +178,15 @@ def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
     return 2 * elements * BYTES[step_sum.dtype]
 
 
-def _buffers(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
-    """Yield one all-reduce per buffer update and axis."""
-    for kind, _ in plan.held(stage):
-        for buffer in kind.buffers:
-            for axis in buffer.summed:
-                elements = -(-prod(buffer.shape) // plan.mesh.size(axis))
-                line = plan.mesh.line(rank, (axis,))
-                yield Message(Purpose.BUFFERS, _peers(rank, line), 2 * elements * BYTES[buffer.dtype], in_ring=True)
+def _buffers(plan: RunPlan, rank: int) -> Iterator[Message]:
+    """Yield one all-reduce per sum of buffer updates and axis, and that of the load counters of all stages over pp."""
+    sums = [(axis, one.elements, one.dtype) for one in buffer_sums(plan, rank) for axis in one.axes]
+    if rows := load_rows(plan):
+        sums.append(("pp", sum(row.num_experts for row in rows), LOAD_DTYPE))
+    for axis, total, dtype in sums:
+        elements = -(-total // plan.mesh.size(axis))
+        peers = _peers(rank, plan.mesh.line(rank, (axis,)))
+        yield Message(Purpose.BUFFERS, peers, 2 * elements * BYTES[dtype], in_ring=True)
 
 
 def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:

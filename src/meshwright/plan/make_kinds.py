@@ -109,6 +109,8 @@ class KindMaker:
             layer.width,
             axes=self._ep,
             counted=self._mesh.view("batch") if layer.over_batch else (),
+            num_groups=layer.num_groups,
+            top_groups=layer.top_groups,
             capacity=layer.capacity,
             uniform=layer.uniform,
         )
@@ -159,7 +161,7 @@ class KindMaker:
         style = self._style_of(facts, one.name)
         parts = self._tp if self._has_sharded_input(None if style is None else style.kind) else ()
         work = self._data + parts if one.updated else ()
-        return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved)
+        return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved, load=one.load)
 
     def _kind_collectives(self, facts: KindFacts) -> Iterator[Collective]:
         """Yield the collectives implied by a kind's styles, module by module."""

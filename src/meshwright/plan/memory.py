@@ -13,6 +13,7 @@ from functools import lru_cache
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
 from meshwright.plan.error_feedback_memory import feedback_bytes
+from meshwright.plan.expert_traffic import predicted_load
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
 
 
@@ -97,6 +98,15 @@ def _gathered_elements(plan: RunPlan, kind: Kind) -> int:
     return (kind.num_elements - own + sharded) // tp
 
 
+def _received_elements(plan: RunPlan, kind: Kind) -> int:
+    """Return the elements of rows that a layer receives per sample, which recomputation keeps, under uniform load."""
+    layer = kind.experts
+    if layer is None or not layer.axes:
+        return 0
+    load = predicted_load(layer, plan.batch.tokens, plan.mesh.size(*layer.axes))
+    return round(sum(load.tokens)) * layer.width
+
+
 def _ends(plan: RunPlan) -> int:
     """Return the number of elements of the ends on all stages or, if there are none, of the largest end's matrices."""
     ends = [kind for kind in plan.kinds if not kind.is_block]
@@ -115,7 +125,7 @@ def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     kept = recompute = 0
     for kind, _ in plan.held(stage):
         if kind.recompute == "full":
-            kept += stream
+            kept += stream + _received_elements(plan, kind)
             recompute = max(recompute, kind.saved_elements)
         else:
             kept += kind.saved_elements

@@ -35,7 +35,7 @@ class Mesh:
         Consecutive ranks of `dp_shard × cp` form groups of `ep`, which is a multiple of cp or divides it.
         """
         inner_cp, inner_dp = min(ep, axes.cp), max(1, ep // axes.cp)
-        dp = (("dp_shard", axes.dp_shard // inner_dp), *((("dp_shard_ep", inner_dp),) if inner_dp > 1 else ()))
+        dp = (("dp_shard", axes.dp_shard // inner_dp), *((("ep", inner_dp),) if inner_dp > 1 else ()))
         splits_cp = 1 < inner_cp < axes.cp
         cp = (("cp", axes.cp // inner_cp), ("cp_ep", inner_cp)) if splits_cp else (("cp", axes.cp),)
         dp_names, cp_names = tuple(name for name, _ in dp), tuple(name for name, _ in cp)

@@ -88,6 +88,8 @@ class Buffer:
     summed: Atoms = ()
     """Atoms over which the update is summed once per step."""
     saved: bool = True
+    load: bool = False
+    """Whether it counts the tokens assigned to each expert (`LoadCounter`)."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,9 @@ class ExpertLayer:
     """Atoms over which the experts are sharded; empty if every rank holds all of them."""
     counted: Atoms
     """Atoms over which each forward sums the experts' counts."""
+    num_groups: int = 1
+    """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
+    top_groups: int = 1
     capacity: int | None = None
     """Slots per expert and sample; None if nothing is dropped."""
     uniform: bool = False
@@ -299,7 +304,7 @@ class Optimizer:
 
 
 Site = tuple[int, str]
-"""A stage and the full-model name of a parameter on it."""
+"""A stage and the full-model name of a parameter or buffer on it."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""Per-step work requested by modules: scaling and collecting auxiliary losses, and updating buffers."""
+"""Per-step work requested by modules: auxiliary losses are scaled and collected, buffers updated, and the counts of all
+load counters gathered."""
 
 from __future__ import annotations
+
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.errors import LayoutError
-from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer, auxiliary_losses, step_buffers
-from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import Auxiliary, Kind
+from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer, auxiliary_losses, step_buffers
+from meshwright.plan.run_plan import Auxiliary, Kind, Site
+from meshwright.plan.step_buffers import buffer_sums, load_rows
 from meshwright.train.build_job import Job
 
 
@@ -22,17 +25,20 @@ class StepHandles:
         self._losses: list[tuple[AuxiliaryLoss, int, int]] = []
         """Auxiliary losses, each with the number of ranks that it is partial over but the task's loss replicated, and
         the number of ranks that each add an equal share of it."""
-        self._buffers: list[tuple[StepBuffer, Atoms]] = []
+        self._buffers: dict[Site, StepBuffer] = {}
+        self._sums = buffer_sums(plan, job.context.rank)
+        self._rows = load_rows(plan)
+        self._counts: Tensor | None = None
+        """Counts of all load counters in the last step, concatenated."""
         for part in job.parts().values():
             held = list(plan.held(part.stage))
-            summed = {kind.full_name(one.name, layer): one.summed for kind, layer in held for one in kind.buffers}
             for path, loss in auxiliary_losses(part.module):
                 planned = _auxiliary(held, path, loss.name)
                 num_parts = plan.mesh.size(*(axis for axis in planned.work if axis in plan.loss.equal))
                 num_shares = plan.mesh.size(*plan.mesh.view("tp")) if planned.in_region else 1
                 self._losses.append((loss, num_parts, num_shares))
             for name, buffer in step_buffers(part.module):
-                self._buffers.append((buffer, summed[f"{name}.value"]))
+                self._buffers[part.number, f"{name}.value"] = buffer
 
     def begin(self, global_batch: int) -> None:
         """Start a step: scale auxiliary losses to means over the step's samples."""
@@ -48,14 +54,55 @@ class StepHandles:
     @torch.no_grad()
     def settle(self, *, taken: bool) -> None:
         """End a step: update buffers from the samples of all ranks, unless the step was skipped."""
-        for buffer, axes in self._buffers if taken else ():
-            total = buffer.pending()
-            for axis in axes:
-                assert self._job.mesh is not None, "a sum over an axis needs a mesh"
-                all_reduce_sum(total, group=self._job.mesh.get_group(axis))
-            buffer.commit(total)
-        for handle in (*(loss for loss, *_ in self._losses), *(buffer for buffer, _ in self._buffers)):
+        self._counts = None
+        if taken:
+            totals = self._totals()
+            for site, buffer in self._buffers.items():
+                buffer.commit(totals[site])
+            self._counts = self._gather_counts()
+        for handle in (*(loss for loss, *_ in self._losses), *self._buffers.values()):
             handle.discard()
+
+    def expert_counts(self) -> list[list[int]] | None:
+        """Return the tokens per expert in the last step, per layer with a load counter, equal on all ranks.
+
+        Waits for the device. None if the step was skipped or the model has no load counters.
+        """
+        if self._counts is None:
+            return None
+        counts = iter(self._counts.tolist())
+        return [list(islice(counts, row.num_experts)) for row in self._rows]
+
+    def _totals(self) -> dict[Site, Tensor]:
+        """Return the updates of this rank's buffers, summed over ranks as the plan says."""
+        totals = {site: buffer.pending() for site, buffer in self._buffers.items()}
+        for one in self._sums:
+            parts = [totals[site] for site in one.buffers]
+            flat = torch.cat([part.flatten() for part in parts])
+            for axis in one.axes:
+                self._sum_over(axis, flat)
+            pieces = flat.split_with_sizes([part.numel() for part in parts])
+            for site, part, piece in zip(one.buffers, parts, pieces, strict=True):
+                totals[site] = piece.view_as(part)
+        return totals
+
+    def _gather_counts(self) -> Tensor | None:
+        """Return the last counts of all load counters, concatenated, on all ranks; None without load counters."""
+        if not self._rows:
+            return None
+        # Each pipeline rank fills in its stages' rows, so their sum over pp is the whole.
+        counts = torch.zeros(sum(row.num_experts for row in self._rows), dtype=torch.int64, device=self._job.device)
+        for row, out in zip(self._rows, counts.split_with_sizes([row.num_experts for row in self._rows]), strict=True):
+            counter = self._buffers.get(row.site)
+            if isinstance(counter, LoadCounter) and counter.latest is not None:
+                out.copy_(counter.latest)
+        if self._job.axes.pp > 1:
+            self._sum_over("pp", counts)
+        return counts
+
+    def _sum_over(self, axis: str, x: Tensor) -> None:
+        assert self._job.mesh is not None, "a sum over an axis needs a mesh"
+        all_reduce_sum(x, group=self._job.mesh.get_group(axis))
 
 
 def _auxiliary(held: list[tuple[Kind, int | None]], path: str, name: str) -> Auxiliary:

@@ -104,6 +104,10 @@ class TrainStep:
         job.optimizer.zero_grad(set_to_none=True)
         return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
 
+    def expert_counts(self) -> list[list[int]] | None:
+        """Return the tokens per expert in the last step, per layer with a load counter; None if there are no counts."""
+        return self._handles.expert_counts()
+
     def accumulate(self, step: int) -> Tensor:
         """Run forward and backward on this rank's samples and leave reduced gradients in `.grad`.
 

@@ -18,20 +18,25 @@ from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
+from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
+from meshwright.train.expert_traffic import ExpertTraffic
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
 from meshwright.train.lr_schedule import warmup_notes
 from meshwright.train.optimizer import named_state
+from meshwright.train.record.draw_expert_load import draw_expert_load
 from meshwright.train.record.metrics import Recorder, plot_loss
 from meshwright.train.record.reporter import Reporter, Summary, Validation
 from meshwright.train.record.timeline_trace import write_trace
 from meshwright.train.run_folder import RunFolder, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
 from meshwright.train.validation_loss import validate
+
+LOSS, EXPERT_LOAD = "loss.png", "expert-load.png"
 
 
 class Trainer:
@@ -48,6 +53,7 @@ class Trainer:
         self._step = TrainStep(job, task, self._stop.requested)
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
+        self._expert_traffic = ExpertTraffic(job)
         self._skipped_in_a_row = 0
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
@@ -68,12 +74,12 @@ class Trainer:
             for step in range(done + 1, train.steps + 1):
                 self._job.context.post("step", step)
                 begin = time.perf_counter()
-                with self._counting:
+                with self._counting, self._expert_traffic:
                     result = self._step(step)
                 seconds = time.perf_counter() - begin
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 if recorder is not None:
-                    recorder.record(result, seconds, validation)
+                    recorder.record(result, seconds, validation, self._step.expert_counts())
                 self._track_finite(result, validation)
                 if result.stop or self._is_due(step, self._job.config.checkpoint.every):
                     self._save(result, validation)
@@ -225,8 +231,6 @@ class Trainer:
             overlaps = self._step.pipeline.overlaps
             write_trace(self._folder.path, self._job.schedule, self._step.timeline, overlaps=overlaps)
             self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
-        out, unit = self._folder.path / "loss.png", self._task.unit
-        plot_loss(self._folder.metrics, out, title=self._job.config.name, unit=unit)
         self._reporter.finished(
             Summary(
                 steps=last,
@@ -235,9 +239,20 @@ class Trainer:
                 steps_here=last - done,
                 traffic=predict_traffic(self._job.plan),
                 counted=self._counting.total(),
+                experts=self._expert_traffic.total(),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
                 plan_given=self._job.plan != make_plan(self._job.config, nodes=self._job.plan.mesh.nodes),
+                figures=self._draw(),
             )
         )
+
+    def _draw(self) -> tuple[str, ...]:
+        """Draw the run's metrics, and return the names of the files."""
+        folder, metrics, title = self._folder.path, self._folder.metrics, self._job.config.name
+        plot_loss(metrics, folder / LOSS, title=title, unit=self._task.unit)
+        rows = load_rows(self._job.plan)
+        if rows and draw_expert_load(metrics, folder / EXPERT_LOAD, title=title, experts=experts_per_layer(rows)):
+            return LOSS, EXPERT_LOAD
+        return (LOSS,)

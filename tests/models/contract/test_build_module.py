@@ -13,7 +13,7 @@ from meshwright.models.contract import model_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.initial_values import Normal
 from meshwright.models.contract.model_facts import BufferFacts, Part
-from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer
+from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer
 from meshwright.plan.load_config import load
 from meshwright.train.build_job import initialize
 
@@ -115,6 +115,14 @@ HANDLES = {
     "a buffer that nothing updates": (
         lambda f: buffer(f, replace(BUFFER, saved=True, updated=True)), FLOATS,
         "blocks.0.seen is not a step buffer of the module, but updated in the description"),
+    "a load counter that is described as another step buffer": (
+        lambda f: buffer(f, BufferFacts("seen.value", (3,), "int64", updated=True)),
+        with_handle(lambda: LoadCounter(3)),
+        "blocks.0.seen.value is a load counter of the module, but not a load in the description"),
+    "a load that no counter counts": (
+        lambda f: buffer(f, BufferFacts("seen.value", (3,), "int64", updated=True, load=True)),
+        with_handle(lambda: StepBuffer((3,), torch.int64)),
+        "blocks.0.seen.value is not a load counter of the module, but a load in the description"),
     "an auxiliary loss": (
         lambda f: f, with_handle(lambda: AuxiliaryLoss("balance", 0.1)),
         "the module has the auxiliary loss balance in blocks.0, but the description does not"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.models.llama.description import LlamaSpec, RopeScaling, describe
-from meshwright.models.llama.module import Llama
+from meshwright.models.decoder.description import RopeScaling, describe
+from meshwright.models.decoder.module import Decoder
+from meshwright.models.llama.description import LlamaSpec
 from tests.models.specs import build
 
 small = st.integers(1, 4)
@@ -39,7 +42,7 @@ def test_parameter_counts(spec):
 @given(specs(), st.integers(1, 12), st.integers(1, 3))
 def test_flops_of_forward_and_backward(spec, seq_len, batch):
     """PyTorch's counter, which counts attention's whole square, where the spec counts the half below the diagonal."""
-    model = Llama(spec)
+    model = Decoder(spec)
     tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
@@ -53,7 +56,7 @@ def test_identity_tells_models_apart():
     changes = {"num_layers": 3, "dim": 32, "num_heads": 4, "num_kv_heads": 1, "ffn_dim": 16, "vocab_size": 65,
                "head_dim": 4, "rope_theta": 5e5, "rope_scaling": RopeScaling(), "norm_eps": 1e-6,
                "tie_embeddings": True}  # fmt: skip
-    assert changes.keys() == base.__dataclass_fields__.keys()
+    assert changes.keys() == {field.name for field in fields(base)}
     from dataclasses import replace
 
     others = [replace(base, **{name: value}).identity() for name, value in changes.items()]

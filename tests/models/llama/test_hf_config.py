@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.description import LlamaSpec, RopeScaling
-from meshwright.models.llama.hf_config import config_from_model, model_from_config, read_object
+from meshwright.models.decoder.description import RopeScaling
+from meshwright.models.huggingface.json_fields import read_object
+from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.hf_config import config_from_model, model_from_config
 from tests.helpers import clean_environment
 
 MODEL = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_scaling=RopeScaling(original_seq_len=16)).identity()
@@ -130,6 +132,6 @@ def test_files_that_hold_no_object(tmp_path, content):
 
 
 def test_reading_them_needs_no_torch():
-    files = "hf_config, hf_parameter_names"
+    files = "hf_config, hf_llama, hf_parameter_names"
     code = f"import sys\nfrom meshwright.models.llama import {files}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=clean_environment(PYTHONDONTWRITEBYTECODE="1"))

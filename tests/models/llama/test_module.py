@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.models.decoder.decoder_family import INIT_STD
+from meshwright.models.decoder.module import Decoder
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.models.llama.family import INIT_STD
-from meshwright.models.llama.module import Llama
 from tests.models.specs import build as build_on_meta
 from tests.models.specs import initialized
 
@@ -76,6 +76,6 @@ def test_seeds_differ_and_repeat(spec):
 
 
 def test_forward_on_one_token_and_on_long_sequences():
-    model = Llama(SPEC)
+    model = Decoder(SPEC)
     for length in (1, 2, 300):
         assert model(torch.zeros(1, length, dtype=torch.int64)).shape == (1, length, 50)

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.nn.step_handles import auxiliary_losses, step_buffers
+from meshwright.nn.step_handles import auxiliary_losses, load_counters, step_buffers
 
 
 def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | None = None) -> nn.Module:
@@ -79,6 +79,10 @@ def _mismatches(module: nn.Module, facts: ModelFacts, part: Part) -> Iterator[st
     for name in sorted(counted ^ {name for name, facts_of in buffers.items() if facts_of.updated}):
         has = "a step buffer" if name in counted else "not a step buffer"
         yield f"{name} is {has} of the module, but {'not ' if name in counted else ''}updated in the description"
+    loads = {f"{name}.value" for name, _ in load_counters(module)}
+    for name in sorted(loads ^ {name for name, facts_of in buffers.items() if facts_of.load}):
+        has = "a load counter" if name in loads else "not a load counter"
+        yield f"{name} is {has} of the module, but {'not ' if name in loads else ''}a load in the description"
     yield from _auxiliary(module, held)
 
 

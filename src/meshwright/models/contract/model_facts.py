@@ -68,7 +68,9 @@ class BufferFacts:
     saved: bool = True
     """Whether to save it in checkpoints; other buffers are recomputed by `Family.initial`."""
     updated: bool = False
-    """Whether a `nn.stepwise.StepBuffer` updates it: summed once per step over micro-batches and ranks."""
+    """Whether a `nn.step_handles.StepBuffer` updates it: summed once per step over micro-batches and ranks."""
+    load: bool = False
+    """Whether the step buffer is a `LoadCounter`, whose counts are part of the run's metrics."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class ExpertFacts:
     """Experts per token."""
     width: int
     """Elements of a row sent to an expert."""
+    num_groups: int = 1
+    """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
+    top_groups: int = 1
     capacity: int | None = None
     """Slots per expert and sample; None if nothing is dropped."""
     over_batch: bool = False

@@ -1,100 +1,15 @@
-"""Torch-free description of a Llama model: dimensions, parameters and costs, tested against the real module."""
+"""Dimensions of a Llama model. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
-from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Role, Saved, linear, vectors
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """RoPE frequency scaling of Llama 3.1 for longer contexts (The Llama 3 herd of models, section 3.4).
-
-    Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`, those below
-    `original_seq_len / high_freq_factor` are unchanged, and those in between are interpolated.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
+from meshwright.models.decoder.description import DecoderSpec
 
 
 @dataclass(frozen=True)
-class LlamaSpec:
-    """Dimensions of a Llama model (Touvron et al. 2023; grouped-query attention of Ainslie et al. 2023)."""
+class LlamaSpec(DecoderSpec):
+    """Dimensions of a Llama model (Touvron et al. 2023; The Llama 3 herd of models, 2024)."""
 
-    num_layers: int
-    dim: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_dim: int
-    vocab_size: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-
-    def identity(self) -> dict[str, Any]:
-        """Return all settings that determine the names, shapes and meaning of the parameters."""
-        return {"kind": "llama", **asdict(self)}
-
-
-def describe(spec: LlamaSpec, seq_len: int) -> ModelFacts:
-    """Describe a Llama model trained on samples of `seq_len` tokens."""
-    block = _block(spec, seq_len)
-    embedding = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
-    tied_to = embedding[0].name if spec.tie_embeddings else None
-    head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
-    norm = vectors(spec.dim, "norm.weight")
-    # The forward lookup copies one row per token; the backward adds one.
-    first = KindFacts("embed", "", embedding, flops=2.0 * spec.dim, unit=("embed",))
-    last = KindFacts(
-        "head",
-        "",
-        (*norm, *head),
-        output=float(spec.vocab_size),
-        output_divided=True,
-        flops=2.0 * spec.vocab_size * spec.dim,
-        unit=("norm", "head"),
-    )
-    return ModelFacts(
-        kinds=(block,),
-        layers=(block.name,) * spec.num_layers,
-        edge=EdgeFacts("stream", (seq_len, spec.dim)),
-        tokens=seq_len,
-        identity=spec.identity(),
-        first=(first,),
-        last=(last,),
-        # The backward costs twice the forward; the lookup is not counted (PaLM, appendix B).
-        flops_per_token=3.0 * (spec.num_layers * block.flops + last.flops),
-    )
-
-
-def _block(spec: LlamaSpec, seq_len: int) -> KindFacts:
-    dim, queries, keys = spec.dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    parameters = (
-        *vectors(dim, "attention_norm.weight"),
-        *linear("attention.wq", dim, queries),
-        *linear("attention.wk", dim, keys),
-        *linear("attention.wv", dim, keys),
-        *linear("attention.wo", queries, dim),
-        *vectors(dim, "ffn_norm.weight"),
-        *linear("ffn.gate", dim, spec.ffn_dim),
-        *linear("ffn.up", dim, spec.ffn_dim),
-        *linear("ffn.down", spec.ffn_dim, dim),
-    )
-    matrices = dim * (2 * queries + 2 * keys) + 3 * dim * spec.ffn_dim
-    return KindFacts(
-        "block",
-        "blocks.{layer}",
-        parameters,
-        # Two residual inputs and two norm outputs, sharded with the stream, the latter also gathered; queries and keys
-        # before and after rotation, values, the attention output; four feed-forward activations.
-        saved=Saved(full=2.0 * dim, stream=2.0 * dim, divided=3.0 * queries + 4.0 * keys + 4.0 * spec.ffn_dim),
-        # Causal attention: the upper triangle is not counted.
-        flops=2.0 * matrices + 2.0 * queries * seq_len,
-    )
+    kind: ClassVar[str] = "llama"

@@ -1,109 +1,23 @@
-"""The Llama family: its description, tensor-parallel styles, initial values, data and task."""
+"""The Llama family."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from meshwright.models.contract.family import Family, OtherWeights
-from meshwright.models.contract.initial_values import ONES, Fill, Normal
-from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.tp_styles import COLUMN, FINAL_ROW, HEAD, ROW, STREAM, VOCABULARY, Style, gather
+from meshwright.models.contract.family import OtherWeights
+from meshwright.models.decoder.decoder_family import DecoderFamily
 from meshwright.models.llama.config import LlamaConfig
-from meshwright.models.llama.description import LlamaSpec, describe
-from meshwright.models.llama.rules import violations
-from meshwright.settings.violation import Violation
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from meshwright.data.text_corpus import Corpus
-    from meshwright.models.contract.task import Reference, Task
-
-INIT_STD = 0.02
-
-STYLES: Mapping[str, Mapping[str, Style]] = {
-    "block": {
-        "attention_norm": STREAM,
-        "attention": gather(3),
-        "attention.wq": COLUMN,
-        "attention.wk": COLUMN,
-        "attention.wv": COLUMN,
-        "attention.wo": ROW,
-        "ffn_norm": STREAM,
-        "ffn": gather(),
-        "ffn.gate": COLUMN,
-        "ffn.up": COLUMN,
-        "ffn.down": FINAL_ROW,
-    },
-    "embed": {"embed": VOCABULARY},
-    "head": {"norm": STREAM, "head": HEAD},
-}
 
 
-class LlamaFamily(Family):
+class LlamaFamily(DecoderFamily):
     """Llama (Touvron et al. 2023; The Llama 3 herd of models, 2024), trained on text."""
 
     sections = {"model": LlamaConfig}
 
-    def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Check model dimensions and tensor-parallel divisibility."""
-        return violations(f.section(LlamaConfig), f)
-
-    def describe(self, f: RunFacts) -> ModelFacts:
-        """Describe the model's parameters and costs."""
-        return describe(_spec(f), f.seq_len)
-
-    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """Return Megatron's tensor-parallel styles: column-wise, then row-wise (Shoeybi et al. 2019)."""
-        return STYLES
-
-    def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """Build the plain module."""
-        from meshwright.models.llama.module import Llama
-
-        return Llama(_spec(f), part)
-
-    def initial(self, f: RunFacts, name: str) -> Fill:
-        """Return a parameter's initial distribution, scaled down with depth for projections into the residual stream
-        (GPT-2; Radford et al. 2019, section 2.3).
-        """
-        if "norm" in name:
-            return ONES
-        if name.endswith(("wo.weight", "down.weight")):
-            return Normal(INIT_STD / math.sqrt(2.0 * _spec(f).num_layers))
-        return Normal(INIT_STD)
-
-    def open_data(self, f: RunFacts) -> Corpus:
-        """Open the text of the `data` section."""
-        from meshwright.models.tasks.text_data import open_text
-
-        return open_text(f, vocab_size=_spec(f).vocab_size)
-
-    def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """Return the next-token task."""
-        from meshwright.models.tasks.next_token import TextTask
-
-        return TextTask(f, data, device)
-
-    def reference(self, f: RunFacts, data: Any) -> Reference:
-        """Return the reference implementation of the next-token loss."""
-        from meshwright.models.tasks.next_token_reference import TextReference
-
-        return TextReference(f, data)
-
-    def other_weights(self) -> OtherWeights | None:
+    def other_weights(self) -> OtherWeights:
         """Return import and export of Hugging Face's format."""
-        from meshwright.models.llama.hf_convert import HuggingFace
+        from meshwright.models.huggingface.weights import HuggingFaceWeights
+        from meshwright.models.llama.hf_llama import LLAMA
 
-        return HuggingFace()
-
-
-def _spec(f: RunFacts) -> LlamaSpec:
-    return f.section(LlamaConfig).spec()
+        return HuggingFaceWeights(LLAMA)
 
 
 FAMILY = LlamaFamily()

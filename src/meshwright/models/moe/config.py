@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Literal
 
 from pydantic import Field
 
-from meshwright.models.llama.config import LlamaConfig
-from meshwright.models.llama.description import RopeScaling
+from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.description import DecoderSpec
 from meshwright.models.moe.description import MoeSpec
-from meshwright.nn.moe.router_config import RouterConfig, Score
+from meshwright.nn.experts.router_config import RouterConfig, Score
 
 
-class MoeConfig(LlamaConfig):
-    """Dimensions and routing of a mixture-of-experts model; attention is that of a Llama."""
+class MoeConfig(DecoderConfig):
+    """Dimensions and routing of a mixture-of-experts model."""
 
-    kind: Literal["moe"] = Field(  # type: ignore[assignment]
-        "moe", description="family: a built-in one, or package.module:Family for your own"
-    )
+    kind: Literal["moe"] = Field("moe", description="family: a built-in one, or package.module:Family for your own")
     ffn_dim: int = Field(352, ge=1, description="hidden width of the feed-forward layer of dense layers")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a feed-forward layer instead of experts")
     num_experts: int = Field(8, ge=1, description="experts of a layer")
@@ -49,15 +48,8 @@ class MoeConfig(LlamaConfig):
 
     def spec(self) -> MoeSpec:
         """Return the model's dimensions with defaults filled in."""
-        names = set(MoeSpec.__dataclass_fields__) & set(type(self).model_fields)
-        dimensions = self.model_dump(include=names - {"head_dim", "rope_scaling"})
-        scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
-        return MoeSpec(
-            head_dim=self.head_dim or self.dim // self.num_heads,
-            rope_scaling=scaling,
-            has_bias=self.bias_rate > 0,
-            **dimensions,
-        )
+        names = {field.name for field in fields(MoeSpec)} - {field.name for field in fields(DecoderSpec)} - {"has_bias"}
+        return MoeSpec(**self.dimensions(), **self.model_dump(include=names), has_bias=self.bias_rate > 0)
 
     def router(self) -> RouterConfig:
         """Return the settings of every layer's router."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from meshwright.models.contract.model_facts import (
     AuxiliaryLoss,
@@ -16,17 +16,18 @@ from meshwright.models.contract.model_facts import (
     Saved,
     linear,
 )
-from meshwright.models.llama.description import LlamaSpec
-from meshwright.models.llama.description import describe as describe_llama
-from meshwright.nn.moe.router_config import RouterConfig
+from meshwright.models.decoder.description import DecoderSpec
+from meshwright.models.decoder.description import describe as describe_dense
+from meshwright.nn.experts.router_config import RouterConfig
 
 BLOCK = "moe_block"
 
 
 @dataclass(frozen=True)
-class MoeSpec(LlamaSpec):
+class MoeSpec(DecoderSpec):
     """Dimensions of a mixture-of-experts model; `ffn_dim` is the hidden width of dense layers."""
 
+    kind: ClassVar[str] = "moe"
     num_dense_layers: int = 0
     """First layers, with a feed-forward layer instead of experts."""
     num_experts: int = 8
@@ -48,14 +49,10 @@ class MoeSpec(LlamaSpec):
         """Hidden width of the shared experts."""
         return self.num_shared_experts * self.expert_dim
 
-    def identity(self) -> dict[str, Any]:
-        """Return all settings that determine the names, shapes and meaning of the parameters."""
-        return {"kind": "moe", **asdict(self)}
-
 
 def describe(spec: MoeSpec, router: RouterConfig, seq_len: int) -> ModelFacts:
     """Describe a model trained on samples of `seq_len` tokens."""
-    dense = describe_llama(spec, seq_len)
+    dense = describe_dense(spec, seq_len)
     (block,) = dense.kinds
     moe = _moe_block(spec, router, block, seq_len)
     num_moe = spec.num_layers - spec.num_dense_layers
@@ -99,6 +96,8 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             spec.num_experts,
             spec.top_k,
             width=dim,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
             capacity=capacity,
             over_batch=bool(router.balance_loss) and router.over_batch,
             uniform=router.uniform,
@@ -124,6 +123,6 @@ def _moe_parameters(spec: MoeSpec) -> tuple[ParameterFacts, ...]:
 
 
 def _buffers(spec: MoeSpec) -> tuple[BufferFacts, ...]:
-    load = BufferFacts("moe.router.load.value", (spec.num_experts,), "int64", updated=True)
+    load = BufferFacts("moe.router.load.value", (spec.num_experts,), "int64", updated=True, load=True)
     bias = BufferFacts("moe.router.load.bias", (spec.num_experts,), "float32")
     return (load, bias) if spec.has_bias else (load,)

@@ -11,7 +11,7 @@ from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
 from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import DIVIDED, FINAL_REGION, Style, local
-from meshwright.models.llama.family import INIT_STD, STYLES, LlamaFamily
+from meshwright.models.decoder.decoder_family import INIT_STD, STYLES, DecoderFamily
 from meshwright.models.moe.config import MoeConfig
 from meshwright.models.moe.description import BLOCK, describe
 from meshwright.models.moe.rules import violations
@@ -33,7 +33,7 @@ SHARED_STYLES: Mapping[str, Style] = {
 }
 
 
-class MoeFamily(LlamaFamily):
+class MoeFamily(DecoderFamily):
     """Mixture-of-experts language models, trained on text."""
 
     sections = {"model": MoeConfig}
@@ -60,16 +60,19 @@ class MoeFamily(LlamaFamily):
         return MoeTransformer(model.spec(), model.router(), part)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Return initial values as for a Llama; load and balancing bias start at zero."""
+        """Return initial values as for dense layers; load and balancing bias start at zero."""
         if ".load." in name:
             return ZEROS
         if name.endswith("experts.down"):
             return Normal(INIT_STD / math.sqrt(2.0 * f.section(MoeConfig).num_layers))
         return super().initial(f, name)
 
-    def other_weights(self) -> OtherWeights | None:
-        """Return None: no external format is supported yet."""
-        return None
+    def other_weights(self) -> OtherWeights:
+        """Return import and export of Hugging Face's Mixtral."""
+        from meshwright.models.huggingface.weights import HuggingFaceWeights
+        from meshwright.models.moe.hf_mixtral import MIXTRAL
+
+        return HuggingFaceWeights(MIXTRAL)
 
 
 FAMILY = MoeFamily()

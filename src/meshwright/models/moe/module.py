@@ -1,4 +1,4 @@
-"""A mixture-of-experts language model as a plain module: a Llama with experts instead of feed-forward layers.
+"""A mixture-of-experts language model as a plain module: a decoder with experts instead of feed-forward layers.
 
 Shapes: b batch, t time, d model width, h head_dim.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.llama.module import Llama, make_block
+from meshwright.models.decoder.module import Decoder, make_block
 from meshwright.models.moe.description import MoeSpec
 from meshwright.nn.attention.causal import CausalAttention
-from meshwright.nn.moe.layer import MixtureOfExperts
-from meshwright.nn.moe.router_config import RouterConfig
+from meshwright.nn.experts.layer import MixtureOfExperts
+from meshwright.nn.experts.router_config import RouterConfig
 
 
-class MoeTransformer(Llama):
+class MoeTransformer(Decoder):
     """Token embedding, dense blocks, blocks with experts, final norm and output head, or the part of one stage."""
 
     def __init__(self, spec: MoeSpec, router: RouterConfig, part: Part | None = None) -> None:

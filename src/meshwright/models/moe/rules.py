@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.llama.rules import violations as llama_violations
+from meshwright.models.decoder.rules import violations as decoder_violations
 from meshwright.models.moe.config import MoeConfig
 from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
@@ -14,7 +14,7 @@ from meshwright.settings.violation import Violation
 
 def violations(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
     """Yield the rules that a run violates."""
-    yield from llama_violations(model, f)
+    yield from decoder_violations(model, f)
     yield from _layers(model)
     yield from _routing(model)
     yield from _capacity(model)

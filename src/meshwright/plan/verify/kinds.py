@@ -11,6 +11,7 @@ from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
+from meshwright.plan.step_buffers import LOAD_DTYPE
 from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
@@ -199,10 +200,13 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
             rule = "an update is summed exactly over the axes that shard its inputs"
             yield Fault(what, rule, f"{field}.summed", parameter=name, axis=axis)
         due = axis in _data(plan) or _has_sharded_input(plan, _style_of(kind, buffer.name))
-        if buffer.work and divided is not due:
+        if (buffer.work or buffer.load) and divided is not due:
             what = f"buffer {name} has {axis} {'' if divided else 'not '}in `work`"
             rule = "data axes are in the work of an updated buffer, and tp if its module's style implies it"
             yield Fault(what, rule, f"{field}.work", parameter=name, axis=axis)
+    if buffer.load and (buffer.dtype != LOAD_DTYPE or len(buffer.shape) != 1 or buffer.shape[0] < 1):
+        what = f"load counter {name} is {buffer.dtype} of shape {list(buffer.shape)}"
+        yield Fault(what, f"a load counter has one {LOAD_DTYPE} count per expert", f"{field}.load", parameter=name)
 
 
 def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:

@@ -20,7 +20,7 @@ from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
 from meshwright.models.contract.task import Reference
-from meshwright.nn.moe.balance import BatchCounts
+from meshwright.nn.experts.balance import BatchCounts
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence

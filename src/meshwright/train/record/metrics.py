@@ -16,6 +16,7 @@ from meshwright.errors import InputError
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.output_files import writing
 from meshwright.train.build_job import Job
+from meshwright.train.record.expert_load import Counts, has_full_counts, summarize_load
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.record.reporter import Progress, Reporter, Validation
 from meshwright.train.run_folder import RunFolder
@@ -65,13 +66,16 @@ class Recorder:
         self._file = MetricsFile(folder.metrics, after_step=done)
         self._board = _tensorboard(folder) if job.config.train.tensorboard else None
 
-    def record(self, result: StepResult, seconds: float, validation: Validation | None) -> None:
+    def record(
+        self, result: StepResult, seconds: float, validation: Validation | None, counts: Counts | None = None
+    ) -> None:
         """Record one step.
 
         Args:
             result: result of the step.
             seconds: duration of the step.
             validation: validation after the step, if there was one.
+            counts: tokens per layer and expert, if there are any.
         """
         train, step = self._job.config.train, result.step
         values = {
@@ -86,9 +90,14 @@ class Recorder:
         }
         if validation is not None:
             values |= {"validation_loss": validation.loss, **validation.figures}
+        load = None if counts is None else vars(summarize_load(counts))
+        if counts is not None:
+            values["expert_load"] = load
+            if has_full_counts(counts, step=step, last=train.steps, every=train.log_every):
+                values["expert_counts"] = counts
         self._file.write(values)
         if self._board is not None:
-            for name, value in values.items():
+            for name, value in (*values.items(), *((f"expert_load/{key}", one) for key, one in (load or {}).items())):
                 if isinstance(value, float | int):
                     self._board.add_scalar(name, value, step)
         self._reporter.progress(self._progress(result, values))
@@ -105,6 +114,7 @@ class Recorder:
             memory_bytes=values["memory_bytes"],
             eta_s=seconds_per_step * (steps - step),
             skipped=result.skipped,
+            expert_load=values.get("expert_load", {}).get("max_over_mean"),
         )
 
     def close(self) -> None:

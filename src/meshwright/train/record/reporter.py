@@ -49,6 +49,8 @@ class Progress:
     memory_bytes: int
     eta_s: float
     skipped: bool
+    expert_load: float | None = None
+    """Largest number of tokens of an expert over the mean of its layer; None without mixture-of-experts layers."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,17 @@ class Validation:
     loss: float
     figures: Mapping[str, float] = field(default_factory=dict)
     """Additional metrics by name."""
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """Bytes that rank 0 sent for expert parallelism in its steps, and two predictions of them."""
+
+    sent: int
+    predicted: int
+    """Prediction before the run."""
+    from_counts: int
+    """Prediction from the experts' counts in these steps."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,12 @@ class Summary:
     folder: Path
     checkpoint: Path | None
     sample: str | None
+    experts: ExpertBytes | None = None
+    """None if no experts are sharded."""
     plan_given: bool = False
     """True if the plan was read from a file and differs from the one made from the configuration."""
+    figures: tuple[str, ...] = ("loss.png",)
+    """File names of the figures in the run folder."""
 
 
 class Reporter:

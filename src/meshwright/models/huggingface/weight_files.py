@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.safetensors_file import open_tensors
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.hf_config import JsonFields, parse_fields, read_object
+from meshwright.models.huggingface.json_fields import JsonFields, parse_fields, read_object
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"

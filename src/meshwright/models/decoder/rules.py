@@ -1,4 +1,4 @@
-"""Configuration rules of Llama models: dimensions and tensor-parallel divisibility."""
+"""Configuration rules of decoders: dimensions and tensor-parallel divisibility."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.attention_head_rule import head_violations
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.llama.config import LlamaConfig
+from meshwright.models.decoder.config import DecoderConfig
 from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
 
 
-def violations(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
-    """Yield the Llama rules that a run violates."""
+def violations(model: DecoderConfig, f: RunFacts) -> Iterator[Violation]:
+    """Yield the rules that a run violates."""
     yield from _model(model)
     yield from _tensor_parallel(model, f)
 
 
-def _model(model: LlamaConfig) -> Iterator[Violation]:
+def _model(model: DecoderConfig) -> Iterator[Violation]:
     yield from head_violations(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     head_dim = model.spec().head_dim
     if head_dim % 2:
@@ -42,7 +42,7 @@ def _model(model: LlamaConfig) -> Iterator[Violation]:
         )
 
 
-def _tensor_parallel(model: LlamaConfig, f: RunFacts) -> Iterator[Violation]:
+def _tensor_parallel(model: DecoderConfig, f: RunFacts) -> Iterator[Violation]:
     tp = f.axes.tp
     counts = {
         "attention heads": model.num_heads,

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwright.nn.step_handles import StepBuffer, StepHandle
+from meshwright.nn.step_handles import LoadCounter, StepHandle
 
 
-class ExpertLoad(StepBuffer):
+class ExpertLoad(LoadCounter):
     """Tokens sent to each expert since the start of training, and an optional bias that balances them.
 
     Each step, the bias of every expert with less than the mean load rises by `bias_rate`, and that of every expert with
@@ -26,7 +26,7 @@ class ExpertLoad(StepBuffer):
     bias: Tensor | None
 
     def __init__(self, num_experts: int, *, bias_rate: float = 0.0) -> None:
-        super().__init__((num_experts,), torch.int64)
+        super().__init__(num_experts)
         self.bias_rate = bias_rate
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
 

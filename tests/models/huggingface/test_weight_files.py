@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
-from meshwright.models.llama import hf_convert
+from meshwright.models.huggingface.export_weights import export_safetensors
+from meshwright.models.huggingface.import_weights import import_safetensors
+from meshwright.models.huggingface.weight_files import INDEX, SINGLE_FILE, open_weights
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.models.llama.hf_weight_files import INDEX, SINGLE_FILE, open_weights
+from meshwright.models.llama.hf_llama import LLAMA
 from tests.models.specs import build as build_model
 
 SPEC = LlamaSpec(2, 32, 4, 2, 48, 64, 8)
@@ -28,18 +30,18 @@ def run_folder(tmp_path_factory):
 @pytest.fixture
 def whole(run_folder, tmp_path):
     """Exported as one file."""
-    return hf_convert.export_safetensors(run_folder, tmp_path / "whole")
+    return export_safetensors(LLAMA, run_folder, tmp_path / "whole")
 
 
 @pytest.fixture
 def shards(run_folder, tmp_path):
     """Exported as several files."""
-    return hf_convert.export_safetensors(run_folder, tmp_path / "shards", max_shard_bytes=20_000)
+    return export_safetensors(LLAMA, run_folder, tmp_path / "shards", max_shard_bytes=20_000)
 
 
 def refused(source, tmp_path):
     with pytest.raises(CheckpointError) as caught:
-        hf_convert.import_safetensors(source, tmp_path / "imported")
+        import_safetensors(LLAMA, source, tmp_path / "imported")
     assert caught.value.where and caught.value.rule and caught.value.fix
     assert not manifest.list_checkpoints(tmp_path / "imported")
     return caught.value
@@ -77,7 +79,7 @@ def test_a_tensor_in_two_files_is_refused_until_one_is_gone(shards, tmp_path):
     error = refused(shards, tmp_path)
     assert error.what == f"{name} is in {other}, but the index names {home}"
     edit(shards / other, lambda tensors: tensors.pop(name))
-    hf_convert.import_safetensors(shards, tmp_path / "imported")
+    import_safetensors(LLAMA, shards, tmp_path / "imported")
 
 
 def test_an_index_that_names_another_file_is_refused(shards, tmp_path):
@@ -111,7 +113,7 @@ def test_numbers_that_are_no_weights_are_refused_by_name(whole, tmp_path, dtype)
     error = refused(whole, tmp_path)
     assert error.what == f"{name} has dtype {str(dtype).removeprefix('torch.')}" and "as bfloat16" in error.fix
     edit(whole / SINGLE_FILE, lambda tensors: change(tensors, torch.bfloat16))
-    hf_convert.import_safetensors(whole, tmp_path / "imported")
+    import_safetensors(LLAMA, whole, tmp_path / "imported")
 
 
 def test_more_layers_than_tensors_are_refused_without_counting_them(whole, tmp_path):

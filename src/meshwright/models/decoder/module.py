@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023; The Llama 3 herd of models, 2024) as a plain module.
+"""A decoder (Touvron et al. 2023; Grattafiori et al. 2024) as a plain module.
 
 Independent of meshes, precision policies and checkpointing, which `parallel/` applies from outside. Parameters have the
 same names as in checkpoints.
@@ -14,13 +14,13 @@ from dataclasses import asdict
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.decoder.description import DecoderSpec
 from meshwright.nn.attention.rope import RopeScaling, rope_tables
 from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 
 
-def make_block(spec: LlamaSpec) -> TransformerBlock:
+def make_block(spec: DecoderSpec) -> TransformerBlock:
     """Create a block."""
     return TransformerBlock(
         spec.dim,
@@ -32,7 +32,7 @@ def make_block(spec: LlamaSpec) -> TransformerBlock:
     )
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output head, or the part of them in one pipeline stage.
 
     Parameters of a part keep their names from the full model. With tied embeddings, a part that has the head but not
@@ -40,9 +40,9 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self, spec: LlamaSpec, part: Part | None = None, block: Callable[[int], nn.Module] | None = None
+        self, spec: DecoderSpec, part: Part | None = None, block: Callable[[int], nn.Module] | None = None
     ) -> None:
-        """Create the modules; `block` creates the block of a layer, by default a Llama's."""
+        """Create the modules; `block` creates the block of a layer, by default with a feed-forward layer."""
         super().__init__()
         block = block or (lambda layer: make_block(spec))
         self.spec, self.part = spec, part or Part(range(spec.num_layers))

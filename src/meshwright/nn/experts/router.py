@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
-from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.balance import (
+from meshwright.nn.experts.balance import (
     BatchCounts,
     ExpertLoad,
     balance_loss,
@@ -24,7 +23,8 @@ from meshwright.nn.moe.balance import (
     sample_counts,
     z_loss,
 )
-from meshwright.nn.moe.router_config import RouterConfig, Score
+from meshwright.nn.experts.router_config import RouterConfig, Score
+from meshwright.nn.forward_cache import ForwardCache
 from meshwright.nn.step_handles import AuxiliaryLoss
 
 

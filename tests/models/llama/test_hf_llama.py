@@ -15,9 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError, RunError
-from meshwright.models.llama import hf_config, hf_convert, hf_parameter_names
-from meshwright.models.llama.description import LlamaSpec, RopeScaling
-from meshwright.models.llama.module import Llama
+from meshwright.models.decoder.description import RopeScaling
+from meshwright.models.decoder.module import Decoder
+from meshwright.models.huggingface.export_weights import export_safetensors
+from meshwright.models.huggingface.import_weights import import_safetensors
+from meshwright.models.llama import hf_config
+from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.hf_llama import LLAMA
 
 PLAIN = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_theta=500000.0, norm_eps=1e-6)
 SPECS = {
@@ -30,7 +34,7 @@ SPECS = {
 
 def build(spec):
     """Our Llama with random weights, large enough that every one of them shows in the output."""
-    model = Llama(spec)
+    model = Decoder(spec)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +75,7 @@ def edit_config(out, **changes):
 @pytest.fixture(scope="module")
 def exported_once(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    return hf_convert.export_safetensors(save(folder / "run", PLAIN), folder / "out")
+    return export_safetensors(LLAMA, save(folder / "run", PLAIN), folder / "out")
 
 
 @pytest.fixture
@@ -84,13 +88,13 @@ def exported(exported_once, tmp_path):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_there_and_back_changes_no_bit(tmp_path, spec, dtype):
     path = save(tmp_path / "run", spec, dtype=dtype)
-    out = hf_convert.export_safetensors(path, tmp_path / "out")
-    back = hf_convert.import_safetensors(out, tmp_path / "imported")
+    out = export_safetensors(LLAMA, path, tmp_path / "out")
+    back = import_safetensors(LLAMA, out, tmp_path / "imported")
     assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(spec, dtype))
     checked = manifest.verify(back)
     assert (checked.step, checked.run) == (0, {"imported_from": "out"})
     manifest.check_model(checked, spec.identity())
-    again = hf_convert.export_safetensors(back, tmp_path / "again")
+    again = export_safetensors(LLAMA, back, tmp_path / "again")
     assert same(their_files(again), their_files(out))
     assert (again / "config.json").read_bytes() == (out / "config.json").read_bytes()
 
@@ -99,8 +103,7 @@ def test_there_and_back_changes_no_bit(tmp_path, spec, dtype):
 def test_names_and_shapes_are_the_module_s(spec):
     model = spec.identity()
     ours = {name: tuple(parameter.shape) for name, parameter in build(spec).named_parameters()}
-    names = hf_parameter_names.hf_names(model)
-    assert {name: hf_parameter_names.parameter_shape(model, name) for name in names} == ours
+    assert {one.name: one.shape for one in LLAMA.tensors(model)} == ours
 
 
 def test_an_imported_model_is_known_by_our_own_description(tmp_path):
@@ -113,7 +116,7 @@ def test_an_imported_model_is_known_by_our_own_description(tmp_path):
 @pytest.mark.parametrize("max_shard_bytes", [1, 3000, 10**9])
 def test_shards_are_as_large_as_allowed(tmp_path, max_shard_bytes):
     path = save(tmp_path / "run", PLAIN)
-    out = hf_convert.export_safetensors(path, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    out = export_safetensors(LLAMA, path, tmp_path / "out", max_shard_bytes=max_shard_bytes)
     names = sorted(file.name for file in out.glob("*.safetensors"))
     if max_shard_bytes == 10**9:
         assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
@@ -126,19 +129,19 @@ def test_shards_are_as_large_as_allowed(tmp_path, max_shard_bytes):
         for file in names:
             tensors = load_file(out / file)
             assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= max_shard_bytes
-    back = hf_convert.import_safetensors(out, tmp_path / "imported")
+    back = import_safetensors(LLAMA, out, tmp_path / "imported")
     assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(PLAIN))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_transformers_loads_it_and_computes_the_same(tmp_path, spec):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    out = hf_convert.export_safetensors(save(tmp_path / "run", spec), tmp_path / "out", max_shard_bytes=20_000)
+    out = export_safetensors(LLAMA, save(tmp_path / "run", spec), tmp_path / "out", max_shard_bytes=20_000)
     model, info = transformers.LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     # What transformers itself writes comes back too.
     model.save_pretrained(tmp_path / "theirs")
-    back = hf_convert.import_safetensors(tmp_path / "theirs", tmp_path / "imported")
+    back = import_safetensors(LLAMA, tmp_path / "theirs", tmp_path / "imported")
     assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(spec))
     manifest.check_model(manifest.read_manifest(back), spec.identity())
     tokens_bt = torch.randint(0, spec.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -154,7 +157,7 @@ def test_export_refuses_a_damaged_checkpoint(tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="rank-00000.safetensors has changed"):
-        hf_convert.export_safetensors(path, tmp_path / "out")
+        export_safetensors(LLAMA, path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -168,10 +171,10 @@ def test_export_refuses_what_is_not_the_llama_of_its_manifest(tmp_path):
     }
     for i, (words, tensors) in enumerate(cases.items()):
         with pytest.raises(CheckpointError, match=words):
-            hf_convert.export_safetensors(save(tmp_path / str(i), PLAIN, tensors), tmp_path / "out")
+            export_safetensors(LLAMA, save(tmp_path / str(i), PLAIN, tensors), tmp_path / "out")
     other = save_load.save(tmp_path / "moe", 1, {"model.w": torch.ones(1)}, model={"kind": "moe"}, run={}, keep=1)
     with pytest.raises(CheckpointError, match="not a Llama"):
-        hf_convert.export_safetensors(other, tmp_path / "out")
+        export_safetensors(LLAMA, other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -179,10 +182,10 @@ def test_export_never_writes_over_files(tmp_path):
     path = save(tmp_path / "run", PLAIN)
     out = tmp_path / "out"
     out.mkdir()
-    hf_convert.export_safetensors(path, out)  # empty: fine
+    export_safetensors(LLAMA, path, out)  # empty: fine
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     with pytest.raises(CheckpointError, match="not an empty directory"):
-        hf_convert.export_safetensors(path, out)
+        export_safetensors(LLAMA, path, out)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
@@ -195,11 +198,11 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", fail)
         with pytest.raises(RunError, match="No space left"):
-            hf_convert.export_safetensors(path, tmp_path / "out")
+            export_safetensors(LLAMA, path, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
     (tmp_path / ".tmp-out").mkdir()
     (tmp_path / ".tmp-out" / "model.safetensors").write_text("of an export that was killed")
-    hf_convert.export_safetensors(path, tmp_path / "out")
+    export_safetensors(LLAMA, path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "run"]
 
 
@@ -234,7 +237,7 @@ def test_the_context_length_is_what_was_asked_for(tmp_path):
 def test_import_refuses_what_our_llama_is_not(exported, tmp_path, changes, words):
     edit_config(exported, **changes)
     with pytest.raises(CheckpointError, match=words):
-        hf_convert.import_safetensors(exported, tmp_path / "imported")
+        import_safetensors(LLAMA, exported, tmp_path / "imported")
     assert not manifest.list_checkpoints(tmp_path / "imported")
 
 
@@ -256,7 +259,7 @@ def test_import_reads_configurations_old_and_new(exported, tmp_path):
     for i, (changes, model) in enumerate(cases):
         source = shutil.copytree(exported, tmp_path / f"source{i}")
         edit_config(source, **changes)
-        path = hf_convert.import_safetensors(source, tmp_path / f"imported{i}")
+        path = import_safetensors(LLAMA, source, tmp_path / f"imported{i}")
         assert manifest.read_manifest(path).model == model
 
 
@@ -264,7 +267,7 @@ def test_import_reads_no_pickle(exported, tmp_path):
     (exported / "model.safetensors").unlink()
     (exported / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     with pytest.raises(CheckpointError, match=r"only pytorch_model.bin") as caught:
-        hf_convert.import_safetensors(exported, tmp_path / "imported")
+        import_safetensors(LLAMA, exported, tmp_path / "imported")
     assert "safetensors" in caught.value.fix
 
 
@@ -282,35 +285,35 @@ def test_files_that_cannot_be_read_are_named(exported, tmp_path, name, content, 
     if content is not None:
         (exported / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
-        hf_convert.import_safetensors(exported, tmp_path / "imported")
+        import_safetensors(LLAMA, exported, tmp_path / "imported")
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
-    out = hf_convert.export_safetensors(save(tmp_path / "run", PLAIN), tmp_path / "out", max_shard_bytes=20_000)
+    out = export_safetensors(LLAMA, save(tmp_path / "run", PLAIN), tmp_path / "out", max_shard_bytes=20_000)
     second = sorted(out.glob("*.safetensors"))[1]
     second.unlink()
     with pytest.raises(CheckpointError, match=f"{second.name} cannot be read"):
-        hf_convert.import_safetensors(out, tmp_path / "imported")
+        import_safetensors(LLAMA, out, tmp_path / "imported")
 
 
 def test_what_other_writers_add_is_understood(tmp_path):
     """Rotary frequencies of 2023, and a tied head stored a second time; a head of its own is not tied."""
     spec = SPECS["tied"]
-    out = hf_convert.export_safetensors(save(tmp_path / "run", spec), tmp_path / "out")
+    out = export_safetensors(LLAMA, save(tmp_path / "run", spec), tmp_path / "out")
     theirs = load_file(out / "model.safetensors")
     theirs["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"].clone()
     save_file(theirs, out / "model.safetensors")
-    back = hf_convert.import_safetensors(out, tmp_path / "imported")
+    back = import_safetensors(LLAMA, out, tmp_path / "imported")
     assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(spec))
     theirs["lm_head.weight"] += 1
     save_file(theirs, out / "model.safetensors")
     with pytest.raises(CheckpointError, match="lm_head.weight is unexpected"):
-        hf_convert.import_safetensors(out, tmp_path / "other")
+        import_safetensors(LLAMA, out, tmp_path / "other")
 
 
 def test_import_starts_a_new_run(exported, tmp_path):
-    path = hf_convert.import_safetensors(exported, tmp_path / "imported")
+    path = import_safetensors(LLAMA, exported, tmp_path / "imported")
     with pytest.raises(CheckpointError, match="already holds checkpoints"):
-        hf_convert.import_safetensors(exported, tmp_path / "imported")
+        import_safetensors(LLAMA, exported, tmp_path / "imported")
     manifest.verify(path)

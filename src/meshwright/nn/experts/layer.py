@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.nn.experts.dispatcher import Dispatcher, LocalDispatcher
+from meshwright.nn.experts.router import Router
+from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.experts.swiglu_experts import Experts
 from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.dispatcher import Dispatcher, LocalDispatcher
-from meshwright.nn.moe.experts import Experts
-from meshwright.nn.moe.router import Router
-from meshwright.nn.moe.router_config import RouterConfig
 from meshwright.nn.transformer_block import FeedForward
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.nn.experts.grouped_linear import RowGroups
+from meshwright.nn.experts.router import Routing
+from meshwright.nn.experts.row_map import RowMap
 from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.grouped_linear import RowGroups
-from meshwright.nn.moe.router import Routing
-from meshwright.nn.moe.row_map import RowMap
 
 
 @dataclass(frozen=True)

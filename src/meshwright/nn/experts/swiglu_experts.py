@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
-from meshwright.nn.moe.grouped_linear import RowGroups, grouped_linear
+from meshwright.nn.experts.grouped_linear import RowGroups, grouped_linear
 
 
 class Experts(nn.Module):

@@ -1,0 +1,39 @@
+"""Checks that tensors are exactly those of the configuration, for both directions. Torch-free."""
+
+from __future__ import annotations
+
+from meshwright.errors import CheckpointError
+
+FIX = "check that the weights match the configuration"
+
+
+def check_names(present: set[str], expected: set[str], *, noun: str, where: str) -> None:
+    """Check that no tensor is missing or unexpected.
+
+    Raises:
+        CheckpointError: one is; the message names the first and counts the others.
+    """
+    for problem, names in (("missing", expected - present), ("unexpected", present - expected)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"tensor {min(names)}{more} {'is' if len(names) == 1 else 'are'} {problem}",
+                where=where,
+                rule=f"the tensors are exactly those of the {noun} in the configuration",
+                fix=FIX,
+            )
+
+
+def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], *, where: str) -> None:
+    """Check a tensor's shape.
+
+    Raises:
+        CheckpointError: it is not the configuration's.
+    """
+    if shape != expected:
+        raise CheckpointError(
+            f"{name} has shape {list(shape)}, expected {list(expected)} from the configuration",
+            where=where,
+            rule="tensor shapes match the configuration",
+            fix=FIX,
+        )

@@ -1,0 +1,169 @@
+"""Export of a checkpoint to a Hugging Face directory (safetensors and `config.json`).
+
+Only names are mapped, and stacked tensors taken apart; dtypes and bits are unchanged. One tensor is in memory at a
+time. Runs in a single process.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import layout_file, manifest
+from meshwright.checkpoint.durable_files import DurableFile, write_file
+from meshwright.checkpoint.layout_file import CheckpointLayout
+from meshwright.checkpoint.reader import read_row, read_tensor
+from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, write_tensors
+from meshwright.errors import CheckpointError, RunError
+from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model
+from meshwright.models.huggingface.checks import check_names, check_shape
+from meshwright.models.huggingface.weight_files import CONFIG, INDEX, SINGLE_FILE
+
+PREFIX = "model."
+"""Prefix of parameters in checkpoints, as opposed to optimizer state."""
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def export_safetensors(
+    architecture: Architecture,
+    checkpoint: Path,
+    out: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_seq_len: int | None = None,
+) -> Path:
+    """Export the model weights of a checkpoint to a directory that the architecture's `from_pretrained` loads.
+
+    The checkpoint is verified first. The directory is created atomically.
+
+    Args:
+        architecture: the class in `transformers`.
+        checkpoint: a checkpoint of its family, saved from any layout.
+        out: output directory, missing or empty.
+        max_shard_bytes: maximum size of a weight file; a larger tensor gets its own file.
+        max_seq_len: `max_position_embeddings` in `config.json`, which some inference servers use as the limit; if
+            None, the context length after rotary scaling, or 2048.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model, or `out` is not empty.
+        RunError: `out` cannot be written.
+    """
+    model = manifest.verify(checkpoint).model
+    stored = layout_file.read(checkpoint)
+    _check_model(architecture, model, str(stored.path))
+    tensors = _tensors_to_export(architecture, stored, model)
+    config = architecture.write_config(model, dtype=_common_dtype(tensors), max_seq_len=max_seq_len)
+    with _new_directory(out) as temporary:
+        _write_shards(temporary, _split(tensors, max_shard_bytes))
+        write_file(temporary / CONFIG, _json(config))
+    return out
+
+
+def _check_model(architecture: Architecture, model: Model, where: str) -> None:
+    if model.get("kind") != architecture.kind:
+        raise CheckpointError(
+            f"the checkpoint is of a {model.get('kind')}, not a {architecture.noun}",
+            where=where,
+            rule=f"only {architecture.noun} models can be exported to Hugging Face's format",
+            fix=f"export a checkpoint of a {architecture.noun}",
+        )
+    architecture.check_model(model, where=where)
+
+
+def _tensors_to_export(architecture: Architecture, stored: CheckpointLayout, model: Model) -> list[TensorToWrite]:
+    where = str(stored.path)
+    mapped = list(architecture.tensors(model))
+    saved = {name.removeprefix(PREFIX) for name in stored.tensors if name.startswith(PREFIX)}
+    check_names(
+        saved - set(architecture.counters(model)), {one.name for one in mapped}, noun=architecture.noun, where=where
+    )
+    tensors: list[TensorToWrite] = []
+    for one in mapped:
+        check_shape(one.name, stored.entry(PREFIX + one.name).shape, one.shape, where=where)
+        tensors += _theirs(stored, one)
+    return tensors
+
+
+def _theirs(stored: CheckpointLayout, mapped: MappedTensor) -> Iterator[TensorToWrite]:
+    """Yield the tensors of a Hugging Face directory that one of ours becomes."""
+    name = PREFIX + mapped.name
+    dtype = DTYPES[stored.entry(name).dtype]
+    for row, their_name in enumerate(mapped.theirs):
+        fetch = partial(read_row, stored, name, row) if mapped.is_stacked else partial(read_tensor, stored, name)
+        yield TensorToWrite(their_name, dtype, mapped.their_shape(), fetch)
+
+
+def _common_dtype(tensors: Sequence[TensorToWrite]) -> str:
+    """Return torch's name of the dtype with the most bytes of weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+def _split(tensors: Sequence[TensorToWrite], max_shard_bytes: int) -> list[list[TensorToWrite]]:
+    """Split the tensors, in order, into shards of at most `max_shard_bytes`."""
+    shards: list[list[TensorToWrite]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.num_bytes() > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes()
+    return shards
+
+
+def _write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) -> None:
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    for name, shard in zip(names, shards, strict=True):
+        with DurableFile(directory / name) as file:
+            write_tensors(file, shard, metadata={"format": "pt"})  # required by transformers
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes() for shard in shards for tensor in shard)
+        weight_map = {tensor.key: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        write_file(directory / INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside `out`, renamed to it on success and removed on failure."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            f"{out} exists and is not an empty directory",
+            where=str(out),
+            rule="an export never overwrites files",
+            fix="choose a new directory",
+        )
+    temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # left behind by a killed export
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(
+            f"cannot write {out}: {error.strerror or error}",
+            where=str(out),
+            fix="free some disk space or choose another directory",
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()

@@ -1,0 +1,133 @@
+"""Expert parallelism in whole steps: the same run on every layout, bitwise the same twice, and through kills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.plan.expert_traffic import describe_rows
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import predict_memory
+from meshwright.train.expert_traffic import ExpertTraffic
+from tests.helpers import quick_and_slow, small_corpus
+from tests.train.jobs import make_job, run_on, trace
+from tests.train.runs import Fault, assert_bitwise_equal, final_state, metrics, train
+from tests.train.test_kill import killed
+
+TINY = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "train.seq_len=32"]
+FP64 = "train.precision=float64"
+BALANCED = ["model.balance_loss=0.02", "model.bias_rate=0.01", "model.z_loss=0.001"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):
+    """Twenty steps of one process."""
+    return trace(0, 1, [*corpus, *TINY, *BALANCED, FP64], 20)
+
+
+@pytest.mark.parametrize(("dp", "ep"), quick_and_slow([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], quick=[(2, 2), (4, 2)]))
+def test_losses_do_not_depend_on_the_layout(gang, corpus, alone, dp, ep):
+    words = [*corpus, *TINY, *BALANCED, FP64, f"mesh.dp_shard={dp}", f"mesh.ep={ep}"]
+    found = run_on(gang, dp, trace, words, 20)[0]
+    torch.testing.assert_close(found.losses, alone.losses, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.norms, alone.norms, rtol=0, atol=1e-8)
+    for name, piece in found.final.items():
+        torch.testing.assert_close(piece.values, piece.of(alone.final[name].values), rtol=0, atol=1e-8)
+
+
+def test_the_same_seed_gives_the_same_bits(gang, corpus):
+    words = [*corpus, *TINY, *BALANCED, "mesh.dp_shard=4", "mesh.ep=2", "model.num_shared_experts=1"]
+    first, second = (run_on(gang, 4, trace, words, 4) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.results == other.results
+        assert all(torch.equal(piece.values, other.final[name].values) for name, piece in one.final.items())
+
+
+def sent_in_steps(rank, world_size, words, num_steps):
+    job, step = make_job(rank, world_size, words)
+    traffic = ExpertTraffic(job)
+    for number in range(1, num_steps + 1):
+        with traffic:
+            step(number)
+    return traffic.total()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["mesh.ep=2"],
+        ["mesh.ep=4", "train.num_microbatches=2", "recompute.policy=full", "model.top_k=3"],
+        ["mesh.ep=4", "model.drop=over-capacity", "model.capacity_factor=0.75", "model.num_experts=16"],
+    ],
+    ids=["ep 2", "ep 4, recomputed", "capacity"],
+)
+def test_bytes_are_predicted_exactly_with_uniform_routing(gang, corpus, words):
+    words = [*corpus, *TINY, "mesh.dp_shard=4", "model.routing=uniform", "model.num_shared_experts=1", *words]
+    for found in run_on(gang, 4, sent_in_steps, words, 2):
+        assert found.sent == found.predicted > 0
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus, ep):
+    """The prediction from the experts' counts is within 5 % on each rank, where the uniform one may be far off."""
+    words = [*corpus, *TINY, "mesh.dp_shard=4", f"mesh.ep={ep}", "model.balance_loss=0", "train.lr=1e-2"]
+    for found in run_on(gang, 4, sent_in_steps, words, 10):
+        assert found.from_counts == pytest.approx(found.sent, rel=0.05)
+
+
+def test_the_plan_counts_rows_once_per_rank():
+    plan = make_plan(load("moe-tiny", ["mesh.dp_shard=8", "mesh.ep=8", "model.num_experts=64", "model.top_k=8",
+                                       "model.dim=1024"]))  # fmt: skip
+    assert describe_rows(plan, 0) == ("one row per token and rank: 1.001 × the lower bound, 32% less than per expert")
+
+
+def test_memory_counts_the_experts_of_a_rank_and_their_capacity():
+    def memory(*words):
+        return predict_memory(make_plan(load("moe-tiny", ["mesh.dp_shard=8", *words])))
+
+    spread, sharded = memory(), memory("mesh.ep=8")
+    assert spread.parameters == sharded.parameters, "the same shards, by another split"
+    assert sharded.gathered < spread.gathered / 3, "a rank gathers no experts of others"
+    capacity = ["mesh.ep=8", "model.drop=over-capacity"]
+    narrow, wide = (memory(*capacity, f"model.capacity_factor={factor}") for factor in (1.0, 2.0))
+    assert wide.activations > narrow.activations == sharded.activations
+
+
+EXPERTS = ["model.kind=moe", "model.balance_loss=0", "model.bias_rate=0.01", "model.dim=32", "model.expert_dim=24"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["mesh.dp_shard=2", "mesh.ep=2"], ["mesh.dp_shard=2", "mesh.ep=2", "mesh.pp=2",
+                                                                     "train.num_microbatches=2"]])  # fmt: skip
+def test_a_kill_costs_nothing(corpus, tmp_path, layout):
+    """Biases and counters are in the checkpoint: what follows is bitwise what would have been."""
+    words = [*corpus, *EXPERTS, *layout]
+    killed(words, tmp_path / "killed", Fault(rank=1, step=5))
+    train(words, tmp_path / "killed", resume="auto")
+    train(words, tmp_path / "whole")
+    assert_bitwise_equal(tmp_path / "killed", tmp_path / "whole")
+    state = final_state(tmp_path / "whole")
+    assert any(tensor.any() for name, tensor in state.items() if name.endswith("load.bias"))
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_other_numbers_of_expert_ranks(corpus, tmp_path):
+    """ep 1 → 4 → 2: the same counters and biases, bit for bit, as of a run on one process."""
+    words = [*corpus, *EXPERTS, FP64]
+    killed([*words, "mesh.dp_shard=2"], tmp_path / "moved", Fault(rank=1, step=4))
+    killed([*words, "mesh.dp_shard=4", "mesh.ep=4"], tmp_path / "moved", Fault(rank=2, step=7), resume="auto")
+    train([*words, "mesh.dp_shard=2", "mesh.ep=2"], tmp_path / "moved", resume="auto")
+    train(words, tmp_path / "whole")
+    moved, whole = final_state(tmp_path / "moved"), final_state(tmp_path / "whole")
+    balanced = [name for name in whole if ".load." in name]
+    assert len(balanced) == 4 and moved.keys() == whole.keys()
+    assert all(torch.equal(moved[name], whole[name]) for name in balanced)
+    found, expected = metrics(tmp_path / "moved"), metrics(tmp_path / "whole")
+    assert [line["expert_counts"] for line in found] == [line["expert_counts"] for line in expected]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=1e-9)
