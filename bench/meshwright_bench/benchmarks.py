@@ -49,7 +49,7 @@ class Benchmark(StrEnum):
     COMM_LOSS = "comm-loss"
     RESHARD = "reshard"
     OPERATORS = "operators"
-    MOE = "moe"
+    EXPERTS = "moe"
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ BENCHMARKS = {
     Benchmark.OPERATORS: BenchmarkEntry(
         "operators on DTensors, with and without the fallback", "meshwright_bench.operators.benchmark:bench_operators"
     ),
-    Benchmark.MOE: BenchmarkEntry(
+    Benchmark.EXPERTS: BenchmarkEntry(
         "rows and times of expert layers against lower bounds and memory copies",
-        "meshwright_bench.expert_layers.benchmark:bench_moe",
+        "meshwright_bench.expert_layers.benchmark:bench_experts",
     ),
 }
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from meshwright.errors import InputError, RunError
-from meshwright.nn.moe.row_map import RowMap
+from meshwright.nn.experts.row_map import RowMap
 from meshwright.testing.gang import GangError
 from meshwright_bench import devices
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.expert_layers import layer_time
 from meshwright_bench.expert_layers.benchmark import (
-    bench_moe,
+    bench_experts,
     dispatch_figures,
     grouped_figures,
     layer_figures,
@@ -202,7 +202,7 @@ def test_figures_without_a_gpu_are_unmeasured():
 def test_cuda_without_a_device_is_an_error(monkeypatch):
     monkeypatch.setattr(devices, "launch", lambda body, result, **kwargs: result.write_text("null", "utf-8"))
     with pytest.raises(InputError) as caught:
-        bench_moe(Options(DeviceChoice.CUDA), lambda text: None)
+        bench_experts(Options(DeviceChoice.CUDA), lambda text: None)
     assert "--device cpu" in caught.value.fix
 
 
@@ -223,7 +223,7 @@ def test_a_gpu_has_grouped_products():
 
 @pytest.mark.slow
 def test_the_benchmark_runs():
-    figures = as_json(bench_moe(Options(DeviceChoice.CPU, rounds=1), lambda text: None))["figures"]
+    figures = as_json(bench_experts(Options(DeviceChoice.CPU, rounds=1), lambda text: None))["figures"]
     assert all(figures[f"{num_ranks}_ranks.rows_over_lower_bound"] == 1 for num_ranks in DISPATCH_RANKS)
     assert figures["layer.host_reads"] == 1
     assert all(value is not None for name, value in figures.items() if not name.startswith("cuda."))

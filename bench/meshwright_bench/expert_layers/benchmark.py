@@ -1,4 +1,4 @@
-"""`bench moe`: rows and bytes of dispatches over their lower bounds, and times of the parts of an expert layer.
+"""Benchmark of expert layers: rows and bytes of dispatches over their lower bounds, and times of a layer's parts.
 
 Torch-free: this module runs in the launcher, starts the ranks of each measurement and reports their results.
 """
@@ -54,7 +54,7 @@ NOTES = (
 )
 
 
-def bench_moe(options: Options, say: Say) -> Report:
+def bench_experts(options: Options, say: Say) -> Report:
     """Count dispatches, time the parts of a layer on the CPU, and grouped products on a CUDA device if there is one.
 
     Raises:
@@ -82,7 +82,7 @@ def bench_moe(options: Options, say: Say) -> Report:
         grouped = run_measurement(grouped_body, with_rounds(GroupedTask, options.rounds), num_ranks=1)
         figures += grouped_figures(grouped, gpu)
     device = cpu_name() if gpu is None else f"{gpu}, {cpu_name()}"
-    return Report(Benchmark.MOE, device, date.today().isoformat(), tuple(figures), NOTES)
+    return Report(Benchmark.EXPERTS, device, date.today().isoformat(), tuple(figures), NOTES)
 
 
 def dispatch_figures(num_ranks: int, counts: RawResult) -> list[Figure]:

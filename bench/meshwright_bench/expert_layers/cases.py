@@ -1,4 +1,4 @@
-"""Sizes, targets and tasks of `bench moe`. Torch-free."""
+"""Sizes, targets and tasks of the benchmark of expert layers. Torch-free."""
 
 from __future__ import annotations
 

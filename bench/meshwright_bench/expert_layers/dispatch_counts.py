@@ -20,10 +20,11 @@ from meshwright.comm.collective_log import group_record
 from meshwright.comm.collectives import all_gather_object, rank, world_size
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
+from meshwright.nn.experts.router import Routing
 from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.router import Routing
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.train.launch.rank_context import RankContext
+from meshwright_bench.benchmarks import Benchmark
 from meshwright_bench.expert_layers.cases import DispatchTask
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def _check_returned(out_nd: Tensor, x_nd: Tensor) -> None:
     if not torch.allclose(out_nd.float(), x_nd.float(), rtol=0.05, atol=0.05):
         raise RunError(
             "tokens did not return from experts that leave them unchanged",
-            where="bench moe, dispatch",
+            where=f"bench {Benchmark.EXPERTS}",
             rule="a token's weights sum to 1, so its rows sum to the token, else the counts are meaningless",
             fix="this is a bug: please report it with this message",
         )

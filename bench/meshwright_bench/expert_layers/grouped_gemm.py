@@ -6,11 +6,13 @@ Shapes: r rows, e groups, d input width, f output width.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from meshwright.nn.moe.grouped_linear import RowGroups, multiply, weight_gradient
+from meshwright.nn.experts.grouped_linear import RowGroups, multiply, weight_gradient
 from meshwright_bench.alternate import alternate
 from meshwright_bench.expert_layers.cases import FORWARD, WEIGHT_GRADIENT, GroupedTask
 from meshwright_bench.train.measure import timer_on
@@ -33,7 +35,7 @@ def grouped_seconds(task: GroupedTask) -> dict[str, Any]:
     weight_edf = torch.randn(task.num_groups, task.dim, task.width, device=device).to(DTYPE)
     sizes_e = torch.randint(task.num_groups, (task.num_rows,), device=device).bincount(minlength=task.num_groups)
     groups = RowGroups(sizes_e, sizes_e.tolist())
-    arms = {
+    arms: dict[str, Callable[[], Tensor]] = {
         FORWARD: lambda: multiply(x_rd, weight_edf, groups),
         WEIGHT_GRADIENT: lambda: weight_gradient(gradient_rf, x_rd, groups),
     }

@@ -19,15 +19,16 @@ from meshwright.comm.collective_log import group_record
 from meshwright.comm.collectives import world_size
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
+from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
+from meshwright.nn.experts.layer import MixtureOfExperts
+from meshwright.nn.experts.router import Routing
+from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.experts.swiglu_experts import Experts
 from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.moe.dispatcher import Dispatch, Dispatcher, ExpertRows
-from meshwright.nn.moe.experts import Experts
-from meshwright.nn.moe.layer import MixtureOfExperts
-from meshwright.nn.moe.router import Routing
-from meshwright.nn.moe.router_config import RouterConfig
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import alternate
+from meshwright_bench.benchmarks import Benchmark
 from meshwright_bench.expert_layers.cases import OVERLAPPED, WAITING, LayerTask, PairTask
 from meshwright_bench.overlap_pair import measure_pair, switch_seconds
 from meshwright_bench.train.measure import timer_on
@@ -100,7 +101,7 @@ def both_orders(task: LayerTask) -> dict[str, Any]:
     if not torch.equal(arms[OVERLAPPED](), arms[WAITING]()):
         raise RunError(
             "a layer's result depends on when it waits for its rows",
-            where="bench moe",
+            where=f"bench {Benchmark.EXPERTS}",
             rule="both orders must give the same result bitwise, else the comparison is meaningless",
             fix="this is a bug: please report it with this message",
         )

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import RunError
-from meshwright.nn.moe.dispatcher import sort_by_expert
-from meshwright.nn.moe.router import Router
-from meshwright.nn.moe.router_config import RouterConfig
-from meshwright.nn.moe.row_map import RowMap
+from meshwright.nn.experts.dispatcher import sort_by_expert
+from meshwright.nn.experts.router import Router
+from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.experts.row_map import RowMap
 from meshwright_bench.alternate import alternate
+from meshwright_bench.benchmarks import Benchmark
 from meshwright_bench.expert_layers.cases import (
     COMBINE,
     COMBINE_INDEXED,
@@ -116,7 +117,7 @@ def check_moves(rows: RowMap, x_nd: Tensor) -> None:
     if not (is_right and torch.equal(sums_nd, rows.sum(rows_rd))):
         raise RunError(
             "permute or combine gave an incorrect result",
-            where="bench moe",
+            where=f"bench {Benchmark.EXPERTS}",
             rule="they must equal plain indexing and a float64 sum, and repeat bitwise, else the times are meaningless",
             fix="this is a bug: please report it with this message",
         )
