@@ -56,16 +56,16 @@ class LayerTask:
     """Times and host reads of expert-parallel layers with shared experts, on gloo processes."""
 
     result: Path
-    num_tokens: int = 1024
+    num_tokens: int = 512
     """Tokens of each rank."""
-    dim: int = 1024
+    dim: int = 512
     num_experts: int = 16
     top_k: int = 4
     expert_dim: int = 128
     shared_dim: int = 512
     num_layers: int = 2
-    rounds: int = 11
-    steps: int = 2
+    rounds: int = 21
+    steps: int = 1
 
 
 @dataclass(frozen=True)
