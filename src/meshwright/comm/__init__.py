@@ -8,12 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.comm.alltoallv import all_to_all
+    from meshwright.comm.alltoallv import all_to_all, start_all_to_all
+    from meshwright.comm.alltoallv_async import AllToAllHandle
     from meshwright.comm.compression.ddp_hook import compress_ddp
     from meshwright.comm.compression.fsdp_compress import Compression, Replicas, compress
     from meshwright.comm.node_groups import Placement, place
 
 _FILES = {
+    "AllToAllHandle": "alltoallv_async",
     "Compression": "compression.fsdp_compress",
     "Placement": "node_groups",
     "Replicas": "compression.fsdp_compress",
@@ -21,10 +23,14 @@ _FILES = {
     "compress": "compression.fsdp_compress",
     "compress_ddp": "compression.ddp_hook",
     "place": "node_groups",
+    "start_all_to_all": "alltoallv",
 }
 """Module that defines each public name; all of these modules import torch."""
 
-__all__ = ["Compression", "Placement", "Replicas", "all_to_all", "compress", "compress_ddp", "place"]
+__all__ = [
+    "AllToAllHandle", "Compression", "Placement", "Replicas", "all_to_all", "compress", "compress_ddp", "place",
+    "start_all_to_all",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ an in-place collective inside an autograd Function would be replayed into a fres
 be exchanged on the device first, and reach the host with a single read.
 
 [Note: transfers in flight] The operator's output is filled later, and autograd may return it before it is filled, so
-transfers are recorded per process by the address of their output until `wait_rows` completes them.
+transfers are recorded per process by the address of their output's storage until `wait_rows` completes them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Transfer:
 
 @cache
 def _in_flight() -> dict[int, _Transfer]:
-    """Return this process's transfers in flight by the address of their output. [Note: transfers in flight]"""
+    """Return this process's transfers by the address of their output's storage. [Note: transfers in flight]"""
     return {}
 
 
@@ -116,7 +116,7 @@ def _start(x: Tensor, send: Sequence[int], recv: Sequence[int], group: str) -> T
     x = x.resolve_conj().resolve_neg().contiguous()
     shape = (sum(recv), *x.shape[1:])
     num_elements = math.prod(shape)
-    # At least one element, so that every output has an address of its own.
+    # At least one element, so that every output's storage has an address of its own; an empty tensor has none.
     out = x.new_empty(max(1, num_elements))[:num_elements].view(shape)
     if not group:
         return out.copy_(x)
@@ -140,7 +140,7 @@ def start_into(
         work = dist.all_to_all_single(
             sendable(out), sendable(x), list(recv_splits), list(send_splits), group=group, async_op=True
         )
-    _in_flight()[out.data_ptr()] = _Transfer(work, x, passage)
+    _in_flight()[out.untyped_storage().data_ptr()] = _Transfer(work, x, passage)
 
 
 def wait_rows(out: Tensor) -> None:
@@ -149,7 +149,7 @@ def wait_rows(out: Tensor) -> None:
     Raises:
         CollectiveError: the collective timed out or another rank was lost.
     """
-    transfer = _in_flight().pop(out.data_ptr(), None)
+    transfer = _in_flight().pop(out.untyped_storage().data_ptr(), None)
     if transfer is not None:
         with transfer.passage:
             transfer.work.wait()

@@ -26,8 +26,8 @@ class ForwardCache(StepHandle):
         super().__init__()
         self.source: Iterator[tuple[Any, ...]] | None = None
         """Values of the forward that is being recomputed."""
-        self.sink: list[tuple[Any, ...]] | None = None
-        """Values of the current forward, kept for its recomputation."""
+        self.sinks: tuple[list[tuple[Any, ...]], ...] = ()
+        """Where values of the current forward are kept: one list per recomputed module that it runs in."""
 
     def recall(self, compute: Callable[[], T]) -> T:
         """Return `compute()`, or in a recomputed forward the tuple that it returned in the first one.
@@ -35,8 +35,8 @@ class ForwardCache(StepHandle):
         Recalled tensors are detached, and require gradients if they did, so that autograd saves what it saved before.
         """
         values: Any = compute() if self.source is None else tuple(_leaf(value) for value in next(self.source))
-        if self.sink is not None:
-            self.sink.append(tuple(_leaf(value) for value in values))
+        for sink in self.sinks:
+            sink.append(tuple(_leaf(value) for value in values))
         result: T = values
         return result
 
@@ -49,16 +49,16 @@ class SavingForward(AbstractContextManager[None]):
 
     def __init__(self, caches: list[ForwardCache]) -> None:
         self.values: dict[ForwardCache, list[tuple[Any, ...]]] = {cache: [] for cache in caches}
-        self._before: list[list[tuple[Any, ...]] | None] = []
+        self._before: list[tuple[list[tuple[Any, ...]], ...]] = []
 
     def __enter__(self) -> None:
-        self._before = [cache.sink for cache in self.values]
+        self._before = [cache.sinks for cache in self.values]
         for cache, kept in self.values.items():
-            cache.sink = kept
+            cache.sinks = (*cache.sinks, kept)  # of modules around this one, too: they are recomputed first
 
     def __exit__(self, *raised: object) -> None:
         for cache, before in zip(self.values, self._before, strict=True):
-            cache.sink = before
+            cache.sinks = before
 
 
 class RecallingForward(AbstractContextManager[None]):
@@ -66,16 +66,17 @@ class RecallingForward(AbstractContextManager[None]):
 
     def __init__(self, saved: SavingForward) -> None:
         self._saved = saved
-        self._before: list[list[Iterator[tuple[Any, ...]] | None]] = []
+        self._before: list[list[tuple[Any, Any]]] = []
 
     def __enter__(self) -> None:
-        self._before.append([cache.source for cache in self._saved.values])
+        self._before.append([(cache.source, cache.sinks) for cache in self._saved.values])
         for cache, kept in self._saved.values.items():
-            cache.source = iter(kept)
+            # No sinks: those of a forward under way, which another task interrupted, are not for these values.
+            cache.source, cache.sinks = iter(kept), ()
 
     def __exit__(self, *raised: object) -> None:
         for cache, before in zip(self._saved.values, self._before.pop(), strict=True):
-            cache.source = before
+            cache.source, cache.sinks = before
 
 
 def _leaf(value: Any) -> Any:

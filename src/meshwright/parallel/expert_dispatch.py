@@ -10,22 +10,22 @@ a choices sent, m rows received, b choices received, r rows for the local expert
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.comm.alltoallv import start_all_to_all
-from meshwright.comm.alltoallv_async import AllToAllHandle, SplitExchange
+from meshwright.comm.alltoallv_async import SplitExchange
 from meshwright.comm.collectives import world_size
-from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows, sort_by_expert
+from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
 from meshwright.nn.experts.grouped_linear import RowGroups
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.row_map import RowMap
+from meshwright.nn.experts.row_order import sort_by_expert
 from meshwright.nn.forward_cache import ForwardCache
+from meshwright.parallel.padded_dispatch import PaddedRankDispatch, ReturningRows
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -37,7 +37,9 @@ class AllToAllDispatcher(Dispatcher):
         self.num_experts, self.group = num_experts, group
 
     def start(self, x_nd: Tensor, routing: Routing, cache: ForwardCache) -> Dispatch:
-        """Start to exchange the numbers of rows."""
+        """Start to exchange the numbers of rows, which are known under a capacity."""
+        if routing.capacity is not None:
+            return PaddedRankDispatch(x_nd, routing, cache, self.num_experts, self.group)
         return _RankDispatch(x_nd, routing, cache, self.num_experts, self.group)
 
 
@@ -46,7 +48,7 @@ class _RankDispatch(Dispatch):
         self, x_nd: Tensor, routing: Routing, cache: ForwardCache, num_experts: int, group: ProcessGroup
     ) -> None:
         self._x_nd, self._routing, self._cache, self._group = x_nd, routing, cache, group
-        self._returning: Callable[[], AllToAllHandle] | None = None
+        self._returning: ReturningRows | None = None
         self._tokens: RowMap | None = None
         self._packing = None if cache.source is not None else _Packing(routing, num_experts, group)
 
@@ -71,22 +73,13 @@ class _RankDispatch(Dispatch):
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
         """Sum the outputs per received row, and start to return the sums."""
         by_row, sent, received = rows.origin
-        sums_md = by_row.sum(out_rd)
-
-        def start() -> AllToAllHandle:
-            return start_all_to_all(sums_md, send_splits=received, recv_splits=sent, group=self._group)
-
-        # A recomputed forward ends where the backward needs nothing more, which may be before `finish`.
-        self._returning = start if self._packing is None else _always(start())
+        recomputes = self._packing is None
+        self._returning = ReturningRows(by_row.sum(out_rd), received, sent, self._group, at_once=not recomputes)
 
     def finish(self) -> Tensor:
         """Wait for the rows of this rank's tokens, and sum them in order of the ranks that return them."""
         assert self._returning is not None and self._tokens is not None, "combine comes first"
-        return self._tokens.sum(self._returning().wait())
-
-
-def _always(handle: AllToAllHandle) -> Callable[[], AllToAllHandle]:
-    return lambda: handle
+        return self._tokens.sum(self._returning.wait())
 
 
 class _Received(NamedTuple):
@@ -120,7 +113,8 @@ class _Packing:
         rank_c = experts_c // self._num_local  # num_ranks for a dropped choice
         token_c = torch.arange(experts_c.numel(), device=experts_c.device) // top_k
         keys_c, order_c = (rank_c * num_tokens + token_c).sort(stable=True)
-        is_first_c = F.pad(keys_c[1:] != keys_c[:-1], (1, 0), value=True)
+        is_first_c = torch.ones_like(keys_c, dtype=torch.bool)
+        is_first_c[1:] = keys_c[1:] != keys_c[:-1]
         row_c = is_first_c.cumsum(0) - 1
         rows_R = torch.zeros(num_ranks + 1, dtype=torch.int64, device=keys_c.device)
         rows_R.scatter_add_(0, keys_c // num_tokens, is_first_c.to(torch.int64))

@@ -55,6 +55,8 @@ def sent_by_layer(plan: RunPlan, rank: int, layer: ExpertLayer, load: RankLoad |
     row, weight = layer.width * BYTES[compute], 2 * max(4, BYTES[compute])  # a weight and the row that it is for
     samples, times = plan.batch.samples, plan.batch.num_microbatches
     counts = (layer.num_experts // len(line) + 1) * COUNT_BYTES
+    if layer.capacity is not None:
+        weight, counts = weight // 2, 0  # each slot has its row
     for index, other in enumerate(line):
         if index == own:
             continue
@@ -82,28 +84,26 @@ def describe_rows(plan: RunPlan, rank: int) -> str:
 
 @lru_cache(maxsize=64)
 def predicted_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLoad:
-    """Return the load of each rank: exact with uniform routing, otherwise expected for sets of k random experts."""
+    """Return the load of each rank, expected for sets of k random experts; exact with uniform routing, and under a
+    capacity, where every slot counts."""
+    if layer.capacity is not None:
+        slots = float(layer.capacity * (layer.num_experts // num_ranks))
+        return RankLoad((slots,) * num_ranks, (slots,) * num_ranks)
     if layer.uniform:
         return _uniform_load(layer, num_tokens, num_ranks)
     hit, share = _hit_probability(layer, num_ranks), layer.top_k / num_ranks
-    if layer.capacity is not None:
-        kept = min(1.0, layer.capacity * layer.num_experts / (layer.top_k * num_tokens))
-        hit, share = hit * kept, share * kept
     return RankLoad((num_tokens * hit,) * num_ranks, (num_tokens * share,) * num_ranks)
 
 
 def _uniform_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLoad:
     """Count the tokens and choices of each rank if token i chooses experts i · k, i · k + 1, …"""
-    per_rank, used = layer.num_experts // num_ranks, [0] * layer.num_experts
+    per_rank = layer.num_experts // num_ranks
     tokens, choices = [0] * num_ranks, [0] * num_ranks
     for token in range(num_tokens):
-        chosen = [(token * layer.top_k + i) % layer.num_experts for i in range(layer.top_k)]
-        kept = [expert for expert in chosen if layer.capacity is None or used[expert] < layer.capacity]
-        for expert in chosen:
-            used[expert] += 1
-        for expert in kept:
-            choices[expert // per_rank] += 1
-        for rank in {expert // per_rank for expert in kept}:
+        ranks = [(token * layer.top_k + i) % layer.num_experts // per_rank for i in range(layer.top_k)]
+        for rank in ranks:
+            choices[rank] += 1
+        for rank in set(ranks):
             tokens[rank] += 1
     return RankLoad(tuple(map(float, tokens)), tuple(map(float, choices)))
 

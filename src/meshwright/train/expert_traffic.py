@@ -59,8 +59,8 @@ class ExpertTraffic(AbstractContextManager[None]):
         return sum(one.num_bytes for one in sent_by_layer(plan, rank, layer, load))
 
     def _load(self, at: int) -> RankLoad | None:
-        """Return the load of ep's ranks that a layer's counts imply; None if it has no counter or its routing is known
-        or limited by capacity, which counts don't show."""
+        """Return the load of ep's ranks that a layer's counts imply; None if it has no counter, or the load is known
+        before the run."""
         (layer, counter), first = self._layers[at], self._first[at]
         if counter is None or first is None or layer.uniform or layer.capacity is not None:
             return None

@@ -93,7 +93,7 @@ def _start(
         name=config.name,
         num_params=model_facts(config).num_params(),
         corpus=corpus.description,
-        mesh=str(axes),
+        mesh=f"{axes} (ep {config.mesh.ep})" if config.mesh.ep > 1 else str(axes),
         num_ranks=axes.num_ranks(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",

@@ -1,7 +1,8 @@
 """Dispatch of tokens to experts: the interface, and the local dispatcher, for ranks that hold all experts.
 
-Rows are ordered by expert, then source rank, then token, and there are no rows past the last expert's. With expert
-parallelism, `parallel/expert_dispatch.py` implements the same interface, so models see no mesh.
+Rows are ordered by expert, then source rank, then token, and there are no rows past the last expert's. Under a
+capacity, every expert has the same number of rows, some of them padding. With expert parallelism,
+`parallel/expert_dispatch.py` implements the same interface, so models see no mesh.
 
 Shapes: n tokens, k experts per token, d model width, e local experts, r rows.
 """
@@ -12,12 +13,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.nn.experts.grouped_linear import RowGroups
+from meshwright.nn.experts.padded_slots import PaddedSlots
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.row_map import RowMap
+from meshwright.nn.experts.row_order import sort_by_expert
 from meshwright.nn.forward_cache import ForwardCache
 
 
@@ -73,7 +75,8 @@ class LocalDispatcher(Dispatcher):
 
     def start(self, x_nd: Tensor, routing: Routing, cache: ForwardCache) -> Dispatch:
         """Return a dispatch that only permutes."""
-        return _LocalDispatch(x_nd, routing, self._num_experts)
+        kind = _LocalDispatch if routing.capacity is None else _PaddedLocalDispatch
+        return kind(x_nd, routing, self._num_experts)
 
 
 class _LocalDispatch(Dispatch):
@@ -87,13 +90,10 @@ class _LocalDispatch(Dispatch):
     def receive(self) -> ExpertRows:
         """Return the rows by expert."""
         routing, (num_tokens, top_k) = self._routing, self._routing.experts_nk.shape
-        order, sizes_e = sort_by_expert(routing.experts_nk.flatten(), self._num_experts)
-        groups = RowGroups(sizes_e)
-        num_rows = sum(groups.sizes) if routing.capacity is not None else num_tokens * top_k
-        order_r = order[:num_rows]
+        order_r, sizes_e = sort_by_expert(routing.experts_nk.flatten(), self._num_experts)
         tokens = RowMap(order_r // top_k, num_tokens)
         weights_r = RowMap(order_r, num_tokens * top_k).gather(routing.weights_nk.reshape(-1, 1))[:, 0]
-        return ExpertRows(tokens.gather(self._x_nd), groups, weights_r, tokens)
+        return ExpertRows(tokens.gather(self._x_nd), RowGroups(sizes_e), weights_r, tokens)
 
     def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
         """Sum the outputs per token."""
@@ -105,9 +105,10 @@ class _LocalDispatch(Dispatch):
         return self._out_nd
 
 
-def sort_by_expert(experts_c: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices in order of their experts, dropped ones last, and the number of choices of each expert."""
-    sizes_e = experts_c.bincount(minlength=num_experts + 1)[:num_experts]
-    # A sort of 16-bit keys takes half the time of one of 64-bit keys.
-    keys_c = experts_c.to(torch.int16) if num_experts < torch.iinfo(torch.int16).max else experts_c
-    return keys_c.argsort(stable=True), sizes_e
+class _PaddedLocalDispatch(_LocalDispatch):
+    def receive(self) -> ExpertRows:
+        """Return the rows in slots by expert."""
+        slots = PaddedSlots(self._routing, self._num_experts)
+        groups = RowGroups.even(self._num_experts, slots.slots_per_expert, self._x_nd.device)
+        weights_r = slots.weights(self._routing.weights_nk)[:, 0]
+        return ExpertRows(slots.rows(self._x_nd), groups, weights_r, slots)

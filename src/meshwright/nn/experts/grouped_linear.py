@@ -37,6 +37,11 @@ class RowGroups:
         self.sizes_e = sizes_e
         self._sizes = sizes
 
+    @staticmethod
+    def even(num_groups: int, size: int, device: torch.device) -> RowGroups:
+        """Return groups of the same size."""
+        return RowGroups(torch.full((num_groups,), size, device=device), [size] * num_groups)
+
     @property
     def sizes(self) -> list[int]:
         """Sizes on the host, read from the device if unknown."""

@@ -1,0 +1,182 @@
+"""Grouped linear layers against one product per expert: groups without rows, dtypes, deferral, unwritten memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.nn.deferred_weight_gradients import WeightGradStore, compute_deferred
+from meshwright.nn.experts import grouped_linear as module
+from meshwright.nn.experts.grouped_linear import RowGroups, fits_grouped_mm, grouped_linear
+from meshwright.nn.experts.swiglu_experts import Experts
+from tests.nn.experts.uninitialized import poisoned_memory
+
+WIDTHS = {"aligned": (16, 24), "not aligned": (5, 7)}
+"""Of inputs and outputs; the second ones don't fit grouped_mm."""
+TOLERANCE = {torch.bfloat16: 0.04, torch.float16: 0.004, torch.float32: 1e-5, torch.float64: 1e-12}
+EDGES = [[0, 0, 0], [0, 5, 3], [5, 0, 3], [5, 3, 0], [0, 7, 0], [4]]
+
+sizes = st.lists(st.one_of(st.just(0), st.integers(0, 9)), min_size=1, max_size=6)
+dtypes = st.sampled_from(list(TOLERANCE))
+
+
+def make(sizes, widths, dtype):
+    """Rows, matrices and the outputs' gradient."""
+    num_rows, (width, out_width) = sum(sizes), widths
+    x_rd, gradient_rf = torch.randn(num_rows, width).to(dtype), torch.randn(num_rows, out_width).to(dtype)
+    return x_rd, torch.randn(len(sizes), out_width, width).to(dtype), gradient_rf
+
+
+def reference(sizes, x_rd, weight_efd, gradient_rf):
+    """Outputs and both gradients, one expert after another, in float64."""
+    x_rd, weight_efd = (x.detach().double().requires_grad_() for x in (x_rd, weight_efd))
+    parts = [
+        torch.einsum("rd,fd->rf", part, weight) for part, weight in zip(x_rd.split(sizes), weight_efd, strict=True)
+    ]
+    out_rf = torch.cat(parts)
+    return [out_rf.detach(), *torch.autograd.grad(out_rf, (x_rd, weight_efd), gradient_rf.double())]
+
+
+def computed(sizes, x_rd, weight_efd, gradient_rf, *, on_host=True):
+    """Outputs and both gradients of `grouped_linear`."""
+    x_rd, weight_efd = x_rd.clone().requires_grad_(), weight_efd.clone().requires_grad_()
+    groups = RowGroups(torch.tensor(sizes), list(sizes) if on_host else None)
+    out_rf = grouped_linear(x_rd, weight_efd, groups)
+    return [out_rf.detach(), *torch.autograd.grad(out_rf, (x_rd, weight_efd), gradient_rf)]
+
+
+def check(sizes, widths, dtype):
+    given_tensors = make(sizes, widths, dtype)
+    expected = reference(sizes, *given_tensors)
+    found = computed(sizes, *given_tensors)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype and one.shape == other.shape
+        scale = max(1.0, other.abs().max().item()) if other.numel() else 1.0
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=TOLERANCE[dtype] * scale)
+    without = torch.tensor(sizes) == 0
+    assert (found[2][without] == 0).all(), "an expert without rows has a gradient of zeros"
+
+
+@given(sizes, st.sampled_from(list(WIDTHS)), dtypes)
+def test_outputs_and_gradients_are_those_of_each_expert_alone(sizes, widths, dtype):
+    check(sizes, WIDTHS[widths], dtype)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+def test_groups_without_rows(edge, widths):
+    for dtype in TOLERANCE:
+        check(edge, WIDTHS[widths], dtype)
+
+
+@settings(max_examples=20)
+@given(sizes, st.sampled_from([torch.bfloat16, torch.float32]))
+def test_the_loop_computes_the_same(sizes, dtype):
+    x_rd, weight_efd, gradient_rf = make(sizes, WIDTHS["aligned"], dtype)
+    groups = RowGroups(torch.tensor(sizes))
+    assert fits_grouped_mm(x_rd, weight_efd.shape[1])
+    pairs = [
+        (module.multiply(x_rd, weight_efd.mT, groups), module.multiply_loop(x_rd, weight_efd.mT, groups)),
+        (module.multiply(gradient_rf, weight_efd, groups), module.multiply_loop(gradient_rf, weight_efd, groups)),
+        (module.weight_gradient(gradient_rf, x_rd, groups), module.weight_gradient_loop(gradient_rf, x_rd, groups)),
+    ]
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE[dtype] * 10)
+
+
+@pytest.mark.parametrize(
+    ("width", "out_width", "dtype", "fits"),
+    [
+        (8, 8, torch.bfloat16, True),
+        (8, 4, torch.bfloat16, False),
+        (4, 8, torch.bfloat16, False),
+        (4, 4, torch.float32, True),
+        (2, 4, torch.float32, False),
+        (8, 8, torch.float64, False),
+    ],
+)
+def test_what_fits_grouped_mm(width, out_width, dtype, fits):
+    assert fits_grouped_mm(torch.empty(3, width, dtype=dtype), out_width) is fits
+
+
+def test_grouped_mm_is_used_where_it_fits(monkeypatch):
+    calls = []
+    real = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(module.F, "grouped_mm", lambda *args, **named: calls.append(1) or real(*args, **named))
+    for dtype, num_calls in ((torch.bfloat16, 3), (torch.float64, 0)):
+        calls.clear()
+        computed([2, 0, 3], *make([2, 0, 3], WIDTHS["aligned"], dtype))
+        assert len(calls) == num_calls
+
+
+def test_an_expanded_gradient_and_sizes_that_only_the_device_knows():
+    given_tensors = make([2, 0, 3], WIDTHS["aligned"], torch.float32)
+    expanded = torch.ones(1, 1).expand_as(given_tensors[2])
+    expected = reference([2, 0, 3], *given_tensors[:2], expanded)
+    found = computed([2, 0, 3], *given_tensors[:2], expanded, on_host=False)
+    torch.testing.assert_close([x.double() for x in found], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    x_rd, weight_efd, gradient_rf = make([2, 3], WIDTHS["aligned"], torch.float32)
+    expected = reference([2, 3], x_rd, weight_efd, gradient_rf)
+    trained = weight_efd if frozen == "x" else x_rd
+    trained.requires_grad_()
+    grouped_linear(x_rd, weight_efd, RowGroups(torch.tensor([2, 3]))).backward(gradient_rf)
+    torch.testing.assert_close(trained.grad.double(), expected[2 if frozen == "x" else 1], rtol=0, atol=1e-4)
+    assert (x_rd if frozen == "x" else weight_efd).grad is None
+
+
+def experts_of(num_experts, dtype, widths=(16, 24)):
+    torch.manual_seed(0)
+    experts = Experts(widths[0], num_experts=num_experts, expert_dim=widths[1]).to(dtype)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+@settings(max_examples=15)
+@given(sizes, st.sampled_from([torch.bfloat16, torch.float64]))
+def test_deferred_gradients_are_the_immediate_ones(sizes, dtype):
+    experts = experts_of(len(sizes), dtype)
+    rows_rd, weights_r = torch.randn(sum(sizes), 16).to(dtype), torch.rand(sum(sizes)).to(torch.float64)
+    groups = RowGroups(torch.tensor(sizes))
+    experts(rows_rd, groups, weights_r).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in experts.parameters()]
+    experts.zero_grad()
+    experts.weight_gradients = store = WeightGradStore()
+    store.defers = True
+    experts(rows_rd, groups, weights_r).square().sum().backward()
+    assert all(parameter.grad is None for parameter in experts.parameters())
+    deferred = store.take()
+    assert {id(one.parameter) for one in deferred} == {id(parameter) for parameter in experts.parameters()}
+    compute_deferred(deferred)
+    assert all(torch.equal(p.grad, g) for p, g in zip(experts.parameters(), expected, strict=True))
+
+
+@settings(max_examples=20)
+@given(sizes, st.sampled_from(list(WIDTHS)), dtypes)
+def test_no_unwritten_memory_is_read(sizes, widths, dtype):
+    given_tensors = make(sizes, WIDTHS[widths], dtype)
+    expected = computed(sizes, *given_tensors)
+    with poisoned_memory():
+        found = computed(sizes, *given_tensors)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not any(one.isnan().any() for one in found)
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_no_unwritten_memory_reaches_experts(edge, dtype):
+    experts = experts_of(len(edge), dtype)
+    rows_rd, weights_r = torch.randn(sum(edge), 16).to(dtype).requires_grad_(), torch.rand(sum(edge)).requires_grad_()
+    with poisoned_memory():
+        out_rd = experts(rows_rd, RowGroups(torch.tensor(edge)), weights_r)
+        out_rd.float().square().sum().backward()
+    found = [out_rd, rows_rd.grad, weights_r.grad, *(parameter.grad for parameter in experts.parameters())]
+    assert not any(one.isnan().any() for one in found)
+    for parameter in experts.parameters():
+        assert (parameter.grad[torch.tensor(edge) == 0] == 0).all()
