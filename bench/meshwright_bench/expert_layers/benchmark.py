@@ -47,7 +47,7 @@ NOTES = (
     f"dispatch: 1024 tokens a rank, 8 of 64 experts, uniform routing, {' and '.join(map(str, DISPATCH_RANKS))} gloo "
     "processes; the lower bound is counted from the routing, token by token",
     "permute, combine, router, sort: one thread, T = 4096, K = 4, H = 2048, bfloat16, E = 64; copy: of T · K rows into "
-    "kept memory; fresh: into new memory, as in a layer, including page faults",
+    "kept memory; fresh: into new memory, as in a layer, including page faults; processor time of the thread",
     f"layer: forward and backward with shared experts on {LAYER_RANKS} gloo processes with one thread each, float32; "
     "transfers use the same cores as the computation, so overlap may not show on a CPU",
     "overlap_pair: two tasks of expert layers that only wait, against the tasks one after the other",

@@ -47,8 +47,8 @@ class MovesTask:
     num_experts: int = 64
     top_k: int = 4
     device: str = "cpu"
-    rounds: int = 15
-    steps: int = 2
+    rounds: int = 25
+    steps: int = 1
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Shapes: n tokens, k experts per token, r = n · k rows, d model width.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.nn.experts.row_map import RowMap
 from meshwright.nn.experts.row_order import sort_by_expert
-from meshwright_bench.alternate import alternate
+from meshwright_bench.alternate import Timer, Work, alternate
 from meshwright_bench.benchmarks import Benchmark
 from meshwright_bench.expert_layers.cases import (
     COMBINE,
@@ -62,8 +63,19 @@ def all_moves(task: MovesTask) -> dict[str, Any]:
     for arms in (move_arms(task, x_nd, router), routing_arms(task, x_nd, router)):
         for arm in arms.values():
             arm()
-        seconds.update(alternate(arms, timer=timer_on(device), rounds=task.rounds, steps=task.steps).seconds)
+        seconds.update(alternate(arms, timer=move_timer(device), rounds=task.rounds, steps=task.steps).seconds)
     return {"seconds": seconds, "copy_bytes": 2 * task.num_tokens * task.top_k * task.dim * DTYPE.itemsize}
+
+
+def move_timer(device: torch.device) -> Timer:
+    """Return a timer of a device, on a CPU of this thread's processor time: waiting for other jobs is not counted."""
+    return timer_on(device) if device.type == "cuda" else _processor_seconds
+
+
+def _processor_seconds(work: Work) -> float:
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
 
 
 def move_arms(task: MovesTask, x_nd: Tensor, router: Router) -> Arms:
