@@ -49,6 +49,7 @@ class Benchmark(StrEnum):
     COMM_LOSS = "comm-loss"
     RESHARD = "reshard"
     OPERATORS = "operators"
+    EXPERTS = "moe"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ BENCHMARKS = {
     ),
     Benchmark.OPERATORS: BenchmarkEntry(
         "operators on DTensors, with and without the fallback", "meshwright_bench.operators.benchmark:bench_operators"
+    ),
+    Benchmark.EXPERTS: BenchmarkEntry(
+        "rows and times of expert layers against lower bounds and memory copies",
+        "meshwright_bench.expert_layers.benchmark:bench_experts",
     ),
 }
 

@@ -1,6 +1,7 @@
 """No family of models is named outside its own folder: what every family is told of goes by the contract.
 
-Presets name families, and their own names contain them; what is built for one model alone belongs into its folder.
+Presets name families, and their own names contain them; what is built for one model alone belongs into its folder. A
+benchmark may have a family's name on the command line, which only the table of benchmarks spells out.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 import re
 
 from tests.house.source import Module, Tree
+
+BENCHMARK_NAME = re.compile(r'^    [A-Z_]+ = "[a-z-]+"$')
+"""A member of the enumeration of benchmarks, in the file below."""
+BENCHMARKS = "meshwright_bench/benchmarks.py"
 
 
 def family_breaches(tree: Tree) -> list[str]:
@@ -21,6 +26,8 @@ def family_breaches(tree: Tree) -> list[str]:
     breaches = []
     for module in tree.package:
         for number, line in enumerate(module.text.splitlines(), start=1):
+            if module.inner_path == BENCHMARKS:
+                line = BENCHMARK_NAME.sub("", line)
             for preset in reversed(presets):
                 line = line.replace(preset, "")
             for found in names.finditer(line):

@@ -30,3 +30,11 @@ def test_other_words_are_none(tmp_path):
     files = {"models/llama/module.py": "class Llama: pass", "config/load.py": "DEFAULT = 'llama-tiny'  # or dit-digits",
              "nn/a.py": "# conditions, additions, edited editors"}  # fmt: skip
     assert family_breaches(plant(tmp_path, {**FAMILIES, **presets, **files})) == []
+
+
+def test_a_benchmark_may_have_a_familys_name(tmp_path):
+    text = 'class Benchmark(StrEnum):\n    IMAGES = "dit"\n'
+    assert family_breaches(plant(tmp_path, {**FAMILIES, "meshwright_bench/benchmarks.py": text})) == []
+    others = {"plan/kinds.py": text, "meshwright_bench/benchmarks.py": "x = 'dit'"}
+    elsewhere = plant(tmp_path / "2", {**FAMILIES, **others})
+    assert len(family_breaches(elsewhere)) == 2

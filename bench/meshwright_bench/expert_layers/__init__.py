@@ -1,0 +1,1 @@
+"""Benchmark of mixture-of-experts layers."""
