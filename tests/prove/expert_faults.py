@@ -141,10 +141,10 @@ def stale_outputs(job: Job, step: TrainStep) -> None:
 
             def finish(self) -> Tensor:
                 found = super().finish()
-                # Multiplied by zero, so that the backward enters the collectives all the same.
-                given = self.last[-1] + 0.0 * found if len(self.last) % 2 else found
-                self.last.append(found.detach())
-                return given
+                given = self.last[-1] if len(self.last) % 2 else found.detach()
+                self.last.append(found.detach().clone())
+                # The values of another buffer in the graph of this one.
+                return found * 0.0 + given + found - found.detach()
 
         Stale.last = last
         layer.dispatcher.start = lambda *args, real=real, kind=Stale: kind(real(*args))
@@ -432,7 +432,7 @@ EXPERT_FAULTS: dict[str, Fault] = {
     "the balance loss is summed over ep": Fault(
         auxiliary_times(lambda job, path: job.config.mesh.ep),
         LAYOUT,
-        ("the balance loss has 2.000 × its weight", "summed over ep (2 ranks)"),
+        ("the balance loss has 2.000 × its weight", "multiplied by ep (2 ranks)"),
         ROUTER,
     ),
     "the balance loss of an inner stage is missing": Fault(
@@ -477,13 +477,13 @@ EXPERT_FAULTS: dict[str, Fault] = {
     "only the last micro-batch counts": Fault(
         routers(count_last_microbatch),
         (*TWICE, *BIAS),
-        ("only the last micro-batch (1) counted", "replace those of the one before it"),
+        ("counts include only the last micro-batch (1)", "replace those of the one before it"),
         f"{LOAD}.value",
     ),
     "counts are not summed over ranks": Fault(
         count_own_tokens,
         (*LAYOUT, *BIAS),
-        ("only each rank's own tokens counted", "not summed over the data-parallel ranks"),
+        ("counts include only each rank's own tokens", "not summed over the data-parallel ranks"),
         f"{LOAD}.value",
     ),
     "experts count ep times in the norm": Fault(count_experts_on_each_rank, LAYOUT, ("counted ep (2) times: experts",)),

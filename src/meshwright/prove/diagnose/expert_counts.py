@@ -32,22 +32,22 @@ def diagnose_counts(suspect: SuspectTensor, contributions: Array, experts: Exper
         factor = float(first.flat[0])
         symptom = f"counts of experts' tokens are {number_words(factor)} × the reference {scope}"
         return Diagnosis(FaultKind.COUNTS, symptom, _recounted(factor, suspect.counts, experts), factor=factor)
-    symptom, cause = _counted_words(weights, suspect.counts)
-    return Diagnosis(FaultKind.COUNTS, f"{symptom} {scope}", cause)
+    return Diagnosis(FaultKind.COUNTS, *_counted_words(weights, scope, suspect.counts))
 
 
 def _recounted(factor: float, counts: LayoutCounts, experts: ExpertPlacement) -> str:
-    causes = ["recomputed forwards count their tokens again"] if experts.recomputes and factor == 2.0 else []
+    is_double = factor == 2.0
+    causes = ["recomputed forwards count their tokens again"] if experts.recomputes and is_double else []
     causes += [
-        f"counts are summed over {term.label}, which hold the same sums"
+        f"counts are summed once more over {term.label}"
         for term in counts.terms()
         if term.rarity == 1 and close(factor, term.size) and "ranks" in term.label
     ]
-    causes += ["counts are added twice in a step"] if factor == 2.0 else []
+    causes += ["counts are added twice in a step"] if is_double else []
     return ", or ".join(causes) or factor_cause(factor, counts) or NOTHING_FITS
 
 
-def _counted_words(weights: dict[int, Array], counts: LayoutCounts) -> tuple[str, str]:
+def _counted_words(weights: dict[int, Array], scope: str, counts: LayoutCounts) -> tuple[str, str]:
     axes, last = counts.axes, counts.num_microbatches - 1
     own_only = all(
         not np.delete(found, axes.data_index(rank), 0).any() and found[axes.data_index(rank)].any()
@@ -55,7 +55,7 @@ def _counted_words(weights: dict[int, Array], counts: LayoutCounts) -> tuple[str
     )
     found = next(iter(weights.values()))
     found_m = found[axes.data_index(next(iter(weights)))] if own_only else found.max(0)
-    numbers = [int(m) for m in np.flatnonzero(found_m)]
+    numbers: list[int] = [int(m) for m in np.flatnonzero(found_m)]
     symptoms, causes = [], []
     if own_only and axes.data_parallel() > 1:
         symptoms.append("each rank's own tokens")
@@ -71,8 +71,9 @@ def _counted_words(weights: dict[int, Array], counts: LayoutCounts) -> tuple[str
         symptoms.append(f"all data-parallel ranks but {rank_words(lost)}")
         causes.append(f"counts of data-parallel {rank_words(lost)} are missing")
     if not symptoms:
-        return "counts of experts' tokens have wrong weights", "micro-batches are counted the wrong number of times"
-    return f"only {' of '.join(reversed(symptoms))} counted", "; ".join(causes)
+        cause = "micro-batches are counted the wrong number of times"
+        return f"counts of experts' tokens have wrong weights {scope}", cause
+    return f"counts include only {' of '.join(reversed(symptoms))}, {scope}", "; ".join(causes)
 
 
 def diagnose_bias(
@@ -102,9 +103,7 @@ def diagnose_bias(
     ):
         return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {scope}", "follows from wrong counts of experts' tokens")
     if is_change(-due):
-        return words(
-            "the bias changes in the opposite direction", "the sign is flipped: overloaded experts get more tokens"
-        )
+        return words("the bias changes in the opposite direction", "the sign is flipped: busy experts get more tokens")
     if is_change(0 * due):
         return words("the bias does not change", "the bias is not updated")
     by_microbatch = [balancing_step(contributions[:, m].sum(0), rate) for m in range(num_microbatches)]
@@ -114,7 +113,7 @@ def diagnose_bias(
         if factor > 1 and is_change(factor * due):
             return words(
                 f"the bias changes by {factor} × its step",
-                f"the bias is updated {factor} times in a step, as by recomputed forwards, or with a wrong rate",
+                f"it is updated {factor} times a step, as in a forward and its recomputation, or with a wrong rate",
             )
     own = {shard.rank: contributions[axes.data_index(shard.rank)].sum(0) for shard in suspect.wrong_shards}
     if all(_is_step(shard.value, own[shard.rank], rate) for shard in suspect.wrong_shards):

@@ -59,9 +59,7 @@ def _scaled(factor: float, suspect: SuspectTensor, experts: ExpertPlacement) -> 
     symptom, size = f"{number_words(factor)} × the reference {suspect.scope_text()}", experts.size
     causes = []
     if close(factor, size):
-        causes.append(
-            f"multiplied by ep ({size}): an expert's gradient is a sum over tokens, without a factor of ep"
-        )
+        causes.append(f"multiplied by ep ({size}): an expert's gradient is a sum over tokens, without a factor of ep")
     elif close(factor, 1.0 / size):
         causes.append(f"averaged over ep ({size} ranks): tokens of all ep ranks are summed by the dispatch's backward")
     elif experts.num_groups > 1 and close(factor, experts.num_groups):
@@ -70,8 +68,8 @@ def _scaled(factor: float, suspect: SuspectTensor, experts: ExpertPlacement) -> 
         causes.append(f"averaged instead of summed over {SAME_EXPERTS} ({experts.num_groups})")
     if not causes:
         return None
-    other = factor_cause(factor, suspect.counts)
-    return Diagnosis(FaultKind.SCALED, symptom, " or ".join([*causes, *([other] if other else [])]), factor=factor)
+    other = factor_cause(factor, suspect.counts, max_rarity=2)
+    return Diagnosis(FaultKind.SCALED, symptom, ", or ".join([*causes, *([other] if other else [])]), factor=factor)
 
 
 def _missing_groups(weights: dict[int, Array], suspect: SuspectTensor, experts: ExpertPlacement) -> Diagnosis | None:
@@ -124,11 +122,10 @@ def _wrong_experts(suspect: SuspectTensor, experts: ExpertPlacement) -> Diagnosi
     if not factors or holds or len(set(factors.values())) > 1 or len(factors) == experts.num_experts:
         return None
     factor = next(iter(factors.values()))
-    symptom = f"{number_words(factor)} × the reference for {experts.describe(factors)}, other experts are right"
+    where = f"for {experts.describe(factors)}, and other experts are right"
     if factor == 0.0:
-        return Diagnosis(
-            FaultKind.ZERO, symptom.replace("0.000 × the reference", "zero"), "these experts get no gradient"
-        )
+        return Diagnosis(FaultKind.ZERO, f"zero {where}", "no gradient reached these experts")
+    symptom = f"{number_words(factor)} × the reference {where}"
     cause = factor_cause(factor, suspect.counts) or NOTHING_FITS
     return Diagnosis(FaultKind.SCALED, symptom, cause, factor=factor)
 

@@ -105,7 +105,7 @@ def _same_values(problem: _Problem, variant: Variant) -> Diagnosis | None:
     for where, change in _changes(problem.vector, variant):
         gradients = problem.vector.of(change.gradients)
         if problem.explains(gradients, problem.vector.losses(change.loss)):
-            symptom = f"step 1 is that of the reference with {variant.what}{where}"
+            symptom = f"step 1 equals the reference with {variant.what}{where}"
             return Diagnosis(FaultKind.VARIANT, symptom, variant.cause)
     return None
 
@@ -151,8 +151,8 @@ def _places(counts: LayoutCounts, ep: int) -> Iterator[tuple[str, Array]]:
 
 
 def _data_words(dp_rank: int, counts: LayoutCounts) -> str:
-    axes = counts.axes
-    return f"data-parallel rank {dp_rank} ({rank_words(r for r in range(axes.num_ranks()) if axes.data_index(r) == dp_rank)})"
+    ranks = rank_words(r for r in range(counts.axes.num_ranks()) if counts.axes.data_index(r) == dp_rank)
+    return f"data-parallel rank {dp_rank} ({ranks})"
 
 
 def _weighted_term(problem: _Problem, variant: Variant) -> Diagnosis | None:
@@ -192,10 +192,14 @@ def _weight_words(what: str, in_gradient: float, in_loss: float, vector: StepVec
         where = f" in the gradient, and {number_words(in_loss)} × in the reported loss"
     if factor == 0.0:
         return Diagnosis(FaultKind.VARIANT, f"{what} is missing{where}", "its scale is 0, or it is not added there")
-    ep, causes = 1 if vector.experts is None else vector.experts.size, [factor_cause(factor, vector.counts)]
-    for size, op in ((ep, "summed"), (1 / ep, "averaged")):
-        causes += [f"{op} over ep ({ep} ranks), whose ranks have different tokens"] if ep > 1 and close(factor, size) else []
-    cause = ", or ".join(cause for cause in causes if cause) or NOTHING_FITS
+    ep = 1 if vector.experts is None else vector.experts.size
+    known = factor_cause(factor, vector.counts, max_rarity=2)
+    causes = [known] if known else []
+    if ep > 1 and close(factor, ep):
+        causes.append(f"multiplied by ep ({ep} ranks), whose ranks have different tokens")
+    elif ep > 1 and close(factor, 1.0 / ep):
+        causes.append(f"divided by ep ({ep} ranks), whose ranks have different tokens")
+    cause = ", or ".join(causes) or factor_cause(factor, vector.counts) or NOTHING_FITS
     return Diagnosis(FaultKind.VARIANT, f"{what} has {number_words(factor)} × its weight{where}", cause)
 
 
@@ -222,6 +226,6 @@ def diagnose_later(
         left = max_magnitude(observed - vector.of(to_arrays(variant.evidence.parameters)))
         left = max(left, series_error(variant.evidence))
         if left <= vector.tolerance and left <= PROGRESS * error:
-            symptom = f"all steps are those of the reference with {variant.what}"
+            symptom = f"all steps equal the reference with {variant.what}"
             return Diagnosis(FaultKind.VARIANT, symptom, variant.cause)
     return None

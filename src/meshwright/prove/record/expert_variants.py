@@ -78,12 +78,20 @@ class ExpertVariants:
     def _weights(self) -> Iterator[_Known]:
         squared = faulty.change_weights(lambda weights_r: weights_r * weights_r)
         yield _Known("routing weights squared", "routing weights are applied twice", self._damage.rows(squared))
-        ones = faulty.change_weights(lambda weights_r: torch.ones_like(weights_r))
+        ones = faulty.change_weights(lambda weights_r: 0.0 * weights_r + 1.0)
         yield _Known("routing weights of 1", "routing weights are not applied", self._damage.rows(ones))
+        if auxiliary_losses(self._plain):
+            yield _Known(
+                "routing weights of 1 and no gradient of auxiliary losses, which are attached to them",
+                "routing weights are not applied",
+                self._damage.rows(faulty.change_weights(torch.ones_like)),
+            )
 
     def _rows(self) -> Iterator[_Known]:
         damage, size = self._damage, self._experts.size
-        drop: list[tuple[str, str, RowMask]] = [("no experts' outputs", "rows are dropped at combine", faulty.every_row)]
+        drop: list[tuple[str, str, RowMask]] = [
+            ("no experts' outputs", "rows are dropped at combine", faulty.every_row)
+        ]
         if size > 1:
             drop += [("no outputs of experts on other ranks", f"rows of other ranks are {LOST}", faulty.remote_rows)]
             drop += [

@@ -195,9 +195,9 @@ class FaultyExperts:
             last: list[Tensor] = []
 
             def result(out_nd: Tensor, cell: Cell) -> Tensor:
-                given = last.pop() if cell.microbatch and last else out_nd
+                stale = last[0] if cell.microbatch and last else out_nd.detach()
                 last[:] = [out_nd.detach()]
-                return given
+                return out_nd + (stale - out_nd).detach()  # the backward knows nothing of the stale values
 
             dispatcher.result = result
 
