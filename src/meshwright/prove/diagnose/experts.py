@@ -163,8 +163,6 @@ def _other_expert(suspect: SuspectTensor, shards: list[LocalShard], expert: int)
 
 def _exchanged(holds: dict[int, int], experts: ExpertPlacement) -> Diagnosis:
     a, b = next(iter(holds.items()))
-    symptom = f"{experts.describe([a])} has the gradient of {experts.describe([b])}"
-    more = f", and so on for {experts.describe(holds)}" if len(holds) > 1 else ""
-    return Diagnosis(
-        FaultKind.MISPLACED, symptom + more, "experts are exchanged: the order of experts on the ranks is wrong"
-    )
+    have = "have other experts' gradients" if len(holds) > 1 else "has another expert's gradient"
+    symptom = f"{experts.describe(holds)} {have}: expert {a} that of expert {b}"
+    return Diagnosis(FaultKind.MISPLACED, symptom, "experts are exchanged: their order on the ranks is wrong")
