@@ -100,6 +100,16 @@ class DropsTokensOf1(Damaged):
         super().combine(rows, out_rd * (sources(rows) != 1)[:, None])
 
 
+def returns_zeros(job: Job) -> type[Damaged]:
+    """The rank at position 1 returns zeros to all."""
+
+    class Zeros(Damaged):
+        def combine(self, rows: ExpertRows, out_rd: Tensor) -> None:
+            super().combine(rows, out_rd * float(position(job) != 1))
+
+    return Zeros
+
+
 def keeps_gradients_of(own: int) -> type[Damaged]:
     """The combine's backward brings no gradients from other ranks."""
 
@@ -276,6 +286,23 @@ def count_last_microbatch(job: Job, router: Router) -> None:
         StepBuffer.add(load, delta)
 
     load.add = add  # type: ignore
+
+
+def count_own_batch(job: Job, router: Router) -> None:
+    """The load of the global batch is that of the rank's own samples."""
+    router.batch_counts.reduce = lambda counts: counts
+
+
+def gradients_of_local_rows(job: Job, step: TrainStep) -> None:
+    """The dispatch's backward brings no gradients from other ranks."""
+
+    class KeepsOwn(Damaged):
+        def receive(self) -> ExpertRows:
+            rows = super().receive()
+            is_own = (sources(rows) == position(job))[:, None]
+            return replace(rows, rows_rd=torch.where(is_own, rows.rows_rd, rows.rows_rd.detach()))
+
+    dispatching(lambda job: KeepsOwn)(job, step)
 
 
 def count_own_tokens(job: Job, step: TrainStep) -> None:

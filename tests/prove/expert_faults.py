@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.prove.record.layout_run import Tamper
 from tests.prove.expert_damage import (
     NUM_EXPERTS,
     DropsTokensOf1,
@@ -17,15 +18,18 @@ from tests.prove.expert_damage import (
     computing,
     count_experts_on_each_rank,
     count_last_microbatch,
+    count_own_batch,
     count_own_tokens,
     count_recomputed,
     dispatching,
     drop_edp_sum,
+    gradients_of_local_rows,
     keeps_gradients_of,
     lose_expert_5,
     lose_shared,
     on_expert_units,
     position,
+    returns_zeros,
     routed,
     routers,
     stale_choices,
@@ -80,6 +84,9 @@ EXPERT_FAULTS: dict[str, Fault] = {
         ("rows are dropped at combine", "for the tokens of ep rank 1 in every group"),
         ROUTER,
     ),
+    "one rank returns zeros": Fault(
+        dispatching(returns_zeros), LAYOUT, ("no outputs of experts 4…7 (ep rank 1)", "rows from ep rank 1"), DOWN
+    ),
     "routing weights are applied twice": Fault(
         computing(lambda _, real: lambda rows, groups, w: real(rows, groups, w) * w[:, None]),
         LAYOUT,
@@ -124,6 +131,15 @@ EXPERT_FAULTS: dict[str, Fault] = {
         choosing(lambda router, c: (c[0], c[1], c[2].double().mean(0, keepdim=True).expand(c[2].shape))),
         (*PAIR, "train.num_microbatches=2"),
         ("counts the load of each rank's micro-batch instead of each sample's",),
+        ROUTER,
+    ),
+    "tokens get gradients of local experts only": Fault(
+        gradients_of_local_rows, PAIR, ("gradients of rows are not returned",), "blocks.0.ffn_norm.weight"
+    ),
+    "the load of the global batch is not summed": Fault(
+        routers(count_own_batch),
+        (*PAIR, "model.balance_scope=global-batch"),
+        ("counts the load of each rank's micro-batch instead of the global batch's",),
         ROUTER,
     ),
     "the balance loss is summed over tp": Fault(
@@ -191,3 +207,27 @@ EXPERT_FAULTS: dict[str, Fault] = {
     ),
     "experts count ep times in the norm": Fault(count_experts_on_each_rank, LAYOUT, ("counted ep (2) times: experts",)),
 }
+
+
+def _both(*tampers: Tamper) -> Tamper:
+    return lambda job, step: [tamper(job, step) for tamper in tampers] and None
+
+
+UNKNOWN_FAULTS: dict[str, Fault] = {
+    "routing weights are a tenth too small": Fault(
+        computing(lambda _, real: lambda rows, groups, w: real(rows, groups, 0.9 * w)),
+        PAIR,
+        ("not recognised",),
+        ROUTER,
+    ),
+    "two faults at once": Fault(
+        _both(
+            computing(lambda _, real: lambda rows, groups, w: real(rows, groups, w) * w[:, None]),
+            dispatching(lambda job: NextToken),
+        ),
+        PAIR,
+        ("not recognised",),
+        ROUTER,
+    ),
+}
+"""Faults that no variant has: no cause may be named."""

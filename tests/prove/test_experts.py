@@ -9,7 +9,7 @@ import pytest
 from meshwright.prove.report import render, to_json
 from meshwright.testing.gang import GangPool
 from tests.helpers import covering_pairs
-from tests.prove.expert_faults import EXPERT_FAULTS
+from tests.prove.expert_faults import EXPERT_FAULTS, UNKNOWN_FAULTS
 from tests.prove.proofs import proof, small_expert_config
 from tests.prove.seeded_faults import FAULTS
 
@@ -41,6 +41,15 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
         (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
         assert entry["verdict"] == "wrong"
         assert entry["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNKNOWN_FAULTS)
+def test_an_unknown_fault_gets_no_cause(gang: GangPool, name: str) -> None:
+    fault = UNKNOWN_FAULTS[name]
+    result = proof(gang, small_expert_config(*fault.layout), "tests.prove.expert_faults", "UNKNOWN_FAULTS", name)
+    assert not result.passed and not result.known
+    assert all(words in " ".join(render(result)) for words in fault.says)
 
 
 def test_the_suite_is_large_enough() -> None:

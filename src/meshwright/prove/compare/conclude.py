@@ -18,7 +18,8 @@ from meshwright.prove.compare.known_faults import (
     explain_counts,
     known_fault_of_later_steps,
     known_fault_of_step_1,
-    series_as_consequence,
+    losses_as_consequence,
+    norms_as_consequence,
 )
 from meshwright.prove.compare.result import (
     Diagnosis,
@@ -100,8 +101,8 @@ def compare(
         num_steps=len(reference.losses),
         findings=audit(layout, reference),
         samples=samples,
-        losses=series_as_consequence(_compare_losses(sides, update_wrong), known),
-        grad_norm=series_as_consequence(explain_later_norms(step_1.norms, update_wrong=update_wrong), known),
+        losses=losses_as_consequence(_compare_losses(sides, update_wrong), known),
+        grad_norm=norms_as_consequence(explain_later_norms(step_1.norms, update_wrong=update_wrong), known),
         known=() if known is None else (known.diagnosis,),
         parameters=_parameters(reference, step_1.gradients, final, initial, first),
     )

@@ -75,12 +75,18 @@ def as_consequences(verdicts: Verdicts, fault: KnownFault) -> Verdicts:
     }
 
 
-def series_as_consequence(series: SeriesResult, fault: KnownFault | None) -> SeriesResult:
-    """Mark wrong losses or norms as consequences of a known fault."""
+def losses_as_consequence(series: SeriesResult, fault: KnownFault | None) -> SeriesResult:
+    """Mark wrong losses as consequences of a known fault, which agrees with them."""
     if fault is None or series.diagnosis is None:
         return series
     symptom, cause = series.diagnosis.symptom, f"follows from {fault.name}"
     return replace(series, diagnosis=Diagnosis(FaultKind.CONSEQUENCE, symptom, cause))
+
+
+def norms_as_consequence(series: SeriesResult, fault: KnownFault | None) -> SeriesResult:
+    """Mark wrong norms as consequences of a known fault, unless they are wrong in a way of their own."""
+    is_unknown = series.diagnosis is not None and series.diagnosis.kind in UNKNOWN
+    return losses_as_consequence(series, fault) if is_unknown else series
 
 
 def _follows(suspect: SuspectTensor, fault: str) -> Diagnosis:
