@@ -90,7 +90,7 @@ def compare(
     samples = _sample_findings(sides)
     later_wrong = step_1.root_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
     later_wrong = later_wrong or ("copies of shared parameters that differ within a rank" if layout.unequal else "")
-    known = step_1.known or (None if later_wrong else _known_later(sides, variants))
+    known = step_1.known or (None if later_wrong else _known_later(sides, step_1.norms, variants))
     final = _compare_final(sides, step_1, first, later_wrong or ("" if known is None else known.name))
     update_wrong = bool(later_wrong) or any_wrong(final)
     result = ProofResult(
@@ -249,13 +249,13 @@ def _compare_step_1(sides: _Sides, variants: Variants | None) -> _Step1:
     return _Step1(gradients, norms, wrong or ("a wrong gradient norm" if norms.diagnosis is not None else ""), known)
 
 
-def _known_later(sides: _Sides, variants: Variants | None) -> KnownFault | None:
+def _known_later(sides: _Sides, norms: SeriesResult, variants: Variants | None) -> KnownFault | None:
     references = to_arrays(sides.reference.parameters)
     final = compare_tensors(sides.layout.parameters, references, sides.counts, sides.tolerances.later)
     losses = compare_series(
         sides.layout.losses, sides.reference.losses, sides.counts.axes.num_ranks(), sides.tolerances
     )
-    return known_fault_of_later_steps(final, losses, sides.layout, sides.reference, sides.counts, variants)
+    return known_fault_of_later_steps(final, losses, norms, sides.reference, sides.counts, variants)
 
 
 def _compare_norms(sides: _Sides, gradients: Verdicts) -> SeriesResult:

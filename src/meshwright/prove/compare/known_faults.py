@@ -54,7 +54,7 @@ def known_fault_of_step_1(
 def known_fault_of_later_steps(
     final: Verdicts,
     losses: SeriesResult,
-    layout: LayoutEvidence,
+    norms: SeriesResult,
     reference: ReferenceEvidence,
     counts: LayoutCounts,
     variants: Variants | None,
@@ -63,7 +63,8 @@ def known_fault_of_later_steps(
     if variants is None or all(step.ok for step in losses.steps) or not losses.steps[0].ok:
         return None
     vector = StepVector(final, np.array([]), reference, counts, losses.steps[-1].tolerance)
-    found = diagnose_later(vector, np.array(layout.grad_norms), np.array(layout.losses), variants.of_later_steps())
+    norms_sr, losses_sr = (np.array([step.observed for step in series.steps]) for series in (norms, losses))
+    found = diagnose_later(vector, norms_sr, losses_sr, variants.of_later_steps())
     return None if found is None else KnownFault(found)
 
 

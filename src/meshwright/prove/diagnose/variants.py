@@ -38,6 +38,12 @@ class StepVector:
     tolerance: float
     experts: ExpertPlacement | None = None
 
+    def is_comparable(self) -> bool:
+        """Return whether every tensor is complete and finite."""
+        assemblies = [verdict.suspect.assembly for verdict in self.verdicts.values()]
+        is_complete = bool(assemblies) and all(one.shards and not one.faults for one in assemblies)
+        return is_complete and all(np.isfinite(shard.value).all() for one in assemblies for shard in one.shards)
+
     def observed(self) -> Array:
         """Return the layout's gradients on all ranks."""
         return self._joined(
@@ -84,9 +90,7 @@ class _Problem:
 
 def diagnose_by_variants(vector: StepVector, variants: Iterator[Variant]) -> tuple[Diagnosis, ReferenceEvidence] | None:
     """Return the diagnosis of the first variant that explains step 1, and that variant's values."""
-    if any(
-        verdict.suspect.assembly.faults or not verdict.suspect.assembly.shards for verdict in vector.verdicts.values()
-    ):
+    if not vector.is_comparable():
         return None
     due = to_arrays(vector.reference.gradients)
     observed, expected = vector.observed(), vector.of(due)
@@ -203,23 +207,23 @@ def _weight_words(what: str, in_gradient: float, in_loss: float, vector: StepVec
     return Diagnosis(FaultKind.VARIANT, f"{what} has {number_words(factor)} × its weight{where}", cause)
 
 
-def diagnose_later(
-    vector: StepVector, observed_norms: Array, steps_losses: Array, variants: Iterator[Variant]
-) -> Diagnosis | None:
+def diagnose_later(vector: StepVector, norms: Array, losses: Array, variants: Iterator[Variant]) -> Diagnosis | None:
     """Return the diagnosis of the first variant that explains the steps after the first.
 
     Args:
         vector: parameters after the last step, in the place of gradients.
-        observed_norms: [rank, step].
-        steps_losses: [rank, step].
+        norms: gradient norms [step, rank].
+        losses: losses [step, rank].
         variants: variants that are right in step 1, computed for all steps.
     """
+    if not vector.is_comparable():
+        return None
     reference = vector.reference
     observed, due = vector.observed(), vector.of(to_arrays(reference.parameters))
 
     def series_error(evidence: ReferenceEvidence) -> float:
-        pairs = ((steps_losses, evidence.losses), (observed_norms, evidence.grad_norms))
-        return max(max_magnitude(found / np.array(expected) - 1.0) for found, expected in pairs)
+        pairs = ((losses, evidence.losses), (norms, evidence.grad_norms))
+        return max(max_magnitude(found / np.array(expected)[:, None] - 1.0) for found, expected in pairs)
 
     error = max(max_magnitude(observed - due), series_error(reference))
     for variant in variants:
