@@ -21,7 +21,9 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.expert_placement import expert_placement_of
 from meshwright.prove.record.evidence import ReferenceEvidence
+from meshwright.prove.record.expert_variants import ExpertVariants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.spec import as_proof
@@ -50,6 +52,24 @@ SOURCE = str(Path(sysconfig.get_paths()["stdlib"]) / "json" / "*.py")
 def small_config(*overrides: str) -> RunConfig:
     """A small Llama on the json package's source."""
     return as_proof(load("llama-tiny", [*SMALL, f"data.source={SOURCE}", *overrides]))
+
+
+SMALL_EXPERTS = (
+    "model.num_layers=2",
+    "model.dim=16",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.expert_dim=12",
+    "train.seq_len=16",
+    "train.global_batch=8",
+    "train.warmup_steps=1",
+    "train.max_grad_norm=0.5",
+)
+
+
+def small_expert_config(*overrides: str) -> RunConfig:
+    """A small mixture of 8 experts on the json package's source."""
+    return as_proof(load("moe-tiny", [*SMALL_EXPERTS, f"data.source={SOURCE}", *overrides]))
 
 
 SMALL_DIT = (
@@ -125,7 +145,14 @@ def reference(config: RunConfig) -> ReferenceEvidence:
 
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     """What the proof concludes from the ranks' records."""
-    return compare(gather_evidence(config, records), reference(config))
+    return compare(gather_evidence(config, records), reference(config), variants=variants(config))
+
+
+@cache
+def variants(config: RunConfig) -> ExpertVariants | None:
+    """References with known faults, of a model with experts."""
+    experts = expert_placement_of(make_plan(config))
+    return None if experts is None else ExpertVariants(config, open_data(config), experts, num_steps=NUM_STEPS)
 
 
 def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", fault: str = "") -> ProofResult:

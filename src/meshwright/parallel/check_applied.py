@@ -131,6 +131,8 @@ class FirstGradientCheck:
 def _record_partial_axes(axes: set[str]) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         gradient = parameter.grad
+        if gradient is None:
+            return  # deferred: autograd runs the hook all the same
         axes.add(SEEN)
         if isinstance(gradient, DTensor):
             names = gradient.device_mesh.mesh_dim_names or ()

@@ -18,6 +18,8 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.expert_placement import expert_placement_of
+from meshwright.prove.record.expert_variants import ExpertVariants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
@@ -60,4 +62,6 @@ def conclude(
     plan = plan or make_plan(config)
     data = config.family.open_data(run_facts(config))
     reference = compute_reference(config, data, num_steps=num_steps, stages=stage_placement_of(plan))
-    return compare(gather_evidence(config, records, plan=plan), reference)
+    experts = expert_placement_of(plan)
+    variants = None if experts is None else ExpertVariants(config, data, experts, num_steps=num_steps)
+    return compare(gather_evidence(config, records, plan=plan), reference, variants=variants)

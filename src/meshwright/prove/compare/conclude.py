@@ -12,6 +12,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from meshwright.prove.compare.audit_evidence import audit
+from meshwright.prove.compare.known_faults import (
+    KnownFault,
+    as_consequences,
+    explain_counts,
+    known_fault_of_later_steps,
+    known_fault_of_step_1,
+    losses_as_consequence,
+    norms_as_consequence,
+)
 from meshwright.prove.compare.result import (
     Diagnosis,
     FaultKind,
@@ -30,6 +39,7 @@ from meshwright.prove.compare.scalar_verdict import (
 from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import Verdicts, any_wrong, compare_tensors, to_arrays
 from meshwright.prove.diagnose.contributions import scale_diagnosis
+from meshwright.prove.diagnose.experts import narrow_to_experts
 from meshwright.prove.diagnose.factors import LayoutCounts, close
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
 from meshwright.prove.diagnose.notes import notes_on
@@ -38,7 +48,7 @@ from meshwright.prove.diagnose.pipeline import locate_stages
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.diagnose.shared_parameters import StageContributions
 from meshwright.prove.diagnose.weights import UpdateHistory, diagnose_initial, diagnose_update
-from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, RecordedShard, ReferenceEvidence
+from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, RecordedShard, ReferenceEvidence, Variants
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ def compare(
     *,
     gradient_tolerance: float = 1e-12,
     later_tolerance: float = 1e-9,
+    variants: Variants | None = None,
 ) -> ProofResult:
     """Compare the ranks' evidence with the single-process reference.
 
@@ -66,6 +77,7 @@ def compare(
         gradient_tolerance: relative tolerance for the initial weights and for the loss, gradients and norm of step 1.
             Rounding stays far below it.
         later_tolerance: relative tolerance after that; larger because AdamW divides by small numbers.
+        variants: faulty references to compare with if a fault is not recognised.
     """
     counts = LayoutCounts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
     sides = _Sides(layout, reference, counts, Tolerances(gradient_tolerance, later_tolerance), DiagnosisContext({}))
@@ -73,12 +85,13 @@ def compare(
     initial_wrong = any_wrong(initial) or any(copies.what == INITIAL for copies in layout.unequal)
     context = DiagnosisContext({}, bool(_sample_findings(sides, num_steps=1)), initial_wrong)
     sides = replace(sides, context=context)
-    step_1 = _compare_step_1(sides)
+    step_1 = _compare_step_1(sides, variants)
     first = _compare_first_update(sides, step_1) if layout.after_first and reference.after_first else {}
     samples = _sample_findings(sides)
     later_wrong = step_1.root_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
     later_wrong = later_wrong or ("copies of shared parameters that differ within a rank" if layout.unequal else "")
-    final = _compare_final(sides, step_1, first, later_wrong)
+    known = step_1.known or (None if later_wrong else _known_later(sides, step_1.norms, variants))
+    final = _compare_final(sides, step_1, first, later_wrong or ("" if known is None else known.name))
     update_wrong = bool(later_wrong) or any_wrong(final)
     result = ProofResult(
         axes=layout.axes,
@@ -88,8 +101,9 @@ def compare(
         num_steps=len(reference.losses),
         findings=audit(layout, reference),
         samples=samples,
-        losses=_compare_losses(sides, update_wrong),
-        grad_norm=explain_later_norms(step_1.norms, update_wrong=update_wrong),
+        losses=losses_as_consequence(_compare_losses(sides, update_wrong), known),
+        grad_norm=norms_as_consequence(explain_later_norms(step_1.norms, update_wrong=update_wrong), known),
+        known=() if known is None else (known.diagnosis,),
         parameters=_parameters(reference, step_1.gradients, final, initial, first),
     )
     return replace(result, notes=notes_on(result, layout.stages))
@@ -148,7 +162,8 @@ def _compare_gradients(sides: _Sides) -> Verdicts:
         if not verdict.result.ok:
             absent = _missing_gradient(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
             verdicts[name] = verdict.with_diagnosis(absent or diagnose_gradient(verdict.suspect, context))
-    return locate_stages(_narrow_to_axis(verdicts, counts), layout.stages)
+    narrowed = narrow_to_experts(_narrow_to_axis(verdicts, counts), layout.experts)
+    return locate_stages(narrowed, layout.stages)
 
 
 def _stage_contributions(sides: _Sides, references: Mapping[str, Array]) -> StageContributions | None:
@@ -210,6 +225,8 @@ class _Step1:
     norms: SeriesResult
     root_fault: str
     """Fault that makes the first update wrong, or an empty string."""
+    known: KnownFault | None = None
+    """Known fault that explains all wrong values."""
 
     def own_fault(self, name: str) -> str:
         return "its wrong gradient" if name in self.gradients and not self.gradients[name].result.ok else ""
@@ -219,11 +236,26 @@ class _Step1:
         return self.norms.diagnosis is not None and self.norms.diagnosis.kind is FaultKind.NON_FINITE
 
 
-def _compare_step_1(sides: _Sides) -> _Step1:
-    gradients = _compare_gradients(sides)
+def _compare_step_1(sides: _Sides, variants: Variants | None) -> _Step1:
+    gradients, root_fault = _compare_gradients(sides), sides.context.root_fault()
+    known = None
+    if not root_fault:
+        losses = _compare_losses(sides, update_wrong=False)
+        known = known_fault_of_step_1(gradients, losses, sides.layout, sides.reference, sides.counts, variants)
+    if known is not None:
+        gradients, root_fault = as_consequences(gradients, known), known.name
     norms = _compare_norms(sides, gradients)
-    wrong = sides.context.root_fault() or ("wrong gradients of other parameters" if any_wrong(gradients) else "")
-    return _Step1(gradients, norms, wrong or ("a wrong gradient norm" if norms.diagnosis is not None else ""))
+    wrong = root_fault or ("wrong gradients of other parameters" if any_wrong(gradients) else "")
+    return _Step1(gradients, norms, wrong or ("a wrong gradient norm" if norms.diagnosis is not None else ""), known)
+
+
+def _known_later(sides: _Sides, norms: SeriesResult, variants: Variants | None) -> KnownFault | None:
+    references = to_arrays(sides.reference.parameters)
+    final = compare_tensors(sides.layout.parameters, references, sides.counts, sides.tolerances.later)
+    losses = compare_series(
+        sides.layout.losses, sides.reference.losses, sides.counts.axes.num_ranks(), sides.tolerances
+    )
+    return known_fault_of_later_steps(final, losses, norms, sides.reference, sides.counts, variants)
 
 
 def _compare_norms(sides: _Sides, gradients: Verdicts) -> SeriesResult:
@@ -231,7 +263,8 @@ def _compare_norms(sides: _Sides, gradients: Verdicts) -> SeriesResult:
     norms = compare_series(sides.layout.grad_norms, sides.reference.grad_norms, num_ranks, sides.tolerances)
     assemblies = {name: verdict.suspect.assembly for name, verdict in gradients.items()}
     wrong = any_wrong(gradients)
-    return explain_first_norm(norms, assemblies, sides.counts, sides.layout.stages, gradients_wrong=wrong)
+    stages, experts = sides.layout.stages, sides.layout.experts
+    return explain_first_norm(norms, assemblies, sides.counts, stages, experts, gradients_wrong=wrong)
 
 
 def _compare_first_update(sides: _Sides, step_1: _Step1) -> Verdicts:
@@ -253,7 +286,9 @@ def _compare_first_update(sides: _Sides, step_1: _Step1) -> Verdicts:
             )
             context = replace(sides.context, references=references)
             verdicts[name] = verdict.with_diagnosis(diagnose_update(verdict.suspect, context, history))
-    return verdicts
+    if sides.context.root_fault():
+        return verdicts
+    return explain_counts(verdicts, sides.layout, sides.reference, step_1.known)
 
 
 def _wrong_updates(verdicts: Verdicts) -> str:

@@ -31,6 +31,10 @@ class FaultKind(Enum):
     NORM_FORM = "norm-form"
     SAMPLES = "samples"
     OUT_OF_STEP = "out-of-step"
+    VARIANT = "variant"
+    """The layout computes exactly what the reference does with a known fault."""
+    COUNTS = "counts"
+    """Wrong counts of the tokens of experts, or a wrong balancing bias."""
     CONSEQUENCE = "consequence"
     """Consequence of another finding."""
     UNRECOGNISED = "unrecognised"
@@ -156,6 +160,8 @@ class ProofResult:
     losses: SeriesResult
     grad_norm: SeriesResult
     parameters: tuple[ParameterResult, ...]
+    known: tuple[Diagnosis, ...] = ()
+    """Known faults that explain several wrong values at once."""
     notes: tuple[str, ...] = ()
     """Remarks that help locate a fault or qualify a pass."""
 

@@ -11,6 +11,7 @@ from meshwright.prove.compare.tensor_shards import Array, AssembledTensor, safe_
 from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.diagnose.gradient_norm import diagnose_norm, suspect_norm
 from meshwright.prove.diagnose.losses import diagnose_loss, diagnose_series
+from meshwright.prove.expert_placement import ExpertPlacement
 from meshwright.prove.stage_placement import StagePlacement
 
 REFERENCE_NOT_FINITE = Diagnosis(
@@ -62,6 +63,7 @@ def explain_first_norm(
     gradients: dict[str, AssembledTensor],
     counts: LayoutCounts,
     stages: StagePlacement | None,
+    experts: ExpertPlacement | None = None,
     *,
     gradients_wrong: bool,
 ) -> SeriesResult:
@@ -71,7 +73,7 @@ def explain_first_norm(
     if not all(np.isfinite(step.expected) for step in norms.steps):
         return replace(norms, diagnosis=REFERENCE_NOT_FINITE)
     first = norms.steps[0]
-    suspect = suspect_norm(list(first.observed), first.expected, gradients, counts, stages)
+    suspect = suspect_norm(list(first.observed), first.expected, gradients, counts, stages, experts)
     return replace(norms, diagnosis=diagnose_norm(suspect, gradients_wrong=gradients_wrong))
 
 

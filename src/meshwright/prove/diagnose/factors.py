@@ -15,6 +15,8 @@ from meshwright.prove.diagnose.phrases import join_words
 
 CLOSE = 1e-9
 """Relative tolerance for matching a measured factor to a count."""
+MAX_RARITY = 8
+"""Highest rarity of any term."""
 NOTHING_FITS = "a factor that no axis, micro-batch count or batch size explains"
 
 
@@ -69,16 +71,19 @@ class LayoutCounts:
         return sorted({*map(float, sizes), *(1.0 / size for size in sizes)}, key=lambda c: abs(math.log(c)))
 
 
-def factor_cause(factor: float, counts: LayoutCounts, *, only_axis: str | None = None) -> str:
+def factor_cause(
+    factor: float, counts: LayoutCounts, *, only_axis: str | None = None, max_rarity: int = MAX_RARITY
+) -> str:
     """Describe the likely cause of `factor`, or return an empty string if no size explains it.
 
     Args:
         only_axis: axis to restrict the candidates to.
+        max_rarity: rarity to restrict the candidates to.
     """
     if factor < 0:
         rest = "" if close(factor, -1.0) else factor_cause(-factor, counts)
         return "the sign is flipped" + (f", and {rest}" if rest else "")
-    terms = counts.terms()
+    terms = [term for term in counts.terms() if term.rarity <= max_rarity]
     if only_axis is not None:
         terms = [term for term in terms if term.label.startswith(f"{only_axis} (")]
     summed = _most_plausible([term for term in terms if close(factor, term.size)])

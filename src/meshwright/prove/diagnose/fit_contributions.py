@@ -85,7 +85,7 @@ def common_factor(problem: FitProblem) -> float | None:
         return None
     fitted = float(value_n @ expected_n) / energy
     limit = problem.limit(max(max_magnitude(value_n), max_magnitude(expected_n)))
-    for factor in (_rounded(fitted), fitted):
+    for factor in (simplified(fitted), fitted):
         if factor not in (0.0, 1.0) and max_magnitude(value_n - factor * expected_n) <= limit:
             break
     else:
@@ -121,7 +121,7 @@ def _least_squares(problem: FitProblem) -> Array | None:
     weights, _, rank, _ = np.linalg.lstsq(contributions, problem.value_n[rows], rcond=1e-9)
     if rank < len(problem.flat_contributions):
         return None
-    rounded = np.array([_rounded(float(w)) for w in weights])
+    rounded = np.array([simplified(float(w)) for w in weights])
     return rounded if _explains(rounded, problem) else None
 
 
@@ -132,7 +132,7 @@ def _explains(weights: Array, problem: FitProblem) -> bool:
     return max_magnitude(problem.value_n - weights @ problem.flat_contributions) <= problem.limit(size)
 
 
-def _rounded(weight: float) -> float:
+def simplified(weight: float) -> float:
     """Round a fitted weight to the nearest simple fraction if it is close to one."""
     simple = float(Fraction(weight).limit_denominator(256))
     return simple if close(weight, simple) or abs(weight - simple) < CLOSE else weight

@@ -19,6 +19,7 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import Array, AssembledTensor, coordinates
 from meshwright.prove.diagnose.factors import LayoutCounts, close, factor_cause
 from meshwright.prove.diagnose.phrases import join_words, number_words, rank_words, scope_words
+from meshwright.prove.expert_placement import ExpertPlacement
 from meshwright.prove.stage_placement import StagePlacement
 
 RESIDUAL = 1e-11
@@ -42,6 +43,7 @@ class SuspectNorm:
     counts: LayoutCounts
     shared: Array
     """[parameter]: number of stages that share the parameter, at least 1."""
+    experts: ExpertPlacement | None = None
 
     def num_replicas(self) -> Array:
         """Return the number of replicas of each parameter: [parameter]."""
@@ -66,6 +68,7 @@ def suspect_norm(
     gradients: dict[str, AssembledTensor],
     counts: LayoutCounts,
     stages: StagePlacement | None,
+    experts: ExpertPlacement | None = None,
 ) -> SuspectNorm:
     """Collect the reported norms of step 1 and the terms they should consist of."""
     names = tuple(gradients)
@@ -75,7 +78,7 @@ def suspect_norm(
             squares[shard.rank, column] += float((shard.value**2).sum())
     replicated = tuple(frozenset(gradients[name].replicated) for name in names)
     shared = np.array([1 if stages is None else max(1, len(stages.sharing_stages(name))) for name in names])
-    return SuspectNorm(np.array(reported), expected, names, squares, replicated, counts, shared)
+    return SuspectNorm(np.array(reported), expected, names, squares, replicated, counts, shared, experts)
 
 
 def diagnose_norm(suspect: SuspectNorm, *, gradients_wrong: bool) -> Diagnosis:
@@ -121,6 +124,8 @@ def _wrong_members(suspect: SuspectNorm) -> Diagnosis | None:
     """Diagnose a parameter, parameter group or rank that is counted the wrong number of times."""
     unique_squares, total = suspect.unique_squares(), float(suspect.unique_squares().sum())
     found: list[str] = []
+    if experts := _wrong_experts(suspect):
+        return Diagnosis(FaultKind.NORM_MEMBERS, _symptom(suspect), experts)
     for label, members in _classes(suspect):
         part = float(unique_squares[members].sum())
         if 0.0 < part < total and suspect.explains(total - part):
@@ -146,6 +151,22 @@ def _wrong_members(suspect: SuspectNorm) -> Diagnosis | None:
     if not found:
         return None
     return Diagnosis(FaultKind.NORM_MEMBERS, _symptom(suspect), join_words(found[:MAX_CANDIDATES], last="or"))
+
+
+def _wrong_experts(suspect: SuspectNorm) -> str:
+    """Return the cause if experts, which are sharded over other ranks than the rest, count a wrong number of times."""
+    experts = suspect.experts
+    members = [at for at, name in enumerate(suspect.names) if experts is not None and name in experts.parameters]
+    if experts is None or not members:
+        return ""
+    total, part = float(suspect.unique_squares().sum()), float(suspect.unique_squares()[members].sum())
+    if experts.size > 1 and suspect.explains(total + (experts.size - 1) * part):
+        return f"counted ep ({experts.size}) times: experts, as if every rank of ep held all of them"
+    if experts.size > 1 and suspect.explains(total + (1.0 / experts.size - 1.0) * part):
+        return f"counted 1 / ep times ({experts.size}): experts, as if ranks of ep held the same ones"
+    if experts.num_groups > 1 and suspect.explains(total + (experts.num_groups - 1) * part):
+        return f"counted {experts.num_groups} times: experts, once by each of the ranks that hold the same ones"
+    return "left out of the norm: experts" if suspect.explains(total - part) else ""
 
 
 def _left_out_positions(suspect: SuspectNorm) -> Iterator[str]:

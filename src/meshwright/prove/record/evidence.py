@@ -6,12 +6,15 @@ assembles the shards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
+from meshwright.prove.expert_placement import ExpertPlacement
 from meshwright.prove.stage_placement import StagePlacement
 
 DTYPE = torch.float64
@@ -68,6 +71,8 @@ class LayoutEvidence:
     affect everything else."""
     stages: StagePlacement | None = None
     """Stage placement of a pipeline."""
+    experts: ExpertPlacement | None = None
+    """Placement of experts; None for a model without any."""
     unequal: tuple[UnequalCopies, ...] = ()
     """Copies of shared parameters that differ from the rank's first copy; only the first is compared."""
 
@@ -94,3 +99,30 @@ class ReferenceEvidence:
     """Full parameters after the first step; empty if not recorded."""
     stage_gradients: dict[str, Tensor] = field(default_factory=dict)
     """Per shared parameter, [stage, *shape]: contributions to the gradient of step 1, which sum to `gradients`."""
+    partial_counts: dict[str, Tensor] = field(default_factory=dict)
+    """Per buffer that counts the tokens of experts, [data_parallel, num_microbatches, expert]: counts of step 1."""
+    bias_rates: dict[str, float] = field(default_factory=dict)
+    """Per counting buffer of a layer with a balancing bias: the step by which the bias changes."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The reference with a known fault, to be compared with a layout whose fault is not recognised."""
+
+    what: str
+    """How the reference was changed, such as `routing weights squared`."""
+    cause: str
+    """Fault of a layout that computes the same."""
+    evidence: ReferenceEvidence
+    is_linear: bool = False
+    """Whether the change removes a term, so that multiples of the term can be told from each other."""
+
+
+class Variants(Protocol):
+    """Faulty references of a model, computed when asked for."""
+
+    def of_first_step(self) -> Iterator[Variant]:
+        """Yield variants that differ in step 1, computed for that step."""
+
+    def of_later_steps(self) -> Iterator[Variant]:
+        """Yield variants that differ from step 2 on."""

@@ -20,6 +20,7 @@ from meshwright.models.contract.task import Batch, Task
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.expert_placement import expert_placement_of
 from meshwright.prove.record.evidence import DTYPE, INITIAL, LayoutEvidence, RecordedShard, UnequalCopies
 from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train.build_job import Job, build_job
@@ -165,6 +166,7 @@ def _local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
 
 def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPlan | None = None) -> LayoutEvidence:
     """Combine all ranks' records."""
+    plan = plan or make_plan(config)
 
     def by_name(kind: str) -> dict[str, list[RecordedShard]]:
         shards: dict[str, list[RecordedShard]] = {}
@@ -183,7 +185,8 @@ def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPl
         parameters=by_name("parameters"),
         initial=by_name("initial"),
         after_first=by_name("after_first"),
-        stages=stage_placement_of(plan or make_plan(config)),
+        stages=stage_placement_of(plan),
+        experts=expert_placement_of(plan),
         unequal=tuple(
             UnequalCopies(rank, name, (a, b), what, largest)
             for rank, record in enumerate(records)

@@ -7,6 +7,7 @@ itself. Gradients are computed per micro-batch of each data-parallel rank; AdamW
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -20,7 +21,7 @@ from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
 from meshwright.models.contract.task import Reference
-from meshwright.nn.experts.balance import BatchCounts
+from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
@@ -39,10 +40,18 @@ class _BatchGradients:
     """[data_parallel, num_microbatches]"""
     partial_gradients: TensorsByName
     """Per parameter, [data_parallel, num_microbatches, *shape]."""
+    partial_counts: TensorsByName
+    """Per buffer that counts tokens of experts, [data_parallel, num_microbatches, expert]."""
 
 
 def compute_reference(
-    config: RunConfig, data: TrainingData, *, num_steps: int, stages: StagePlacement | None = None
+    config: RunConfig,
+    data: TrainingData,
+    *,
+    num_steps: int,
+    stages: StagePlacement | None = None,
+    change: Callable[[nn.Module], None] | None = None,
+    ranks_a_cell: int = 1,
 ) -> ReferenceEvidence:
     """Train for `num_steps` steps in float64 and return the reference values.
 
@@ -51,9 +60,13 @@ def compute_reference(
         data: training data.
         num_steps: number of steps, at least one.
         stages: the layout's stage placement, used only to diagnose gradients of shared parameters.
+        change: called on the model before the first step; used only for variants with a known fault.
+        ranks_a_cell: consecutive data-parallel ranks whose samples run as one micro-batch; more than 1 for variants.
     """
     train = config.train
     model, samples_of = _build(config), config.family.reference(run_facts(config), data)
+    if change is not None:
+        change(model)
     initial = _values(model)
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _trained(model).items()}
     by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
@@ -64,7 +77,7 @@ def compute_reference(
     after_first: TensorsByName = {}
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
-        batch = _forward_backward(model, config, samples_of, indices)
+        batch = _forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
         gradients = {name: partial.sum((0, 1)) for name, partial in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
@@ -87,6 +100,8 @@ def compute_reference(
         partial_losses=first.partial_losses,
         after_first=after_first,
         stage_gradients={name: parts for name, parts in by_stage.items() if name in moments},
+        partial_counts=first.partial_counts,
+        bias_rates={f"{name}.value": load.bias_rate for name, load in _loads(model).items() if load.bias is not None},
     )
 
 
@@ -120,24 +135,44 @@ def _values(model: nn.Module) -> TensorsByName:
     return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
 
 
-def _forward_backward(model: nn.Module, config: RunConfig, samples: Reference, indices: list[int]) -> _BatchGradients:
+def _loads(model: nn.Module) -> dict[str, ExpertLoad]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLoad)}
+
+
+def _forward_backward(
+    model: nn.Module, config: RunConfig, samples: Reference, indices: list[int], ranks_a_cell: int
+) -> _BatchGradients:
     """Compute losses and gradients per data-parallel rank and micro-batch."""
-    train, axes = config.train, config.mesh.axes()
-    grid = (axes.data_parallel(), train.num_microbatches)
-    samples_per_cell = train.global_batch // math.prod(grid)
+    grid = (config.mesh.axes().data_parallel() // ranks_a_cell, config.train.num_microbatches)
     names, parameters = zip(*_trained(model).items(), strict=True)
     partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
+    counts = {f"{name}.value": load.value.new_zeros((*grid, *load.value.shape)) for name, load in _loads(model).items()}
     losses = torch.zeros(grid, dtype=DTYPE)
     _count_over_batch(model, samples, indices)
-    for cell in range(math.prod(grid)):
-        dp_rank, microbatch = divmod(cell, train.num_microbatches)
-        loss = samples.loss(model, indices[cell * samples_per_cell : (cell + 1) * samples_per_cell])
+    for cell, inside in enumerate(_cells(config, indices, ranks_a_cell)):
+        at = divmod(cell, config.train.num_microbatches)
+        before = {name: load.pending() for name, load in _loads(model).items()}
+        loss = samples.loss(model, inside)
         auxiliary = [value for _, handle in auxiliary_losses(model) if (value := handle.take()) is not None]
-        losses[dp_rank, microbatch] = loss.detach() + sum(auxiliary)
+        losses[at] = loss.detach() + sum(auxiliary)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         for name, gradient in zip(names, gradients, strict=True):
-            partial[name][dp_rank, microbatch] = gradient
-    return _BatchGradients(losses, partial)
+            partial[name][at] = gradient
+        for name, load in _loads(model).items():
+            counts[f"{name}.value"][at] = load.pending() - before[name]
+    return _BatchGradients(losses, partial, counts)
+
+
+def _cells(config: RunConfig, indices: list[int], ranks_a_cell: int) -> list[list[int]]:
+    """Return the samples of each micro-batch of each data-parallel rank, or of so many consecutive ranks together."""
+    num_microbatches = config.train.num_microbatches
+    size = len(indices) // (config.mesh.axes().data_parallel() * num_microbatches)
+    by_rank = [indices[at : at + size * num_microbatches] for at in range(0, len(indices), size * num_microbatches)]
+    return [
+        [sample for rank in by_rank[first : first + ranks_a_cell] for sample in rank[m * size : (m + 1) * size]]
+        for first in range(0, len(by_rank), ranks_a_cell)
+        for m in range(num_microbatches)
+    ]
 
 
 @torch.no_grad()

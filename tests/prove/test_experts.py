@@ -1,0 +1,149 @@
+"""Experts on every layout compute what one device computes, and every seeded fault of theirs is named."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshwright.prove.report import render, to_json
+from meshwright.testing.gang import GangPool
+from tests.helpers import covering_pairs
+from tests.prove.expert_faults import EXPERT_FAULTS, UNKNOWN_FAULTS
+from tests.prove.proofs import proof, small_expert_config
+from tests.prove.seeded_faults import FAULTS
+
+QUICK_FAULTS = {
+    "experts' gradients are multiplied by ep",
+    "tokens of one rank are dropped at combine",
+    "the last row of each expert is missing",
+    "routers get gradients of local experts only",
+    "the balance loss is summed over ep",
+    "the bias enters the weights",
+    "a recomputed forward counts again",
+}
+"""One of each kind."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK_FAULTS else pytest.mark.slow) for n in EXPERT_FAULTS]
+)
+def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
+    fault = EXPERT_FAULTS[name]
+    config = small_expert_config(*fault.layout)
+    result = proof(gang, config, "tests.prove.expert_faults", "EXPERT_FAULTS", name)
+    report, screen = to_json(result), " ".join(render(result))
+    assert not report["passed"]
+    text = " ".join(screen.lower().split())
+    missing = [words for words in fault.says if words.lower() not in text]
+    assert not missing, "\n".join([f"missing: {missing}", *render(result)])
+    if fault.at:
+        (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
+        assert entry["verdict"] == "wrong"
+        assert entry["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNKNOWN_FAULTS)
+def test_an_unknown_fault_gets_no_cause(gang: GangPool, name: str) -> None:
+    fault = UNKNOWN_FAULTS[name]
+    result = proof(gang, small_expert_config(*fault.layout), "tests.prove.expert_faults", "UNKNOWN_FAULTS", name)
+    assert not result.passed and not result.known
+    assert all(words in " ".join(render(result)) for words in fault.says)
+
+
+def test_the_suite_is_large_enough() -> None:
+    assert len(EXPERT_FAULTS) >= 25 and set(EXPERT_FAULTS) >= QUICK_FAULTS
+
+
+DENSE = [name for name, fault in FAULTS.items() if "ffn" not in fault.at and "left out of the norm" not in fault.says]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DENSE)
+def test_a_fault_of_other_parameters_keeps_its_cause(gang: GangPool, name: str) -> None:
+    fault = FAULTS[name]
+    ep = ("mesh.ep=2",) if "mesh.dp_shard=2" in fault.layout else ()
+    result = proof(gang, small_expert_config(*fault.layout, *ep), "tests.prove.seeded_faults", "FAULTS", name)
+    text = " ".join(" ".join(render(result)).lower().split())
+    missing = [words for words in fault.says if words.lower() not in text]
+    assert not missing, "\n".join([f"missing: {missing}", *render(result)])
+    assert not result.known
+
+
+EP = {
+    "ep 1": ("mesh.dp_shard=2",),
+    "ep 2": ("mesh.dp_shard=2", "mesh.ep=2"),
+    "ep 2 of dp_shard 4": ("mesh.dp_shard=4", "mesh.ep=2"),
+    "ep 4": ("mesh.dp_shard=4", "mesh.ep=4"),
+    "ep 2, replicated": ("mesh.dp_replicate=2", "mesh.dp_shard=2", "mesh.ep=2"),
+}
+TP = {"tp 1": (), "tp 2": ("mesh.tp=2",), "tp 2, whole sequences": ("mesh.tp=2", "mesh.sequence_parallel=false")}
+PIPES = {
+    "no pipeline": (),
+    "1f1b": ("mesh.pp=2", "pipeline.schedule=1f1b"),
+    "zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4"),
+    "dualpipe-v": ("mesh.pp=2", "pipeline.schedule=dualpipe-v", "model.num_layers=4"),
+}
+ROUTING = {
+    "balance loss": (),
+    "of the global batch": ("model.balance_scope=global-batch", "model.z_loss=0.01"),
+    "capacity": ("model.drop=over-capacity", "model.capacity_factor=1.0"),
+    "bias": ("model.bias_rate=0.05", "model.balance_loss=0", "model.num_shared_experts=1"),
+    "sigmoid, groups": (
+        "model.score=sigmoid",
+        "model.num_groups=4",
+        "model.top_groups=2",
+        "model.bias_rate=0.05",
+        "model.route_scale=2.5",
+        "model.num_dense_layers=1",
+    ),
+}
+RUNS = {
+    "plain": (),
+    "recomputed": ("recompute.policy=full",),
+    "exact-via-all-to-all": ("comm.gradients=exact-via-all-to-all",),
+    "frozen experts": ('train.freeze=["blocks.*.moe.experts.*"]',),
+    "kept gathered": ("mesh.reshard_after_forward=false",),
+}
+MICROBATCHES = (1, 4)
+
+
+def _is_valid(ep: str, tp: str, pipe: str, routing: str, run: str, microbatches: int) -> bool:
+    ranks = (
+        (4 if "4" in ep or "replicated" in ep else 2) * (2 if "2" in tp else 1) * (1 if pipe == "no pipeline" else 2)
+    )
+    if routing == "of the global batch" and microbatches > 1 or pipe == "dualpipe-v" and microbatches == 1:
+        return False
+    return ranks <= 8
+
+
+MATRIX = [case for case in product(EP, TP, PIPES, ROUTING, RUNS, MICROBATCHES) if _is_valid(*case)]
+QUICK = [
+    ("ep 2 of dp_shard 4", "tp 1", "no pipeline", "sigmoid, groups", "recomputed", 4),
+    ("ep 2", "tp 1", "zb-v", "capacity", "plain", 4),
+    ("ep 2", "tp 2", "no pipeline", "of the global batch", "plain", 1),
+]
+
+
+def _marked() -> list[object]:
+    return [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in covering_pairs(MATRIX, QUICK)
+    ]
+
+
+@pytest.mark.parametrize(("ep", "tp", "pipe", "routing", "run", "microbatches"), _marked())
+def test_a_right_layout_is_proved(
+    gang: GangPool, ep: str, tp: str, pipe: str, routing: str, run: str, microbatches: int
+) -> None:
+    config = small_expert_config(
+        *EP[ep],
+        *TP[tp],
+        *ROUTING[routing],
+        *PIPES[pipe],
+        *RUNS[run],
+        f"train.num_microbatches={microbatches}",
+        "train.global_batch=16",
+    )
+    result = proof(gang, config)
+    assert result.passed, "\n".join(render(result))
