@@ -44,7 +44,7 @@ from tests.prove.seeded_faults import Fault, after_backward
 LAYOUT = ("mesh.dp_shard=4", "mesh.ep=2")
 PAIR = ("mesh.dp_shard=2", "mesh.ep=2")
 TWICE = (*PAIR, "train.num_microbatches=2")
-BIAS = ("model.bias_rate=0.05", "model.score=sigmoid")
+BIAS = ("model.balance_bias=true", "model.bias_rate=0.05", "model.score=sigmoid")
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.0")
 DOWN = "blocks.1.moe.experts.down"
 ROUTER = "blocks.0.moe.router.gate.weight"

@@ -89,11 +89,12 @@ ROUTING = {
     "balance loss": (),
     "of the global batch": ("model.balance_scope=global-batch", "model.z_loss=0.01"),
     "capacity": ("model.drop=over-capacity", "model.capacity_factor=1.0"),
-    "bias": ("model.bias_rate=0.05", "model.balance_loss=0", "model.num_shared_experts=1"),
+    "bias": ("model.balance_bias=true", "model.bias_rate=0.05", "model.balance_loss=0", "model.num_shared_experts=1"),
     "sigmoid, groups": (
         "model.score=sigmoid",
         "model.num_groups=4",
         "model.top_groups=2",
+        "model.balance_bias=true",
         "model.bias_rate=0.05",
         "model.route_scale=2.5",
         "model.num_dense_layers=1",

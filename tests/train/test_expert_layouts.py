@@ -17,7 +17,7 @@ from tests.train.test_kill import killed
 
 TINY = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "train.seq_len=32"]
 FP64 = "train.precision=float64"
-BALANCED = ["model.balance_loss=0.02", "model.bias_rate=0.01", "model.z_loss=0.001"]
+BALANCED = ["model.balance_loss=0.02", "model.balance_bias=true", "model.bias_rate=0.01", "model.z_loss=0.001"]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,14 @@ def test_memory_counts_the_experts_of_a_rank_and_their_capacity():
     assert wide.activations > narrow.activations == sharded.activations
 
 
-EXPERTS = ["model.kind=moe", "model.balance_loss=0", "model.bias_rate=0.01", "model.dim=32", "model.expert_dim=24"]
+EXPERTS = [
+    "model.kind=moe",
+    "model.balance_loss=0",
+    "model.balance_bias=true",
+    "model.bias_rate=0.01",
+    "model.dim=32",
+    "model.expert_dim=24",
+]
 
 
 @pytest.mark.slow

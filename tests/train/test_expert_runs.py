@@ -21,8 +21,8 @@ from tests.helpers import open_data, quick_and_slow, small_corpus
 from tests.train.jobs import make_job, run_on
 from tests.train.runs import LIMIT_S, STEPS, is_alive, wait_until
 
-MOE = ["moe-tiny", "model.num_shared_experts=1", "model.bias_rate=0.001", "model.z_loss=0.01", "train.seq_len=32",
-       "train.precision=float64", "train.lr=0.002"]  # fmt: skip
+MOE = ["moe-tiny", "model.num_shared_experts=1", "model.balance_bias=true", "model.bias_rate=0.001",
+       "model.z_loss=0.01", "train.seq_len=32", "train.precision=float64", "train.lr=0.002"]  # fmt: skip
 EXPERT = 5
 """The one that gets all tokens."""
 

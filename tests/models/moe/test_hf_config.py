@@ -93,7 +93,8 @@ def test_what_our_model_is_not_is_refused_by_key(changes, words):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("num_dense_layers", 1), ("num_shared_experts", 1), ("score", "sigmoid"), ("normalize", False),
-     ("route_scale", 2.5), ("num_groups", 2), ("top_groups", 2), ("has_bias", True), ("rope_scaling", {"factor": 8.0})],
+     ("route_scale", 2.5), ("num_groups", 2), ("top_groups", 2), ("balance_bias", True),
+     ("rope_scaling", {"factor": 8.0})],
 )  # fmt: skip
 def test_any_other_mixture_of_experts_is_not_a_mixtral(key, value):
     check_is_mixtral(MODEL, where="run")
@@ -105,9 +106,9 @@ def test_any_other_mixture_of_experts_is_not_a_mixtral(key, value):
 
 def test_all_that_differs_is_named_at_once():
     with pytest.raises(CheckpointError) as caught:
-        check_is_mixtral(MODEL | {"score": "sigmoid", "has_bias": True}, where="run")
-    assert caught.value.what == "the model is not a Mixtral: model.score = sigmoid, model.has_bias = true"
-    assert caught.value.rule.endswith("it has model.score = softmax, model.has_bias = false")
+        check_is_mixtral(MODEL | {"score": "sigmoid", "balance_bias": True}, where="run")
+    assert caught.value.what == "the model is not a Mixtral: model.score = sigmoid, model.balance_bias = true"
+    assert caught.value.rule.endswith("it has model.score = softmax, model.balance_bias = false")
 
 
 def test_reading_them_needs_no_torch():

@@ -158,7 +158,7 @@ def test_a_configuration_that_does_not_match_is_refused(theirs, tmp_path, change
     assert words in refused(theirs, tmp_path)
 
 
-@pytest.mark.parametrize("key, value", [("num_shared_experts", 1), ("has_bias", True), ("score", "sigmoid")])
+@pytest.mark.parametrize("key, value", [("num_shared_experts", 1), ("balance_bias", True), ("score", "sigmoid")])
 def test_what_is_not_a_mixtral_is_not_exported(tmp_path, key, value):
     path = save(tmp_path / "run", MODEL | {key: value})
     with pytest.raises(CheckpointError, match=f"not a Mixtral: model.{key} = ") as caught:

@@ -24,7 +24,7 @@ from meshwright.train.build_job import initialize
 
 MOE = "moe-tiny"
 DEEPSEEK = ["model.num_dense_layers=1", "model.num_shared_experts=1", "model.score=sigmoid", "model.route_scale=2.5",
-            "model.num_groups=4", "model.top_groups=2", "model.bias_rate=0.001", "model.z_loss=0.01"]  # fmt: skip
+            "model.num_groups=4", "model.top_groups=2", "model.balance_bias=true", "model.z_loss=0.01"]  # fmt: skip
 
 
 def build(config, part=None):
@@ -47,7 +47,7 @@ def words(draw):
         "top_k": 1,
         "expert_dim": draw(st.integers(1, 9)),
         "num_shared_experts": draw(st.integers(0, 2)),
-        "bias_rate": draw(st.sampled_from(["0", "0.1"])),
+        "balance_bias": draw(st.sampled_from(["true", "false"])),
         "balance_loss": draw(st.sampled_from(["0", "0.1"])),
         "z_loss": draw(st.sampled_from(["0", "0.1"])),
         "tie_embeddings": draw(st.sampled_from(["true", "false"])),
@@ -68,7 +68,7 @@ def test_parameters_buffers_and_losses_are_those_described(words):
     assert set(weights) == {key for key in ("balance_loss", "z_loss") if getattr(config.model, key)}
     biases = [b.dtype for name, b in model.named_buffers() if name.endswith("load.bias")]
     num_moe = config.model.num_layers - config.model.num_dense_layers
-    assert biases == [torch.float32] * (num_moe if config.model.bias_rate else 0)
+    assert biases == [torch.float32] * (num_moe if config.model.balance_bias else 0)
 
 
 def test_blocks_are_dense_first():
@@ -111,7 +111,7 @@ def initialized(config, seed=0):
 
 
 def test_initial_deviations():
-    model = initialized(load(MOE, ["model.num_shared_experts=1", "model.bias_rate=0.1"]))
+    model = initialized(load(MOE, ["model.num_shared_experts=1", "model.balance_bias=true"]))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             assert (tensor == 1).all()

@@ -33,9 +33,10 @@ class MoeConfig(DecoderConfig):
         "sample", description="tokens whose load is balanced: each sample's, or with one micro-batch the global batch's"
     )
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss; 0 for none")
-    bias_rate: float = Field(
-        0.0, ge=0, description="step of the balancing bias per optimizer step (auxiliary-loss-free); 0 for no bias"
+    balance_bias: bool = Field(
+        False, description="balance the load by a bias on the scores that choose experts (auxiliary-loss-free)"
     )
+    bias_rate: float = Field(0.01, gt=0, description="change of the balancing bias per optimizer step")
     drop: Literal["none", "over-capacity"] = Field(
         "none", description="none drops no token; over-capacity gives each expert a fixed number of slots per sample"
     )
@@ -48,8 +49,8 @@ class MoeConfig(DecoderConfig):
 
     def spec(self) -> MoeSpec:
         """Return the model's dimensions with defaults filled in."""
-        names = {field.name for field in fields(MoeSpec)} - {field.name for field in fields(DecoderSpec)} - {"has_bias"}
-        return MoeSpec(**self.dimensions(), **self.model_dump(include=names), has_bias=self.bias_rate > 0)
+        names = {field.name for field in fields(MoeSpec)} - {field.name for field in fields(DecoderSpec)}
+        return MoeSpec(**self.dimensions(), **self.model_dump(include=names))
 
     def router(self) -> RouterConfig:
         """Return the settings of every layer's router."""
@@ -64,7 +65,7 @@ class MoeConfig(DecoderConfig):
             balance_loss=self.balance_loss,
             over_batch=self.balance_scope == "global-batch",
             z_loss=self.z_loss,
-            bias_rate=self.bias_rate,
+            bias_rate=self.bias_rate if self.balance_bias else 0.0,
             capacity_factor=self.capacity_factor if self.drop == "over-capacity" else None,
             uniform=self.routing == "uniform",
         )

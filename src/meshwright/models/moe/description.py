@@ -41,7 +41,7 @@ class MoeSpec(DecoderSpec):
     route_scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    has_bias: bool = False
+    balance_bias: bool = False
     """Whether the router has a balancing bias."""
 
     @property
@@ -125,4 +125,4 @@ def _moe_parameters(spec: MoeSpec) -> tuple[ParameterFacts, ...]:
 def _buffers(spec: MoeSpec) -> tuple[BufferFacts, ...]:
     load = BufferFacts("moe.router.load.value", (spec.num_experts,), "int64", updated=True, load=True)
     bias = BufferFacts("moe.router.load.bias", (spec.num_experts,), "float32")
-    return (load, bias) if spec.has_bias else (load,)
+    return (load, bias) if spec.balance_bias else (load,)

@@ -37,7 +37,7 @@ ROUTING: Mapping[str, Any] = {
     "route_scale": 1.0,
     "num_groups": 1,
     "top_groups": 1,
-    "has_bias": False,
+    "balance_bias": False,
 }
 """Values of our description that make a model a Mixtral."""
 
