@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import LayoutError
 from meshwright.plan.run_plan import Auxiliary
-from meshwright.train.step_handles import _work
+from meshwright.train.step_handles import _auxiliary
 from tests.plan.plans import fake
 
 
@@ -18,8 +18,8 @@ def test_losses_of_one_name_in_two_kinds():
     other = replace(block, auxiliary=(Auxiliary("balance", ()),))
     held = [(block, 1), (other, 10), (replace(end, auxiliary=(Auxiliary("balance", ("dp_shard",)),)), None)]
     assert block.auxiliary[0].work == ("tp",)
-    assert _work(held, "blocks.1.balance", "balance") == ("tp",)
-    assert _work(held, "blocks.10.balance", "balance") == ()
-    assert _work(held, "balance", "balance") == ("dp_shard",)
+    assert _auxiliary(held, "blocks.1.balance", "balance").work == ("tp",)
+    assert _auxiliary(held, "blocks.10.balance", "balance").work == ()
+    assert _auxiliary(held, "balance", "balance").work == ("dp_shard",)
     with pytest.raises(LayoutError, match=r"blocks\.1\.z computes .* z, but the plan lists no such loss"):
-        _work(held, "blocks.1.z", "z")
+        _auxiliary(held, "blocks.1.z", "z")
