@@ -31,6 +31,8 @@ LAYOUTS = [
     (4, ["mesh.tp=2", "mesh.dp_shard=2", *UNEVEN]),
     pytest.param(1, DIT, marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.tp=2", "mesh.dp_shard=2", "model.num_classes=12"], marks=pytest.mark.slow),
+    (4, ["moe-tiny", "mesh.dp_shard=4", "mesh.ep=2", "model.balance_bias=true"]),
+    pytest.param(4, ["moe-tiny", "mesh.dp_shard=2", "mesh.ep=2", "mesh.tp=2"], marks=pytest.mark.slow),
     (2, [*DIT, "mesh.dp_shard=2", "train.freeze=['label_embed*','*.wq.*']"]),
     # Frozen by its name in the whole model, which its copy on the last stage does not have.
     (2, ["mesh.pp=2", "train.num_microbatches=2", "model.num_layers=4", "pipeline.layers_per_stage=[1,3]",
@@ -56,12 +58,13 @@ def num_bytes(tensors):
 
 
 def held(rank, world_size, words):
-    """Bytes of parameters, gradients, and optimizer state after a step's backward."""
+    """Bytes of parameters and buffers, gradients, and optimizer state after a step's backward."""
     job, step = make_job(rank, world_size, ["model.num_layers=1", *words])
     step.accumulate(1)
     parameters = list(job.model.parameters())
     moments = [state[name] for state in job.optimizer.state.values() for name in STATE_NAMES[1:]]
-    return num_bytes(parameters), num_bytes(p.grad for p in parameters if p.grad is not None), num_bytes(moments)
+    stored = [*parameters, *(buffer for _, buffer in job.model.named_buffers())]
+    return num_bytes(stored), num_bytes(p.grad for p in parameters if p.grad is not None), num_bytes(moments)
 
 
 @pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
@@ -125,6 +128,9 @@ def saved_for_backward(rank, world_size, words):
         (2, ["mesh.tp=2", "mesh.sequence_parallel=false"]),
         (1, DIT),
         (2, [*DIT, "mesh.tp=2"]),
+        (1, ["moe-tiny", "model.drop=over-capacity", "model.capacity_factor=2.0"]),
+        (2, ["moe-tiny", "mesh.dp_shard=2", "mesh.ep=2", "model.routing=uniform", "model.num_shared_experts=1"]),
+        (2, ["moe-tiny", "mesh.tp=2"]),
     ],
 )
 def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words):

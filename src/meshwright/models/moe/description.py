@@ -71,18 +71,17 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
     dim, hidden, shared = spec.dim, spec.expert_dim, spec.shared_dim
     capacity = router.capacity(seq_len)
     copies = float(spec.top_k) if capacity is None else capacity * spec.num_experts / seq_len
-    per_row = 5.0 * hidden + 2.0 * dim
     experts = 3 * dim * hidden * copies + 3 * dim * shared + dim * spec.num_experts
     return KindFacts(
         BLOCK,
         block.path,
         (*(p for p in block.parameters if not p.name.startswith("ffn.")), *_moe_parameters(spec)),
         buffers=_buffers(spec),
-        # Rows received and by expert, four hidden activations and the weighted one; the router's logits and scores.
+        # Rows by expert, four hidden activations and the weighted one; the router's logits and scores.
         saved=Saved(
-            full=block.saved.full + 3.0 * spec.num_experts + 2.0 * copies * dim,
+            full=block.saved.full + 3.0 * spec.num_experts + copies * dim,
             stream=block.saved.stream,
-            divided=block.saved.divided - 4.0 * spec.ffn_dim + (per_row - 2.0 * dim) * copies + 4.0 * shared,
+            divided=block.saved.divided - 4.0 * spec.ffn_dim + 5.0 * hidden * copies + 4.0 * shared,
         ),
         flops=block.flops - 6.0 * dim * spec.ffn_dim + 2.0 * experts,
         auxiliary=tuple(
