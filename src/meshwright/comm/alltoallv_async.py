@@ -27,10 +27,10 @@ from meshwright.comm.private import group_name, group_of_name
 
 
 class AllToAllHandle:
-    """An all-to-all in flight. Every rank of the group must wait for it."""
+    """An all-to-all in flight. Every rank of the group must wait for it, once."""
 
     def __init__(self, rows: Tensor, route: _Route) -> None:
-        self._rows, self._route = rows, route
+        self._rows, self._route, self._is_done = rows, route, False
 
     def wait(self) -> Tensor:
         """Return the received rows, ordered by source rank; on CUDA, the current stream waits for them.
@@ -38,6 +38,8 @@ class AllToAllHandle:
         Raises:
             CollectiveError: the collective timed out or another rank was lost.
         """
+        assert not self._is_done, "rows are waited for once"
+        self._is_done = True
         out: Tensor = _Wait.apply(self._rows, self._route)  # type: ignore[no-untyped-call]
         return out
 

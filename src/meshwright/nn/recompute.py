@@ -28,8 +28,8 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
 
     Replaces only this instance's `forward`: parameter names are unchanged, and hooks, compilation and FSDP2 can be
     applied on top. Step handles in the module (`nn/step_handles.py`) count the first forward only, and values of a
-    `ForwardCache` are recalled. A block with step
-    handles cannot be a single graph, so `module.compile()` runs it eagerly.
+    `ForwardCache` are recalled. A block with step handles cannot be a single graph, so `module.compile()` runs it
+    eagerly.
 
     Args:
         module: module to recompute as a unit; may contain modules that are recomputed themselves.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from meshwright.comm.compression.catalogue import EXACT
 from meshwright.parallel.private import finish_backward, joined_mesh
 from meshwright.parallel.rank_model import RankModel
-from meshwright.plan.run_plan import EXPERTS, Kind, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import Kind, RunPlan, Stage, Unit
 
 
 def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
@@ -36,7 +36,9 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
     # FSDP2 requires nested units to be wrapped inside out.
     for kind, layer, unit in sorted(inner, key=lambda entry: (not entry[0].is_block, -_depth(entry[2]))):
         unit_modules = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
-        _shard_unit(unit_modules, mesh, plan, unit, _parameters(module, kind, layer, unit))
+        is_experts = kind.experts is not None and unit.modules == (kind.experts.experts,)
+        dims = _parameters(module, kind, layer, unit)
+        _shard_unit(unit_modules, mesh, plan, unit, dims, casts_inputs=not is_experts)
         if not unit.in_backward:
             for unit_module in unit_modules:
                 unit_module.set_unshard_in_backward(False)  # type: ignore[operator]
@@ -63,7 +65,13 @@ def _parameters(module: nn.Module, kind: Kind, layer: int | None, unit: Unit) ->
 
 
 def _shard_unit(
-    modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit, dims: Mapping[nn.Parameter, Shard]
+    modules: list[nn.Module],
+    mesh: DeviceMesh,
+    plan: RunPlan,
+    unit: Unit,
+    dims: Mapping[nn.Parameter, Shard],
+    *,
+    casts_inputs: bool = True,
 ) -> None:
     """Shard one unit with FSDP2 or HSDP; compressed gradients are reduced over replicas by a separate hook."""
     is_native = bool(unit.replicas) and unit.gradients == EXACT
@@ -72,7 +80,7 @@ def _shard_unit(
         param_dtype=getattr(torch, unit.compute) if is_mixed else None,
         reduce_dtype=getattr(torch, unit.reduce) if is_mixed or unit.reduce != plan.masters else None,
         # Experts take rows of the compute dtype, and routing weights that must stay wider.
-        cast_forward_inputs=unit.name != EXPERTS,
+        cast_forward_inputs=casts_inputs,
     )
     sharded = unit.sharded or dict(plan.mesh.views)["fsdp"][:1]
     fully_shard(

@@ -8,6 +8,7 @@ likely or, after a run, with the experts' counts as inclusion probabilities (con
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +24,7 @@ class RankLoad:
     """Mean number of a sample's tokens for each rank of ep."""
 
     tokens: tuple[float, ...]
-    """Tokens with at least one expert on the rank."""
+    """Tokens with at least one expert on the rank: rows that travel to it. Under a capacity, its slots."""
     choices: tuple[float, ...]
     """Choices of an expert on the rank."""
 
@@ -77,6 +78,8 @@ def describe_rows(plan: RunPlan, rank: int) -> str:
     sent = [one for layer in layers if layer and layer.axes for one in sent_by_layer(plan, rank, layer)]
     if not sent:
         return ""
+    if any(layer and layer.capacity is not None for layer in layers):
+        return "one row per slot of an expert's capacity, with or without a token"
     num_bytes, bound = sum(one.num_bytes for one in sent), max(1, sum(one.lower_bound for one in sent))
     saved = 1.0 - bound / max(1, sum(one.row_per_expert for one in sent))
     return f"one row per token and rank: {num_bytes / bound:.3f} × the lower bound, {saved:.0%} less than per expert"
@@ -91,8 +94,8 @@ def predicted_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankL
         return RankLoad((slots,) * num_ranks, (slots,) * num_ranks)
     if layer.uniform:
         return _uniform_load(layer, num_tokens, num_ranks)
-    hit, share = _hit_probability(layer, num_ranks), layer.top_k / num_ranks
-    return RankLoad((num_tokens * hit,) * num_ranks, (num_tokens * share,) * num_ranks)
+    hits = (_hit_probability(layer, num_ranks, rank) for rank in range(num_ranks))
+    return RankLoad(tuple(num_tokens * hit for hit in hits), (num_tokens * layer.top_k / num_ranks,) * num_ranks)
 
 
 def _uniform_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLoad:
@@ -108,17 +111,23 @@ def _uniform_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLo
     return RankLoad(tuple(map(float, tokens)), tuple(map(float, choices)))
 
 
-def _hit_probability(layer: ExpertLayer, num_ranks: int) -> float:
+def _hit_probability(layer: ExpertLayer, num_ranks: int, rank: int) -> float:
     """Return the probability that some of a token's experts are on a rank."""
     per_rank, in_group = layer.num_experts // num_ranks, layer.num_experts // layer.num_groups
-    groups, reachable = max(1, per_rank // in_group), layer.top_groups * in_group
-    miss = 0.0
-    for chosen in range(min(groups, layer.top_groups) + 1):
-        ways = math.comb(groups, chosen) * math.comb(layer.num_groups - groups, layer.top_groups - chosen)
-        here = chosen * min(per_rank, in_group)
-        missed = math.comb(reachable - here, layer.top_k) / math.comb(reachable, layer.top_k)
-        miss += ways / math.comb(layer.num_groups, layer.top_groups) * missed
-    return 1.0 - miss
+    here = Counter(expert // in_group for expert in range(rank * per_rank, (rank + 1) * per_rank))
+    # Ways to choose groups, by the number of groups and of experts on the rank in them.
+    ways: Counter[tuple[int, int]] = Counter({(0, 0): 1})
+    for group in range(layer.num_groups):
+        for (chosen, on_rank), count in tuple(ways.items()):
+            if chosen < layer.top_groups:
+                ways[chosen + 1, on_rank + here[group]] += count
+    reachable, total = layer.top_groups * in_group, math.comb(layer.num_groups, layer.top_groups)
+    missed = sum(
+        count / total * math.comb(reachable - on_rank, layer.top_k) / math.comb(reachable, layer.top_k)
+        for (chosen, on_rank), count in ways.items()
+        if chosen == layer.top_groups
+    )
+    return 1.0 - missed
 
 
 def counted_load(counts: Sequence[int], *, top_k: int, num_tokens: int, num_ranks: int) -> RankLoad:
@@ -130,7 +139,9 @@ def counted_load(counts: Sequence[int], *, top_k: int, num_tokens: int, num_rank
         num_tokens: tokens per sample.
         num_ranks: ranks of ep.
     """
-    total = max(1, sum(counts)) / top_k
+    if not any(counts):
+        return RankLoad((0.0,) * num_ranks, (0.0,) * num_ranks)
+    total = sum(counts) / top_k
     shares = [min(count / total, 1.0 - 1e-9) for count in counts]
     odds = [share / (1.0 - share) for share in shares]
     per_rank, every = len(counts) // num_ranks, _symmetric(odds, top_k)

@@ -13,7 +13,7 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
 from meshwright.plan.verify import verify
 
-CONFIG_FIELDS = ("mesh.atoms", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
+CONFIG_FIELDS = ("mesh.atoms", "mesh.views", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
 """Fields that must match the configuration, because other code reads them from there."""
 MODEL_FIELDS = (
     "path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere", "experts",

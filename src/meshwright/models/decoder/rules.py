@@ -13,10 +13,10 @@ from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
 
 
-def violations(model: DecoderConfig, f: RunFacts) -> Iterator[Violation]:
-    """Yield the rules that a run violates."""
+def violations(model: DecoderConfig, f: RunFacts, *, has_dense: bool = True) -> Iterator[Violation]:
+    """Yield the rules that a run violates; `has_dense` is False if no layer has a feed-forward layer."""
     yield from _model(model)
-    yield from _tensor_parallel(model, f)
+    yield from _tensor_parallel(model, f, has_dense=has_dense)
 
 
 def _model(model: DecoderConfig) -> Iterator[Violation]:
@@ -42,7 +42,7 @@ def _model(model: DecoderConfig) -> Iterator[Violation]:
         )
 
 
-def _tensor_parallel(model: DecoderConfig, f: RunFacts) -> Iterator[Violation]:
+def _tensor_parallel(model: DecoderConfig, f: RunFacts, *, has_dense: bool) -> Iterator[Violation]:
     tp = f.axes.tp
     counts = {
         "attention heads": model.num_heads,
@@ -50,6 +50,8 @@ def _tensor_parallel(model: DecoderConfig, f: RunFacts) -> Iterator[Violation]:
         "feed-forward columns (model.ffn_dim)": model.ffn_dim,
         "vocabulary entries (model.vocab_size)": model.vocab_size,
     }
+    if not has_dense:
+        del counts["feed-forward columns (model.ffn_dim)"]
     if f.sequence_parallel:
         counts["tokens per sample (train.seq_len, with mesh.sequence_parallel)"] = f.seq_len
     name = next((name for name, count in counts.items() if count % tp), None)

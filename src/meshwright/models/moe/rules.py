@@ -14,7 +14,7 @@ from meshwright.settings.violation import Violation
 
 def violations(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
     """Yield the rules that a run violates."""
-    yield from decoder_violations(model, f)
+    yield from decoder_violations(model, f, has_dense=model.num_dense_layers > 0)
     yield from _layers(model)
     yield from _routing(model)
     yield from _capacity(model)

@@ -70,18 +70,23 @@ def balance_loss(counts_be: Tensor, probabilities_bte: Tensor, *, top_k: int) ->
         top_k: experts per token.
     """
     num_tokens, num_experts = probabilities_bte.shape[1:]
-    share_be = counts_be.to(probabilities_bte.dtype) * (num_experts / (top_k * num_tokens))
-    return (share_be * probabilities_bte.mean(1)).sum()
+    share_be = counts_be.to(probabilities_bte.dtype) * (num_experts / (top_k * max(1, num_tokens)))
+    return (share_be * _token_mean(probabilities_bte)).sum()
 
 
 def z_loss(logits_bte: Tensor) -> Tensor:
     """Return the sum over samples of the mean squared logsumexp of a token's logits (Zoph et al. 2022, equation 5)."""
-    return logits_bte.logsumexp(-1).square().mean(1).sum()
+    return _token_mean(logits_bte.logsumexp(-1).square()).sum()
+
+
+def _token_mean(x_bt: Tensor) -> Tensor:
+    """Return the mean over tokens, 0 without any."""
+    return x_bt.sum(1) / max(1, x_bt.shape[1])
 
 
 def drop_over_capacity(experts_btk: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Return which choices find a slot [b, t, k]: in each sample, an expert's first `capacity` tokens in order."""
-    num_samples, num_choices = experts_btk.shape[0], experts_btk[0].numel()
+    num_samples, num_choices = experts_btk.shape[0], experts_btk.shape[1] * experts_btk.shape[2]
     flat_bc = experts_btk.flatten(1)
     order_bc = flat_bc.argsort(dim=1, stable=True)
     ends_be = sample_counts(experts_btk, num_experts).cumsum(1)

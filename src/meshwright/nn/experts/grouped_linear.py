@@ -8,7 +8,7 @@ Shapes: r rows, e groups (experts), d input width, f output width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -89,15 +89,14 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = multiply(gradient_rf, weight_efd, ctx.groups) if needs_x else None
         grad_weight = None
         if needs_weight and ctx.store is not None and ctx.store.defers:
-            sizes_e, sizes = ctx.groups.sizes_e, ctx.groups.sizes
-            ctx.store.put(ctx.weight, _deferred_gradient(sizes), gradient_rf, x_rd, sizes_e)
+            ctx.store.put(ctx.weight, _deferred_gradient(ctx.groups), gradient_rf, x_rd)
         elif needs_weight:
             grad_weight = weight_gradient(gradient_rf, x_rd, ctx.groups)
         return grad_x, grad_weight, None, None
 
 
-def _deferred_gradient(sizes: list[int]) -> Any:
-    return lambda gradient_rf, x_rd, sizes_e: weight_gradient(gradient_rf, x_rd, RowGroups(sizes_e, sizes))
+def _deferred_gradient(groups: RowGroups) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gradient_rf, x_rd: weight_gradient(gradient_rf, x_rd, groups)
 
 
 def multiply(x_rk: Tensor, matrices_ekn: Tensor, groups: RowGroups) -> Tensor:

@@ -38,9 +38,9 @@ class Routing:
     """At least float32; 0 for a dropped choice."""
     num_samples: int
     capacity: int | None
-    """Slots per expert and sample, which suffice for all choices that are not dropped; None without a limit."""
+    """Slots per expert and sample; choices beyond it are dropped. None without a limit."""
     drops: bool = False
-    """Whether choices are dropped without a capacity."""
+    """Whether choices are dropped without a capacity, by a router of your own."""
 
 
 class Router(nn.Module):
@@ -63,7 +63,7 @@ class Router(nn.Module):
         experts_btk, kept_btk, share_be = self.chosen.recall(lambda: self._choose(scores_bte.detach()))
         weights_btk = scores_bte.gather(-1, experts_btk)
         if self.config.normalize:
-            weights_btk = weights_btk / weights_btk.sum(-1, keepdim=True)
+            weights_btk = weights_btk / _positive(weights_btk.sum(-1, keepdim=True))
         weights_btk = weights_btk * self.config.scale
         if self.balance_loss is not None:
             loss = balance_loss(share_be, probabilities_bte, top_k=self.config.top_k)
@@ -83,7 +83,7 @@ class Router(nn.Module):
             scores_bte = logits_bte.softmax(-1)
             return scores_bte, scores_bte
         scores_bte = logits_bte.sigmoid()
-        return scores_bte, scores_bte / scores_bte.sum(-1, keepdim=True)
+        return scores_bte, scores_bte / _positive(scores_bte.sum(-1, keepdim=True))
 
     def _choose(self, scores_bte: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return experts and whether they have a slot [b, t, k], and the counts for the balance loss [b, e]."""
@@ -97,7 +97,7 @@ class Router(nn.Module):
             kept_btk = drop_over_capacity(experts_btk, config.num_experts, capacity)
         if config.balance_loss and config.over_batch and self.training:
             total_e = self.batch_counts.reduce(counts_be.sum(0))
-            num_samples = total_e.sum() / experts_btk[0].numel()
+            num_samples = total_e.sum() / (experts_btk.shape[1] * experts_btk.shape[2])
             return experts_btk, kept_btk, (total_e / num_samples).expand_as(counts_be)
         return experts_btk, kept_btk, counts_be
 
@@ -106,7 +106,8 @@ class Router(nn.Module):
         if self.load.bias is not None:
             scores_bte = scores_bte + self.load.bias
         if config.num_groups > 1:
-            scores_btgm = scores_bte.view(*scores_bte.shape[:2], config.num_groups, -1)
+            per_group = config.num_experts // config.num_groups
+            scores_btgm = scores_bte.view(*scores_bte.shape[:2], config.num_groups, per_group)
             best_btg = scores_btgm.topk(min(2, scores_btgm.shape[-1]), -1).values.sum(-1)
             groups_btg = best_btg.topk(config.top_groups, -1).indices
             allowed_btg = torch.zeros_like(best_btg, dtype=torch.bool).scatter_(-1, groups_btg, True)
@@ -159,6 +160,11 @@ class _Gate(torch.autograd.Function):
 def _gate_gradient(x: Tensor, gradient: Tensor) -> Tensor:
     """Return the weight gradient [e, d], in the dtype of the weight, which is that of `x`."""
     return (gradient.flatten(0, -2).T @ _wide(x).flatten(0, -2)).to(x.dtype)
+
+
+def _positive(sums: Tensor) -> Tensor:
+    """Return sums of scores that may have underflowed to 0, as positive numbers."""
+    return sums.clamp_min(torch.finfo(sums.dtype).tiny)
 
 
 def _wide(x: Tensor) -> Tensor:

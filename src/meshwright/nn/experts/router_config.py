@@ -37,7 +37,7 @@ class RouterConfig:
     bias_rate: float = 0.0
     """Step by which the balancing bias changes; 0 without a bias."""
     capacity_factor: float | None = None
-    """Slots per expert and sample, over the tokens it would get under uniform routing; None drops nothing."""
+    """Slots per expert and sample over its tokens under uniform routing, at most one per token; None drops nothing."""
     uniform: bool = False
     """Whether to choose experts round-robin, for measurements."""
 
@@ -45,4 +45,4 @@ class RouterConfig:
         """Return the slots per expert for a sample of `num_tokens`, or None without a limit."""
         if self.capacity_factor is None:
             return None
-        return math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts)
+        return min(num_tokens, math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify.batch_and_loss import step_faults
 from meshwright.plan.verify.error import Fault, merge_faults
+from meshwright.plan.verify.experts import expert_faults
 from meshwright.plan.verify.fsdp_units import unit_faults
 from meshwright.plan.verify.gradient_sums import sum_faults
 from meshwright.plan.verify.kinds import kind_faults
@@ -28,7 +29,7 @@ from meshwright.plan.verify.stages import stage_faults
 CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (mesh_faults,),
     (name_faults,),
-    (kind_faults, unit_faults, stage_faults, shared_faults, sum_faults, step_faults),
+    (kind_faults, expert_faults, unit_faults, stage_faults, shared_faults, sum_faults, step_faults),
 )
 """Groups of checks; each group assumes that the previous groups found no faults."""
 
