@@ -203,6 +203,11 @@ def choosing(change: Callable[[Router, tuple[Tensor, ...]], tuple[Tensor, ...]])
     return routers(wrap)
 
 
+def without_capacity(job: Job, router: Router) -> None:
+    """Drop nothing."""
+    router.config = replace(router.config, capacity_factor=None)
+
+
 def capacity_of_microbatch(router: Router, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     experts, _, counts = choice
     b, t, k = experts.shape
@@ -307,7 +312,7 @@ def gradients_of_local_rows(job: Job, step: TrainStep) -> None:
 
 def count_own_tokens(job: Job, step: TrainStep) -> None:
     """The counts are not summed over ranks."""
-    step._handles._buffers = [(buffer, ()) for buffer, _ in step._handles._buffers]
+    step._handles._sums = ()
 
 
 def auxiliary_times(factor: Callable[[Job, str], float]) -> Tamper:

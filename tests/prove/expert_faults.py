@@ -37,6 +37,7 @@ from tests.prove.expert_damage import (
     to_expert,
     weights_of_local_experts,
     whole_loss_on_each_tp_rank,
+    without_capacity,
     without_last_rows,
 )
 from tests.prove.seeded_faults import Fault, after_backward
@@ -161,7 +162,7 @@ EXPERT_FAULTS: dict[str, Fault] = {
         ROUTER,
     ),
     "tokens over capacity are computed": Fault(
-        choosing(lambda router, c: (c[0], torch.ones_like(c[1]), c[2])),
+        routers(without_capacity),
         (*PAIR, *CAPACITY),
         ("tokens over an expert's capacity are computed instead of dropped",),
         DOWN,

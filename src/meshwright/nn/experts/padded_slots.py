@@ -34,7 +34,8 @@ class PaddedSlots:
         starts_e = F.pad(sizes_e.cumsum(0), (1, 0))  # the last one is that of dropped choices
         sorted_c = experts_c[order_c]
         places_c = torch.arange(num_choices, device=experts_c.device) - starts_e[sorted_c]
-        slots_c = torch.where(sorted_c < num_experts, sorted_c * self.slots_per_expert + places_c, num_slots)
+        has_slot_c = (sorted_c < num_experts) & (places_c < self.slots_per_expert)
+        slots_c = torch.where(has_slot_c, sorted_c * self.slots_per_expert + places_c, num_slots)
         choice_s = torch.full((num_slots + 1,), num_choices, device=experts_c.device)
         choice_s = choice_s.scatter_(0, slots_c, order_c)[:num_slots]
         self._choices = RowMap(choice_s, num_choices + 1)

@@ -173,7 +173,7 @@ class ExpertVariants:
             yield _Known(
                 "tokens over capacity kept",
                 "tokens over an expert's capacity are computed instead of dropped",
-                faulty.change_choices(faulty.keep_dropped),
+                faulty.keep_dropped,
             )
             yield _Known(
                 "capacity counted over a micro-batch",

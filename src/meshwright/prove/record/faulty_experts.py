@@ -286,9 +286,10 @@ def ignore_bias(model: nn.Module) -> None:
     change_routers(lambda router: FaultyRouter(router, bias_in_choice=False))(model)
 
 
-def keep_dropped(router: Router, choice: Choice) -> Choice:
+def keep_dropped(model: nn.Module) -> None:
     """Compute choices over an expert's capacity, too."""
-    return choice[0], torch.ones_like(choice[1]), choice[2]
+    for layer in layers(model):
+        layer.router.config = replace(layer.router.config, capacity_factor=None)
 
 
 def share_capacity(router: Router, choice: Choice) -> Choice:
