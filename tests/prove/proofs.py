@@ -26,12 +26,14 @@ from meshwright.prove.record.evidence import ReferenceEvidence
 from meshwright.prove.record.expert_variants import ExpertVariants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
+from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import as_proof
 from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.testing.gang import GangPool
 from meshwright.train import optimizer, pipeline_stages, train_step
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.helpers import open_data
+from tests.prove.seeded_faults import Fault
 
 NUM_STEPS = 3
 SMALL = (
@@ -161,3 +163,16 @@ def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", 
     if world_size == 1:
         return prove_with([record_on_rank(0, 1, config, module, table, fault, pictures)], config)
     return prove_with(gang(world_size).run(record_on_rank, config, module, table, fault, pictures), config)
+
+
+def assert_named(result: ProofResult, fault: Fault) -> None:
+    """A proof fails, says what the fault says, and gives a cause for its parameter."""
+    report, lines = to_json(result), render(result)
+    assert not report["passed"]
+    text = " ".join(" ".join(lines).lower().split())
+    missing = [words for words in fault.says if words.lower() not in text]
+    assert not missing, "\n".join([f"missing: {missing}", *lines])
+    if fault.at:
+        (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
+        assert entry["verdict"] == "wrong"
+        assert entry["cause"]

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
-from meshwright.prove.report import render, to_json
+from meshwright.prove.report import render
 from meshwright.testing.gang import GangPool
 from tests.helpers import covering_pairs
 from tests.prove.expert_faults import EXPERT_FAULTS, UNKNOWN_FAULTS
-from tests.prove.proofs import proof, small_expert_config
+from tests.prove.proofs import assert_named, proof, small_expert_config
 from tests.prove.seeded_faults import FAULTS
 
 QUICK_FAULTS = {
@@ -32,15 +32,7 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = EXPERT_FAULTS[name]
     config = small_expert_config(*fault.layout)
     result = proof(gang, config, "tests.prove.expert_faults", "EXPERT_FAULTS", name)
-    report, screen = to_json(result), " ".join(render(result))
-    assert not report["passed"]
-    text = " ".join(screen.lower().split())
-    missing = [words for words in fault.says if words.lower() not in text]
-    assert not missing, "\n".join([f"missing: {missing}", *render(result)])
-    if fault.at:
-        (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
-        assert entry["verdict"] == "wrong"
-        assert entry["cause"]
+    assert_named(result, fault)
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import pytest
 from meshwright.config.facts_for_family import model_facts
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove.report import render, to_json
+from meshwright.prove.report import render
 from meshwright.prove.stage_placement import StagePlacement, stage_placement_of
 from meshwright.testing.gang import GangError, GangPool
 from tests.prove.pipeline_faults import LOUD_FAULTS, PIPELINE_FAULTS
-from tests.prove.proofs import prove_with, record_on_rank, small_config
+from tests.prove.proofs import assert_named, prove_with, record_on_rank, small_config
 
 QUICK = {
     "two micro-batches are swapped on the way to stage 1",
@@ -44,15 +44,7 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     ranks = gang(config.mesh.axes().num_ranks())
     records = ranks.run(record_on_rank, config, "tests.prove.pipeline_faults", "PIPELINE_FAULTS", name)
     result = prove_with(records, config)
-    report, screen = to_json(result), " ".join(render(result))
-    assert not report["passed"]
-    text = " ".join(screen.lower().split())
-    missing = [words for words in fault.says if words.lower() not in text]
-    assert not missing, "\n".join([f"missing: {missing}", *render(result)])
-    if fault.at:
-        (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
-        assert entry["verdict"] == "wrong"
-        assert entry["cause"]
+    assert_named(result, fault)
 
 
 @pytest.mark.parametrize("name", named(LOUD_FAULTS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.nn.experts.swiglu_experts import Experts
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
@@ -47,6 +48,23 @@ def test_the_same_seed_gives_the_same_bits(gang, corpus):
     for one, other in zip(first, second, strict=True):
         assert one.results == other.results
         assert all(torch.equal(piece.values, other.final[name].values) for name, piece in one.final.items())
+
+
+def dtypes_of_experts(rank, world_size, words):
+    """Dtypes of the rows and of the routing weights that experts get in a step."""
+    job, step = make_job(rank, world_size, words)
+    found = set()
+    for module in (module for module in job.model.modules() if isinstance(module, Experts)):
+        module.register_forward_pre_hook(lambda _, inputs: found.add((inputs[0].dtype, inputs[2].dtype)))
+    step(1)
+    return found
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_routing_weights_stay_wide_in_bfloat16(gang, corpus, ep):
+    words = [*corpus, *TINY, "train.precision=bfloat16", "mesh.dp_shard=2", f"mesh.ep={ep}"]
+    for found in run_on(gang, 2, dtypes_of_experts, words):
+        assert found == {(torch.bfloat16, torch.float32)}
 
 
 def sent_in_steps(rank, world_size, words, num_steps):
@@ -97,6 +115,10 @@ def test_memory_counts_the_experts_of_a_rank_and_their_capacity():
     capacity = ["mesh.ep=8", "model.drop=over-capacity"]
     narrow, wide = (memory(*capacity, f"model.capacity_factor={factor}") for factor in (1.0, 2.0))
     assert wide.activations > narrow.activations == sharded.activations
+    full = "recompute.policy=full"
+    kept = memory("mesh.ep=8", full).activations - memory(full).activations
+    # Per layer and sample, each of 128 tokens is a row of 128 × float32 for 2 of the 8 ranks.
+    assert kept == 4 * 2 * (128 * 2) * 128 * 4, "a recomputed block keeps the rows that it received"
 
 
 EXPERTS = [

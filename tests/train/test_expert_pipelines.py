@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from meshwright.comm import alltoallv_async
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline import overlapped_pair
 from meshwright.train.pipeline_stages import ModelStage
@@ -64,8 +67,34 @@ def test_balance_losses_of_inner_stages_have_gradients(gang, corpus):
     assert len(names) == 4
 
 
+class Transfers:
+    """Counts the all-to-alls of rows during which another task started one of its own."""
+
+    def __init__(self):
+        self.num_overlapped, self._starts = 0, []
+        self._real = alltoallv_async.start_into, alltoallv_async.wait_rows
+
+    def start(self, out, x, **named):
+        self._starts.append((threading.get_ident(), out.data_ptr() if x.is_floating_point() else None))
+        self._real[0](out, x, **named)
+
+    def wait(self, out):
+        mine, address = threading.get_ident(), out.data_ptr()
+        starts = [at for at, (_, one) in enumerate(self._starts) if one == address]
+        since = starts[-1] if starts else len(self._starts)
+        self.num_overlapped += any(thread != mine for thread, _ in self._starts[since:])
+        self._real[1](out)
+
+    def __enter__(self):
+        alltoallv_async.start_into, alltoallv_async.wait_rows = self.start, self.wait
+        return self
+
+    def __exit__(self, *raised):
+        alltoallv_async.start_into, alltoallv_async.wait_rows = self._real
+
+
 def dualpipe_trace(rank, world_size, words, overlaps):
-    """A trace, and how many pairs took turns."""
+    """A trace, and the numbers of pairs that took turns and of all-to-alls that hid behind another task."""
     stage, run, pairs = ModelStage.__init__, overlapped_pair.run_overlapped, []
 
     def init(self, *args):
@@ -79,7 +108,8 @@ def dualpipe_trace(rank, world_size, words, overlaps):
 
     ModelStage.__init__, overlapped_pair.run_overlapped = init, counting
     try:
-        return trace(rank, world_size, words, 2), len(pairs)
+        with Transfers() as transfers:
+            return trace(rank, world_size, words, 2), len(pairs), transfers.num_overlapped
     finally:
         ModelStage.__init__, overlapped_pair.run_overlapped = stage, run
 
@@ -89,7 +119,8 @@ def test_overlapped_pairs_compute_the_same_bits(gang, corpus, recompute):
     words = [*corpus, *TINY, "mesh.dp_shard=2", "mesh.ep=2", "pipeline.schedule=dualpipe-v",
              "model.num_shared_experts=1", f"recompute.policy={recompute}"]  # fmt: skip
     together, apart = (run_on(gang, 4, dualpipe_trace, words, overlaps) for overlaps in (True, False))
-    assert all(pairs for _, pairs in together) and not any(pairs for _, pairs in apart)
-    for (ours, _), (theirs, _) in zip(together, apart, strict=True):
+    assert all(pairs > 0 and hidden >= 2 * pairs for _, pairs, hidden in together)
+    assert not any(pairs or hidden for _, pairs, hidden in apart)
+    for (ours, *_), (theirs, *_) in zip(together, apart, strict=True):
         assert ours.results == theirs.results
         assert all(torch.equal(piece.values, theirs.final[name].values) for name, piece in ours.final.items())
