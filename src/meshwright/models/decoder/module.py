@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         """
         x_btd: Tensor = self.embed(inputs) if self.part.is_first else inputs
         contexts = token_contexts(
-            [block.attention for block in self.blocks.values()],
+            [module for module in self.blocks.modules() if isinstance(module, Attention)],
             layout or TokenLayout(inputs.shape[1]),
             rotary=self._rotary,
             device=inputs.device,
