@@ -87,7 +87,8 @@ def balanced_arcs(costs: LayerCosts, num_ranks: int, *, tolerance: float) -> tup
         tolerance: fraction by which a rank's pairs may exceed the mean, if the ranks have enough tokens for it.
     """
     size, mean = costs.seq_len // num_ranks, costs.num_pairs / num_ranks
-    landmarks, rest, parts = costs.landmarks(), ((0, costs.seq_len),), []
+    landmarks, parts = costs.landmarks(), []
+    rest: Intervals = ((0, costs.seq_len),)
     for others in range(num_ranks - 1, 0, -1):
         circle = _Circle.make(costs, rest)
         share = circle.pairs[-1] / (others + 1)
