@@ -6,7 +6,7 @@ Shapes: b batch, s tokens on this rank, n heads, h head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,12 @@ from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_layout import TokenLayout
 
 
+@runtime_checkable
 class AttentionCore(Protocol):
     """Scaled dot-product attention over the tokens of a micro-batch."""
+
+    backend: str
+    """Name of a backend, see `attention`."""
 
     def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> Any:
         """Return the mask of a micro-batch in the form that this core takes; made once for all layers of a stage."""
@@ -32,7 +36,6 @@ class LocalAttention(AttentionCore):
     """Attention over tokens that are all on this rank."""
 
     backend: str = "auto"
-    """Name of a backend, see `attention`."""
 
     def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> AttentionMask:
         """Return the prepared mask."""
