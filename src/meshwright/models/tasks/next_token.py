@@ -21,6 +21,7 @@ from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, Forward, Task
 from meshwright.models.tasks.generate_text import generate
+from meshwright.nn.attention.token_layout import TokenLayout
 
 PROMPT = "def "
 TEMPERATURE = 0.7
@@ -32,11 +33,12 @@ class TextBatch:
 
     inputs: Tensor
     targets: Tensor
+    layout: TokenLayout
 
     @property
-    def conditions(self) -> tuple[int]:
-        """The full sequence length, unknown to stages whose stream is sharded along the sequence."""
-        return (self.inputs.shape[1],)
+    def conditions(self) -> tuple[TokenLayout]:
+        """The placement of the tokens."""
+        return (self.layout,)
 
 
 class NextTokenTask(Task):
@@ -79,7 +81,7 @@ class TextTask(NextTokenTask):
 
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""
-        return TextBatch(*self._loader.batch(samples))
+        return TextBatch(*self._loader.batch(samples), TokenLayout(self._run.seq_len, samples=tuple(samples)))
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
         """Return this rank's windows of the held-out text, evenly spread."""
@@ -92,7 +94,7 @@ class TextTask(NextTokenTask):
             data_index=data_index,
             device=self._device,
         )
-        return [TextBatch(inputs, targets) for inputs, targets in batches]
+        return [TextBatch(inputs, targets, TokenLayout(self._run.seq_len)) for inputs, targets in batches]
 
 
 def text_loader(tokens: Tokens, device: torch.device, *, seq_len: int, seed: int) -> Loader:

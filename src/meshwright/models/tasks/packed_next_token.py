@@ -1,39 +1,16 @@
-"""Next-token prediction on packed documents. Samples have different numbers of targets, so the task counts them.
-
-Shapes: b batch, t time.
-"""
+"""Next-token prediction on packed documents. Samples have different numbers of targets, so the task counts them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
-from meshwright.data.packed_loader import PackedLoader, packed_validation_batches
-from meshwright.data.packed_windows import Documents
+from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch
-from meshwright.models.tasks.next_token import NextTokenTask
+from meshwright.models.tasks.next_token import NextTokenTask, TextBatch
 from meshwright.nn.attention.token_layout import TokenLayout
-
-
-@dataclass(frozen=True)
-class PackedTextBatch:
-    """Token ids and their next tokens, both [b, t], of packed documents."""
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Documents
-    samples: tuple[int, ...] | None = None
-    """Numbers of the samples; None in validation."""
-
-    @property
-    def conditions(self) -> tuple[TokenLayout]:
-        """The documents of each sample, which don't attend to each other."""
-        return (TokenLayout(self.inputs.shape[1], documents=self.documents, samples=self.samples),)
 
 
 class PackedTextTask(NextTokenTask):
@@ -51,7 +28,7 @@ class PackedTextTask(NextTokenTask):
 
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""
-        return PackedTextBatch(*self._loader.batch(samples), samples=tuple(samples))
+        return self._text_batch(self._loader.batch(samples), tuple(samples))
 
     def count(self, samples: range) -> int:
         """Return the number of targets in the training samples, without reading tokens."""
@@ -67,4 +44,8 @@ class PackedTextTask(NextTokenTask):
             data_index=data_index,
             device=self._device,
         )
-        return [PackedTextBatch(*batch) for batch in batches]
+        return [self._text_batch(batch) for batch in batches]
+
+    def _text_batch(self, batch: PackedBatch, samples: tuple[int, ...] | None = None) -> TextBatch:
+        layout = TokenLayout(self._run.seq_len, documents=batch.documents, samples=samples)
+        return TextBatch(batch.inputs, batch.targets, layout)
