@@ -28,8 +28,18 @@ class DataConfig(Section):
     )
     tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
+    packing: Literal["none", "documents"] = Field(
+        "none",
+        description="samples of text: none reads windows of one stream of tokens; documents packs whole documents, "
+        "which neither attend to nor predict each other",
+    )
+    separator: int | None = Field(
+        None, ge=0, description="token id that ends each document of a token file, needed by data.packing=documents"
+    )
     cache_dir: str | None = Field(
-        None, min_length=1, description="cache directory of tokenized text; ~/.cache/meshwright by default"
+        None,
+        min_length=1,
+        description="cache directory of tokenized text and packed documents; ~/.cache/meshwright by default",
     )
 
 

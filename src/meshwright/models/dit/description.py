@@ -69,6 +69,8 @@ class DiTSpec:
 UNUSED_KEYS = {
     "data.tokenizer": "text",
     "data.token_dtype": "text",
+    "data.packing": "text",
+    "data.separator": "text",
     "train.seq_len": "text",
     "train.sample_tokens": "text",
 }
