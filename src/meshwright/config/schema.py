@@ -52,6 +52,11 @@ class MeshConfig(Section):
         1, ge=1, description="ranks that parameters, gradients and optimizer state are sharded over (FSDP2)"
     )
     cp: int = Field(1, ge=1, description="context-parallel size: ranks that the sequence is sharded over")
+    cp_method: Literal["auto", "ring", "heads"] = Field(
+        "auto",
+        description="how attention reaches the tokens of other cp ranks: ring sends keys and values, heads exchanges "
+        "tokens for heads; auto is the one that sends less",
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that each matrix product is split over")
     ep: int = Field(1, ge=1, description="expert-parallel size: ranks of dp_shard × cp that experts are sharded over")
     sequence_parallel: bool = Field(
