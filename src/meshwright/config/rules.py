@@ -16,6 +16,7 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.rules_compression import comm_violations
+from meshwright.config.rules_context import context_violations
 from meshwright.config.rules_experts import expert_violations
 from meshwright.config.rules_precision import precision_violations
 from meshwright.config.schema import RunConfig
@@ -27,8 +28,6 @@ Origins = Mapping[str, str]
 """Origin of each dotted key: `command line`, a file, `preset llama-tiny`."""
 
 FREEZE = "train.freeze"
-UNAVAILABLE = ()
-"""Mesh axes that are not implemented yet."""
 MAX_FIXES = 3
 MAX_COMPLETIONS = 3
 
@@ -70,12 +69,12 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, 
 
 def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     """Yield violations that can be found from the configuration alone; `plan.rules` adds those that need the plan."""
-    yield from _unavailable(config)
     family_violations = list(config.family.rules(run_facts(config)))
     yield from (one for one in family_violations if one.key != FREEZE)
     yield from _freeze_globs(config)
     yield from (one for one in family_violations if one.key == FREEZE)
     yield from _model_description(config)
+    yield from context_violations(config)
     yield from expert_violations(config)
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
@@ -110,21 +109,6 @@ class _FixSearch:
         more = (other for other in violation.fixes if depth and not other.keys() & fix.keys())
         found = (self.complete(config, {**fix, **other}, depth=depth - 1) for other in islice(more, MAX_FIXES))
         return next(filter(None, found), None)
-
-
-def _unavailable(config: RunConfig) -> Iterator[Violation]:
-    for key in UNAVAILABLE:
-        axis = key.removeprefix("mesh.")
-        size = getattr(config.mesh, axis)
-        if size > 1:
-            fixes: list[Fix] = [{f"mesh.{axis}": 1, "mesh.dp_shard": config.mesh.dp_shard * size}, {f"mesh.{axis}": 1}]
-            yield Violation(
-                LayoutError,
-                f"mesh.{axis} = {size} is not available yet",
-                f"mesh.{axis}",
-                "this version supports pp, dp_replicate, dp_shard, ep and tp",
-                fixes,
-            )
 
 
 def _model_description(config: RunConfig) -> Iterator[Violation]:

@@ -1,4 +1,5 @@
-"""Parallelize a stage's plain module as planned: expert, context and tensor parallelism, recomputation, compilation, FSDP units.
+"""Parallelize a stage's plain module as planned: expert, context and tensor parallelism, recomputation, compilation,
+FSDP units.
 
 The order matters: recomputation preserves a block's names and hooks, a compiled graph contains exactly one block and
 its recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.

@@ -19,7 +19,17 @@ from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, Mod
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.mesh_views import Atoms, Mesh
-from meshwright.plan.run_plan import AttentionLayer, Auxiliary, Buffer, Collective, ExpertLayer, Kind, Parameter, Shard, Unit
+from meshwright.plan.run_plan import (
+    AttentionLayer,
+    Auxiliary,
+    Buffer,
+    Collective,
+    ExpertLayer,
+    Kind,
+    Parameter,
+    Shard,
+    Unit,
+)
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}

@@ -41,7 +41,7 @@ def test_parameter_counts(spec):
 @settings(max_examples=15)
 @given(specs(), st.integers(1, 12), st.integers(1, 3))
 def test_flops_of_forward_and_backward(spec, seq_len, batch):
-    """PyTorch's counter, which counts attention's whole square, where the spec counts the lower half with the diagonal."""
+    """PyTorch's counter counts attention's whole square, the spec the half on and below the diagonal."""
     model = Decoder(spec)
     tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -49,21 +49,21 @@ class HeadsAttention(AttentionCore):
     def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: HeadsMask) -> Tensor:
         """Return the output [b, s, n, h]."""
         num_ranks, num_samples = world_size(self.group), q_bsnh.shape[0]
-        by_rank = [x.unflatten(2, (num_ranks, -1)) for x in (q_bsnh, k_bsnh, v_bsnh)]
+        by_rank = [torch.unflatten(x, 2, (num_ranks, -1)) for x in (q_bsnh, k_bsnh, v_bsnh)]
         sizes = [x.shape[3] for x in by_rank]
         rows = self._exchange(torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4))
         full_btmh = rows.transpose(0, 1).flatten(1, 2)
-        q, k, v = _reorder(full_btmh, mask.received_t).split(sizes, dim=2)
+        q, k, v = torch.split(_reorder(full_btmh, mask.received_t), sizes, dim=2)
         out_btnh = _reorder(attention(q, k, v, mask=mask.mask), mask.token_t)
-        out = self._exchange(out_btnh.unflatten(1, (num_ranks, -1)).transpose(0, 1))
+        out = self._exchange(torch.unflatten(out_btnh, 1, (num_ranks, -1)).transpose(0, 1))
         return out.permute(1, 2, 0, 3, 4).reshape(num_samples, q_bsnh.shape[1], *q_bsnh.shape[2:])
 
-    def _exchange(self, x_Rbsnh: Tensor) -> Tensor:  # noqa: N803
+    def _exchange(self, x_Rbsnh: Tensor) -> Tensor:
         """Send each rank its part, and return the parts received, in order of ranks."""
         num_ranks, rows = x_Rbsnh.shape[0], x_Rbsnh.shape[1] * x_Rbsnh.shape[2]
         splits = [rows] * num_ranks
         out = all_to_all(x_Rbsnh.flatten(0, 2), send_splits=splits, recv_splits=splits, group=self.group)
-        return out.unflatten(0, x_Rbsnh.shape[:3])
+        return out.view(x_Rbsnh.shape)
 
 
 def _reorder(x_btnh: Tensor, index_t: Tensor) -> Tensor:

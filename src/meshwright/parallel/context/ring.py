@@ -76,14 +76,17 @@ class RingAttention(AttentionCore):
         merged = [(out.to(lse.dtype), lse) for out, lse in parts]
         for hop, transfer in zip(mask.hops, transfers, strict=True):
             received = transfer.wait()
-            queries = (q_bsnh,) if len(merged) == 1 else q_bsnh.split(1)
+            queries = (q_bsnh,) if len(merged) == 1 else torch.split(q_bsnh, 1)
             for entry, keys in enumerate(_by_entry(received, hop, q_bsnh.shape[0])):
                 merged[entry] = _attend(queries[entry], keys, hop.masks[entry], *merged[entry])
         return _join([out for out, _ in merged]).to(q_bsnh.dtype)
 
     def _start(self, kv_bs2mh: Tensor, hop: _Hop) -> AllToAllHandle:
         if len(hop.rows) == 1:
-            sent, num_received = kv_bs2mh.index_select(1, hop.rows[0]).flatten(0, 1), kv_bs2mh.shape[0] * hop.received[0]
+            sent, num_received = (
+                kv_bs2mh.index_select(1, hop.rows[0]).flatten(0, 1),
+                kv_bs2mh.shape[0] * hop.received[0],
+            )
         else:
             sent = torch.cat([one.index_select(0, rows) for one, rows in zip(kv_bs2mh, hop.rows, strict=True)])
             num_received = sum(hop.received)
@@ -133,14 +136,15 @@ def _entries(
     """Return the inputs of each entry with its mask."""
     if len(masks) == 1:
         return [((q_bsnh, k_bsnh, v_bsnh), masks[0])]
-    return list(zip(zip(q_bsnh.split(1), k_bsnh.split(1), v_bsnh.split(1), strict=True), masks, strict=True))
+    by_sample = (torch.split(x, 1) for x in (q_bsnh, k_bsnh, v_bsnh))
+    return list(zip(zip(*by_sample, strict=True), masks, strict=True))
 
 
 def _by_entry(received_m2nh: Tensor, hop: _Hop, num_samples: int) -> list[Tensor]:
     """Return the received keys and values [b, m, 2, n, h] of each entry."""
     if len(hop.received) == 1:
-        return [received_m2nh.unflatten(0, (num_samples, hop.received[0]))]
-    return [one[None] for one in received_m2nh.split(hop.received)]
+        return [received_m2nh.view(num_samples, hop.received[0], *received_m2nh.shape[1:])]
+    return [one[None] for one in torch.split(received_m2nh, list(hop.received))]
 
 
 def _attend(
