@@ -151,11 +151,13 @@ def test_questions_to_find_an_order_are_few(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("num_pairs_before", "visible"):
         real = getattr(MaskSpec, name)
         monkeypatch.setattr(MaskSpec, name, lambda self, *args, real=real: (questions.append(1), real(self, *args))[1])
+    counts = []
     for mix in MIXES:
         questions.clear()
         # Another window than in other tests, whose orders are remembered.
         context_shards(packed([CAUSAL, replace(WINDOW, window=501)], mix), SEQ_LEN, 8)
-        assert 100 < len(questions) < 6000
+        counts.append(len(questions))
+    assert 1000 < max(counts) < 6000
 
 
 def test_ranks_that_do_not_divide_a_sample_are_refused() -> None:
