@@ -79,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_samples = draw(st.integers(1, 2))
     mask = draw(masks(seq_len, num_samples=draw(st.sampled_from([None, num_samples]))))
     by_sample = []
-    for _ in range(num_samples):
+    for _ in range(draw(st.sampled_from([1, num_samples]))):
         order = draw(st.permutations(range(seq_len)))
         size = seq_len // num_ranks
         parts = [order[rank * size : (rank + 1) * size] for rank in range(num_ranks)]

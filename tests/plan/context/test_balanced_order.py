@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -146,17 +145,19 @@ def test_received_keys_are_those_of_the_exchange(data: st.DataObject) -> None:
     assert received == 2 * make_exchange(mask, shards, 24).total()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_work_of_an_order_is_bounded(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """An order is found on every rank for every micro-batch, so its questions to the mask are counted."""
-    calls = []
+def test_questions_to_find_an_order_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank finds the order of every micro-batch, in milliseconds."""
+    questions = []
     for name in ("num_pairs_before", "visible"):
         real = getattr(MaskSpec, name)
-        monkeypatch.setattr(MaskSpec, name, lambda self, *args, real=real: (calls.append(1), real(self, *args))[1])
-    # Other masks than in other tests, whose orders are remembered.
-    layers = packed([CAUSAL, replace(WINDOW, window=501 + seed)], MIXES[Random(seed).randrange(50)])
-    context_shards(layers, SEQ_LEN, 8)
-    assert 100 < len(calls) < 12_000
+        monkeypatch.setattr(MaskSpec, name, lambda self, *args, real=real: (questions.append(1), real(self, *args))[1])
+    counts = []
+    for mix in MIXES:
+        questions.clear()
+        # Another window than in other tests, whose orders are remembered.
+        context_shards(packed([CAUSAL, replace(WINDOW, window=501)], mix), SEQ_LEN, 8)
+        counts.append(len(questions))
+    assert 1000 < max(counts) < 6000
 
 
 def test_ranks_that_do_not_divide_a_sample_are_refused() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.token_layout import Shard
 from meshwright.plan.context.balanced_order import contiguous, zigzag
 from meshwright.plan.context.exchange import Exchange, make_exchange
 from meshwright.plan.context.intervals import intersection, local_rows, union
@@ -25,14 +27,14 @@ def needed(case: Case, receiver: int, sender: int) -> list[set[int]]:
 
 def faults(case: Case, exchange: Exchange) -> list[str]:
     """Every difference from what the dense mask says."""
-    found = []
+    found = [] if exchange.num_entries == case.num_samples else [f"{exchange.num_entries} entries"]
     for receiver in range(case.num_ranks):
         for sender in range(case.num_ranks):
-            expected = needed(case, receiver, sender) if receiver != sender else [set()] * case.num_samples
-            given_ = [tokens(one) for one in exchange.tokens[receiver][sender]]
-            if [set(one) for one in given_] != expected[: exchange.num_entries]:
-                found.append(f"{receiver} from {sender}: {given_}, not {expected}")
-            if exchange.num_tokens(receiver, sender) != sum(map(len, expected[: exchange.num_entries])):
+            expected = needed(case, receiver, sender) if receiver != sender else [set[int]()] * case.num_samples
+            computed = [tokens(one) for one in exchange.tokens[receiver][sender]]
+            if computed != [sorted(one) for one in expected]:
+                found.append(f"{receiver} from {sender}: {computed}, not {expected}")
+            if exchange.num_tokens(receiver, sender) != sum(map(len, expected)):
                 found.append(f"{receiver} from {sender} counts {exchange.num_tokens(receiver, sender)}")
     return found
 
@@ -72,6 +74,28 @@ def test_window_of_contiguous_ranks_comes_from_the_neighbour_only() -> None:
 def test_causal_zigzag() -> None:
     exchange = make_exchange(MaskSpec(causal=True), [(one,) for one in zigzag(16, 2)], 16)
     assert exchange.tokens == (((((),)), (((4, 12),),)), ((((0, 4),),), ((),)))
+
+
+WHOLE = Case(MaskSpec(causal=True, documents=((20, 12), (32,))), 32, tuple((one,) for one in zigzag(32, 2)))
+"""Rank 1 holds the middle of each sample, rank 0 the rest."""
+
+
+@pytest.mark.parametrize(
+    ("mask", "shards"),
+    [
+        pytest.param(MaskSpec(causal=True, documents=((20, 12),)), WHOLE.shards, id="sample dropped"),
+        pytest.param(MaskSpec(causal=True, documents=((32,), (32,))), WHOLE.shards, id="border dropped"),
+        pytest.param(MaskSpec(causal=True, documents=((19, 13), (32,))), WHOLE.shards, id="border moved by one"),
+        pytest.param(MaskSpec(documents=((20, 12), (32,))), WHOLE.shards, id="causality dropped"),
+        pytest.param(MaskSpec(causal=True, window=16, documents=((20, 12), (32,))), WHOLE.shards, id="window"),
+        pytest.param(WHOLE.mask, tuple((one,) for one in contiguous(32, 2)), id="another order"),
+        pytest.param(WHOLE.mask, ((((0, 7), (24, 32)),), (((7, 24),),)), id="interval longer by one"),
+        pytest.param(WHOLE.mask, WHOLE.shards[::-1], id="ranks exchanged"),
+    ],
+)
+def test_exchanges_of_other_masks_and_orders_are_found(mask: MaskSpec, shards: tuple[Shard, ...]) -> None:
+    assert not faults(WHOLE, make_exchange(WHOLE.mask, WHOLE.shards, 32))
+    assert faults(WHOLE, make_exchange(mask, shards, 32))
 
 
 POINTS = st.integers(0, 12)

@@ -5,8 +5,8 @@ so by continuity some arc has exactly that share (Stromquist and Woodall 1985, S
 It goes to one rank; the rest is joined to a circle again, and divided among the others in the same way. `n` ranks get
 at most `2 n - 1` intervals in all, whatever the mask and the documents; for one causal document, they are a zigzag.
 
-Often several arcs will do. The one whose queries see the fewest keys is taken, since a rank receives those that it does
-not hold; arcs within a tolerance that start or end at a document's border are candidates too.
+Often several arcs will do; those within a tolerance that start or end at a document's border are candidates too. The
+one with the fewest keys to receive is taken, on its rank and, as if they were one rank, on the others.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def balanced_arcs(costs: LayerCosts, num_ranks: int, *, tolerance: float) -> tup
     Args:
         costs: the sample.
         num_ranks: number of ranks; it divides the tokens.
-        tolerance: fraction by which a rank's pairs may exceed the mean, if the ranks have enough tokens for it.
+        tolerance: fraction by which a rank's pairs may exceed the mean, if it has enough tokens for that.
     """
     size, mean = costs.seq_len // num_ranks, costs.num_pairs / num_ranks
     landmarks, parts = costs.landmarks(), []
@@ -92,11 +92,12 @@ def balanced_arcs(costs: LayerCosts, num_ranks: int, *, tolerance: float) -> tup
     for others in range(num_ranks - 1, 0, -1):
         circle = _Circle.make(costs, rest)
         share = circle.pairs[-1] / (others + 1)
-        # Half of the tolerance is left to the others.
-        least = min(share, circle.pairs[-1] - others * mean * (1 + tolerance / 2))
+        # Enough of the tolerance is left to the others for rounding.
+        least = min(share, circle.pairs[-1] - others * mean * (1 + 0.9 * tolerance))
         places = _candidates(circle, size, landmarks, (least, share, max(share, mean * (1 + tolerance))))
         splits = [circle.split(place, size) for place in places]
-        part, rest = min(splits, key=lambda one: costs.num_received(one[0]))
+        # What the others need from this rank counts too.
+        part, rest = min(splits, key=lambda one: sum(map(costs.num_received, one)))
         parts.append(part)
     return (*parts, rest)
 

@@ -1,7 +1,7 @@
 """Tokens of each context-parallel rank: equally many, with equal attention work under the masks of all layers.
 
-Three orders are tried for each sample: contiguous, zigzag (Llama 3 herd, section 3.3.2), and arcs of equal work. Of
-those whose slowest rank has at most 5 % more work than the mean, the one with the fewest received keys is chosen.
+Three orders are tried for each sample: contiguous, zigzag (as in Megatron), and arcs of equal work. Of those whose
+slowest rank has at most 5 % more work than the mean, the one with the fewest received keys is chosen.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class LayerCosts:
         """Return tokens at which splitting is worth trying, in ascending order: ends of the longest documents, and
         equally spaced tokens."""
         points = {self.seq_len * index // NUM_POINTS for index in range(NUM_POINTS)}
-        for mask, _ in self._layers:
-            documents = list(zip(mask.starts, mask.starts[1:], strict=False))
+        for starts in {mask.starts for mask, _ in self._layers}:
+            documents = list(zip(starts, starts[1:], strict=False))
             documents.sort(key=lambda one: one[0] - one[1])
             points.update(end for one in documents[:NUM_BORDERS] for end in one)
         return sorted(points)
