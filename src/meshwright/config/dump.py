@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from meshwright.config.rules import UNAVAILABLE
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import family_names, find_family
 from meshwright.settings.section import ModelSection, sections_in
@@ -73,8 +72,7 @@ def _section_tables(model: type[BaseModel], prefix: str, condition: str, lines: 
         if not sections:
             given = None if field.is_required() else field.default
             default = "none" if given is None else f"`{_value(given)}`"
-            meaning = f"{field.description} (not available yet)" if prefix + name in UNAVAILABLE else field.description
-            lines.append(f"| `{prefix}{name}` | {_type_name(field.annotation)} | {default} | {meaning} |")
+            lines.append(f"| `{prefix}{name}` | {_type_name(field.annotation)} | {default} | {field.description} |")
     lines.append("")
     for name, section in nested:
         _section_tables(section, name, condition, lines)

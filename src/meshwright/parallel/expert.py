@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.nn.experts.balance import BatchCounts
+from meshwright.nn.experts.balance import BatchCounts, SampleCounts
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh
@@ -36,7 +36,10 @@ def apply_experts(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Sta
             _shard_layer(module.get_submodule(kind.full_name("", layer)), mesh, plan, kind, experts)
         for inner in module.get_submodule(kind.full_name(experts.module, layer)).modules():
             if isinstance(inner, BatchCounts) and experts.counted:
-                inner.reduce = _BatchSum(mesh, experts.counted)
+                inner.reduce = _SumOver(mesh, experts.counted)
+            if isinstance(inner, SampleCounts):
+                inner.num_parts = plan.mesh.size(*plan.mesh.view("cp"))
+                inner.reduce = _SumOver(mesh, experts.sample_counted)
 
 
 def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: Kind, layer: ExpertLayer) -> None:
@@ -53,8 +56,8 @@ def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: Kind, 
     setattr(block.get_submodule(layer.module), "dispatcher", AllToAllDispatcher(layer.num_experts, group))  # noqa: B010
 
 
-class _BatchSum:
-    """Sum of counts over all ranks with different samples."""
+class _SumOver:
+    """Sum of counts over the ranks along some axes."""
 
     def __init__(self, mesh: DeviceMesh, axes: Atoms) -> None:
         self._groups = [mesh.get_group(axis) for axis in axes]

@@ -16,6 +16,7 @@ from math import prod
 from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
 from meshwright.pipeline.actions import SENDS
 from meshwright.pipeline.shared_parameters import stage_groups
+from meshwright.plan.context.sent_bytes import sent_by_attention
 from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
 from meshwright.plan.fsdp_gathers import count_gathers
 from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
@@ -38,6 +39,8 @@ class Purpose(StrEnum):
     Operators that communicate over other axes use the purpose given in the plan."""
     EXPERTS = "experts"
     """Dispatch of tokens to experts and combination of their outputs over ep, with their gradients and counts."""
+    CONTEXT = "context"
+    """Keys, values and heads exchanged over cp by attention, with their gradients."""
     STAGES = "stages"
     """Activations and their gradients sent between pipeline stages."""
     BUFFERS = "buffers"
@@ -58,6 +61,14 @@ class Message:
     in_ring: bool = False
 
 
+def _context(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """Yield what attention sends to other context-parallel ranks, as if each sample were one document."""
+    for kind, _ in plan.held(stage):
+        if kind.attention is not None and kind.attention.axes:
+            for peer, num_bytes in sent_by_attention(plan, rank, kind):
+                yield Message(Purpose.CONTEXT, (peer,), plan.batch.num_microbatches * num_bytes)
+
+
 def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
     """Yield all messages that a rank sends in a training step, except the reductions of the loss and gradient norm.
 
@@ -73,6 +84,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
         yield from _weights(plan, rank, number, sizes, exact=exact)
         yield from _operators(plan, rank, stage, exact=exact)
         yield from _experts(plan, rank, stage)
+        yield from _context(plan, rank, stage)
     yield from _buffers(plan, rank)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
@@ -161,8 +173,10 @@ def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
         if layer.axes:
             for one in sent_by_layer(plan, rank, layer):
                 yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
-        for axis in layer.counted:
-            elements = -(-layer.num_experts // plan.mesh.size(axis))
+        per_sample = plan.batch.samples * layer.num_experts
+        sums = [(axis, layer.num_experts) for axis in layer.counted]
+        for axis, counts in (*sums, *((axis, per_sample) for axis in layer.sample_counted)):
+            elements = -(-counts // plan.mesh.size(axis))
             num_bytes = 2 * plan.batch.num_microbatches * elements * COUNT_BYTES
             yield Message(Purpose.EXPERTS, _peers(rank, plan.mesh.line(rank, (axis,))), num_bytes, in_ring=True)
 

@@ -51,7 +51,7 @@ def sent_by_layer(plan: RunPlan, rank: int, layer: ExpertLayer, load: RankLoad |
         load: load of the ranks; predicted if None.
     """
     line = plan.mesh.line(rank, layer.axes)
-    load = load or predicted_load(layer, plan.batch.tokens, len(line))
+    load = load or predicted_load(layer, plan.rank_tokens, len(line))
     own, compute = line.index(rank), plan.edge.dtype
     row, weight = layer.width * BYTES[compute], 2 * max(4, BYTES[compute])  # a weight and the row that it is for
     samples, times = plan.batch.samples, plan.batch.num_microbatches

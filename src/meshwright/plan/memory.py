@@ -103,7 +103,7 @@ def _received_elements(plan: RunPlan, kind: Kind) -> int:
     layer = kind.experts
     if layer is None or not layer.axes:
         return 0
-    load = predicted_load(layer, plan.batch.tokens, plan.mesh.size(*layer.axes))
+    load = predicted_load(layer, plan.rank_tokens, plan.mesh.size(*layer.axes))
     return round(sum(load.tokens)) * layer.width
 
 

@@ -166,7 +166,9 @@ class ExpertLayer:
     axes: Atoms
     """Atoms over which the experts are sharded; empty if every rank holds all of them."""
     counted: Atoms
-    """Atoms over which each forward sums the experts' counts."""
+    """Atoms over which each forward sums the experts' counts of a micro-batch."""
+    sample_counted: Atoms = ()
+    """Atoms over which each forward sums the experts' counts of each sample."""
     num_groups: int = 1
     """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
     top_groups: int = 1
@@ -373,6 +375,11 @@ class RunPlan:
     def shared_parameters(self) -> tuple[SharedParameter, ...]:
         """Return the shared parameters in the form used by the pipeline."""
         return tuple(SharedParameter(key, sites) for key, sites in self.shared)
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of a sample on a context-parallel rank."""
+        return self.batch.tokens // self.mesh.size(*self.mesh.view("cp"))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages on a rank of the mesh."""

@@ -68,6 +68,6 @@ class ExpertTraffic(AbstractContextManager[None]):
         return counted_load(
             (counter.value - first).tolist(),
             top_k=layer.top_k,
-            num_tokens=plan.batch.tokens,
+            num_tokens=plan.rank_tokens,
             num_ranks=plan.mesh.size(*layer.axes),
         )

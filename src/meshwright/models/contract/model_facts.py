@@ -141,7 +141,9 @@ class ExpertFacts:
     capacity: int | None = None
     """Slots per expert and sample; None if nothing is dropped."""
     over_batch: bool = False
-    """Whether a forward sums the experts' counts over all ranks with different samples."""
+    """Whether a forward sums the experts' counts over all ranks with different tokens."""
+    over_sample: bool = False
+    """Whether a forward sums each sample's counts over the ranks that share its tokens."""
     uniform: bool = False
     """Whether token i of a sample goes to experts i · top_k, i · top_k + 1, … (modulo their number)."""
 

@@ -101,6 +101,7 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             top_groups=spec.top_groups,
             capacity=capacity,
             over_batch=bool(router.balance_loss) and router.over_batch,
+            over_sample=bool(router.balance_loss) and not router.over_batch,
             uniform=router.uniform,
         ),
     )

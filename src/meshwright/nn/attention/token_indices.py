@@ -13,7 +13,8 @@ from meshwright.nn.attention.token_layout import Shard, TokenLayout
 
 def shard_indices(shard: Shard) -> Tensor:
     """Return the indices [t] or [b, t] in the full sample of the tokens of a shard, int64 on the CPU."""
-    rows = [torch.cat([torch.arange(start, stop) for start, stop in intervals]) for intervals in shard]
+    empty = torch.arange(0)
+    rows = [torch.cat([empty, *(torch.arange(start, stop) for start, stop in intervals)]) for intervals in shard]
     return rows[0] if len(rows) == 1 else torch.stack(rows)
 
 

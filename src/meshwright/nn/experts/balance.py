@@ -47,7 +47,21 @@ class BatchCounts(StepHandle):
     def __init__(self) -> None:
         super().__init__()
         self.reduce: Callable[[Tensor], Tensor] = lambda counts: counts
-        """Sum over all ranks with different samples; set by whoever knows them."""
+        """Sum over all ranks with different tokens; set by whoever knows them."""
+
+    def discard(self) -> None:
+        """Do nothing: the counts belong to one forward."""
+
+
+class SampleCounts(StepHandle):
+    """Counts of full samples, from those of the tokens on this rank; set by whoever knows which ranks share samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce: Callable[[Tensor], Tensor] = lambda counts: counts
+        """Sum over the ranks that share a sample's tokens."""
+        self.num_parts = 1
+        """Number of these ranks; all hold the same number of tokens."""
 
     def discard(self) -> None:
         """Do nothing: the counts belong to one forward."""
@@ -61,27 +75,29 @@ def sample_counts(experts_btk: Tensor, num_experts: int) -> Tensor:
     return count(flat, num_samples * num_experts).view(num_samples, num_experts)
 
 
-def balance_loss(counts_be: Tensor, probabilities_bte: Tensor, *, top_k: int) -> Tensor:
-    """Return the sum over samples of e · Σ_e f_e · p_e (Fedus et al. 2022, equation 4).
+def balance_loss(counts_be: Tensor, probabilities_bte: Tensor, *, top_k: int, num_parts: int = 1) -> Tensor:
+    """Return the sum over samples of e · Σ_e f_e · p_e (Fedus et al. 2022, equation 4), or this rank's part of it.
 
     Args:
         counts_be: tokens that chose each expert, per sample, or of the global batch divided by its samples.
         probabilities_bte: the router's probabilities.
         top_k: experts per token.
+        num_parts: ranks that share a sample's tokens equally; the loss is the sum of their parts.
     """
-    num_tokens, num_experts = probabilities_bte.shape[1:]
+    num_tokens, num_experts = probabilities_bte.shape[1] * num_parts, probabilities_bte.shape[2]
     share_be = counts_be.to(probabilities_bte.dtype) * (num_experts / (top_k * max(1, num_tokens)))
-    return (share_be * _token_mean(probabilities_bte)).sum()
+    return (share_be * _token_mean(probabilities_bte, num_parts)).sum()
 
 
-def z_loss(logits_bte: Tensor) -> Tensor:
-    """Return the sum over samples of the mean squared logsumexp of a token's logits (Zoph et al. 2022, equation 5)."""
-    return _token_mean(logits_bte.logsumexp(-1).square()).sum()
+def z_loss(logits_bte: Tensor, *, num_parts: int = 1) -> Tensor:
+    """Return the sum over samples of the mean squared logsumexp of a token's logits (Zoph et al. 2022, equation 5), or
+    this rank's part of it."""
+    return _token_mean(logits_bte.logsumexp(-1).square(), num_parts).sum()
 
 
-def _token_mean(x_bt: Tensor) -> Tensor:
-    """Return the mean over tokens, 0 without any."""
-    return x_bt.sum(1) / max(1, x_bt.shape[1])
+def _token_mean(x_bt: Tensor, num_parts: int) -> Tensor:
+    """Return the sum over tokens on this rank, divided by the number of a sample's tokens; 0 without any."""
+    return x_bt.sum(1) / max(1, x_bt.shape[1] * num_parts)
 
 
 def drop_over_capacity(experts_btk: Tensor, num_experts: int, capacity: int) -> Tensor:

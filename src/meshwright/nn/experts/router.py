@@ -18,6 +18,7 @@ from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.nn.experts.balance import (
     BatchCounts,
     ExpertLoad,
+    SampleCounts,
     balance_loss,
     drop_over_capacity,
     sample_counts,
@@ -52,7 +53,7 @@ class Router(nn.Module):
         self.gate = Gate(dim, config.num_experts)
         self.load = ExpertLoad(config.num_experts, bias_rate=config.bias_rate)
         self.chosen = ForwardCache()
-        self.batch_counts = BatchCounts()
+        self.batch_counts, self.sample_counts = BatchCounts(), SampleCounts()
         self.balance_loss = AuxiliaryLoss("balance", config.balance_loss) if config.balance_loss else None
         self.z_loss = AuxiliaryLoss("z", config.z_loss) if config.z_loss else None
 
@@ -60,16 +61,17 @@ class Router(nn.Module):
         """Choose experts for every token, and record this micro-batch's losses and load."""
         logits_bte = self.gate(x_btd)
         scores_bte, probabilities_bte = self._scores(logits_bte)
+        num_parts = self.sample_counts.num_parts
         experts_btk, kept_btk, share_be = self.chosen.recall(lambda: self._choose(scores_bte.detach()))
         weights_btk = scores_bte.gather(-1, experts_btk)
         if self.config.normalize:
             weights_btk = weights_btk / _positive(weights_btk.sum(-1, keepdim=True))
         weights_btk = weights_btk * self.config.scale
         if self.balance_loss is not None:
-            loss = balance_loss(share_be, probabilities_bte, top_k=self.config.top_k)
+            loss = balance_loss(share_be, probabilities_bte, top_k=self.config.top_k, num_parts=num_parts)
             weights_btk = self.balance_loss(weights_btk, loss)
         if self.z_loss is not None:
-            weights_btk = self.z_loss(weights_btk, z_loss(logits_bte))
+            weights_btk = self.z_loss(weights_btk, z_loss(logits_bte, num_parts=num_parts))
         return Routing(
             torch.where(kept_btk, experts_btk, self.config.num_experts).flatten(0, 1),
             (weights_btk * kept_btk).flatten(0, 1),
@@ -95,11 +97,14 @@ class Router(nn.Module):
         kept_btk = torch.ones_like(experts_btk, dtype=torch.bool)
         if capacity is not None:
             kept_btk = drop_over_capacity(experts_btk, config.num_experts, capacity)
-        if config.balance_loss and config.over_batch and self.training:
-            total_e = self.batch_counts.reduce(counts_be.sum(0))
-            num_samples = total_e.sum() / (experts_btk.shape[1] * experts_btk.shape[2])
-            return experts_btk, kept_btk, (total_e / num_samples).expand_as(counts_be)
-        return experts_btk, kept_btk, counts_be
+        if not config.balance_loss or not self.training:
+            return experts_btk, kept_btk, counts_be
+        if not config.over_batch:
+            return experts_btk, kept_btk, self.sample_counts.reduce(counts_be)
+        total_e = self.batch_counts.reduce(counts_be.sum(0))
+        choices_per_sample = self.sample_counts.num_parts * experts_btk.shape[1] * experts_btk.shape[2]
+        num_samples = total_e.sum() / choices_per_sample
+        return experts_btk, kept_btk, (total_e / num_samples).expand_as(counts_be)
 
     def _best(self, scores_bte: Tensor) -> Tensor:
         config = self.config

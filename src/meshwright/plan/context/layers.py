@@ -45,7 +45,7 @@ def _choose(
     layer: AttentionLayer, mesh: Mesh, shards: Sequence[Shard], seq_len: int, *, dtype: str, packed: bool
 ) -> ContextChoice:
     exchange = make_exchange(layer.mask, shards, seq_len)
-    return choose(exchange, _dims(layer, mesh, dtype), num_tokens=seq_len // len(shards), packed=packed)
+    return choose(exchange, attention_dims(layer, mesh, dtype), num_tokens=seq_len // len(shards), packed=packed)
 
 
 def explain_method(plan: RunPlan, kind: Kind) -> str:
@@ -70,6 +70,7 @@ def _masks(plan: RunPlan, documents: Documents | None) -> list[MaskSpec]:
     return [replace(kind.attention.mask, documents=documents) for kind in kinds if kind.attention is not None]
 
 
-def _dims(layer: AttentionLayer, mesh: Mesh, dtype: str) -> AttentionDims:
+def attention_dims(layer: AttentionLayer, mesh: Mesh, dtype: str) -> AttentionDims:
+    """Return the sizes of an attention layer on a tensor-parallel rank."""
     tp = mesh.size(*mesh.view("tp"))
     return AttentionDims(layer.num_heads // tp, layer.num_kv_heads // tp, layer.head_dim, BYTES[dtype])

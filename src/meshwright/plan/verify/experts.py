@@ -21,9 +21,13 @@ def _layer(plan: RunPlan, kind: Kind, layer: ExpertLayer) -> Iterator[Fault]:
     if layer.axes != ep:
         what = f"tokens of {kind.name} are sent over {join_names(layer.axes) or 'no axis'}, not {join_names(ep)}"
         yield Fault(what, "tokens are sent over the view ep", f"{field}.axes", axis=axis)
-    if layer.counted and layer.counted != plan.mesh.view("batch"):
-        what = f"counts of {kind.name} are summed over {join_names(layer.counted)}"
-        yield Fault(what, "counts are summed over the view batch", f"{field}.counted", axis=layer.counted[0])
+    cp = plan.mesh.view("cp")
+    scopes = {"counted": ("a micro-batch", plan.mesh.view("batch") + cp), "sample_counted": ("each sample", cp)}
+    for name, (scope, axes) in scopes.items():
+        if (found := getattr(layer, name)) not in ((), axes):
+            what = f"counts of {scope} in {kind.name} are summed over {join_names(found)}, not {join_names(axes)}"
+            rule = "counts are summed over the ranks with different tokens: of a sample over cp, of the batch over all"
+            yield Fault(what, rule, f"{field}.{name}", axis=found[0])
     for parameter in kind.parameters:
         name = qualified_name(kind, parameter)
         is_inside = parameter.name.startswith(f"{layer.experts}.")

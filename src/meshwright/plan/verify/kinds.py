@@ -217,7 +217,7 @@ def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
     if one.elements < 1 or min(one.forward, one.backward, one.recomputed) < 0 or not one.forward + one.backward:
         passes = f"{one.forward} forward, {one.backward} backward, {one.recomputed} recomputed"
         yield Fault(f"{one.op} of {one.elements} elements, {passes}", rule, field)
-    tokens = max(1, plan.batch.tokens // plan.mesh.size(*plan.mesh.view("cp")))
+    tokens = max(1, plan.rank_tokens)
     if one.elements % tokens:
         what = f"{one.op} of {one.elements} elements, for {tokens} tokens of a sample"
         yield Fault(
