@@ -86,7 +86,8 @@ def _dropout_add(
     x: Tensor, residual: Tensor | None, rows: Tensor, words: Tensor, threshold: int, first_column: int
 ) -> Tensor:
     out = _empty_result(x, residual)
-    x_rd, rows_r = x.reshape(-1, x.shape[-1]), rows.reshape(-1)
+    rows_r = rows.reshape(-1)
+    x_rd = x.reshape(len(rows_r), x.shape[-1])
     residual_rd = None if residual is None else residual.reshape(x_rd.shape)
     launch = find_triton() if x.is_cuda else None
     run = eager.dropout_add if launch is None else launch
