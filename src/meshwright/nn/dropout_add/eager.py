@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.nn.dropout_add.random import keep_rows, keep_scale
+from meshwright.nn.dropout_add.random import keep_bits, keep_scale
 
 CHUNK = {"cpu": 2**18}
 """Elements per chunk by type of device; all at once on others, where it is launches that cost."""
@@ -30,21 +30,21 @@ def dropout_add(
 ) -> None:
     """Write `residual + keep · x · scale` into `out` [r, d], computed in float32, or float64 if `out` is; rounded once.
 
-    Where x is dropped the result is the residual itself, or zero without one, even if x is not finite.
+    Where x is dropped, zero is added, even if x is not finite. Without a residual, write `keep · x · scale`.
     """
     scale = keep_scale(threshold)
     compute = compute_dtype(out.dtype)
+    integer = torch.int64 if compute == torch.float64 else torch.int32
     num_rows, num_columns = x_rd.shape
     chunk = max(1, CHUNK.get(x_rd.device.type, x_rd.numel()) // max(1, num_columns))
     for start in range(0, num_rows, chunk):
         part = slice(start, start + chunk)
-        keep = keep_rows(rows_r[part], num_columns, words, threshold, first_column)
+        bits = keep_bits(rows_r[part], num_columns, words, threshold, first_column)
         kept = x_rd[part].to(compute) * scale
-        if residual_rd is None:
-            out[part] = torch.where(keep, kept, 0.0)
-        else:
-            residual = residual_rd[part].to(compute)
-            out[part] = torch.where(keep, kept.add_(residual), residual)
+        kept.view(integer).bitwise_and_(bits.to(integer))
+        if residual_rd is not None:
+            kept += residual_rd[part].to(compute)
+        out[part] = kept
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -84,22 +84,24 @@ def keep_mask(key: DropoutKey, rows_bt: Tensor, num_columns: int, p: float, *, f
         first_column: channel of the first column, if these are a shard of the channels.
     """
     words, threshold = key.words.tolist(), drop_threshold(p)
-    keep_rd = keep_rows(rows_bt.reshape(-1), num_columns, words, threshold, first_column)
-    return keep_rd.view(*rows_bt.shape, num_columns)
+    bits_rd = keep_bits(rows_bt.reshape(-1), num_columns, words, threshold, first_column)
+    return (bits_rd != 0).view(*rows_bt.shape, num_columns)
 
 
-def keep_rows(rows_r: Tensor, num_columns: int, words: Sequence[int], threshold: int, first_column: int = 0) -> Tensor:
-    """Compute `keep_mask` of a list of rows, bool [r, d]; `words` are the key's."""
+def keep_bits(rows_r: Tensor, num_columns: int, words: Sequence[int], threshold: int, first_column: int = 0) -> Tensor:
+    """Compute `keep_mask` of a list of rows as integers, -1 for kept elements and 0 for others, int64 [r, d].
+
+    `words` are the key's. Selecting by a random bool is slow on a CPU, which mispredicts half of the branches.
+    """
     seed, site = words
     groups = range(first_column // LANES, -(-(first_column + num_columns) // LANES))
     group_q = torch.arange(groups.start, groups.stop, device=rows_r.device)
     row_r1 = rows_r.unsqueeze(1)
     counter = row_r1 & _LOW_HALF, (row_r1 >> 32) & _LOW_HALF, group_q.unsqueeze(0), torch.full_like(group_q, site)
-    keep_rql = torch.empty(len(rows_r), len(groups), LANES, dtype=torch.bool, device=rows_r.device)
-    for lane, word_rq in enumerate(philox(counter, (seed & _LOW_HALF, (seed >> 32) & _LOW_HALF))):
-        torch.ge(word_rq, threshold, out=keep_rql[:, :, lane])
+    word_rql = torch.stack(philox(counter, (seed & _LOW_HALF, (seed >> 32) & _LOW_HALF)), -1)
     start = first_column - groups.start * LANES
-    return keep_rql.flatten(1)[:, start : start + num_columns]
+    bits_rd = torch.rsub(word_rql, threshold - 1).bitwise_right_shift_(63).flatten(1)
+    return bits_rd[:, start : start + num_columns]
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

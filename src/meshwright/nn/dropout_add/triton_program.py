@@ -28,11 +28,9 @@ def dropout_add(x: tl.tensor, residual: tl.tensor, rows: tl.tensor, out: tl.tens
     keep_ij = _keep(tl.load(rows + row_i, mask=row_i < num_rows, other=0), group_q + first_group, seed, site,
                     THRESHOLD, ROWS, GROUPS)  # fmt: skip
     kept_ij = tl.load(x + place_ij, mask=exists_ij, other=0.0).to(COMPUTE) * SCALE
+    result_ij = tl.where(keep_ij, kept_ij, 0.0)
     if HAS_RESIDUAL:
-        residual_ij = tl.load(residual + place_ij, mask=exists_ij, other=0.0).to(COMPUTE)
-        result_ij = tl.where(keep_ij, kept_ij + residual_ij, residual_ij)
-    else:
-        result_ij = tl.where(keep_ij, kept_ij, 0.0)
+        result_ij += tl.load(residual + place_ij, mask=exists_ij, other=0.0).to(COMPUTE)
     tl.store(out + place_ij, result_ij.to(out.dtype.element_ty), mask=exists_ij)
 
 
