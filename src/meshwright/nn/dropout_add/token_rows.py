@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import LayoutError
+from meshwright.nn.attention.token_indices import shard_indices
 from meshwright.nn.attention.token_layout import TokenLayout
 
 
@@ -33,7 +34,7 @@ def token_rows(layout: TokenLayout, *, device: torch.device | str = "cpu") -> Te
             rule="sequence parallel divides a rank's tokens equally",
             fix=f"choose a train.seq_len that cp · {num_parts} divides",
         )
-    position_bt = torch.stack([torch.cat([torch.arange(*interval) for interval in one]) for one in layout.shard])
+    position_bt = shard_indices(layout.shard).view(len(layout.shard), -1)
     sample_b1 = torch.tensor(layout.samples, dtype=torch.int64).unsqueeze(1)
     length = layout.num_tokens // num_parts
     return (sample_b1 * layout.seq_len + position_bt).narrow(1, part * length, length).to(device)
