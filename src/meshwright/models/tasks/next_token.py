@@ -75,6 +75,7 @@ class TextTask(NextTokenTask):
 
     def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
         super().__init__(f, corpus, device)
+        assert corpus.packed is None, "a packed corpus has a task of its own: text_task chooses"
         self._validation = corpus.validation
         self._loader = text_loader(corpus.train, device, seq_len=f.seq_len, seed=f.seed)
         self.units_a_sample = f.seq_len
