@@ -39,7 +39,11 @@ def softmax_attention(q_bsnh, k_btmh, v_btmh, visible_bst, scale=None):
     groups = q_bsnh.shape[2] // k_btmh.shape[2]
     outs, lses = [], []
     for head in range(q_bsnh.shape[2]):
-        q, k, v = q_bsnh[:, :, head].double(), k_btmh[:, :, head // groups].double(), v_btmh[:, :, head // groups].double()
+        q, k, v = (
+            q_bsnh[:, :, head].double(),
+            k_btmh[:, :, head // groups].double(),
+            v_btmh[:, :, head // groups].double(),
+        )
         weights = torch.where(visible_bst, (scale * q @ k.mT).exp(), 0.0)
         total = weights.sum(-1, keepdim=True)
         outs.append(torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0) @ v)
@@ -90,8 +94,9 @@ def wrong_masks(spec, seq_len):
         found["documents dropped"] = replace(spec, documents=None)
         found["a document missing"] = replace(spec, documents=tuple(_joined(one) for one in spec.documents))
         found["samples swapped"] = replace(spec, documents=spec.documents[::-1])
-    return {name: wrong for name, wrong in found.items()
-            if any(dense(wrong, seq_len, i) != dense(spec, seq_len, i) for i in range(len(spec.documents or [0])))}  # fmt: skip
+    samples = range(len(spec.documents or [0]))
+    right = [dense(spec, seq_len, i) for i in samples]
+    return {name: wrong for name, wrong in found.items() if [dense(wrong, seq_len, i) for i in samples] != right}
 
 
 def _joined(lengths):

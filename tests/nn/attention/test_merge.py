@@ -66,7 +66,9 @@ def test_a_row_without_keys_on_both_sides_has_no_gradient():
     lse = [torch.tensor([[[-math.inf, value]]], dtype=torch.float64, requires_grad=True) for value in (0.5, -math.inf)]
     merged, merged_lse = merge(out[0], lse[0], out[1], lse[1])
     assert merged_lse.tolist() == [[[-math.inf, 0.5]]] and merged.abs().sum() == 0
-    grads = torch.autograd.grad((merged, merged_lse), (*out, *lse), (torch.ones_like(merged), torch.ones_like(merged_lse)))
+    grads = torch.autograd.grad(
+        (merged, merged_lse), (*out, *lse), (torch.ones_like(merged), torch.ones_like(merged_lse))
+    )
     assert all(grad.isfinite().all() for grad in grads)
     assert grads[2].tolist() == [[[0, 1]]] and grads[3].abs().sum() == 0
 

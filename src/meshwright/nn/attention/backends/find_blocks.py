@@ -105,7 +105,7 @@ class BlockFinder:
         """Yield the runs of a sample."""
         num_rows = NARROW_ROWS if (last - first).mean() <= NARROW_KEYS else WIDE_ROWS
         in_order = bool((np.diff(positions) == 1).all())
-        run, ends = None, np.empty(0)
+        run, ends = None, np.empty(0, np.int32)
         for start in range(0, len(first), num_rows):
             rows = slice(start, min(start + num_rows, len(first)))
             keys = _needed(positions, first[rows].min(), last[rows].max(), in_order)
