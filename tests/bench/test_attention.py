@@ -11,7 +11,7 @@ from meshwright.nn.attention.backend import Backend
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright_bench.attention import times
 from meshwright_bench.attention.benchmark import time_figures
-from meshwright_bench.attention.cases import MASKS, AttentionTask, Pass, flops_over_causal
+from meshwright_bench.attention.cases import MASKS, AttentionTask, Pass, flops_over_causal, target_arm
 from meshwright_bench.report import Report, as_json
 
 SMALL = AttentionTask(Path(), seq_len=64, num_heads=2, head_dim=8, backends=(Backend.SDPA,), rounds=1)
@@ -24,7 +24,7 @@ SMALL_MASKS = {
 def test_all_arms_are_timed_and_reported(monkeypatch):
     monkeypatch.setattr(times, "MASKS", SMALL_MASKS)
     answer = {timed: times.time_pass(SMALL, timed) for timed in Pass}
-    figures = {figure.name: figure for figure in time_figures(answer)}
+    figures = {figure.name: figure for figure in time_figures(answer, target_arm("cpu", "float32"))}
     assert set(figures) == {f"sdpa.causal_{timed}_ms" for timed in Pass} | {
         f"sdpa.{mask}_over_causal_{timed}" for timed in Pass for mask in ("window", "documents")
     }
@@ -49,6 +49,11 @@ def test_backends_that_run_are_timed(device, dtype, timed, backends):
     arms = AttentionTask(Path(), device, dtype).arms(timed)
     assert arms[0] == ("sdpa", "causal")
     assert sorted(arms) == sorted((backend, mask) for backend in backends for mask in MASKS)
+
+
+def test_the_target_is_for_the_backend_that_auto_takes():
+    assert target_arm("cpu", "float32") == "sdpa.window"
+    assert target_arm("cuda", "bfloat16") == "varlen.window"
 
 
 def test_flops_are_those_of_the_masks():

@@ -21,6 +21,7 @@ from meshwright_bench.attention.cases import (
     AttentionTask,
     Pass,
     flops_over_causal,
+    target_arm,
 )
 from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import find_cuda
@@ -48,19 +49,22 @@ def bench_attention(options: Options, say: Say) -> Report:
         Figure(f"{name}_flops_over_causal", flops_over_causal(name), "times") for name in MASKS if name != CAUSAL
     ]
     say("attention on the CPU …")
-    figures += time_figures(run_measurement(attention_body, with_rounds(AttentionTask, options.rounds), num_ranks=1))
+    answer = run_measurement(attention_body, with_rounds(AttentionTask, options.rounds), num_ranks=1)
+    figures += time_figures(answer, target_arm("cpu", "float32"))
     if gpu is None:
-        figures.append(Figure("cuda.varlen.window_over_causal_forward", None, note="no CUDA device"))
+        arm = target_arm("cuda", "bfloat16")
+        figures.append(Figure(f"cuda.{arm}_over_causal_{Pass.FORWARD}", None, note="no CUDA device"))
     else:
         say("attention on the device …")
         task = with_rounds(partial(AttentionTask, device="cuda", dtype="bfloat16", steps=20), options.rounds)
-        figures += time_figures(run_measurement(attention_body, task, num_ranks=1), prefix="cuda.")
+        target = target_arm("cuda", "bfloat16")
+        figures += time_figures(run_measurement(attention_body, task, num_ranks=1), target, prefix="cuda.")
     device = cpu_name() if gpu is None else f"{gpu}, {cpu_name()}"
     return Report(Benchmark.ATTENTION, device, date.today().isoformat(), tuple(figures), NOTES)
 
 
-def time_figures(answer: RawResult, prefix: str = "") -> list[Figure]:
-    """Return the time of every backend and mask over plain causal attention, which is in milliseconds."""
+def time_figures(answer: RawResult, target: str, prefix: str = "") -> list[Figure]:
+    """Return the time of every arm over plain causal attention, which is in milliseconds."""
     figures = []
     for timed in Pass:
         times = Alternation({arm: tuple(seconds) for arm, seconds in answer[timed].items()})
@@ -68,7 +72,7 @@ def time_figures(answer: RawResult, prefix: str = "") -> list[Figure]:
         figures.append(of_rounds(f"{prefix}{BASELINE}_{timed}_ms", causal_ms, "ms"))
         for arm in times.seconds:
             if arm != BASELINE:
-                is_target = timed is Pass.FORWARD and arm.endswith(".window")
+                is_target = timed is Pass.FORWARD and arm == target
                 ratios = times.speedups(BASELINE, over=arm)
                 name = f"{prefix}{arm}_over_causal_{timed}"
                 figures.append(of_rounds(name, ratios, "times", at_most=WINDOW_AT_MOST if is_target else None))

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from meshwright.nn.attention.backend import AttentionRequest, Backend, refusal
+from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend, refusal
 from meshwright.nn.attention.mask_spec import MaskSpec
 
 SEQ_LEN = 4096
 WINDOW = 256
 DOCUMENTS = (1024,) * 4
 WINDOW_AT_MOST = 0.25
-"""Target for the forward under the window, over plain causal attention."""
-CAUSAL = "causal"
+"""Target for the forward under the window by `auto`, over plain causal attention."""
+CAUSAL, WINDOWED = "causal", "window"
 MASKS = {
     CAUSAL: MaskSpec(causal=True),
-    "window": MaskSpec(causal=True, window=WINDOW),
+    WINDOWED: MaskSpec(causal=True, window=WINDOW),
     "documents": MaskSpec(causal=True, documents=(DOCUMENTS,)),
 }
 MEASURED = (Backend.SDPA, Backend.FLEX, Backend.VARLEN)
@@ -55,6 +55,12 @@ class AttentionTask:
                 if (backend, name) not in arms and not refusal(backend, request):
                     arms.append((backend, name))
         return arms
+
+
+def target_arm(device: str, dtype: str) -> str:
+    """Return the arm with a target: the window, by the backend that `auto` takes for it."""
+    request = AttentionRequest(device, dtype, MASKS[WINDOWED])
+    return f"{choose_backend(Backend.AUTO, request)}.{WINDOWED}"
 
 
 def flops_over_causal(mask: str) -> float:

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from meshwright.nn.attention.mask_spec import MaskSpec
 
 
-def sees(spec, lengths, query, key):
-    """Whether a query of a sample may attend to a key, by the rules as they are written."""
-    document = [number for number, length in enumerate(lengths) for _ in range(length)]
-    if document[query] != document[key]:
+def sees(spec, starts, query, key):
+    """Whether a query of a sample may attend to a key, by the rules as they are written.
+
+    `starts` is the start of each token's document.
+    """
+    if starts[query] != starts[key]:
         return False
-    place = key - document.index(document[key])
-    if spec.causal and key > query and place >= spec.prefix:
+    if spec.causal and key > query and key - starts[key] >= spec.prefix:
         return False
     return spec.window is None or abs(query - key) < spec.window
 
@@ -25,7 +26,8 @@ def sees(spec, lengths, query, key):
 def dense(spec, seq_len, sample=0):
     """The mask of a sample, [queries][keys]."""
     lengths = (seq_len,) if spec.documents is None else spec.documents[sample]
-    return [[sees(spec, lengths, query, key) for key in range(seq_len)] for query in range(seq_len)]
+    starts = [sum(lengths[:number]) for number, length in enumerate(lengths) for _ in range(length)]
+    return [[sees(spec, starts, query, key) for key in range(seq_len)] for query in range(seq_len)]
 
 
 def dense_batch(spec, seq_len, batch):

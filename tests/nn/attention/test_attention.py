@@ -1,4 +1,4 @@
-"""Backends on random masks, shapes, heads and dtypes against softmax in float64, forward and backward; mutations too."""
+"""Backends on random masks, shapes, heads and dtypes against softmax in float64, forward and backward."""
 
 from __future__ import annotations
 

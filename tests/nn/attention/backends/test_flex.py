@@ -58,7 +58,7 @@ SPECS = [
 
 @pytest.mark.slow
 def test_it_agrees_with_the_softmax_on_cpu_forward():
-    """Compiled code of three blocks: a minute of C++ compilation if the cache is empty."""
+    """Slow by the compilation of C++."""
     for spec in SPECS:
         q, k, v = (torch.randn(2, 300, heads, 16) for heads in (4, 2, 2))
         expected, _ = softmax_attention(q, k, v, dense_batch(spec, 300, 2))

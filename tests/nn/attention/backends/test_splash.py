@@ -101,25 +101,12 @@ def test_the_translated_call_is_attention(calls, spec, scale):
     segments = None if spec.documents is None else document_numbers(spec.documents)
     before = q.detach().clone()
     found = splash_attention(q, k, v, segments_bs=segments, rules=spec, scale=scale)
-    expected, _ = softmax_attention(q, k, v, dense_batch_fast(spec), scale)
+    expected, _ = softmax_attention(q, k, v, dense_batch(spec, SEQ_LEN, 2), scale)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     for one, other in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     assert torch.equal(q, before), "queries are not scaled in place"
     assert len(calls) == 1 and calls[0]["causal"] is spec.causal
-
-
-def dense_batch_fast(spec):
-    """The dense masks, document by document of a batch of 2."""
-    from meshwright.nn.attention.key_bounds import key_bounds
-
-    whole = (((0, SEQ_LEN),),)
-    return key_bounds(spec, SEQ_LEN, whole, whole).visible()
-
-
-def test_the_dense_masks_above_are_the_rules():
-    spec = MaskSpec(causal=True, window=9, documents=((64, 64), (128,)))
-    assert torch.equal(dense_batch_fast(spec), dense_batch(spec, SEQ_LEN, 2))
 
 
 @pytest.mark.parametrize(("seq_len", "block"), [(128, 128), (384, 384), (4096, 2048), (2176, 128)])
