@@ -224,3 +224,38 @@ def test_shuffled_keys_need_no_order():
     case = Case(MaskSpec(causal=True, window=6), 1, seq_len, (2, 1), 4, torch.float64, None, 0)
     with small_blocks():
         compare_part(case, order, order[::-1], "sdpa")
+
+
+RUNS = [
+    (MaskSpec(causal=True, window=6), 2), (MaskSpec(window=4), 2),
+    (MaskSpec(causal=True, documents=((3,) * 13,) * 2), 2),
+    (MaskSpec(causal=True, documents=((1, 2, 2, 1, 1, 2, 30), (3,) * 13)), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "shortest"), RUNS)
+def test_runs_of_blocks_agree(spec, shortest):
+    """Blocks with the same pattern overlap in keys; neighbours with another pattern are not among them."""
+    inputs = Case(spec, 2, 39, (4, 2), 8, torch.float64, None, 5).inputs()
+    with small_blocks():
+        bounds = AttentionMask(spec, 39, device=CPU).bounds
+        finder = find_blocks.BlockFinder(1, torch.float64)
+        runs = list(finder.find(bounds.first_bs, bounds.last_bs, bounds.positions_bt, 2))
+        assert max(run.count for run in runs) >= shortest
+        check([attention(*inputs, mask=spec)], [softmax_attention(*inputs, dense_batch(spec, 39, 2))[0]], inputs)
+
+
+@pytest.mark.parametrize("part", [((8, 12), (0, 4)), ((2, 9),)])
+@pytest.mark.parametrize("spec", [MaskSpec(causal=True), MaskSpec(causal=True, prefix=5)])
+def test_the_same_part_of_queries_and_keys_is_not_the_whole_sample(part, spec):
+    compare_part(Case(spec, 1, 12, (2, 1), 4, torch.float64, None, 0), part, part, "sdpa")
+
+
+def test_a_prepared_mask_is_checked_with_each_call():
+    q, k, v = Case(MaskSpec(), 1, 8, (1, 1), 16, torch.float32, None, 0).inputs()
+    with pytest.raises(ConfigError):
+        attention(q, k, v, mask=AttentionMask(MaskSpec(window=3), 8, device=CPU), dropout_p=0.1)
+    flex = AttentionMask(MaskSpec(window=3), 8, device=CPU, backend="flex")
+    for call in (attention, attention_with_lse):
+        with pytest.raises(ConfigError):
+            call(q, k, v, mask=flex)

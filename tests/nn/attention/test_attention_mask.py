@@ -47,6 +47,7 @@ def test_another_mix_of_documents_does_not_recompile(backend, window):
     for documents in (((3, 9), (12,)), ((12,), (1,) * 12), ((6, 6), (2, 5, 5)), ((1, 11), (11, 1))):
         spec = MaskSpec(causal=True, window=window, documents=documents)
         mask = AttentionMask(spec, 12, device=CPU, backend=backend)
+        assert mask.rules == MaskSpec(causal=True, window=window, documents=())
         inputs = [torch.randn(2, 12, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
         found, expected = compiled(*inputs, mask), run(*inputs, mask)
         torch.testing.assert_close(found, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.nn.attention.block_mask import BlockKind, block_mask
@@ -25,6 +25,7 @@ def kind_of(pairs):
     return BlockKind.FULL if all(pairs) else BlockKind.PARTIAL if any(pairs) else BlockKind.EMPTY
 
 
+@example((MaskSpec(documents=((4, 8),)), 12, 3, None, None))
 @given(cases())
 def test_kinds_are_those_of_the_dense_blocks(case):
     spec, seq_len, size, queries, keys = case

@@ -41,6 +41,7 @@ def test_full_and_partial_blocks_are_the_mask(case):
             full = blocks.full_kv_indices[sample, 0, row, : blocks.full_kv_num_blocks[sample, 0, row]].tolist()
             partial = blocks.kv_indices[sample, 0, row, : blocks.kv_num_blocks[sample, 0, row]].tolist()
             assert not set(full) & set(partial)
+            assert all(4 * block + 4 <= len(columns) and 4 * row + 4 <= len(rows) for block in full), "incomplete"
             for block in full + partial:
                 for query in range(4 * row, min(4 * row + 4, len(rows))):
                     for key in range(4 * block, min(4 * block + 4, len(columns))):
