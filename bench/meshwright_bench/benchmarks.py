@@ -50,6 +50,7 @@ class Benchmark(StrEnum):
     RESHARD = "reshard"
     OPERATORS = "operators"
     EXPERTS = "moe"
+    ATTENTION = "attention"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ BENCHMARKS = {
     Benchmark.EXPERTS: BenchmarkEntry(
         "rows and times of expert layers against lower bounds and memory copies",
         "meshwright_bench.expert_layers.benchmark:bench_experts",
+    ),
+    Benchmark.ATTENTION: BenchmarkEntry(
+        "attention under a window and documents against plain causal attention",
+        "meshwright_bench.attention.benchmark:bench_attention",
     ),
 }
 
