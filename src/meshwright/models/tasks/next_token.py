@@ -19,7 +19,7 @@ from meshwright.data.text_corpus import Corpus, Tokens, num_windows
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch, Forward, Task
+from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.tasks.generate_text import generate
 
 PROMPT = "def "
@@ -53,6 +53,10 @@ class TextTask(Task):
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""
         return TextBatch(*self._loader.batch(samples))
+
+    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
+        """Read the windows of the training samples; inputs and targets come from one read."""
+        return HostBatch(self._loader.host_batch(samples), lambda tensors: TextBatch(*tensors))
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the tokens' cross-entropies for logits [b, t, v]."""
