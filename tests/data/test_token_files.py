@@ -37,7 +37,7 @@ def test_facts_of_an_npy(tmp_path_factory, ids, dtype, chunk):
     np.save(folder / "t.npy", np.array(ids, dtype=dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_files, "_CHUNK_TOKENS", chunk)
-        tokens, facts = open_token_file(str(folder / "t.npy"), token_dtype="uint8", cache_dir=str(folder / "cache"))
+        tokens, facts, _ = open_token_file(str(folder / "t.npy"), token_dtype="uint8", cache_dir=str(folder / "cache"))
     assert tokens.tolist() == ids and tokens.dtype == np.dtype(dtype)
     assert facts.vocab_size == max(ids) + 1
     assert facts.num_train + facts.num_validation == len(ids)
@@ -51,7 +51,7 @@ def test_bin_and_npy_of_the_same_tokens_are_the_same_corpus(tmp_path, opened, dt
     ids.tofile(tmp_path / "t.bin")
     np.save(tmp_path / "t.npy", ids)
     np.save(tmp_path / "big_endian.npy", ids.astype(ids.dtype.newbyteorder(">")))
-    tokens, facts = opened(tmp_path / "t.bin", dtype)
+    tokens, facts, _ = opened(tmp_path / "t.bin", dtype)
     np.testing.assert_array_equal(tokens, ids)
     for other in ("t.npy", "big_endian.npy"):
         assert opened(tmp_path / other)[1].fingerprint == facts.fingerprint
@@ -67,7 +67,7 @@ def test_the_fingerprint_sees_every_token(tmp_path_factory, place, value):
     fingerprints = []
     for name, tokens in (("a", ids), ("b", changed)):
         np.save(folder / f"{name}.npy", tokens.astype(np.uint16))
-        _, facts = open_token_file(str(folder / f"{name}.npy"), token_dtype="uint16", cache_dir=str(folder))
+        _, facts, _ = open_token_file(str(folder / f"{name}.npy"), token_dtype="uint16", cache_dir=str(folder))
         fingerprints.append(facts.fingerprint)
     assert (fingerprints[0] == fingerprints[1]) == (ids == changed).all()
 
@@ -77,7 +77,7 @@ def test_tokens_are_mapped_and_scanned_once(tmp_path, opened, monkeypatch, name)
     ids = np.arange(100, dtype=np.uint16)
     np.save(tmp_path / "t.npy", ids)
     ids.tofile(tmp_path / "t.bin")
-    tokens, facts = opened(tmp_path / name)
+    tokens, facts, _ = opened(tmp_path / name)
     assert not tokens.flags.writeable
     base = tokens
     while isinstance(base.base, np.ndarray):

@@ -9,24 +9,23 @@ from torch import nn
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recompute
-from meshwright.nn.transformer_block import TransformerBlock
+from tests.nn import blocks
 
 
 def make_block():
     torch.manual_seed(0)
-    block = TransformerBlock(16, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=24, norm_eps=1e-5).double()
-    angles = torch.outer(torch.arange(6.0), torch.arange(1.0, 3.0)).double()
-    return block, torch.randn(2, 6, 16, dtype=torch.float64), (angles.cos(), angles.sin())
+    block = blocks.make_block(16).double()
+    return block, torch.randn(2, 6, 16, dtype=torch.float64), blocks.context(block.attention, 6, torch.float64)
 
 
-def gradients(block, x, tables, *, splits):
+def gradients(block, x, tokens, *, splits):
     """Of input and parameters, by one backward or in two parts."""
     x = x.clone().requires_grad_()
     block.zero_grad()
     store = defer_weight_gradients(block) if splits else None
     if store is not None:
         store.defers = True
-    block(x, *tables).square().sum().backward()
+    block(x, tokens).square().sum().backward()
     if store is not None:
         matrices = [p for p in block.parameters() if p.dim() == 2]
         assert all(p.grad is None for p in matrices) and x.grad is not None
@@ -38,21 +37,21 @@ def gradients(block, x, tables, *, splits):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_deferred_gradients_are_bitwise_those_of_one_backward(recomputes):
-    block, x, tables = make_block()
+    block, x, tokens = make_block()
     if recomputes:
         recompute(block)
-    expected = [g.clone() for g in gradients(block, x, tables, splits=False)]
-    for found, wanted in zip(gradients(block, x, tables, splits=True), expected, strict=True):
+    expected = [g.clone() for g in gradients(block, x, tokens, splits=False)]
+    for found, wanted in zip(gradients(block, x, tokens, splits=True), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_a_block_that_is_not_to_defer_does_its_whole_backward():
-    block, x, tables = make_block()
-    expected = [g.clone() for g in gradients(block, x, tables, splits=False)]
+    block, x, tokens = make_block()
+    expected = [g.clone() for g in gradients(block, x, tokens, splits=False)]
     store = defer_weight_gradients(block)
     x = x.clone().requires_grad_()
     block.zero_grad()
-    block(x, *tables).square().sum().backward()
+    block(x, tokens).square().sum().backward()
     assert store.take() == []
     assert all(torch.equal(p.grad, g) for p, g in zip([x, *block.parameters()], expected, strict=True))
 

@@ -27,7 +27,7 @@ Origins = Mapping[str, str]
 """Origin of each dotted key: `command line`, a file, `preset llama-tiny`."""
 
 FREEZE = "train.freeze"
-UNAVAILABLE = ("mesh.cp",)
+UNAVAILABLE = ()
 """Mesh axes that are not implemented yet."""
 MAX_FIXES = 3
 MAX_COMPLETIONS = 3

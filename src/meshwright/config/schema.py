@@ -28,8 +28,18 @@ class DataConfig(Section):
     )
     tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
+    packing: Literal["none", "documents"] = Field(
+        "none",
+        description="samples of text: none reads windows of one stream of tokens; documents packs whole documents, "
+        "which neither attend to nor predict each other",
+    )
+    separator: int | None = Field(
+        None, ge=0, description="token id that ends each document of a token file, needed by data.packing=documents"
+    )
     cache_dir: str | None = Field(
-        None, min_length=1, description="cache directory of tokenized text; ~/.cache/meshwright by default"
+        None,
+        min_length=1,
+        description="cache directory of tokenized text and packed documents; ~/.cache/meshwright by default",
     )
     prefetch: int = Field(
         2, ge=0, le=1024, description="micro-batches that each rank prepares ahead; 0 prepares each when it is needed"
@@ -45,6 +55,11 @@ class MeshConfig(Section):
         1, ge=1, description="ranks that parameters, gradients and optimizer state are sharded over (FSDP2)"
     )
     cp: int = Field(1, ge=1, description="context-parallel size: ranks that the sequence is sharded over")
+    cp_method: Literal["auto", "ring", "heads"] = Field(
+        "auto",
+        description="how attention reaches the tokens of other cp ranks: ring sends keys and values, heads exchanges "
+        "tokens for heads; auto is the one that sends less",
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that each matrix product is split over")
     ep: int = Field(1, ge=1, description="expert-parallel size: ranks of dp_shard × cp that experts are sharded over")
     sequence_parallel: bool = Field(

@@ -7,6 +7,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data import packing
+
 
 class Fingerprint:
     """Incremental SHA-256 of the tokens (little-endian, in order), their dtype, and the start of validation."""
@@ -24,3 +26,8 @@ class Fingerprint:
         digest = self._hash.copy()
         digest.update(f"{self._dtype.str} {num_train}".encode("ascii"))
         return digest.hexdigest()
+
+
+def packed_fingerprint(tokens: str, ends: str) -> str:
+    """Return the fingerprint of a corpus whose documents are packed, from those of its tokens and documents' ends."""
+    return hashlib.sha256(f"packed documents {packing.FORMAT} {tokens} {ends}".encode("ascii")).hexdigest()

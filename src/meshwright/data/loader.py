@@ -76,14 +76,23 @@ def validation_batches(
     """
     windows_w = _windows(corpus_split, seq_len)
     chosen = validation_windows(len(windows_w), num_samples)
+    shares = validation_shares(chosen, batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
+    for windows, num_real in shares:
+        inputs_bt, targets_bt = _to_tensors(windows_w, windows, device)
+        targets_bt[num_real:] = IGNORED_TARGET
+        yield inputs_bt, targets_bt
+
+
+def validation_shares(
+    chosen: NDArray[np.int64], *, batch_size: int, data_parallel: int, data_index: int
+) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Yield the windows of each validation batch of one data-parallel rank, and how many of them are not padding."""
     first, last = (len(chosen) * index // data_parallel for index in (data_index, data_index + 1))
     num_rows = -(-len(chosen) // data_parallel)
     for start in range(0, num_rows, batch_size):
         local = chosen[first + start : min(first + start + batch_size, last)]
         padding = np.zeros(batch_size - len(local), dtype=np.int64)
-        inputs_bt, targets_bt = _to_tensors(windows_w, np.concatenate([local, padding]), device)
-        targets_bt[len(local) :] = IGNORED_TARGET
-        yield inputs_bt, targets_bt
+        yield np.concatenate([local, padding]), len(local)
 
 
 def validation_windows(num_windows: int, num_samples: int) -> NDArray[np.int64]:

@@ -3,7 +3,9 @@
 Text is tokenised once and cached; all ranks and later runs memory-map the same file. Torch-free.
 
 A corpus is read in windows of T + 1 tokens: T inputs and, shifted by one, T targets. Window w covers tokens
-w·T … w·T + T, so windows share no input, and the last target of one is the first input of the next.
+w·T … w·T + T, so windows share no input, and the last target of one is the first input of the next. With the ends of
+the documents, its documents can be packed instead (see `packed_windows.py`): each file is a document, separator
+included, or each of its two parts if the last tenth of every file is held out; token files say their separator.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import text_documents, token_cache
-from meshwright.data.corpus_fingerprint import Fingerprint
+from meshwright.data import cache_file, text_documents
+from meshwright.data.corpus_fingerprint import Fingerprint, packed_fingerprint
+from meshwright.data.document_ends import EndsWriter, SplitDocuments, check_ends
+from meshwright.data.packed_windows import PackedSplits
 from meshwright.data.text_documents import Document, TextSlice
-from meshwright.data.token_cache import CorpusMetadata
+from meshwright.data.token_cache import CorpusMetadata, map_ends, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
@@ -49,7 +55,11 @@ class Corpus:
         vocab_size: size of the smallest vocabulary that covers every id.
         validation_bytes_per_token: average bytes of text per token of `validation`, counting one byte per document
             separator; converts nats per token to bits per byte. None for token files, whose text is unknown.
-        fingerprint: hex SHA-256 of the ids of both splits, the same on every machine.
+        fingerprint: hex SHA-256 of the ids of both splits, and of the documents if they are known; the same on every
+            machine.
+        train_documents: documents of `train`; None unless asked for.
+        validation_documents: documents of `validation`; None unless asked for.
+        packed: windows of packed documents of both splits; None unless `pack_corpus` made them.
     """
 
     source: str
@@ -59,9 +69,20 @@ class Corpus:
     vocab_size: int
     validation_bytes_per_token: float | None
     fingerprint: str
+    train_documents: SplitDocuments | None = None
+    validation_documents: SplitDocuments | None = None
+    packed: PackedSplits | None = None
 
 
-def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str | None) -> Corpus:
+def open_corpus(
+    source: str,
+    *,
+    tokenizer: str,
+    token_dtype: str,
+    cache_dir: str | None,
+    with_documents: bool = False,
+    separator: int | None = None,
+) -> Corpus:
     """Open the corpus named by `data.source`, tokenising and caching it if necessary.
 
     Args:
@@ -70,22 +91,30 @@ def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str
         tokenizer: `bytes` or the path of a `tokenizer.json`; ignored for token files.
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
         cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
+        with_documents: find the ends of the documents.
+        separator: last token of each document of a token file, needed to find them.
 
     Raises:
         DataError: the source or the tokenizer is missing, unreadable, malformed or empty.
     """
     if is_token_file(source):
-        tokens, metadata = open_token_file(source, token_dtype=token_dtype, cache_dir=cache_dir)
+        assert (separator is not None) == with_documents, "documents of a token file are found by their separator"
+        tokens, metadata, path = open_token_file(
+            source, token_dtype=token_dtype, cache_dir=cache_dir, separator=separator
+        )
         title = os.path.basename(source)
     else:
         documents = text_documents.list_documents(source)
-        tokens, metadata = _open_text(source, documents, tokenizer=tokenizer, cache_dir=cache_dir)
+        path, metadata = _open_text(
+            source, documents, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
+        )
+        tokens = map_tokens(path, metadata)
         title = "standard library source" if source == text_documents.STDLIB else f"{len(documents)} files of {source}"
     bytes_per_token = None
     if metadata.validation_text_bytes is not None:
         bytes_per_token = metadata.validation_text_bytes / metadata.num_validation
     amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
-    return Corpus(
+    corpus = Corpus(
         source=source,
         description=f"{title}, {amount(metadata.num_train)} train / {amount(metadata.num_validation)} validation",
         train=tokens[: metadata.num_train],
@@ -94,6 +123,7 @@ def open_corpus(source: str, *, tokenizer: str, token_dtype: str, cache_dir: str
         validation_bytes_per_token=bytes_per_token,
         fingerprint=metadata.fingerprint,
     )
+    return _with_documents(corpus, path, metadata) if with_documents else corpus
 
 
 def num_windows(part: Tokens, seq_len: int) -> int:
@@ -140,9 +170,20 @@ def check_vocab(corpus: Corpus, vocab_size: int) -> None:
         )
 
 
+def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Corpus:
+    ends = map_ends(path, metadata)
+    check_ends(ends, metadata.ends_fingerprint, path)
+    return replace(
+        corpus,
+        fingerprint=packed_fingerprint(metadata.fingerprint, metadata.ends_fingerprint),
+        train_documents=SplitDocuments(ends[: metadata.num_train_documents], 0),
+        validation_documents=SplitDocuments(ends[metadata.num_train_documents :], metadata.num_train),
+    )
+
+
 def _open_text(
-    source: str, documents: list[Document], *, tokenizer: str, cache_dir: str | None
-) -> tuple[Tokens, CorpusMetadata]:
+    source: str, documents: list[Document], *, tokenizer: str, cache_dir: str | None, with_documents: bool
+) -> tuple[Path, CorpusMetadata]:
     identity = [_FORMAT, tokenizer_identity(tokenizer)]
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
@@ -153,42 +194,59 @@ def _open_text(
         return _tokenise(file, documents, open_tokenizer(tokenizer), source=source)
 
     label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
-    path, metadata = token_cache.open_or_build(f"{label}-{key}.tokens", cache_dir=cache_dir, build=build)
+    path, metadata = cache_file.open_or_build(
+        f"{label}-{key}.tokens",
+        CorpusMetadata,
+        cache_dir=cache_dir,
+        build=build,
+        # Files of earlier versions have no ends of documents.
+        is_usable=lambda metadata: metadata.has_documents or not with_documents,
+    )
     if metadata.num_skipped and source != text_documents.STDLIB:
         message = "skipped %d of the %d files of %s: not UTF-8, or contain zero bytes"
         _log.warning(message, metadata.num_skipped, len(documents), source)
-    return token_cache.map_tokens(path, metadata), metadata
+    return path, metadata
 
 
 def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str) -> CorpusMetadata:
-    """Write the tokens of all documents, training split first, each document followed by a separator."""
+    """Write the tokens of all documents, training split first, each followed by a separator, and then their ends."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
     skipped: set[str] = set()
     counts: list[int] = []
+    lengths = array("Q")  # Of all documents: far smaller than the list of files.
+    num_documents: list[int] = []
     text_bytes = 0
     for slices in text_documents.split(documents):
         counts.append(0)
         text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
         for texts in _batches(_texts(slices, skipped, source=source)):
-            tokens = _concatenate(tokenizer.encode_batch(texts), tokenizer.separator_id, dtype)
+            encoded = tokenizer.encode_batch(texts)
+            lengths.extend(len(ids) + (tokenizer.separator_id is not None) for ids in encoded)
+            tokens = _concatenate(encoded, tokenizer.separator_id, dtype)
             file.write(tokens.data)
             fingerprint.update(tokens)
             counts[-1] += len(tokens)
             text_bytes += sum(len(text.encode("utf-8")) for text in texts)
             text_bytes += len(texts) if tokenizer.separator_id is not None else 0
+        num_documents.append(len(lengths) - sum(num_documents))
     num_train, num_validation = counts
     if not num_train or not num_validation:
         raise _empty(source, "training" if not num_train else "validation", len(documents), len(skipped))
+    ends = EndsWriter(file)
+    ends.write(np.cumsum(np.frombuffer(lengths, dtype=np.uint64)))
     return CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
-        payload_bytes=(num_train + num_validation) * dtype.itemsize,
+        payload_bytes=(num_train + num_validation) * dtype.itemsize + ends.num_bytes,
         vocab_size=tokenizer.vocab_size,
         validation_text_bytes=text_bytes,
         num_skipped=len(skipped),
         fingerprint=fingerprint.hexdigest(num_train=num_train),
+        num_train_documents=num_documents[0],
+        num_validation_documents=num_documents[1],
+        ends_fingerprint=ends.fingerprint(),
     )
 
 

@@ -2,6 +2,9 @@
 
 The file is memory-mapped in place. One pass computes its largest id and its hash, which are cached under the file's
 path, size and modification time. The last tenth is held out for validation. Torch-free.
+
+A file may say the id of its separator, the last token of each document. Then the same pass finds the documents' ends,
+and validation starts at the document nearest to the last tenth. What follows the last separator is a document too.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import token_cache
+from meshwright.data import cache_file
 from meshwright.data.corpus_fingerprint import Fingerprint
+from meshwright.data.document_ends import EndsWriter
 from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
 from meshwright.data.token_cache import CorpusMetadata
 from meshwright.errors import DataError
@@ -38,16 +42,19 @@ def is_token_file(source: str) -> bool:
     return source.lower().endswith(SUFFIXES)
 
 
-def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> tuple[Tokens, CorpusMetadata]:
-    """Memory-map a token file and return its tokens and metadata.
+def open_token_file(
+    source: str, *, token_dtype: str, cache_dir: str | None, separator: int | None = None
+) -> tuple[Tokens, CorpusMetadata, Path]:
+    """Memory-map a token file and return its tokens, their metadata, and the cache file of the metadata.
 
     Args:
         source: path of a `.npy` or `.bin`; `~` is expanded.
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
-        cache_dir: see `cache.open_or_build`.
+        cache_dir: see `cache_file.open_or_build`.
+        separator: last token of each document; if None, documents are unknown.
 
     Raises:
-        DataError: the file is missing, unreadable, of the wrong shape or type, or too short.
+        DataError: the file is missing, unreadable, of the wrong shape or type, or too short, or has no two documents.
     """
     path = Path(os.path.abspath(os.path.expanduser(source)))
     if not path.is_file():
@@ -61,13 +68,15 @@ def open_token_file(source: str, *, token_dtype: str, cache_dir: str | None) -> 
         rule = "a corpus has at least one training and one validation token"
         raise _malformed(path, f"it holds {len(tokens)} tokens", rule)
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
+    if separator is not None:
+        identity += f" separator {separator}"
     name = f"facts-{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
 
-    def build(_: BinaryIO) -> CorpusMetadata:
-        return _scan(path, tokens)
+    def build(file: BinaryIO) -> CorpusMetadata:
+        return _scan(path, tokens, separator, file)
 
-    _, metadata = token_cache.open_or_build(name, cache_dir=cache_dir, build=build)
-    return tokens, metadata
+    cached, metadata = cache_file.open_or_build(name, CorpusMetadata, cache_dir=cache_dir, build=build)
+    return tokens, metadata, cached
 
 
 def _map_npy(path: Path) -> Tokens:
@@ -99,10 +108,38 @@ def _map_bin(path: Path, token_dtype: str) -> Tokens:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
-def _scan(path: Path, tokens: Tokens) -> CorpusMetadata:
-    """Compute the largest id and the fingerprint in one pass over the tokens."""
+class _Splitter:
+    """Finds the documents of a token file chunk by chunk, and the start of validation."""
+
+    def __init__(self, writer: EndsWriter, separator: int | None, num_tokens: int) -> None:
+        self.writer = writer
+        self.num_separators = 0
+        self._separator, self._num_tokens = separator, num_tokens
+        self._goal = num_tokens - max(1, num_tokens // 10)
+        self.num_train = self._goal if separator is None else 0
+        self.num_train_documents = 0
+
+    def find(self, chunk: Tokens, start: int) -> None:
+        """Write the documents' ends in the next tokens."""
+        if self._separator is None:
+            return
+        is_end = chunk == self._separator
+        self.num_separators += int(is_end.sum())
+        if start + len(chunk) == self._num_tokens:
+            is_end[-1] = True
+        ends = np.flatnonzero(is_end) + (start + 1)
+        inner = ends[ends < self._num_tokens]
+        nearest = int(np.abs(inner - self._goal).argmin()) if len(inner) else 0
+        if len(inner) and abs(int(inner[nearest]) - self._goal) < abs(self.num_train - self._goal):
+            self.num_train = int(inner[nearest])
+            self.num_train_documents = self.writer.num_documents + nearest + 1
+        self.writer.write(ends)
+
+
+def _scan(path: Path, tokens: Tokens, separator: int | None, file: BinaryIO) -> CorpusMetadata:
+    """Compute the largest id and the fingerprint, and write the documents' ends, in one pass over the tokens."""
     _log.info("hashing %s (%s) and finding its largest id", path, format_bytes(tokens.nbytes))
-    fingerprint = Fingerprint(tokens.dtype)
+    fingerprint, splitter = Fingerprint(tokens.dtype), _Splitter(EndsWriter(file), separator, len(tokens))
     largest = 0
     for start in range(0, len(tokens), _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS]
@@ -110,17 +147,33 @@ def _scan(path: Path, tokens: Tokens) -> CorpusMetadata:
             raise _malformed(path, f"it holds the id {lowest}", "token ids are not negative")
         largest = max(largest, int(chunk.max()))
         fingerprint.update(chunk)
-    num_train = len(tokens) - max(1, len(tokens) // 10)
+        splitter.find(chunk, start)
+    if not splitter.num_train:
+        raise _one_document(path, separator, splitter.num_separators, largest)
+    writer, num_train = splitter.writer, splitter.num_train
     return CorpusMetadata(
         dtype=tokens.dtype.str,
         num_train=num_train,
         num_validation=len(tokens) - num_train,
-        payload_bytes=0,
+        payload_bytes=writer.num_bytes,
         vocab_size=largest + 1,
         validation_text_bytes=None,
         num_skipped=0,
         fingerprint=fingerprint.hexdigest(num_train=num_train),
+        num_train_documents=splitter.num_train_documents,
+        num_validation_documents=writer.num_documents - splitter.num_train_documents,
+        ends_fingerprint=writer.fingerprint(),
     )
+
+
+def _one_document(path: Path, separator: int | None, num_separators: int, largest: int) -> DataError:
+    where = f"data.separator; data.source, {path}"
+    fix = "data.separator=<the id of the last token of each document>, or data.packing=none"
+    if num_separators:
+        what = f"{path} has a single document: the separator {separator} is its last token only"
+        return DataError(what, where=where, rule="at least one document is for training and one is held out", fix=fix)
+    what = f"the separator {separator} does not occur in {path}, whose ids are up to {largest}"
+    return DataError(what, where=where, rule="data.separator is the last token of each document", fix=fix)
 
 
 def _missing(source: str, path: Path) -> DataError:

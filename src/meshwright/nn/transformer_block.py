@@ -1,6 +1,6 @@
 """A pre-norm transformer block with a SwiGLU feed-forward layer (Shazeer 2020).
 
-Shapes: b batch, t time, d model width, h head_dim.
+Shapes: b batch, t time, d model width.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.causal import CausalAttention
+from meshwright.nn.attention.module import Attention, TokenContext
 from meshwright.nn.linear import Linear
 
 
@@ -30,17 +30,15 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    def __init__(
-        self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, ffn_dim: int, norm_eps: float
-    ) -> None:
+    def __init__(self, attention: Attention, dim: int, *, ffn_dim: int, norm_eps: float) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = CausalAttention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.attention = attention
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim=ffn_dim)
 
-    def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-        """Map [b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""
-        x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_th, sin_th)
+    def forward(self, x_btd: Tensor, tokens: TokenContext) -> Tensor:
+        """Map [b, t, d] to [b, t, d]."""
+        x_btd = x_btd + self.attention(self.attention_norm(x_btd), tokens)
         out: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
         return out

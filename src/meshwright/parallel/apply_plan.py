@@ -1,4 +1,4 @@
-"""Parallelize a stage's plain module as planned: expert and tensor parallelism, recomputation, compilation, FSDP units.
+"""Parallelize a stage's plain module as planned: expert, context and tensor parallelism, recomputation, compilation, FSDP units.
 
 The order matters: recomputation preserves a block's names and hooks, a compiled graph contains exactly one block and
 its recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
@@ -13,6 +13,7 @@ from meshwright.mesh.process_groups import submesh
 from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute import recompute
+from meshwright.parallel.context.apply import apply_context
 from meshwright.parallel.data_parallel import apply_units
 from meshwright.parallel.expert import apply_experts
 from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
@@ -36,6 +37,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
     """
     if mesh is not None:
         apply_experts(module, mesh, plan, stage)
+        apply_context(module, mesh, plan, stage)
     if mesh is not None and plan.mesh.view("tp"):
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
         tie_parameters(module, facts)

@@ -17,8 +17,9 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.mesh_views import Atoms, Mesh
-from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, ExpertLayer, Kind, Parameter, Shard, Unit
+from meshwright.plan.run_plan import AttentionLayer, Auxiliary, Buffer, Collective, ExpertLayer, Kind, Parameter, Shard, Unit
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
@@ -86,6 +87,7 @@ class KindMaker:
                 for one in facts.auxiliary
             ),
             experts=self._experts(facts),
+            attention=self._attention(facts),
             recompute=self._config.recompute.policy if is_block else "none",
             compiled=self._config.train.compile and is_block,
             saved_elements=int(self._tokens * saved),
@@ -113,6 +115,19 @@ class KindMaker:
             top_groups=layer.top_groups,
             capacity=layer.capacity,
             uniform=layer.uniform,
+        )
+
+    def _attention(self, facts: KindFacts) -> AttentionLayer | None:
+        if facts.attention is None:
+            return None
+        config = self._config
+        return make_attention_layer(
+            facts.attention,
+            self._facts,
+            self._mesh,
+            dtype=config.train.precision,
+            packed=config.data.packing != "none",
+            method=config.mesh.cp_method,
         )
 
     def stream_part(self) -> float:

@@ -74,6 +74,7 @@ def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPla
             train.num_microbatches,
             train.global_batch // (axes.data_parallel() * train.num_microbatches),
             facts.tokens,
+            packed=config.data.packing != "none",
         ),
         schedule=table,
         optimizer=Optimizer(

@@ -15,11 +15,13 @@ from enum import StrEnum
 from functools import cached_property
 
 from meshwright.models.contract.tp_styles import Style
+from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.plan.context.method import ContextMethod
 from meshwright.plan.mesh_views import Atoms, Mesh
 
-FORMAT = 2
+FORMAT = 3
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
 
 
@@ -175,6 +177,22 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
+class AttentionLayer:
+    """The attention layer of a kind."""
+
+    module: str
+    mask: MaskSpec
+    """Rules of the mask, without documents."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    axes: Atoms
+    """Atoms over which the tokens of a sample are sharded."""
+    method: ContextMethod | None = None
+    """How queries meet the keys of other ranks; None if every rank has all tokens."""
+
+
+@dataclass(frozen=True)
 class Kind:
     """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation or compilation are
     different kinds."""
@@ -197,6 +215,7 @@ class Kind:
     output_elements: int = 0
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     experts: ExpertLayer | None = None
+    attention: AttentionLayer | None = None
     tied: tuple[str, ...] = ()
     """Parameters tied to a parameter of another kind on the same stage."""
     everywhere: bool = False
@@ -284,6 +303,8 @@ class BatchShape:
     """Samples per micro-batch."""
     tokens: int
     """Tokens per sample."""
+    packed: bool = False
+    """Whether samples are packed documents, which differ from sample to sample."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class PipelineForward:
             outputs: list[Tensor] = []
 
             def finish(out: Tensor, targets: Tensor) -> Tensor:
-                outputs.append(out.full_tensor() if isinstance(out, DTensor) else out)
+                full = out.full_tensor() if isinstance(out, DTensor) else out
+                outputs.append(pipeline.tokens.gather(full, batches[len(outputs)]))
                 return out
 
             pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish

@@ -18,6 +18,7 @@ from meshwright.mesh.axes import Axes
 from meshwright.models.contract.task import Batch
 from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients, undeferred_parameters
 from meshwright.parallel.check_applied import FirstGradientCheck
+from meshwright.parallel.context.token_shards import TokenShards
 from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
 from meshwright.parallel.pipeline_shared_gradients import SharedGradients
 from meshwright.parallel.rank_model import StagePart
@@ -42,11 +43,10 @@ class Feed:
 class ModelStage(ExecutableStage):
     """A part of the model as an executable pipeline stage."""
 
-    def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients) -> None:
+    def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients, tokens: TokenShards) -> None:
         self._module, self._is_last = part.module, part.part.is_last
         self._run = job.family.run
-        self._feed = feed
-        self._shared = shared
+        self._feed, self._shared, self._tokens = feed, shared, tokens
         self._has_backward = True
         means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
@@ -59,7 +59,7 @@ class ModelStage(ExecutableStage):
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """Return the activations [b, t, d], or the loss if this is the last stage."""
-        batch = self._feed.batch(microbatch)
+        batch = self._tokens.localize(self._feed.batch(microbatch))
         out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
         return self._feed.finish(out, batch.targets) if self._is_last else out
@@ -105,7 +105,10 @@ class Pipeline:
         self.feed = Feed(_no_batch, _no_loss)
         self._channels = _open_channels(job)
         self.shared = _shared_gradients(job)
-        self._stages = {stage: ModelStage(job, part, self.feed, self.shared) for stage, part in job.parts().items()}
+        self.tokens = TokenShards(job.plan, job.mesh, job.context.rank)
+        self._stages = {
+            stage: ModelStage(job, part, self.feed, self.shared, self.tokens) for stage, part in job.parts().items()
+        }
         self.overlaps = any(stage.overlaps for stage in self._stages.values())
         """Whether overlapped pairs of the schedule overlap on this rank; otherwise they run one after the other."""
 

@@ -38,7 +38,7 @@ from meshwright.train.run_folder_lock import hold_folder
 AUTO = "auto"
 RUNS = Path("runs")
 
-DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch")}
+DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch"), "data": ("packing", "separator")}
 """Keys, by section, that determine a step's samples; model families add their own."""
 
 
@@ -227,7 +227,7 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
                 f"{section}.{key} = {now}, but the checkpoint was trained with {before}",
                 where=str(path),
                 rule=f"a resumed run sees the same samples: {', '.join(decides[section])} can't change",
-                fix=f"{section}.{key}={before}",
+                fix=format_fix({f"{section}.{key}": before}),
             )
     _check_frozen(saved.get("train", {}).get("freeze", ()), config, path)
     if manifest.run.get("corpus", corpus) != corpus:

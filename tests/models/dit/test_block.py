@@ -7,6 +7,7 @@ import torch
 
 from meshwright.models.dit.block import DiTBlock, FinalLayer
 from meshwright.nn.recompute import recompute
+from tests.nn.blocks import context
 
 B, T, D, N, H = 2, 5, 12, 3, 4
 
@@ -18,6 +19,10 @@ def make(kind, *args, **sizes):
 
 def linear(layer, x):
     return x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+
+
+def tokens(block):
+    return context(block.attention, T, torch.float64, rotary=False)
 
 
 def modulated(x, shift, scale):
@@ -52,7 +57,7 @@ def test_the_block_is_its_formula(recomputes):
     x.requires_grad_()
     cond.requires_grad_()
     inputs = [x, cond, *block.parameters()]
-    found, expected = block(x, cond), reference(block, x, cond)
+    found, expected = block(x, cond, tokens(block)), reference(block, x, cond)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     weights = torch.randn_like(found)
     gradients = torch.autograd.grad((found * weights).sum(), inputs)
@@ -62,9 +67,9 @@ def test_the_block_is_its_formula(recomputes):
 
 def test_a_bias_of_the_keys_would_change_nothing():
     block, x, cond = make(DiTBlock, num_heads=N, head_dim=H, ffn_dim=20)
-    before = block(x, cond)
+    before = block(x, cond, tokens(block))
     block.attention.wk.bias = torch.nn.Parameter(torch.randn(N * H).double())
-    torch.testing.assert_close(block(x, cond), before, rtol=0, atol=1e-13)
+    torch.testing.assert_close(block(x, cond, tokens(block)), before, rtol=0, atol=1e-13)
 
 
 def test_the_final_layer_is_its_formula():

@@ -92,13 +92,13 @@ def test_parts_of_stages_are_the_model(given):
 
 
 def test_flops_count_the_experts_that_a_token_passes():
-    """Twice the active matrices, and attention's half square."""
+    """Twice the active matrices, and the half of attention's square on and below the diagonal."""
     config = load(MOE, [*DEEPSEEK, "model.top_k=3"])
     model, spec = build(config), config.model.spec()
     block = model.blocks["1"]
     dense = sum(p.numel() for name, p in block.named_parameters() if p.dim() == 2)
     expert = sum(p[0].numel() for p in block.moe.experts.parameters())
-    attention = 2 * spec.num_heads * spec.head_dim * config.train.seq_len
+    attention = 2 * spec.num_heads * spec.head_dim * (config.train.seq_len + 1)
     (kind,) = (kind for kind in model_facts(config).kinds if kind.name == "moe_block")
     assert kind.flops == 2 * (dense + 3 * expert) + attention
 

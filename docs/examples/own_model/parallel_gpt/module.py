@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
+from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.linear import Linear
 from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer
 from parallel_gpt.config import GptConfig
@@ -62,7 +63,7 @@ class Gpt(nn.Module):
         if part.is_last:
             self.norm, self.head = nn.LayerNorm(c.dim), Linear(c.dim, c.vocab_size)
 
-    def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, layout: TokenLayout | None = None) -> Tensor:
         x = inputs
         if self.part.is_first:
             self.seen.add(torch.bincount(inputs.flatten(), minlength=len(self.seen.value)))

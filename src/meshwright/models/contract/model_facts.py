@@ -14,6 +14,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from meshwright.nn.attention.mask_spec import MaskSpec
+
 
 class Role(StrEnum):
     """Role of a parameter for optimizers."""
@@ -103,6 +105,24 @@ class AuxiliaryLoss:
 
 
 @dataclass(frozen=True)
+class AttentionFacts:
+    """The attention layer of a block, by which a block supports packed documents and context parallelism."""
+
+    module: str
+    """Path of the layer inside the block. Context parallelism replaces its attribute `core`
+    (`nn.attention.core.AttentionCore`)."""
+    mask: MaskSpec
+    """Rules of the mask, without documents."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def flops(self, seq_len: int) -> float:
+        """Return the forward operations per token of a sample that is a single document."""
+        return self.mask.flops(seq_len, num_heads=self.num_heads, head_dim=self.head_dim) / seq_len
+
+
+@dataclass(frozen=True)
 class ExpertFacts:
     """A mixture-of-experts layer of a block."""
 
@@ -147,6 +167,7 @@ class KindFacts:
     elements than a block and is therefore worth a separate collective."""
     auxiliary: tuple[AuxiliaryLoss, ...] = ()
     experts: ExpertFacts | None = None
+    attention: AttentionFacts | None = None
 
     @cached_property
     def num_elements(self) -> int:

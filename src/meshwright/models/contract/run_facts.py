@@ -19,6 +19,10 @@ class DataFacts:
     source: str
     tokenizer: str
     token_dtype: str
+    packing: str
+    """Kind of samples of text: none or documents."""
+    separator: int | None
+    """Last token of each document of a token file."""
     cache_dir: str | None
 
 

@@ -33,6 +33,12 @@ class DecoderConfig(ModelSection):
     tie_embeddings: bool = Field(False, description="share the embedding weight with the output head")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="RoPE frequency scaling for longer contexts")
+    window: int | None = Field(
+        None, ge=1, description="sliding window of attention in tokens; layers attend to all earlier tokens by default"
+    )
+    global_every: int = Field(
+        0, ge=0, description="with model.window, every n-th layer attends to all earlier tokens; 0 if none does"
+    )
     norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
 
     def spec(self) -> DecoderSpec:

@@ -12,7 +12,7 @@ from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import COLUMN, FINAL_ROW, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.description import DecoderSpec, describe
+from meshwright.models.decoder.description import BLOCK, WINDOW_BLOCK, DecoderSpec, describe
 from meshwright.models.decoder.rules import violations
 from meshwright.settings.violation import Violation
 
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 
 INIT_STD = 0.02
 
+BLOCK_STYLES: Mapping[str, Style] = {
+    "attention_norm": STREAM,
+    "attention": gather(2),
+    "attention.wq": COLUMN,
+    "attention.wk": COLUMN,
+    "attention.wv": COLUMN,
+    "attention.wo": ROW,
+    "ffn_norm": STREAM,
+    "ffn": gather(),
+    "ffn.gate": COLUMN,
+    "ffn.up": COLUMN,
+    "ffn.down": FINAL_ROW,
+}
 STYLES: Mapping[str, Mapping[str, Style]] = {
-    "block": {
-        "attention_norm": STREAM,
-        "attention": gather(3),
-        "attention.wq": COLUMN,
-        "attention.wk": COLUMN,
-        "attention.wv": COLUMN,
-        "attention.wo": ROW,
-        "ffn_norm": STREAM,
-        "ffn": gather(),
-        "ffn.gate": COLUMN,
-        "ffn.up": COLUMN,
-        "ffn.down": FINAL_ROW,
-    },
+    BLOCK: BLOCK_STYLES,
+    WINDOW_BLOCK: BLOCK_STYLES,
     "embed": {"embed": VOCABULARY},
     "head": {"norm": STREAM, "head": HEAD},
 }
@@ -84,14 +86,16 @@ class DecoderFamily(Family):
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """Return the next-token task."""
         from meshwright.models.tasks.next_token import TextTask
+        from meshwright.models.tasks.packed_next_token import PackedTextTask
 
-        return TextTask(f, data, device)
+        return TextTask(f, data, device) if data.packed is None else PackedTextTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """Return the reference implementation of the next-token loss."""
         from meshwright.models.tasks.next_token_reference import TextReference
+        from meshwright.models.tasks.packed_reference import PackedTextReference
 
-        return TextReference(f, data)
+        return TextReference(f, data) if data.packed is None else PackedTextReference(f, data)
 
 
 def _spec(f: RunFacts) -> DecoderSpec:

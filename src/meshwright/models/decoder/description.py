@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Role, Saved, linear, vectors
+from meshwright.models.contract.model_facts import (
+    AttentionFacts,
+    EdgeFacts,
+    KindFacts,
+    ModelFacts,
+    Role,
+    Saved,
+    linear,
+    vectors,
+)
+from meshwright.nn.attention.mask_spec import MaskSpec
+
+BLOCK, WINDOW_BLOCK = "block", "window_block"
+"""Names of the kinds of blocks: without and with a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +50,30 @@ class DecoderSpec:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    window: int | None = None
+    """Sliding window of attention in tokens; None if layers attend to all earlier tokens."""
+    global_every: int = 0
+    """With a window, every `global_every`-th layer attends to all earlier tokens; 0 if none does."""
 
     kind: ClassVar[str]
     """Name of the family."""
 
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a layer."""
+        return None if self.global_every and (layer + 1) % self.global_every == 0 else self.window
+
     def identity(self) -> dict[str, Any]:
         """Return all settings that determine the names, shapes and meaning of the parameters."""
-        return {"kind": self.kind, **asdict(self)}
+        facts = {"kind": self.kind, **asdict(self)}
+        if self.window is None:  # as in checkpoints from before there were windows
+            del facts["window"], facts["global_every"]
+        return facts
 
 
 def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
     """Describe a decoder trained on samples of `seq_len` tokens."""
-    block = _block(spec, seq_len)
+    blocks = {name: _block(name, spec, window, seq_len) for name, window in _windows(spec).items()}
+    layers = tuple(block_name(spec, layer) for layer in range(spec.num_layers))
     embedding = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
     tied_to = embedding[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
@@ -65,19 +90,29 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         unit=("norm", "head"),
     )
     return ModelFacts(
-        kinds=(block,),
-        layers=(block.name,) * spec.num_layers,
+        kinds=tuple(blocks.values()),
+        layers=layers,
         edge=EdgeFacts("stream", (seq_len, spec.dim)),
         tokens=seq_len,
         identity=spec.identity(),
         first=(first,),
         last=(last,),
         # The backward costs twice the forward; the lookup is not counted (PaLM, appendix B).
-        flops_per_token=3.0 * (spec.num_layers * block.flops + last.flops),
+        flops_per_token=3.0 * (sum(blocks[name].flops for name in layers) + last.flops),
     )
 
 
-def _block(spec: DecoderSpec, seq_len: int) -> KindFacts:
+def block_name(spec: DecoderSpec, layer: int) -> str:
+    """Return the name of a layer's kind."""
+    return BLOCK if spec.window_of(layer) is None else WINDOW_BLOCK
+
+
+def _windows(spec: DecoderSpec) -> dict[str, int | None]:
+    """Return the sliding window of each kind of blocks, in order of first use."""
+    return {block_name(spec, layer): spec.window_of(layer) for layer in range(spec.num_layers)}
+
+
+def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> KindFacts:
     dim, queries, keys = spec.dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     parameters = (
         *vectors(dim, "attention_norm.weight"),
@@ -91,13 +126,20 @@ def _block(spec: DecoderSpec, seq_len: int) -> KindFacts:
         *linear("ffn.down", spec.ffn_dim, dim),
     )
     matrices = dim * (2 * queries + 2 * keys) + 3 * dim * spec.ffn_dim
+    attention = AttentionFacts(
+        "attention",
+        MaskSpec(causal=True, window=window),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+    )
     return KindFacts(
-        "block",
+        name,
         "blocks.{layer}",
         parameters,
         # Two residual inputs and two norm outputs, sharded with the stream, the latter also gathered; queries and keys
         # before and after rotation, values, the attention output; four feed-forward activations.
         saved=Saved(full=2.0 * dim, stream=2.0 * dim, divided=3.0 * queries + 4.0 * keys + 4.0 * spec.ffn_dim),
-        # Causal attention: the upper triangle is not counted.
-        flops=2.0 * matrices + 2.0 * queries * seq_len,
+        flops=2.0 * matrices + attention.flops(seq_len),
+        attention=attention,
     )

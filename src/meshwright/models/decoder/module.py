@@ -15,20 +15,27 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.decoder.description import DecoderSpec
-from meshwright.nn.attention.rope import RopeScaling, rope_tables
+from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.module import Attention, token_contexts
+from meshwright.nn.attention.rope import RopeScaling, RotaryEmbedding
+from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 
 
-def make_block(spec: DecoderSpec) -> TransformerBlock:
-    """Create a block."""
-    return TransformerBlock(
+def make_block(spec: DecoderSpec, layer: int) -> TransformerBlock:
+    """Create the block of a layer."""
+    return TransformerBlock(make_attention(spec, layer), spec.dim, ffn_dim=spec.ffn_dim, norm_eps=spec.norm_eps)
+
+
+def make_attention(spec: DecoderSpec, layer: int) -> Attention:
+    """Create the attention of a layer."""
+    return Attention(
         spec.dim,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        ffn_dim=spec.ffn_dim,
-        norm_eps=spec.norm_eps,
+        mask=MaskSpec(causal=True, window=spec.window_of(layer)),
     )
 
 
@@ -44,7 +51,7 @@ class Decoder(nn.Module):
     ) -> None:
         """Create the modules; `block` creates the block of a layer, by default with a feed-forward layer."""
         super().__init__()
-        block = block or (lambda layer: make_block(spec))
+        block = block or (lambda layer: make_block(spec, layer))
         self.spec, self.part = spec, part or Part(range(spec.num_layers))
         if self.part.is_first:
             self.embed = nn.Embedding(spec.vocab_size, spec.dim)
@@ -54,24 +61,23 @@ class Decoder(nn.Module):
             self.head = Linear(spec.dim, spec.vocab_size)
             if spec.tie_embeddings and self.part.is_first:
                 self.head.weight = self.embed.weight
-        scaling = spec.rope_scaling
-        self._rope_scaling = None if scaling is None else RopeScaling(**asdict(scaling))
+        scaling = None if spec.rope_scaling is None else RopeScaling(**asdict(spec.rope_scaling))
+        self._rotary = RotaryEmbedding(spec.head_dim, spec.rope_theta, scaling)
 
-    def forward(self, inputs: Tensor, seq_len: int | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Compute next-token logits [b, t, v] from token ids [b, t].
 
-        Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it. If
-        the stream is sharded along the sequence, `seq_len` is the full length t.
+        Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it.
+        Without a `layout`, each sample is a single document.
         """
         x_btd: Tensor = self.embed(inputs) if self.part.is_first else inputs
-        cos_th, sin_th = rope_tables(
-            seq_len or inputs.shape[1],
-            self.spec.head_dim,
-            theta=self.spec.rope_theta,
-            scaling=self._rope_scaling,
+        contexts = token_contexts(
+            [module for module in self.blocks.modules() if isinstance(module, Attention)],
+            layout or TokenLayout(inputs.shape[1]),
+            rotary=self._rotary,
             device=inputs.device,
             dtype=x_btd.dtype,
         )
-        for block in self.blocks.values():
-            x_btd = block(x_btd, cos_th, sin_th)
+        for block, tokens in zip(self.blocks.values(), contexts, strict=True):
+            x_btd = block(x_btd, tokens)
         return self.head(self.norm(x_btd)) if self.part.is_last else x_btd

@@ -16,6 +16,7 @@ from meshwright.settings.violation import Violation
 def violations(model: DecoderConfig, f: RunFacts, *, has_dense: bool = True) -> Iterator[Violation]:
     """Yield the rules that a run violates; `has_dense` is False if no layer has a feed-forward layer."""
     yield from _model(model)
+    yield from _window(model)
     yield from _tensor_parallel(model, f, has_dense=has_dense)
 
 
@@ -39,6 +40,17 @@ def _model(model: DecoderConfig) -> Iterator[Violation]:
             "model.num_kv_heads",
             "grouped-query attention gives every key/value head the same number of query heads",
             [*({"model.num_kv_heads": size} for size in sizes), {"model.num_heads": divisible_heads}],
+        )
+
+
+def _window(model: DecoderConfig) -> Iterator[Violation]:
+    if model.global_every and model.window is None:
+        yield Violation(
+            ConfigError,
+            f"model.global_every = {model.global_every} without model.window",
+            "model.global_every",
+            "every n-th layer differs from the others only if those have a sliding window",
+            [{"model.global_every": 0}, {"model.window": 256}],
         )
 
 

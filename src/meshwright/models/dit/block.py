@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.bidirectional import BidirectionalAttention
+from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.module import Attention, TokenContext
 from meshwright.nn.linear import Linear
 
 NORM_EPS = 1e-6
@@ -37,13 +38,15 @@ class DiTBlock(nn.Module):
     def __init__(self, dim: int, *, num_heads: int, head_dim: int, ffn_dim: int) -> None:
         super().__init__()
         self.modulation = Linear(dim, 6 * dim, bias=True)
-        self.attention = BidirectionalAttention(dim, num_heads=num_heads, head_dim=head_dim)
+        self.attention = Attention(
+            dim, num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, mask=MaskSpec(), bias=True
+        )
         self.mlp = GeluFeedForward(dim, ffn_dim=ffn_dim)
 
-    def forward(self, x_btd: Tensor, cond_bd: Tensor) -> Tensor:
+    def forward(self, x_btd: Tensor, cond_bd: Tensor, tokens: TokenContext) -> Tensor:
         """Map [b, t, d] and the condition [b, d] to [b, t, d]."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _modulation(self.modulation, cond_bd, 6)
-        x_btd = x_btd + gate_a * self.attention(_modulate(x_btd, shift_a, scale_a))
+        x_btd = x_btd + gate_a * self.attention(_modulate(x_btd, shift_a, scale_a), tokens)
         out: Tensor = x_btd + gate_m * self.mlp(_modulate(x_btd, shift_m, scale_m))
         return out
 

@@ -8,7 +8,17 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Role, Saved, linear
+from meshwright.models.contract.model_facts import (
+    AttentionFacts,
+    EdgeFacts,
+    KindFacts,
+    ModelFacts,
+    ParameterFacts,
+    Role,
+    Saved,
+    linear,
+)
+from meshwright.nn.attention.mask_spec import MaskSpec
 
 FREQUENCY_DIM = 256
 """Number of sinusoidal features of a timestep or frame rate (as in Peebles and Xie's code)."""
@@ -59,6 +69,8 @@ class DiTSpec:
 UNUSED_KEYS = {
     "data.tokenizer": "text",
     "data.token_dtype": "text",
+    "data.packing": "text",
+    "data.separator": "text",
     "train.seq_len": "text",
     "train.sample_tokens": "text",
 }
@@ -119,6 +131,9 @@ def _block(spec: DiTSpec) -> KindFacts:
     )
     tokens = spec.num_tokens()
     matmuls = 2.0 * (4 * dim * inner + 2 * dim * ffn)
+    attention = AttentionFacts(
+        "attention", MaskSpec(), num_heads=spec.num_heads, num_kv_heads=spec.num_heads, head_dim=spec.head_dim
+    )
     return KindFacts(
         "block",
         "blocks.{layer}",
@@ -126,7 +141,8 @@ def _block(spec: DiTSpec) -> KindFacts:
         # Per half: the input, the norm's output, its modulation, and the gate's operand; then queries, keys, values and
         # the attention output; and the feed-forward's hidden activations before and after GELU.
         saved=Saved(full=8.0 * dim, divided=4.0 * inner + 2.0 * ffn),
-        flops=matmuls + 4.0 * inner * tokens + 12.0 * dim**2 / tokens,
+        flops=matmuls + attention.flops(tokens) + 12.0 * dim**2 / tokens,
+        attention=attention,
     )
 
 

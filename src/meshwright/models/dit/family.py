@@ -27,7 +27,7 @@ INIT_STD = 0.02
 
 STYLES: Mapping[str, Mapping[str, Style]] = {
     "block": {
-        "attention": gather(),
+        "attention": gather(2),
         "attention.wq": COLUMN,
         "attention.wk": COLUMN,
         "attention.wv": COLUMN,

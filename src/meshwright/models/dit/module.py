@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.dit.block import DiTBlock, FinalLayer
 from meshwright.models.dit.description import FREQUENCY_DIM, DiTSpec
+from meshwright.nn.attention.module import Attention, token_contexts
+from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.condition_embedding import MlpEmbedder, sinusoids
 from meshwright.nn.linear import Linear
 from meshwright.nn.patch_embedding import PatchGrid, position_table
@@ -43,7 +45,9 @@ class DiT(nn.Module):
         if self.part.is_last:
             self.final = FinalLayer(spec.dim, patch_dim=spec.patch_dim())
 
-    def forward(self, inputs: Tensor, timestep_b: Tensor, label_b: Tensor, fps_b: Tensor) -> Tensor:
+    def forward(
+        self, inputs: Tensor, timestep_b: Tensor, label_b: Tensor, fps_b: Tensor, layout: TokenLayout | None = None
+    ) -> Tensor:
         """Predict the diffusion target [b, c, f, y, x] from noisy samples of the same shape.
 
         Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it.
@@ -53,11 +57,18 @@ class DiT(nn.Module):
             timestep_b: integer timesteps.
             label_b: integer class labels; `num_classes` is the null class.
             fps_b: integer frames per second; ignored for images.
+            layout: placement of the patches; needed for dropout only.
         """
         x_btd = self._embed_patches(inputs) if self.part.is_first else inputs
         cond_bd = self._condition(timestep_b, label_b, fps_b, like=x_btd)
-        for block in self.blocks.values():
-            x_btd = block(x_btd, cond_bd)
+        contexts = token_contexts(
+            [module for module in self.blocks.modules() if isinstance(module, Attention)],
+            layout or TokenLayout(self.spec.num_tokens()),
+            device=x_btd.device,
+            dtype=x_btd.dtype,
+        )
+        for block, tokens in zip(self.blocks.values(), contexts, strict=True):
+            x_btd = block(x_btd, cond_bd, tokens)
         return self._grid.unpatchify(self.final(x_btd, cond_bd)) if self.part.is_last else x_btd
 
     def _embed_patches(self, x_bcfyx: Tensor) -> Tensor:

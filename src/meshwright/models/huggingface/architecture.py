@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from meshwright.errors import CheckpointError
+
 Model = Mapping[str, Any]
 """Our description of a model."""
 
@@ -90,8 +92,19 @@ class Repeated:
 LAYERS = Repeated("num_hidden_layers", "num_layers", "layer")
 
 
-def accept_any(model: Model, *, where: str) -> None:
-    """Accept every model: the architecture can express all models of the family."""
+def check_no_window(model: Model, *, where: str) -> None:
+    """Check that a model attends to all earlier tokens; the architecture can express all such models of the family.
+
+    Raises:
+        CheckpointError: it has a sliding window.
+    """
+    if (window := model.get("window")) is not None:
+        raise CheckpointError(
+            f"the model has a sliding window of {window} tokens (model.window)",
+            where=where,
+            rule="only models without a sliding window can be exported to Hugging Face's format",
+            fix="export a checkpoint of a model without model.window",
+        )
 
 
 def no_counters(model: Model) -> Mapping[str, tuple[int, ...]]:
@@ -118,4 +131,4 @@ class Architecture:
     repeated: tuple[Repeated, ...] = (LAYERS,)
     counters: Callable[[Model], Mapping[str, tuple[int, ...]]] = no_counters
     """Shapes of our saved int64 counters by name: zero after an import, not exported."""
-    check_model: ModelCheck = accept_any
+    check_model: ModelCheck = check_no_window

@@ -67,7 +67,7 @@ def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any
     found |= {"ffn_dim": llama.intermediate_size, "rope_theta": rope.theta, "rope_scaling": None}
     if rope.kind == SCALING:
         found["rope_scaling"] = _scaling(rope, llama, where)
-    return {"kind": "llama", **{field.name: found[field.name] for field in fields(LlamaSpec)}}
+    return {"kind": "llama", **{field.name: found[field.name] for field in fields(LlamaSpec) if field.name in found}}
 
 
 def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int | None) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from meshwright.models.contract.model_facts import (
     Saved,
     linear,
 )
+from meshwright.models.decoder.description import BLOCK as DENSE_BLOCK
 from meshwright.models.decoder.description import DecoderSpec
 from meshwright.models.decoder.description import describe as describe_dense
 from meshwright.nn.experts.router_config import RouterConfig
 
-BLOCK = "moe_block"
+BLOCK, WINDOW_BLOCK = "moe_block", "window_moe_block"
+"""Names of the kinds of blocks with experts: without and with a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,15 @@ class MoeSpec(DecoderSpec):
 def describe(spec: MoeSpec, router: RouterConfig, seq_len: int) -> ModelFacts:
     """Describe a model trained on samples of `seq_len` tokens."""
     dense = describe_dense(spec, seq_len)
-    (block,) = dense.kinds
-    moe = _moe_block(spec, router, block, seq_len)
-    num_moe = spec.num_layers - spec.num_dense_layers
-    blocks_flops = spec.num_dense_layers * block.flops + num_moe * moe.flops
+    blocks = [dense.kind_of(layer) for layer in range(spec.num_layers)]
+    for layer in range(spec.num_dense_layers, spec.num_layers):
+        blocks[layer] = _moe_block(spec, router, blocks[layer], seq_len)
     return replace(
         dense,
-        kinds=(*((block,) if spec.num_dense_layers else ()), *((moe,) if num_moe else ())),
-        layers=(block.name,) * spec.num_dense_layers + (moe.name,) * num_moe,
+        kinds=tuple(dict.fromkeys(blocks)),
+        layers=tuple(block.name for block in blocks),
         identity=spec.identity(),
-        flops_per_token=3.0 * (blocks_flops + sum(end.flops for end in dense.last)),
+        flops_per_token=3.0 * sum(kind.flops for kind in (*blocks, *dense.last)),
     )
 
 
@@ -73,7 +74,7 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
     copies = float(spec.top_k) if capacity is None else capacity * spec.num_experts / seq_len
     experts = 3 * dim * hidden * copies + 3 * dim * shared + dim * spec.num_experts
     return KindFacts(
-        BLOCK,
+        BLOCK if block.name == DENSE_BLOCK else WINDOW_BLOCK,
         block.path,
         (*(p for p in block.parameters if not p.name.startswith("ffn.")), *_moe_parameters(spec)),
         buffers=_buffers(spec),
@@ -84,6 +85,7 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             divided=block.saved.divided - 4.0 * spec.ffn_dim + 5.0 * hidden * copies + 4.0 * shared,
         ),
         flops=block.flops - 6.0 * dim * spec.ffn_dim + 2.0 * experts,
+        attention=block.attention,
         auxiliary=tuple(
             AuxiliaryLoss(name, weight, in_region=True)
             for name, weight in (("balance", router.balance_loss), ("z", router.z_loss))

@@ -11,9 +11,9 @@ from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
 from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import DIVIDED, FINAL_REGION, Style, local
-from meshwright.models.decoder.decoder_family import INIT_STD, STYLES, DecoderFamily
+from meshwright.models.decoder.decoder_family import BLOCK_STYLES, INIT_STD, STYLES, DecoderFamily
 from meshwright.models.moe.config import MoeConfig
-from meshwright.models.moe.description import BLOCK, describe
+from meshwright.models.moe.description import BLOCK, WINDOW_BLOCK, describe
 from meshwright.models.moe.rules import violations
 from meshwright.settings.violation import Violation
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOE_STYLES: Mapping[str, Style] = {
-    **{path: style for path, style in STYLES["block"].items() if not path.startswith("ffn.") and path != "ffn"},
+    **{path: style for path, style in BLOCK_STYLES.items() if not path.startswith("ffn.") and path != "ffn"},
     "moe": FINAL_REGION,
     "moe.router.gate": DIVIDED,
     "moe.experts": local(gate=1, up=1, down=2),
@@ -50,7 +50,8 @@ class MoeFamily(DecoderFamily):
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
         """Return Megatron's styles for attention; inside a layer with experts, columns of every expert are sharded."""
         shared = SHARED_STYLES if f.section(MoeConfig).num_shared_experts else {}
-        return {**STYLES, BLOCK: {**MOE_STYLES, **shared}}
+        block = {**MOE_STYLES, **shared}
+        return {**STYLES, BLOCK: block, WINDOW_BLOCK: block}
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         """Build the plain module."""

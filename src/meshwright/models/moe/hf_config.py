@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.architecture import Model
+from meshwright.models.huggingface.architecture import Model, check_no_window
 from meshwright.models.huggingface.decoder_config import (
     SUPPORTED_VALUES,
     DecoderFields,
@@ -111,6 +111,7 @@ def check_is_mixtral(model: Model, *, where: str) -> None:
     Raises:
         CheckpointError: it has something that a Mixtral has not; the message names all of it.
     """
+    check_no_window(model, where=where)
     different = [key for key, value in ROUTING.items() if model[key] != value]
     if different:
         found = ", ".join(f"model.{key} = {_toml(model[key])}" for key in different)

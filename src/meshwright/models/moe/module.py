@@ -1,6 +1,6 @@
 """A mixture-of-experts language model as a plain module: a decoder with experts instead of feed-forward layers.
 
-Shapes: b batch, t time, d model width, h head_dim.
+Shapes: b batch, t time, d model width.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.decoder.module import Decoder, make_block
+from meshwright.models.decoder.module import Decoder, make_attention, make_block
 from meshwright.models.moe.description import MoeSpec
-from meshwright.nn.attention.causal import CausalAttention
+from meshwright.nn.attention.module import TokenContext
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router_config import RouterConfig
 
@@ -20,24 +20,24 @@ class MoeTransformer(Decoder):
 
     def __init__(self, spec: MoeSpec, router: RouterConfig, part: Part | None = None) -> None:
         super().__init__(
-            spec, part, lambda layer: make_block(spec) if layer < spec.num_dense_layers else MoeBlock(spec, router)
+            spec,
+            part,
+            lambda layer: make_block(spec, layer) if layer < spec.num_dense_layers else MoeBlock(spec, router, layer),
         )
 
 
 class MoeBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + moe(norm(x))."""
 
-    def __init__(self, spec: MoeSpec, router: RouterConfig) -> None:
+    def __init__(self, spec: MoeSpec, router: RouterConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.attention = CausalAttention(
-            spec.dim, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim
-        )
+        self.attention = make_attention(spec, layer)
         self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.moe = MixtureOfExperts(spec.dim, router, expert_dim=spec.expert_dim, shared_dim=spec.shared_dim)
 
-    def forward(self, x_btd: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-        """Map [b, t, d] to [b, t, d]; the rotary tables are [t, h/2]."""
-        x_btd = x_btd + self.attention(self.attention_norm(x_btd), cos_th, sin_th)
+    def forward(self, x_btd: Tensor, tokens: TokenContext) -> Tensor:
+        """Map [b, t, d] to [b, t, d]."""
+        x_btd = x_btd + self.attention(self.attention_norm(x_btd), tokens)
         out: Tensor = x_btd + self.moe(self.ffn_norm(x_btd))
         return out

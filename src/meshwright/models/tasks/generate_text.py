@@ -11,6 +11,7 @@ import torch
 
 from meshwright.comm.collectives import broadcast_object
 from meshwright.models.contract.task import Forward, SimpleBatch
+from meshwright.nn.attention.token_layout import TokenLayout
 
 
 def generate(
@@ -24,7 +25,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     inputs_bt = torch.zeros((1, seq_len), dtype=torch.int64, device=forward.device)
-    batch = SimpleBatch(inputs_bt, (seq_len,))
+    batch = SimpleBatch(inputs_bt, (TokenLayout(seq_len),))
     with forward.evaluating(1, batch_size=1) as run:
         for _ in range(num_tokens):
             context = tokens[-seq_len:]

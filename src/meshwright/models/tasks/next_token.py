@@ -21,6 +21,7 @@ from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.tasks.generate_text import generate
+from meshwright.nn.attention.token_layout import TokenLayout
 
 PROMPT = "def "
 TEMPERATURE = 0.7
@@ -32,27 +33,21 @@ class TextBatch:
 
     inputs: Tensor
     targets: Tensor
+    layout: TokenLayout
 
     @property
-    def conditions(self) -> tuple[int]:
-        """The full sequence length, unknown to stages whose stream is sharded along the sequence."""
-        return (self.inputs.shape[1],)
+    def conditions(self) -> tuple[TokenLayout]:
+        """The placement of the tokens."""
+        return (self.layout,)
 
 
-class TextTask(Task):
-    """Next-token prediction on windows of a corpus."""
+class NextTokenTask(Task):
+    """Loss and text generation of next-token prediction, whatever the samples are."""
 
     def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
         self._run, self._device = f, device
-        self._validation = corpus.validation
         self._has_text = corpus.validation_bytes_per_token is not None
-        self._loader = text_loader(corpus.train, device, seq_len=f.seq_len, seed=f.seed)
         self.unit = text_unit(corpus.validation_bytes_per_token)
-        self.units_a_sample = f.seq_len
-
-    def batch(self, samples: range) -> Batch:
-        """Return the windows of the training samples."""
-        return TextBatch(*self._loader.batch(samples))
 
     def prepare(self, samples: range, use: BatchUse) -> HostBatch:
         """Read the windows of the training samples; inputs and targets come from one read."""
@@ -61,19 +56,6 @@ class TextTask(Task):
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the tokens' cross-entropies for logits [b, t, v]."""
         return cross_entropy_sum(out, targets)
-
-    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """Return this rank's windows of the held-out text, evenly spread."""
-        batches = validation_batches(
-            self._validation,
-            seq_len=self._run.seq_len,
-            num_samples=self._run.validation_samples,
-            batch_size=batch_size,
-            data_parallel=data_parallel,
-            data_index=data_index,
-            device=self._device,
-        )
-        return [TextBatch(inputs, targets) for inputs, targets in batches]
 
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the number of tokens, ignoring those without a target."""
@@ -90,6 +72,33 @@ class TextTask(Task):
             forward, prompt, seq_len=f.seq_len, num_tokens=f.sample_tokens, temperature=TEMPERATURE, seed=f.seed
         )  # fmt: skip
         return PROMPT + tokenizer.decode(tokens)
+
+
+class TextTask(NextTokenTask):
+    """Next-token prediction on windows of a corpus."""
+
+    def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
+        super().__init__(f, corpus, device)
+        self._validation = corpus.validation
+        self._loader = text_loader(corpus.train, device, seq_len=f.seq_len, seed=f.seed)
+        self.units_a_sample = f.seq_len
+
+    def batch(self, samples: range) -> Batch:
+        """Return the windows of the training samples."""
+        return TextBatch(*self._loader.batch(samples), TokenLayout(self._run.seq_len, samples=tuple(samples)))
+
+    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
+        """Return this rank's windows of the held-out text, evenly spread."""
+        batches = validation_batches(
+            self._validation,
+            seq_len=self._run.seq_len,
+            num_samples=self._run.validation_samples,
+            batch_size=batch_size,
+            data_parallel=data_parallel,
+            data_index=data_index,
+            device=self._device,
+        )
+        return [TextBatch(inputs, targets, TokenLayout(self._run.seq_len)) for inputs, targets in batches]
 
 
 def text_loader(tokens: Tokens, device: torch.device, *, seq_len: int, seed: int) -> Loader:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.data.images import DIGITS, DIGITS_VIDEO
+from meshwright.data.packed_corpus import pack_corpus
 from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
 from meshwright.data.text_documents import STDLIB
-from meshwright.errors import DataError
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.data.token_files import is_token_file
+from meshwright.errors import ConfigError, DataError
+from meshwright.models.contract.run_facts import DataFacts, RunFacts
 
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
 """Preset to suggest for each image `data.source`."""
@@ -19,6 +21,7 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
 
     Raises:
         DataError: the text is missing, empty, too short, not text but images, or has ids outside the vocabulary.
+        ConfigError: `data.separator` is missing, or has no effect.
     """
     data = f.data
     if data.source in PRESETS and not Path(data.source).exists():
@@ -28,7 +31,41 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
             rule="a text model takes text files or token files",
             fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
         )
-    corpus = open_corpus(data.source, tokenizer=data.tokenizer, token_dtype=data.token_dtype, cache_dir=data.cache_dir)
-    check_windows(corpus, f.seq_len, multiple_of=f.axes.tp if f.sequence_parallel else 1)
+    _check_separator(data)
+    is_packed = data.packing == "documents"
+    corpus = open_corpus(
+        data.source,
+        tokenizer=data.tokenizer,
+        token_dtype=data.token_dtype,
+        cache_dir=data.cache_dir,
+        with_documents=is_packed,
+        separator=data.separator,
+    )
+    multiple_of = f.axes.tp if f.sequence_parallel else 1
+    if is_packed:
+        corpus = pack_corpus(corpus, seq_len=f.seq_len, cache_dir=data.cache_dir, multiple_of=multiple_of)
+    else:
+        check_windows(corpus, f.seq_len, multiple_of=multiple_of)
     check_vocab(corpus, vocab_size)
     return corpus
+
+
+def _check_separator(data: DataFacts) -> None:
+    """Check that a separator is given for packed token files, and only for them."""
+    is_tokens, is_packed = is_token_file(data.source), data.packing == "documents"
+    if is_tokens and is_packed and data.separator is None:
+        raise ConfigError(
+            f"data.packing = documents, but {data.source} doesn't say where its documents end",
+            where="data.separator",
+            rule="a token file has its documents one after the other, each ended by the same token",
+            fix="data.separator=<the id of the tokenizer's end of text>, or data.packing=none",
+        )
+    if data.separator is not None and not (is_tokens and is_packed):
+        raise ConfigError(
+            f"data.separator = {data.separator} has no effect",
+            where="data.separator",
+            rule="it applies to packed token files; each text file is a document, whatever its tokens"
+            if is_packed
+            else "it applies to packed token files, but data.packing is none",
+            fix="remove data.separator" + (", or data.packing=documents" if is_tokens else ""),
+        )

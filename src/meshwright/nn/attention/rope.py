@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.nn.attention.token_indices import token_positions
+from meshwright.nn.attention.token_layout import TokenLayout
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -25,17 +28,32 @@ class RopeScaling:
     original_seq_len: int
 
 
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """Settings of a rotary position embedding."""
+
+    head_dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def tables(self, layout: TokenLayout, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for this rank's tokens, each [t, h/2], or [b, t, h/2] if samples differ."""
+        positions = token_positions(layout, device)
+        return rope_tables(positions, self.head_dim, theta=self.theta, scaling=self.scaling, dtype=dtype)
+
+
 def rope_tables(
-    seq_len: int, head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device, dtype: torch.dtype
+    positions_t: Tensor, head_dim: int, *, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of the rotation angles, each [t, h/2], in float64 if `dtype` is, else in float32."""
+    """Compute cosines and sines of the rotation angles at positions of any shape, each […, h/2], in float64 if `dtype`
+    is, else in float32."""
     # At least float32, as in Hugging Face's models; float64 is kept for numerical tests.
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    dims = torch.arange(0, head_dim, 2, device=device, dtype=exact) / head_dim
+    dims = torch.arange(0, head_dim, 2, device=positions_t.device, dtype=exact) / head_dim
     freqs = 1.0 / theta**dims
     if scaling is not None:
         freqs = _scale_frequencies(freqs, scaling)
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=exact), freqs)
+    angles = positions_t.to(exact).unsqueeze(-1) * freqs
     return angles.cos(), angles.sin()
 
 
@@ -47,8 +65,9 @@ def _scale_frequencies(freqs: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def apply_rotary_emb(x_btnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + h/2]) by its angle; computed in the tables' dtype, returned in x's."""
+    """Rotate each pair (x[i], x[i + h/2]) by its angle; computed in the tables' dtype, returned in x's. The tables are
+    [t, h/2] or [b, t, h/2]."""
     first, second = x_btnh.chunk(2, dim=-1)
-    cos, sin = cos_th[:, None], sin_th[:, None]
+    cos, sin = cos_th.unsqueeze(-2), sin_th.unsqueeze(-2)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x_btnh.dtype)

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import token_cache
+from meshwright.data import cache_file
+from meshwright.data.token_cache import CorpusMetadata, map_tokens
 from meshwright.errors import DataError
 
 TOKENS = np.arange(1000, dtype="<u2")
 TIMEOUT_S = 120  # A process that imports numpy and pytest takes 0.4 s, and 10 s were seen on an overloaded machine.
-FACTS = token_cache.CorpusMetadata("<u2", 900, 100, TOKENS.nbytes, 1000, 123, 0, "f" * 64)
+FACTS = CorpusMetadata("<u2", 900, 100, TOKENS.nbytes, 1000, 123, 0, "f" * 64)
 
 
 def build(file):
@@ -34,16 +35,16 @@ def forbidden(file):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    return token_cache.open_or_build("x", cache_dir=str(folder), build=build)[0].read_bytes()
+    return cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(folder), build=build)[0].read_bytes()
 
 
 def test_built_once_and_read_back(tmp_path):
     folder = tmp_path / "not" / "there yet"
-    path, facts = token_cache.open_or_build("x", cache_dir=str(folder), build=build)
+    path, facts = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(folder), build=build)
     assert facts == FACTS and path.parent == folder
-    assert token_cache.open_or_build("x", cache_dir=str(folder), build=forbidden) == (path, facts)
-    np.testing.assert_array_equal(token_cache.map_tokens(path, facts), TOKENS)
-    assert not token_cache.map_tokens(path, facts).flags.writeable
+    assert cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(folder), build=forbidden) == (path, facts)
+    np.testing.assert_array_equal(map_tokens(path, facts), TOKENS)
+    assert not map_tokens(path, facts).flags.writeable
     assert os.listdir(folder) == ["x"]
 
 
@@ -56,8 +57,8 @@ def test_a_wrong_size_is_found_and_made_again(tmp_path_factory, whole, data):
     damaged = data.draw(st.sampled_from([whole[:cut] + grown, whole[cut:], grown + whole]))
     (folder / "x").write_bytes(damaged)
     if damaged != whole:
-        assert token_cache.load(folder / "x") is None
-    path, facts = token_cache.open_or_build("x", cache_dir=str(folder), build=build)
+        assert cache_file.load(folder / "x", CorpusMetadata) is None
+    path, facts = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(folder), build=build)
     assert path.read_bytes() == whole and facts == FACTS
 
 
@@ -65,7 +66,7 @@ def test_a_damaged_footer_is_found(tmp_path, whole):
     start = len(TOKENS.tobytes())
     for place in (start, len(whole) - 1, len(whole) - 10):
         (tmp_path / "x").write_bytes(whole[:place] + b"\xee" + whole[place + 1 :])
-        assert token_cache.load(tmp_path / "x") is None
+        assert cache_file.load(tmp_path / "x", CorpusMetadata) is None
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
@@ -75,7 +76,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, failure):
         raise failure
 
     with pytest.raises(failure):
-        token_cache.open_or_build("x", cache_dir=str(tmp_path), build=interrupted)
+        cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=interrupted)
     assert os.listdir(tmp_path) == []
 
 
@@ -85,7 +86,7 @@ def killed(folder):
         file.flush()
         os._exit(9)
 
-    token_cache.open_or_build("x", cache_dir=folder, build=half)
+    cache_file.open_or_build("x", CorpusMetadata, cache_dir=folder, build=half)
 
 
 def test_a_killed_build_leaves_no_cache_and_its_remains_go_after_a_day(tmp_path):
@@ -94,11 +95,11 @@ def test_a_killed_build_leaves_no_cache_and_its_remains_go_after_a_day(tmp_path)
     process.join(TIMEOUT_S)
     assert process.exitcode == 9
     (remains,) = tmp_path.glob("*.tmp")
-    assert token_cache.load(tmp_path / "x") is None
-    token_cache.open_or_build("x", cache_dir=str(tmp_path), build=build)
+    assert cache_file.load(tmp_path / "x", CorpusMetadata) is None
+    cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=build)
     assert remains.exists(), "another process may still be writing it"
     os.utime(remains, (time.time() - 2 * 24 * 3600,) * 2)
-    token_cache.open_or_build("y", cache_dir=str(tmp_path), build=build)
+    cache_file.open_or_build("y", CorpusMetadata, cache_dir=str(tmp_path), build=build)
     assert sorted(os.listdir(tmp_path)) == ["x", "y"]
 
 
@@ -114,12 +115,12 @@ def race(folder, barrier, num_builds):
         return build(file)
 
     barrier.wait(TIMEOUT_S)
-    found = [token_cache.open_or_build("locked", cache_dir=folder, build=slow)]
-    token_cache._build_lock = contextlib.nullcontext  # As on a file system without locks.
-    found.append(token_cache.open_or_build("unlocked", cache_dir=folder, build=together))
+    found = [cache_file.open_or_build("locked", CorpusMetadata, cache_dir=folder, build=slow)]
+    cache_file._build_lock = contextlib.nullcontext  # As on a file system without locks.
+    found.append(cache_file.open_or_build("unlocked", CorpusMetadata, cache_dir=folder, build=together))
     barrier.wait(TIMEOUT_S)
     for path, facts in found:
-        np.testing.assert_array_equal(token_cache.map_tokens(path, facts), TOKENS)
+        np.testing.assert_array_equal(map_tokens(path, facts), TOKENS)
 
 
 def test_several_processes_make_one_file(tmp_path, whole):
@@ -137,51 +138,60 @@ def test_several_processes_make_one_file(tmp_path, whole):
 
 
 def test_a_rebuild_leaves_earlier_maps_valid(tmp_path):
-    path, facts = token_cache.open_or_build("x", cache_dir=str(tmp_path), build=build)
-    tokens = token_cache.map_tokens(path, facts)
-    with token_cache._atomic_write(path) as file:
+    path, facts = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=build)
+    tokens = map_tokens(path, facts)
+    with cache_file._atomic_write(path) as file:
         file.write(b"something else")
     np.testing.assert_array_equal(tokens, TOKENS)
 
 
 def test_an_unwritable_directory_falls_back_to_a_private_temporary_one(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(token_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_file.tempfile, "gettempdir", lambda: str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        path, _ = token_cache.open_or_build("x", cache_dir=str(tmp_path / "file" / "cache"), build=build)
+        path, _ = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path / "file" / "cache"), build=build)
     assert path.parent == tmp_path / f"meshwright-{os.getuid()}"
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert str(path.parent) in caplog.text and "data.cache_dir" in caplog.text
-    assert token_cache.open_or_build("x", cache_dir=str(tmp_path / "file" / "cache"), build=forbidden)[0] == path
+    assert (
+        cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path / "file" / "cache"), build=forbidden)[0]
+        == path
+    )
 
 
 def test_a_temporary_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(token_cache.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}new"))
+    monkeypatch.setattr(cache_file.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_file.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}new"))
     shared = tmp_path / f"meshwright-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     shared.symlink_to(tmp_path / "elsewhere")
-    assert token_cache._temporary_directory() == tmp_path / "meshwright-new"
+    assert cache_file._temporary_directory() == tmp_path / "meshwright-new"
     shared.unlink()
     shared.mkdir()
     shared.chmod(0o777)
-    assert token_cache._temporary_directory() == tmp_path / "meshwright-new"
+    assert cache_file._temporary_directory() == tmp_path / "meshwright-new"
 
 
 def test_a_cache_that_is_there_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):
-    path, facts = token_cache.open_or_build("x", cache_dir=str(tmp_path), build=build)
-    monkeypatch.setattr(token_cache.os, "access", lambda *_: False)
-    assert token_cache.open_or_build("x", cache_dir=str(tmp_path), build=forbidden) == (path, facts)
+    path, facts = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=build)
+    monkeypatch.setattr(cache_file.os, "access", lambda *_: False)
+    assert cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=forbidden) == (path, facts)
 
 
 def test_the_directory_follows_the_xdg_specification(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert token_cache.open_or_build("x", cache_dir=None, build=build)[0] == tmp_path / "xdg" / "meshwright" / "x"
+    assert (
+        cache_file.open_or_build("x", CorpusMetadata, cache_dir=None, build=build)[0]
+        == tmp_path / "xdg" / "meshwright" / "x"
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     at_home = tmp_path / "home" / ".cache" / "meshwright" / "x"
-    assert token_cache.open_or_build("x", cache_dir=None, build=build)[0] == at_home
-    assert token_cache.open_or_build("x", cache_dir="~/mine", build=build)[0] == tmp_path / "home" / "mine" / "x"
+    assert cache_file.open_or_build("x", CorpusMetadata, cache_dir=None, build=build)[0] == at_home
+    assert (
+        cache_file.open_or_build("x", CorpusMetadata, cache_dir="~/mine", build=build)[0]
+        == tmp_path / "home" / "mine" / "x"
+    )
 
 
 def test_a_full_disk_is_said(tmp_path):
@@ -189,7 +199,7 @@ def test_a_full_disk_is_said(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(DataError, match="No space left on device") as caught:
-        token_cache.open_or_build("x", cache_dir=str(tmp_path), build=full)
+        cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=full)
     assert "data.cache_dir" in caught.value.fix
     assert list(Path(tmp_path).iterdir()) == []
 
@@ -198,6 +208,6 @@ def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(token_cache.fcntl, "flock", no_locks)
-    assert token_cache.open_or_build("x", cache_dir=str(tmp_path), build=build)[1] == FACTS
+    monkeypatch.setattr(cache_file.fcntl, "flock", no_locks)
+    assert cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=build)[1] == FACTS
     assert os.listdir(tmp_path) == ["x"]

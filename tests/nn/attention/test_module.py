@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from meshwright.nn.attention.causal import CausalAttention
-from meshwright.nn.attention.rope import rope_tables
+from tests.nn.blocks import context, make_attention
 
 SHAPES = [(4, 4), (4, 2), (4, 1), (6, 3), (1, 1)]
 """Query and key/value heads."""
@@ -16,10 +15,9 @@ SHAPES = [(4, 4), (4, 2), (4, 1), (6, 3), (1, 1)]
 
 def build(num_heads, num_kv_heads, *, dim=24, head_dim=8, seq_len=11):
     torch.manual_seed(num_heads * 10 + num_kv_heads)
-    attention = CausalAttention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim).double()
-    device = torch.device("cpu")
-    tables = rope_tables(seq_len, head_dim, theta=10000.0, scaling=None, device=device, dtype=torch.float64)
-    return attention, torch.randn(2, seq_len, dim, dtype=torch.float64), tables
+    attention = make_attention(dim, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim).double()
+    tokens = context(attention, seq_len, torch.float64)
+    return attention, torch.randn(2, seq_len, dim, dtype=torch.float64), tokens
 
 
 def turned(vector, position, theta=10000.0):
@@ -52,18 +50,18 @@ def naive(attention, x_btd, num_heads, num_kv_heads):
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHAPES)
 def test_it_is_the_obvious_loop(num_heads, num_kv_heads):
-    attention, x_btd, tables = build(num_heads, num_kv_heads)
-    found = attention(x_btd, *tables)
+    attention, x_btd, tokens = build(num_heads, num_kv_heads)
+    found = attention(x_btd, tokens)
     torch.testing.assert_close(found, naive(attention, x_btd, num_heads, num_kv_heads), rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHAPES)
 def test_a_later_token_never_changes_an_earlier_output(num_heads, num_kv_heads):
-    attention, x_btd, tables = build(num_heads, num_kv_heads)
-    before = attention(x_btd, *tables)
+    attention, x_btd, tokens = build(num_heads, num_kv_heads)
+    before = attention(x_btd, tokens)
     for t in range(x_btd.shape[1]):
         changed = x_btd.clone()
         changed[:, t] += 1
-        after = attention(changed, *tables)
+        after = attention(changed, tokens)
         torch.testing.assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-13)
         assert (after[:, t:] != before[:, t:]).any(-1).all()

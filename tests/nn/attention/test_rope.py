@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from meshwright.nn.attention.rope import RopeScaling, apply_rotary_emb, rope_tables
 
-CPU = torch.device("cpu")
 LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
 sizes = st.integers(1, 12).map(lambda n: 2 * n)
 stretches = st.sampled_from([None, LLAMA_31, RopeScaling(4.0, 1.0, 4.0, 64)])
 
 
 def tables(seq_len, head_dim, *, theta=10000.0, scaling=None, dtype=torch.float64):
-    return rope_tables(seq_len, head_dim, theta=theta, scaling=scaling, device=CPU, dtype=dtype)
+    return rope_tables(torch.arange(seq_len), head_dim, theta=theta, scaling=scaling, dtype=dtype)
 
 
 def turn(vectors_th, **options):

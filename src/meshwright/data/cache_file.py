@@ -1,0 +1,227 @@
+"""Cache files that hold arrays followed by metadata, and where they are: tokenised text, indices of packed documents.
+
+    arrays | metadata as JSON | length of the JSON, uint64 | magic, 8 bytes            (all little-endian)
+
+A file is written under a temporary name, synced and then renamed, so a killed process never leaves a partial file
+under the final name; a file of inconsistent length is rebuilt. One process per machine builds a file while the others
+wait. Without file locks several may build it at once: they write the same bytes, the last rename wins, and memory maps
+of an earlier file stay valid. Torch-free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
+
+import numpy as np
+
+from meshwright.errors import DataError
+from meshwright.log import get_logger
+
+MAGIC = b"MWTOKEN1"
+_LENGTH = np.dtype("<u8")
+_STALE_SECONDS = 24 * 3600
+
+_log = get_logger(__name__)
+
+
+class Metadata(Protocol):
+    """Contents of a cache file: a dataclass of JSON values. Its constructor raises ValueError if they contradict."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the arrays in the cache file."""
+
+
+M = TypeVar("M", bound=Metadata)
+
+
+def open_or_build(
+    name: str,
+    kind: type[M],
+    *,
+    cache_dir: str | None,
+    build: Callable[[BinaryIO], M],
+    is_usable: Callable[[M], bool] = lambda _: True,
+) -> tuple[Path, M]:
+    """Return the path and metadata of the cache file `name`, building it if it is missing, damaged or not usable.
+
+    An existing file is used even in a read-only directory. If a file must be built and `cache_dir` (default
+    `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright`) is not writable, falls back to a per-user directory under
+    the system's temporary directory and logs a warning.
+
+    Args:
+        name: name of the file.
+        kind: type of the metadata.
+        cache_dir: directory of the file.
+        build: function that writes the arrays to a file and returns their metadata.
+        is_usable: function that says whether the file has what the caller needs; otherwise it is replaced.
+
+    Raises:
+        DataError: the file could not be written.
+    """
+    preferred = _preferred_directory(cache_dir)
+    if preferred is not None and (metadata := _usable(preferred / name, kind, is_usable)) is not None:
+        return preferred / name, metadata
+    directory = _writable_directory(preferred)
+    if directory != preferred and (metadata := _usable(directory / name, kind, is_usable)) is not None:
+        return directory / name, metadata
+    _remove_stale(directory)
+    path = directory / name
+    with _build_lock(path):
+        metadata = _usable(path, kind, is_usable)
+        return path, metadata if metadata is not None else _build_file(path, build)
+
+
+def load(path: Path, kind: type[M]) -> M | None:
+    """Return the metadata of a cache file, or None if the file is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            return _load(file, kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        _log.warning("cache file %s is damaged and will be rebuilt: %s", path, error)
+        return None
+
+
+def _usable(path: Path, kind: type[M], is_usable: Callable[[M], bool]) -> M | None:
+    metadata = load(path, kind)
+    return metadata if metadata is not None and is_usable(metadata) else None
+
+
+def _build_file(path: Path, build: Callable[[BinaryIO], M]) -> M:
+    with _atomic_write(path) as file:
+        metadata = build(file)
+        assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
+        encoded = json.dumps(asdict(metadata)).encode("utf-8")
+        file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
+    return metadata
+
+
+def _load(file: BinaryIO, kind: type[M]) -> M:
+    """Read the metadata; raise ValueError or TypeError if the file is truncated or malformed."""
+    size = os.fstat(file.fileno()).st_size
+    tail = _LENGTH.itemsize + len(MAGIC)
+    if size < tail:
+        raise ValueError(f"{size} bytes is too short")
+    file.seek(size - tail)
+    footer = file.read(tail)
+    length = int(np.frombuffer(footer, _LENGTH, count=1)[0])
+    if footer[_LENGTH.itemsize :] != MAGIC or length > size - tail:
+        raise ValueError("missing or corrupt footer")
+    file.seek(size - tail - length)
+    metadata = kind(**json.loads(file.read(length)))
+    if size != metadata.payload_bytes + length + tail:
+        raise ValueError(f"{size} bytes, expected {metadata.payload_bytes + length + tail}")
+    return metadata
+
+
+def _preferred_directory(cache_dir: str | None) -> Path | None:
+    """Return the configured cache directory or the user's default; None without a home directory."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(configured):  # The XDG specification requires relative paths to be ignored.
+        return Path(configured) / "meshwright"
+    try:
+        return Path.home() / ".cache" / "meshwright"
+    except RuntimeError:
+        return None
+
+
+def _writable_directory(preferred: Path | None) -> Path:
+    problem = "no home directory"
+    if preferred is not None:
+        try:
+            preferred.mkdir(parents=True, exist_ok=True)
+            if os.access(preferred, os.W_OK | os.X_OK):
+                return preferred
+            problem = f"{preferred} is not writable"
+        except OSError as error:
+            problem = f"cannot create {preferred} ({error.strerror})"
+    fallback = _temporary_directory()
+    _log.warning("%s: caching tokenised text in %s (set data.cache_dir to change this)", problem, fallback)
+    return fallback
+
+
+def _temporary_directory() -> Path:
+    """Return a directory only this user can write to, the same for every process, since /tmp is world-writable."""
+    path = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return path
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="meshwright-"))
+
+
+@contextmanager
+def _build_lock(path: Path) -> Iterator[None]:
+    """Prevent other processes on this machine from building `path` at the same time.
+
+    The lock saves work but is not needed for correctness: file systems without locks are fine, and a lock removed while
+    another process waits for it merely lets two processes build the same file.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(lock.open("ab"))
+            stack.callback(lock.unlink, missing_ok=True)
+            _acquire(file, path)
+        except OSError as error:
+            _log.info("cannot lock %s (%s): other processes may build the same file", path, error)
+        yield
+
+
+def _acquire(lock: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _log.info("waiting for another process to build %s", path)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+@contextmanager
+def _atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears at `path` only if the block succeeds."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the cache file {path}: {error.strerror or error}",
+            where="data.cache_dir",
+            rule="tokenised text and packed documents are cached in data.cache_dir (default ~/.cache/meshwright)",
+            fix="free some disk space, or data.cache_dir=<a directory on another disk>",
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _remove_stale(directory: Path) -> None:
+    """Remove temporary files more than a day old, left behind by killed processes."""
+    for path in directory.glob("*.tmp"):
+        try:
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
+        except OSError:
+            continue

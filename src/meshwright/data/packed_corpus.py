@@ -1,0 +1,49 @@
+"""Both splits of a corpus with their documents packed into windows. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.data.packed_windows import PackedSplits, open_packed
+from meshwright.data.text_corpus import Corpus
+from meshwright.errors import DataError
+
+
+def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple_of: int = 1) -> Corpus:
+    """Return the corpus with its documents packed into windows of `seq_len` tokens.
+
+    Args:
+        corpus: a corpus opened with its documents.
+        seq_len: tokens in a window.
+        cache_dir: directory of the cached index.
+        multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
+
+    Raises:
+        DataError: a split has fewer targets than a window; the fix names the largest `train.seq_len` that works.
+    """
+    assert corpus.train_documents is not None and corpus.validation_documents is not None, "open it with its documents"
+    train, validation = (
+        open_packed(tokens, documents, seq_len=seq_len, fingerprint=corpus.fingerprint, cache_dir=cache_dir)
+        for tokens, documents in (
+            (corpus.train, corpus.train_documents),
+            (corpus.validation, corpus.validation_documents),
+        )
+    )
+    packed = replace(corpus, packed=PackedSplits(train, validation))
+    _check(packed, train.num_targets, validation.num_targets, seq_len=seq_len, multiple_of=multiple_of)
+    return packed
+
+
+def _check(corpus: Corpus, num_train: int, num_validation: int, *, seq_len: int, multiple_of: int) -> None:
+    """Check that both splits have enough targets to fill a window."""
+    fewest, name = min((num_train, "training"), (num_validation, "validation"))
+    if fewest >= seq_len:
+        return
+    largest = fewest // multiple_of * multiple_of
+    raise DataError(
+        f"train.seq_len = {seq_len} is longer than the {name} split, whose documents have {fewest} targets",
+        where=f"train.seq_len; data.source, {corpus.source}",
+        rule="with data.packing = documents, the training and validation splits each fill at least one sample; each "
+        "token of a document but the first is a target",
+        fix=f"train.seq_len={largest}, or a larger data.source" if largest else "a larger data.source",
+    )

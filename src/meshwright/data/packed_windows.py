@@ -1,0 +1,184 @@
+"""Windows of packed documents: what each holds, without reading tokens, and its tokens. Torch-free.
+
+Their index is built once, cached, and memory-mapped by all ranks and later runs:
+
+    pieces, window by window | number of the first piece of each window, int64, and of all pieces
+
+A window of T pairs holds pieces of documents one after the other (see `packing.py`) and, at its end, padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data import cache_file
+from meshwright.data.document_ends import SplitDocuments
+from meshwright.data.packing import BUCKET_DOCUMENTS, PIECE, pack, ranges, split_documents
+from meshwright.log import get_logger
+from meshwright.units import format_count
+
+Int64Array = NDArray[np.int64]
+Tokens = NDArray[np.integer]
+Documents = tuple[tuple[int, ...], ...]
+"""Lengths of the documents of each window, in order, padding last; they add up to the window's length."""
+
+_FIRST = np.dtype("<i8")
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class IndexMetadata:
+    """Metadata of an index, as stored in its cache file.
+
+    Args:
+        num_windows: number of windows.
+        num_pieces: number of pieces of all windows.
+        num_targets: number of targets of all windows, without padding.
+        payload_bytes: size of the arrays.
+
+    Raises:
+        ValueError: the size of the payload is not that of its contents.
+    """
+
+    num_windows: int
+    num_pieces: int
+    num_targets: int
+    payload_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.payload_bytes != self.num_pieces * PIECE.itemsize + (self.num_windows + 1) * _FIRST.itemsize:
+            raise ValueError(f"payload of {self.payload_bytes} bytes does not fit {self.num_pieces} pieces")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWindows:
+    """Random access to the windows of a split whose documents are packed.
+
+    Args:
+        tokens: tokens of the split, 1-D; usually memory-mapped.
+        seq_len: tokens in a window, T.
+        num_targets: number of targets of all windows; no document has targets in another one, or outside its pieces.
+        pieces: pieces of all windows, window by window.
+        first_pieces: number of the first piece of each window, and of all pieces at the end.
+    """
+
+    tokens: Tokens = field(repr=False)
+    seq_len: int
+    num_targets: int
+    pieces: NDArray[np.void] = field(repr=False)
+    first_pieces: Int64Array = field(repr=False)
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows."""
+        return len(self.first_pieces) - 1
+
+    @property
+    def fill(self) -> float:
+        """Share of the windows' tokens that have a target."""
+        return self.num_targets / max(1, self.num_windows * self.seq_len)
+
+    def documents(self, windows: Int64Array) -> Documents:
+        """Return the lengths of the documents of each window, without reading tokens.
+
+        A piece of a document counts as a document. Padding, if any, is the last one.
+        """
+        return tuple(self._lengths(window) for window in windows.tolist())
+
+    def count(self, windows: Int64Array) -> int:
+        """Return the number of targets in the windows, without reading tokens."""
+        return int(self._pieces_of(windows)[0]["length"].sum(dtype=np.int64))
+
+    def read(self, windows: Int64Array, *, ignored_target: int) -> tuple[Int64Array, Int64Array]:
+        """Return the inputs and targets of the windows, both [len(windows), seq_len]; padding has input 0.
+
+        Args:
+            windows: numbers of the windows, 1-D.
+            ignored_target: target of padding.
+        """
+        pieces, num_pieces = self._pieces_of(windows)
+        lengths = pieces["length"].astype(np.int64)
+        places = ranges(pieces["start"], lengths)
+        used = np.zeros(len(windows), dtype=np.int64)
+        np.add.at(used, np.repeat(np.arange(len(windows)), num_pieces), lengths)
+        is_real = np.arange(self.seq_len) < used[:, None]
+        inputs = np.zeros(is_real.shape, dtype=np.int64)
+        targets = np.full(is_real.shape, ignored_target, dtype=np.int64)
+        inputs[is_real] = self.tokens[places]
+        targets[is_real] = self.tokens[places + 1]
+        return inputs, targets
+
+    def _lengths(self, window: int) -> tuple[int, ...]:
+        first, last = self.first_pieces[window : window + 2]
+        lengths: list[int] = self.pieces["length"][first:last].tolist()
+        padding = self.seq_len - sum(lengths)
+        return (*lengths, padding) if padding else tuple(lengths)
+
+    def _pieces_of(self, windows: Int64Array) -> tuple[NDArray[np.void], Int64Array]:
+        """Return the pieces of the windows, one window after the other, and the number of each window's pieces."""
+        first = self.first_pieces[windows]
+        num_pieces = self.first_pieces[windows + 1] - first
+        return self.pieces[ranges(first, num_pieces)], num_pieces
+
+
+@dataclass(frozen=True)
+class PackedSplits:
+    """Windows of the training and validation splits of a corpus."""
+
+    train: PackedWindows
+    validation: PackedWindows
+
+
+def open_packed(
+    tokens: Tokens, documents: SplitDocuments, *, seq_len: int, fingerprint: str, cache_dir: str | None
+) -> PackedWindows:
+    """Pack the documents of a split into windows, or open the cached index.
+
+    Args:
+        tokens: tokens of the split, 1-D.
+        documents: its documents.
+        seq_len: tokens in a window.
+        fingerprint: fingerprint of the corpus and its documents.
+        cache_dir: see `cache_file.open_or_build`.
+
+    Raises:
+        DataError: the cache could not be written.
+    """
+    identity = f"{fingerprint} {documents.split_start} {seq_len}"
+    name = f"packed-{hashlib.sha256(identity.encode('ascii')).hexdigest()[:32]}"
+
+    def build(file: BinaryIO) -> IndexMetadata:
+        _log.info("packing %s documents into windows of %d tokens", format_count(len(documents.ends)), seq_len)
+        return write_index(file, documents, seq_len)
+
+    path, found = cache_file.open_or_build(name, IndexMetadata, cache_dir=cache_dir, build=build)
+    size = found.num_pieces * PIECE.itemsize
+    pieces = np.memmap(path, dtype=PIECE, mode="r", shape=(found.num_pieces,)) if size else np.empty(0, PIECE)
+    first_pieces = np.memmap(path, dtype=_FIRST, mode="r", offset=size, shape=(found.num_windows + 1,))
+    return PackedWindows(tokens, seq_len, found.num_targets, np.asarray(pieces), np.asarray(first_pieces))
+
+
+def write_index(
+    file: BinaryIO, documents: SplitDocuments, seq_len: int, *, bucket_documents: int = BUCKET_DOCUMENTS
+) -> IndexMetadata:
+    """Pack the documents bucket by bucket and write the index; in memory are a bucket and 8 bytes a window."""
+    counts: list[Int64Array] = []
+    num_targets = 0
+    for bucket in documents.chunks(bucket_documents):
+        lengths = documents.lengths(bucket)
+        starts = documents.start(bucket.start) - documents.split_start + np.cumsum(lengths) - lengths
+        pieces, num_pieces = pack(split_documents(starts, lengths, seq_len), seq_len)
+        file.write(pieces.data)
+        counts.append(num_pieces)
+        num_targets += int(pieces["length"].sum(dtype=np.int64))
+    first_pieces = np.concatenate([np.zeros(1, np.int64), *counts]).cumsum()
+    file.write(first_pieces.astype(_FIRST).data)
+    num_windows, total = len(first_pieces) - 1, int(first_pieces[-1])
+    size = total * PIECE.itemsize + len(first_pieces) * _FIRST.itemsize
+    return IndexMetadata(num_windows=num_windows, num_pieces=total, num_targets=num_targets, payload_bytes=size)

@@ -1,0 +1,51 @@
+"""Next-token prediction on packed documents. Samples have different numbers of targets, so the task counts them."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
+from meshwright.data.sampler import WindowOrder
+from meshwright.data.text_corpus import Corpus
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.task import Batch
+from meshwright.models.tasks.next_token import NextTokenTask, TextBatch
+from meshwright.nn.attention.token_layout import TokenLayout
+
+
+class PackedTextTask(NextTokenTask):
+    """Next-token prediction on windows of packed documents.
+
+    The loss is the mean over the targets of the global batch; the first token of a document is no target.
+    """
+
+    def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
+        super().__init__(f, corpus, device)
+        assert corpus.packed is not None, "the corpus is not packed"
+        self._windows = corpus.packed
+        self._loader = PackedLoader(self._windows.train, WindowOrder(self._windows.train.num_windows, f.seed), device)
+        self.units_a_sample = None
+
+    def batch(self, samples: range) -> Batch:
+        """Return the windows of the training samples."""
+        return self._text_batch(self._loader.batch(samples), tuple(samples))
+
+    def count(self, samples: range) -> int:
+        """Return the number of targets in the training samples, without reading tokens."""
+        return self._loader.count(samples)
+
+    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
+        """Return this rank's windows of the held-out documents, evenly spread."""
+        batches = packed_validation_batches(
+            self._windows.validation,
+            num_samples=self._run.validation_samples,
+            batch_size=batch_size,
+            data_parallel=data_parallel,
+            data_index=data_index,
+            device=self._device,
+        )
+        return [self._text_batch(batch) for batch in batches]
+
+    def _text_batch(self, batch: PackedBatch, samples: tuple[int, ...] | None = None) -> TextBatch:
+        layout = TokenLayout(self._run.seq_len, documents=batch.documents, samples=samples)
+        return TextBatch(batch.inputs, batch.targets, layout)

@@ -1,0 +1,1 @@
+"""Attention kernels, one a file; `meshwright.nn.attention.attention` chooses among them."""

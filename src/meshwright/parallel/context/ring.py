@@ -1,0 +1,158 @@
+"""Ring attention: keys and values travel to the ranks whose queries see them (Liu et al. 2023, "Ring attention with
+blockwise transformers for near-infinite context").
+
+Each rank attends to its own keys while those of others travel, then to what arrives from each distance, and merges the
+results by their logsumexps. Only visible keys are sent, once, and kept for the backward, which returns their gradients.
+
+Shapes: b batch, s tokens on this rank, n heads, h head_dim; m tokens received from a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshwright.comm.alltoallv import start_all_to_all
+from meshwright.comm.alltoallv_async import AllToAllHandle
+from meshwright.comm.collectives import world_size
+from meshwright.nn.attention.attention import attention, attention_with_lse
+from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.core import AttentionCore
+from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.merge import merge
+from meshwright.nn.attention.token_indices import shard_indices
+from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.plan.context.exchange import Exchange, make_exchange
+from meshwright.plan.context.intervals import Intervals, count, local_rows
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """Exchange with the ranks at one distance."""
+
+    rows: tuple[Tensor, ...]
+    """Rows of this rank's tokens to send, per entry."""
+    target: int
+    source: int
+    received: tuple[int, ...]
+    """Tokens received, per entry."""
+    masks: tuple[AttentionMask | None, ...]
+    """Mask between this rank's queries and the received keys, per entry; None where there are none."""
+
+
+@dataclass(frozen=True)
+class RingMask:
+    """Masks and rows of a micro-batch, per entry: one for all samples if they are alike, or one for each."""
+
+    own: tuple[AttentionMask, ...]
+    hops: tuple[_Hop, ...]
+
+
+class RingAttention(AttentionCore):
+    """Attention over tokens that a process group shards."""
+
+    def __init__(self, group: ProcessGroup, *, backend: str = "auto") -> None:
+        self.group, self.backend = group, backend
+
+    def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> RingMask:
+        """Return the masks of this rank's queries, and what it sends and receives."""
+        assert layout.shards is not None, "the layout is a rank's"
+        exchange = make_exchange(mask, layout.shards, layout.seq_len)
+        maker = _HopMaker(mask, layout, exchange, device, self.backend)
+        own = tuple(maker.mask(entry, held) for entry, held in enumerate(maker.held))
+        return RingMask(own, tuple(maker.hop(distance) for distance in exchange.distances()))
+
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: RingMask) -> Tensor:
+        """Return the output [b, s, n, h]."""
+        if not mask.hops:
+            return _join([attention(*one, mask=own) for one, own in _entries(q_bsnh, k_bsnh, v_bsnh, mask.own)])
+        kv_bs2mh = torch.stack((k_bsnh, v_bsnh), dim=2)
+        transfers = [self._start(kv_bs2mh, hop) for hop in mask.hops]
+        parts = [attention_with_lse(*one, mask=own) for one, own in _entries(q_bsnh, k_bsnh, v_bsnh, mask.own)]
+        # Sums of several parts are accumulated in at least float32.
+        merged = [(out.to(lse.dtype), lse) for out, lse in parts]
+        for hop, transfer in zip(mask.hops, transfers, strict=True):
+            received = transfer.wait()
+            queries = (q_bsnh,) if len(merged) == 1 else q_bsnh.split(1)
+            for entry, keys in enumerate(_by_entry(received, hop, q_bsnh.shape[0])):
+                merged[entry] = _attend(queries[entry], keys, hop.masks[entry], *merged[entry])
+        return _join([out for out, _ in merged]).to(q_bsnh.dtype)
+
+    def _start(self, kv_bs2mh: Tensor, hop: _Hop) -> AllToAllHandle:
+        if len(hop.rows) == 1:
+            sent, num_received = kv_bs2mh.index_select(1, hop.rows[0]).flatten(0, 1), kv_bs2mh.shape[0] * hop.received[0]
+        else:
+            sent = torch.cat([one.index_select(0, rows) for one, rows in zip(kv_bs2mh, hop.rows, strict=True)])
+            num_received = sum(hop.received)
+        send, recv = [0] * world_size(self.group), [0] * world_size(self.group)
+        send[hop.target], recv[hop.source] = sent.shape[0], num_received
+        return start_all_to_all(sent, send_splits=send, recv_splits=recv, group=self.group)
+
+
+class _HopMaker:
+    """Masks and rows of a rank under an exchange."""
+
+    def __init__(
+        self, mask: MaskSpec, layout: TokenLayout, exchange: Exchange, device: torch.device, backend: str
+    ) -> None:
+        assert layout.shards is not None
+        self._mask, self._layout, self._exchange, self._device, self._backend = mask, layout, exchange, device, backend
+        shard = layout.shards[layout.rank]
+        self.held = tuple(shard[min(entry, len(shard) - 1)] for entry in range(exchange.num_entries))
+        """Tokens of this rank, per entry."""
+
+    def mask(self, entry: int, keys: Intervals) -> AttentionMask:
+        """Return the mask between this rank's queries and some keys of an entry."""
+        documents, queries = self._mask.documents, (self.held[entry],)
+        mask = self._mask if documents is None else replace(self._mask, documents=(documents[entry],))
+        return AttentionMask.at(
+            mask, self._layout.seq_len, queries, (keys,), device=self._device, backend=self._backend
+        )
+
+    def hop(self, distance: int) -> _Hop:
+        """Return the exchange at a distance."""
+        exchange, own = self._exchange, self._layout.rank
+        target, source = (own + distance) % exchange.num_ranks, (own - distance) % exchange.num_ranks
+        keys = exchange.tokens[own][source]
+        rows = (local_rows(*one) for one in zip(exchange.tokens[target][own], self.held, strict=True))
+        return _Hop(
+            tuple(shard_indices((one,)).to(self._device) for one in rows),
+            target,
+            source,
+            tuple(map(count, keys)),
+            tuple(self.mask(entry, one) if one else None for entry, one in enumerate(keys)),
+        )
+
+
+def _entries(
+    q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, masks: tuple[AttentionMask, ...]
+) -> list[tuple[tuple[Tensor, Tensor, Tensor], AttentionMask]]:
+    """Return the inputs of each entry with its mask."""
+    if len(masks) == 1:
+        return [((q_bsnh, k_bsnh, v_bsnh), masks[0])]
+    return list(zip(zip(q_bsnh.split(1), k_bsnh.split(1), v_bsnh.split(1), strict=True), masks, strict=True))
+
+
+def _by_entry(received_m2nh: Tensor, hop: _Hop, num_samples: int) -> list[Tensor]:
+    """Return the received keys and values [b, m, 2, n, h] of each entry."""
+    if len(hop.received) == 1:
+        return [received_m2nh.unflatten(0, (num_samples, hop.received[0]))]
+    return [one[None] for one in received_m2nh.split(hop.received)]
+
+
+def _attend(
+    q_bsnh: Tensor, kv_bm2nh: Tensor, mask: AttentionMask | None, out_bsnh: Tensor, lse_bns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge the attention to received keys into a result. Without keys the result depends on them all the same: their
+    owner waits for gradients."""
+    if mask is None:
+        return out_bsnh + kv_bm2nh.sum(), lse_bns
+    out, lse = attention_with_lse(q_bsnh, kv_bm2nh[:, :, 0], kv_bm2nh[:, :, 1], mask=mask)
+    return merge(out_bsnh, lse_bns, out.to(lse.dtype), lse)
+
+
+def _join(outs: list[Tensor]) -> Tensor:
+    return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -1,0 +1,87 @@
+"""Small cases of masks and shards, and their masks written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.token_layout import Shard
+from meshwright.plan.context.intervals import Intervals, union
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: MaskSpec
+    seq_len: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shards)
+
+    @property
+    def num_samples(self) -> int:
+        return max(len(self.shards[0]), len(self.mask.documents or ((),)))
+
+    def held(self, rank: int, sample: int) -> Intervals:
+        shard = self.shards[rank]
+        return shard[0] if len(shard) == 1 else shard[sample]
+
+
+def tokens(intervals: Intervals) -> list[int]:
+    return [token for start, stop in intervals for token in range(start, stop)]
+
+
+def dense(mask: MaskSpec, seq_len: int, sample: int = 0) -> list[list[bool]]:
+    """The mask by its definition: rows are queries, columns keys."""
+    place = []
+    for document, length in enumerate((seq_len,) if mask.documents is None else mask.documents[sample]):
+        place += [(document, position) for position in range(length)]
+    return [
+        [
+            their_document == document
+            and (not mask.causal or key <= query or key < mask.prefix)
+            and (mask.window is None or abs(key - query) < mask.window)
+            for their_document, key in place
+        ]
+        for document, query in place
+    ]
+
+
+@st.composite
+def lengths(draw: st.DrawFn, seq_len: int) -> tuple[int, ...]:
+    borders = draw(st.sets(st.integers(1, seq_len - 1), max_size=6)) if seq_len > 1 else set()
+    ends = [*sorted(borders), seq_len]
+    return tuple(stop - start for start, stop in zip([0, *ends], ends, strict=False))
+
+
+@st.composite
+def masks(draw: st.DrawFn, seq_len: int, *, num_samples: int | None) -> MaskSpec:
+    """A mask with documents of so many samples, or without documents."""
+    causal = draw(st.booleans())
+    mask = MaskSpec(
+        causal=causal,
+        window=draw(st.none() | st.integers(1, seq_len + 2)),
+        prefix=draw(st.integers(0, seq_len // 2)) if causal else 0,
+    )
+    if num_samples is None:
+        return mask
+    return replace(mask, documents=tuple(draw(lengths(seq_len)) for _ in range(num_samples)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any mask with any shards of equal size."""
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    seq_len = num_ranks * draw(st.integers(1, 6))
+    num_samples = draw(st.integers(1, 2))
+    mask = draw(masks(seq_len, num_samples=draw(st.sampled_from([None, num_samples]))))
+    by_sample = []
+    for _ in range(num_samples):
+        order = draw(st.permutations(range(seq_len)))
+        size = seq_len // num_ranks
+        parts = [order[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
+        by_sample.append([union((token, token + 1) for token in part) for part in parts])
+    return Case(mask, seq_len, tuple(tuple(one[rank] for one in by_sample) for rank in range(num_ranks)))

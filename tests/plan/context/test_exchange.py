@@ -1,0 +1,86 @@
+"""What context-parallel ranks need from each other, against dense masks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.plan.context.balanced_order import contiguous, zigzag
+from meshwright.plan.context.exchange import Exchange, make_exchange
+from meshwright.plan.context.intervals import intersection, local_rows, union
+from meshwright.plan.context.sample_mask import SampleMask
+from tests.plan.context.dense import Case, cases, dense, tokens
+
+
+def needed(case: Case, receiver: int, sender: int) -> list[set[int]]:
+    """Tokens of the sender that a query of the receiver sees, from the dense mask."""
+    found = []
+    for sample in range(case.num_samples):
+        visible = dense(case.mask, case.seq_len, sample)
+        queries, keys = (tokens(case.held(rank, sample)) for rank in (receiver, sender))
+        found.append({key for key in keys if any(visible[query][key] for query in queries)})
+    return found
+
+
+def faults(case: Case, exchange: Exchange) -> list[str]:
+    """Every difference from what the dense mask says."""
+    found = []
+    for receiver in range(case.num_ranks):
+        for sender in range(case.num_ranks):
+            expected = needed(case, receiver, sender) if receiver != sender else [set()] * case.num_samples
+            given_ = [tokens(one) for one in exchange.tokens[receiver][sender]]
+            if [set(one) for one in given_] != expected[: exchange.num_entries]:
+                found.append(f"{receiver} from {sender}: {given_}, not {expected}")
+            if exchange.num_tokens(receiver, sender) != sum(map(len, expected[: exchange.num_entries])):
+                found.append(f"{receiver} from {sender} counts {exchange.num_tokens(receiver, sender)}")
+    return found
+
+
+@given(cases())
+def test_exchange_is_what_the_dense_mask_lets_ranks_need(case: Case) -> None:
+    exchange = make_exchange(case.mask, case.shards, case.seq_len)
+    assert not faults(case, exchange)
+    ranks = range(case.num_ranks)
+    assert exchange.total() == sum(map(exchange.num_sent, ranks)) == sum(map(exchange.num_received, ranks))
+    for rank in ranks:
+        by_distance = [exchange.at_distance(rank, distance) for distance in range(case.num_ranks)]
+        assert not any(by_distance[0])
+        assert sorted(by_distance) == sorted(exchange.tokens[rank])
+    for distance in range(1, case.num_ranks):
+        receives = [any(exchange.at_distance(rank, distance)) for rank in ranks]
+        assert (distance in exchange.distances()) == any(receives)
+
+
+@given(cases())
+def test_index_agrees_with_the_mask(case: Case) -> None:
+    for sample in range(case.num_samples):
+        index = SampleMask.make(case.mask, case.seq_len, sample)
+        for start, stop in case.held(0, sample):
+            assert (index.keys_of((start, stop)),) == union(case.mask.keys_of((start, stop), case.seq_len, sample))
+            pairs = index.num_pairs_before(stop) - index.num_pairs_before(start)
+            assert pairs == case.mask.num_pairs_in((start, stop), case.seq_len, sample)
+
+
+def test_window_of_contiguous_ranks_comes_from_the_neighbour_only() -> None:
+    exchange = make_exchange(MaskSpec(causal=True, window=5), [(one,) for one in contiguous(64, 4)], 64)
+    assert exchange.tokens[2][1] == (((28, 32),),)
+    assert exchange.distances() == (1,)
+    assert exchange.total() == 3 * 4
+
+
+def test_causal_zigzag() -> None:
+    exchange = make_exchange(MaskSpec(causal=True), [(one,) for one in zigzag(16, 2)], 16)
+    assert exchange.tokens == (((((),)), (((4, 12),),)), ((((0, 4),),), ((),)))
+
+
+POINTS = st.integers(0, 12)
+SETS = st.sets(POINTS).map(lambda points: union((one, one + 1) for one in points))
+
+
+@given(SETS, SETS)
+def test_interval_arithmetic_is_that_of_sets(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> None:
+    assert tokens(intersection(a, b)) == sorted({*tokens(a)} & {*tokens(b)})
+    assert tokens(union((*b, *a))) == sorted({*tokens(a)} | {*tokens(b)})
+    held, part = tokens(a), intersection(a, b)
+    assert [held[row] for row in tokens(local_rows(part, a))] == tokens(part)
