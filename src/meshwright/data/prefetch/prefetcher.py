@@ -44,7 +44,7 @@ class Prefetcher(Generic[K, V]):
     def __init__(self, keys: Iterable[K], make: Callable[[K], V], *, ahead: int) -> None:
         assert ahead >= 1, "nothing to make ahead"
         self._keys, self._make, self._ahead = keys, make, ahead
-        self._made: deque[tuple[K, V | _Failure]] = deque()
+        self._made: deque[tuple[K, V] | _Failure] = deque()
         self._changed = Condition()
         self._closed = False
         self._thread = Thread(target=self._work, name="prefetch", daemon=True)
@@ -73,9 +73,10 @@ class Prefetcher(Generic[K, V]):
         """
         with self._changed:
             self._changed.wait_for(lambda: self._made)
-            made_key, value = self._made[0]
-            if isinstance(value, _Failure):
-                raise value.error
+            item = self._made[0]
+            if isinstance(item, _Failure):
+                raise item.error
+            made_key, value = item
             assert made_key == key, f"values are taken in the order of their keys: {key} instead of {made_key}"
             self._made.popleft()
             self._changed.notify_all()
@@ -83,24 +84,20 @@ class Prefetcher(Generic[K, V]):
 
     def _work(self) -> None:
         """Make one value after another until the keys or the context end, or a value fails."""
-        keys = iter(self._keys)
+        values = ((key, self._make(key)) for key in self._keys)
         while self._has_room():
+            item: tuple[K, V] | _Failure
             try:
-                key = next(keys)
-            except StopIteration:
-                return
-            value: V | _Failure
-            try:
-                value = self._make(key)
+                item = next(values, _Failure(AssertionError("all values were taken")))
             except BaseException as error:  # whatever it is, the thread that takes the value has to see it
-                value = _Failure(error)
+                item = _Failure(error)
             with self._changed:
                 if not self._closed:
-                    self._made.append((key, value))
+                    self._made.append(item)
                 self._changed.notify_all()
-            if isinstance(value, _Failure):
+            if isinstance(item, _Failure):
                 return
-            del value  # what was taken is freed by the thread that took it, however long the next value takes
+            del item  # the thread that takes the value frees it, however long the next one takes
 
     def _has_room(self) -> bool:
         """Wait until there is room for a value; return False once the context has ended."""

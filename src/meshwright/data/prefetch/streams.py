@@ -68,11 +68,13 @@ class CudaStreams:
 
     def copy_event(self) -> torch.cuda.Event:
         """Record an event on the copy stream."""
-        return self._copies.record_event()
+        event: torch.cuda.Event = self._copies.record_event()
+        return event
 
     def compute_event(self) -> torch.cuda.Event:
         """Record an event on the calling thread's current stream."""
-        return torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     def compute_waits(self, event: torch.cuda.Event) -> None:
         """Make the calling thread's current stream wait."""
@@ -84,7 +86,7 @@ class CudaStreams:
 
     def host_waits(self, event: torch.cuda.Event) -> None:
         """Wait, with the GIL released."""
-        event.synchronize()  # type: ignore[no-untyped-call]
+        event.synchronize()
 
     def keep_for_compute(self, x: Tensor) -> None:
         """Tell the allocator that the calling thread's current stream uses `x`."""

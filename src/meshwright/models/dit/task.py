@@ -67,8 +67,9 @@ class ImageBatch:
         return self.moved[:3] or tuple(x.to(self.task.device) for x in self.host_conditions())
 
     @cached_property
-    def _clean_and_noise(self) -> tuple[Tensor, ...]:
-        return self.moved[3:] or tuple(x.to(self.task.device) for x in self.host_samples())
+    def _clean_and_noise(self) -> tuple[Tensor, Tensor]:
+        clean, noise = self.moved[3:] or self.host_samples()
+        return clean.to(self.task.device), noise.to(self.task.device)
 
     @property
     def timesteps(self) -> Tensor:

@@ -49,10 +49,6 @@ class NextTokenTask(Task):
         self._has_text = corpus.validation_bytes_per_token is not None
         self.unit = text_unit(corpus.validation_bytes_per_token)
 
-    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
-        """Read the windows of the training samples; inputs and targets come from one read."""
-        return HostBatch(self._loader.host_batch(samples), lambda tensors: TextBatch(*tensors))
-
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the tokens' cross-entropies for logits [b, t, v]."""
         return cross_entropy_sum(out, targets)
@@ -85,7 +81,17 @@ class TextTask(NextTokenTask):
 
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""
-        return TextBatch(*self._loader.batch(samples), TokenLayout(self._run.seq_len, samples=tuple(samples)))
+        return self.prepare(samples, BatchUse()).to(self._device)
+
+    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
+        """Read the windows of the training samples; inputs and targets come from one read."""
+        layout = TokenLayout(self._run.seq_len, samples=tuple(samples))
+
+        def assemble(tensors: tuple[Tensor, ...]) -> Batch:
+            inputs, targets = tensors
+            return TextBatch(inputs, targets, layout)
+
+        return HostBatch(self._loader.host_batch(samples), assemble)
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
         """Return this rank's windows of the held-out text, evenly spread."""
