@@ -50,6 +50,7 @@ class Benchmark(StrEnum):
     RESHARD = "reshard"
     OPERATORS = "operators"
     EXPERTS = "moe"
+    LOADER = "loader"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ BENCHMARKS = {
     Benchmark.EXPERTS: BenchmarkEntry(
         "rows and times of expert layers against lower bounds and memory copies",
         "meshwright_bench.expert_layers.benchmark:bench_experts",
+    ),
+    Benchmark.LOADER: BenchmarkEntry(
+        "steps whose batches come from a slow source, with and without prefetching",
+        "meshwright_bench.loader.benchmark:bench_loader",
     ),
 }
 

@@ -20,7 +20,7 @@ from tests.helpers import open_data, small_corpus
 from tests.train import runs
 from tests.train.jobs import load_words, make_job, make_task, run_on
 
-TEXT, PICTURES = ("llama-tiny",), ("dit-tiny", "data.source=digits")
+TEXT, PICTURES = ("llama-tiny",), ("dit-digits",)
 CPU = torch.device("cpu")
 
 
@@ -36,14 +36,20 @@ def workers():
 def trained(rank, world_size, words, ahead):
     """Losses, norms and weights after six steps in two contexts, with a validation in between; threads left over."""
     job, step = make_job(rank, world_size, [*words, f"data.prefetch={ahead}"])
-    results = []
+    results, threads, prepare = [], set(), step._task.prepare
+
+    def noted(samples, use):
+        threads.add(threading.current_thread().name)
+        return prepare(samples, use)
+
+    step._task.prepare = noted
     for steps in (range(1, 4), range(4, 7)):
         with step.prefetching(steps):
             for number in steps:
                 results.append(step(number))
                 if number == 2:
                     results.append(validate(step.pipeline, step._task))
-            assert len(workers()) == (ahead > 0)
+    assert ("prefetch" in threads) == (ahead > 0)
     weights = {name: to_local(p.detach()).clone() for name, p in job.model.named_parameters()}
     return results, weights, len(workers())
 
@@ -72,7 +78,7 @@ def test_training_is_bitwise_the_same(gang, corpus, world_size, preset, layout):
 @pytest.mark.parametrize("words", [TEXT, (*TEXT, "data.packing=documents"), PICTURES], ids=["text", "packed", "images"])
 @pytest.mark.parametrize("use", [BatchUse(), BatchUse(inputs=False), BatchUse(inputs=False, targets=False)])
 def test_a_prepared_batch_is_the_batch(corpus, words, use):
-    task = make_task(load_words([*words, *(corpus if "dit-tiny" not in words else ())]))
+    task = make_task(load_words([*words, *(corpus if words is not PICTURES else ())]))
     samples = range(3, 7)
     prepared, expected = prepare_batch(task, samples, use).to(CPU), task.batch(samples)
     for a, b in ((prepared.inputs, expected.inputs), (prepared.targets, expected.targets)):

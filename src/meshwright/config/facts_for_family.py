@@ -24,7 +24,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         seed=train.seed,
         precision=train.precision,
         freeze=train.freeze,
-        data=DataFacts(**config.data.model_dump()),
+        data=DataFacts(**config.data.model_dump(exclude={"prefetch"})),
     )
 
 
