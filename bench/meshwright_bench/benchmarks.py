@@ -51,6 +51,7 @@ class Benchmark(StrEnum):
     OPERATORS = "operators"
     EXPERTS = "moe"
     ATTENTION = "attention"
+    LOADER = "loader"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ BENCHMARKS = {
     Benchmark.ATTENTION: BenchmarkEntry(
         "attention under a window and documents against plain causal attention",
         "meshwright_bench.attention.benchmark:bench_attention",
+    ),
+    Benchmark.LOADER: BenchmarkEntry(
+        "steps whose batches come from a slow source, with and without prefetching",
+        "meshwright_bench.loader.benchmark:bench_loader",
     ),
 }
 
