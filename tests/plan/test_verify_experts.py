@@ -44,7 +44,7 @@ DAMAGED = {
     ),
     "counted elsewhere": (
         with_kind(lambda kind: replace(kind, experts=replace(kind.experts, counted=("ep",)))),
-        "counts of moe_block are summed over ep",
+        "in moe_block are summed over ep",
     ),
     "secondary shards": (with_unit(freed=2), "keeps secondary shards over 2 ranks"),
 }

@@ -43,6 +43,8 @@ class StepResult:
     """True if the loss or the norm was not finite, in which case no rank updated its parameters."""
     stop: bool
     """True if any rank received a stop request."""
+    num_units: int = 0
+    """Loss units of the global batch, such as targets."""
 
 
 @contextmanager
@@ -68,6 +70,7 @@ class TrainStep:
         self._job = job
         self._task = task
         self._stop_requested = stop_requested
+        self._num_units = 0
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
         self._handles = StepHandles(job)
@@ -112,7 +115,9 @@ class TrainStep:
         self._handles.settle(taken=finite)
         job.compression.settle(taken=finite)
         job.optimizer.zero_grad(set_to_none=True)
-        return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
+        return StepResult(
+            step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0, num_units=self._num_units
+        )
 
     def expert_counts(self) -> list[list[int]] | None:
         """Return the tokens per expert in the last step, per layer with a load counter; None if there are no counts."""
@@ -127,7 +132,7 @@ class TrainStep:
         job = self._job
         train = job.config.train
         samples = self.samples(step)
-        num_units = self._count_units(samples)
+        num_units = self._num_units = self._count_units(samples)
         losses: list[Tensor] = []
         self._handles.begin(train.global_batch)
 
