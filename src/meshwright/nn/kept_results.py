@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -122,10 +123,11 @@ class KeepingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and keep its result."""
-        if types:
+        arguments = _arguments(types)
+        if arguments is _Arguments.WRAPPED:
             return NotImplemented  # until the subclass runs its operators on plain tensors
         result = func(*args, **(kwargs or {}))
-        if is_kept(func):
+        if arguments is _Arguments.PLAIN and is_kept(func):
             self._kept.put(func, result)
         return result
 
@@ -147,13 +149,31 @@ class RecallingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return an operator's kept result, or run it."""
-        if types:
+        arguments = _arguments(types)
+        if arguments is _Arguments.WRAPPED:
             return NotImplemented
-        if not is_kept(func):
+        if arguments is _Arguments.OTHER or not is_kept(func):
             return func(*args, **(kwargs or {}))
         number = self._num_calls[func]
         self._num_calls[func] += 1
         return self._kept.get(func, number)
+
+
+class _Arguments(Enum):
+    """What an operator is called with."""
+
+    PLAIN = "plain"
+    WRAPPED = "wrapped"
+    """Subclasses that run operators on the tensors inside them, such as DTensor and pending collectives."""
+    OTHER = "other"
+    """Other subclasses, such as the fake tensors with which DTensor propagates shardings, once per shape."""
+
+
+def _arguments(types: tuple[type, ...]) -> _Arguments:
+    own = [one for one in types if one.__torch_dispatch__ is not Tensor.__torch_dispatch__]  # type: ignore[attr-defined]
+    if any(hasattr(one, "__tensor_flatten__") for one in own):
+        return _Arguments.WRAPPED
+    return _Arguments.OTHER if own else _Arguments.PLAIN
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -15,11 +15,12 @@ from enum import StrEnum
 from functools import cached_property
 
 from meshwright.models.contract.tp_styles import Style
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.mesh_views import Atoms, Mesh
 
-FORMAT = 2
+FORMAT = 3
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
 
 
@@ -136,7 +137,7 @@ class Collective:
     """Number of calls per forward."""
     backward: int = 0
     recomputed: int = 0
-    """Number of additional calls if the block is recomputed."""
+    """Number of additional calls if the block is fully recomputed; selective recomputation keeps results."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,20 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that a kind keeps between forward and backward under each policy, per rank and sample."""
+
+    none: int
+    selective: int
+    full: int
+
+    def under(self, policy: RecomputePolicy) -> int:
+        """Return the bytes under a policy."""
+        found: int = getattr(self, policy)
+        return found
+
+
+@dataclass(frozen=True)
 class Kind:
     """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation or compilation are
     different kinds."""
@@ -190,10 +205,10 @@ class Kind:
     styles: tuple[tuple[str, Style], ...] = ()
     collectives: tuple[Collective, ...] = ()
     auxiliary: tuple[Auxiliary, ...] = ()
-    recompute: str = "none"
+    recompute: RecomputePolicy = RecomputePolicy.NONE
     compiled: bool = False
-    saved_elements: int = 0
-    """Elements saved for the backward, per rank and sample."""
+    saved: SavedBytes | None = None
+    """Bytes saved for the backward; None for an end that saves nothing."""
     output_elements: int = 0
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     experts: ExpertLayer | None = None
