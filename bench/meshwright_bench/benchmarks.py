@@ -50,6 +50,7 @@ class Benchmark(StrEnum):
     RESHARD = "reshard"
     OPERATORS = "operators"
     EXPERTS = "moe"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ BENCHMARKS = {
     Benchmark.EXPERTS: BenchmarkEntry(
         "rows and times of expert layers against lower bounds and memory copies",
         "meshwright_bench.expert_layers.benchmark:bench_experts",
+    ),
+    Benchmark.RECOMPUTE: BenchmarkEntry(
+        "saved bytes and step time of recomputation policies", "meshwright_bench.recompute.benchmark:bench_recompute"
     ),
 }
 

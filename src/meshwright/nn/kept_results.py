@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.errors import LayoutError
-from meshwright.nn.private import TorchDispatchMode, num_changes
+from meshwright.nn.private import TorchDispatchMode, detached, num_changes
 
 PRODUCTS = frozenset(
     f"aten::{name}"
@@ -38,9 +38,13 @@ PRODUCTS = frozenset(
 CHOICES = frozenset({"aten::topk"})
 """Indices that would change with the parameters."""
 COLLECTIVES = frozenset({"meshwright::all_to_all_start"})
-"""Functional collectives outside `FUNCTIONAL_COLLECTIVES`. Waiting for a kept result again does nothing."""
+"""Functional collectives outside `FUNCTIONAL_COLLECTIVES`."""
 FUNCTIONAL_COLLECTIVES = "_c10d_functional"
-"""Namespace of PyTorch's functional collectives, of which those that end in `_` work in place."""
+"""Namespace of PyTorch's functional collectives, of which those that end in `_` work in place.
+
+Waits are not kept. Waiting for a kept result again does nothing, and how often a block waits differs between its
+forwards: an input that was pending in the first one no longer is.
+"""
 
 
 @cache
@@ -49,7 +53,7 @@ def is_kept(operator: Any) -> bool:
     name: str = operator.name()
     namespace, _, base = name.partition(".")[0].partition("::")
     if namespace == FUNCTIONAL_COLLECTIVES:
-        return not base.endswith("_")
+        return not base.endswith("_") and not base.startswith("wait_")
     return not name.endswith((".out", "_out")) and f"{namespace}::{base}" in PRODUCTS | CHOICES | COLLECTIVES
 
 
@@ -185,4 +189,4 @@ def _tensors(result: Any) -> list[Tensor]:
 def _detached(result: Any) -> Any:
     if isinstance(result, tuple | list):
         return type(result)(_detached(one) for one in result)
-    return result.detach() if isinstance(result, Tensor) else result
+    return detached(result) if isinstance(result, Tensor) else result
