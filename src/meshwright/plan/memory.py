@@ -47,7 +47,7 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
 
 @lru_cache(maxsize=8)
 def _peaks(plan: RunPlan) -> tuple[PeakBytes, ...]:
-    return tuple(simulate(plan.schedule, Costs([_stage_costs(plan, stage) for stage in plan.stages])).peak_bytes)
+    return tuple(simulate(plan.schedule, Costs([stage_costs(plan, stage) for stage in plan.stages])).peak_bytes)
 
 
 def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
@@ -107,7 +107,7 @@ def _ends(plan: RunPlan) -> int:
     return max((sum(plan.elements(p) for p in found) for found in matrices), default=0)
 
 
-def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
+def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     """Return the sizes in bytes per micro-batch on a stage: activations saved for the backward, and the output with its
     gradient."""
     compute, samples = BYTES[stage.root.compute], plan.batch.samples
