@@ -22,7 +22,7 @@ from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.nn.kept_results import KeepingMode, KeptResults, is_kept
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
-from tests.nn.test_recompute import B, D, T, all_equal, dit, llama, make, step
+from tests.nn.test_recompute import D, all_equal, dit, llama, make, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 POLICIES = [RecomputePolicy.SELECTIVE, RecomputePolicy.FULL]

@@ -1,4 +1,4 @@
-"""Under selective recomputation a step runs the collectives of one without recomputation, and computes the same bits."""
+"""Under selective recomputation a step runs the collectives of one without it, and computes the same bits."""
 
 from __future__ import annotations
 

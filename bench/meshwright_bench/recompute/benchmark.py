@@ -21,9 +21,9 @@ WITHIN = 0.05
 """Target for the relative error of predicted bytes."""
 
 NOTES = (
-    "one process with one thread; float32, 2 layers of width 256, 2048 tokens a step (dit: 64 images)",
-    "bytes: what the forward of a block leaves for its backward, by weak references to all new storages; parameters and "
-    "tables that blocks share are not counted",
+    "one process with one thread; float32, 2 layers of width 256, 2048 tokens a step (dit: 64 images of 16 tokens)",
+    "bytes: what the forward of a block leaves for its backward, by weak references to all new storages, without "
+    "parameters and tables that blocks share",
     "extra: time of a training step over that of policy none, in the same round",
 )
 

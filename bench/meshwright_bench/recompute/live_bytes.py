@@ -39,15 +39,20 @@ class _NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = x.untyped_storage()
             address = storage.data_ptr()
             if storage.nbytes() and address not in self._older and not self._is_alive(address):
-                self._new[address] = StorageWeakRef(storage), storage.nbytes()
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._new[address] = reference, storage.nbytes()
         return out
 
     def _is_alive(self, address: int) -> bool:
-        return address in self._new and not self._new[address][0].expired()
+        return address in self._new and not _is_freed(self._new[address][0])
 
     def alive(self) -> int:
         """Return the bytes of the new storages that are alive."""
-        return sum(size for reference, size in self._new.values() if not reference.expired())
+        return sum(size for reference, size in self._new.values() if not _is_freed(reference))
+
+
+def _is_freed(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 def _plain(tree: Any) -> list[Tensor]:
@@ -67,7 +72,7 @@ def live_bytes(block: nn.Module, inputs: tuple[Any, ...]) -> int:
     graph = out.grad_fn
     del x, out
     gc.collect()
-    found = storages.alive()
+    found: int = storages.alive()
     assert graph is not None, "the block's backward has something to do"
     return found
 

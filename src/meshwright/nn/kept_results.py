@@ -148,7 +148,7 @@ class RecallingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> RecallingMode:
         self._num_calls.clear()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -69,7 +69,10 @@ def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
                 f"train.compile with {what}, but {kind} has {handles[0]}",
                 "train.compile",
                 RUNS_EAGERLY,
-                [{"recompute.policy": "none", **({"recompute.blocks": ()} if blocks else {})}, {"train.compile": False}],
+                [
+                    {"recompute.policy": "none", **({"recompute.blocks": ()} if blocks else {})},
+                    {"train.compile": False},
+                ],
             )
             return
 

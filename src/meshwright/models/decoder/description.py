@@ -113,8 +113,7 @@ def _block(spec: DecoderSpec, seq_len: int) -> KindFacts:
         + saved_by_norm(dim)
         + Saved(divided=2.0 * queries + 2.0 * keys + 4.0 * spec.ffn_dim, wide_divided=spec.num_heads),
         # Queries and keys before rotation, and the outputs of row-parallel layers, which tp ranks sum afterwards.
-        kept=kept_of_attention(dim, queries, keys, spec.num_heads)
-        + Saved(full=float(dim), divided=2.0 * spec.ffn_dim),
+        kept=kept_of_attention(dim, queries, keys, spec.num_heads) + Saved(full=float(dim), divided=2.0 * spec.ffn_dim),
         # Causal attention: the upper triangle is not counted.
         flops=2.0 * matrices + 2.0 * queries * seq_len,
     )

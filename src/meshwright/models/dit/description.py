@@ -94,8 +94,8 @@ def describe(spec: DiTSpec) -> ModelFacts:
             *linear("final.modulation", dim, 2 * dim, bias=True),
             *linear("final.head", dim, spec.patch_dim(), bias=True, role=Role.HEAD),
         ),
-        # The input, the norm's output with mean and deviation, its modulation; per sample the condition, the modulation,
-        # and 1 + the scale.
+        # The input, the norm's output with mean and deviation, its modulation; per sample the condition, the
+        # modulation, and 1 + the scale.
         saved=Saved(full=3.0 * dim + 2.0 + 4.0 * dim / tokens),
         output=float(spec.patch_dim()),
         flops=2.0 * dim * spec.patch_dim() + 4.0 * dim**2 / tokens,
@@ -138,9 +138,7 @@ def _block(spec: DiTSpec) -> KindFacts:
         saved=Saved(
             full=8.0 * dim + 4.0 + 9.0 * dim / tokens, divided=4.0 * inner + 2.0 * ffn, wide_divided=spec.num_heads
         ),
-        kept=Saved(
-            full=2.0 * dim + 6.0 * dim / tokens, divided=4.0 * inner + float(ffn), wide_divided=spec.num_heads
-        ),
+        kept=Saved(full=2.0 * dim + 6.0 * dim / tokens, divided=4.0 * inner + float(ffn), wide_divided=spec.num_heads),
         flops=matmuls + 4.0 * inner * tokens + 12.0 * dim**2 / tokens,
     )
 
