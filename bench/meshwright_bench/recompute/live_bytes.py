@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,13 @@ from meshwright_bench.private import TorchDispatchMode, tree_leaves
 
 
 class _NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Weak references to the storages that operators create."""
+    """Weak references to the storages that operators create, and to those that they take."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._new: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._older: set[int] = set()
+        self._seen: dict[int, _Seen] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on plain tensors, and record what it creates."""
@@ -30,29 +29,31 @@ class _NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if own:
             return func(*args, **(kwargs or {}))  # fake tensors
         for x in _plain((args, kwargs)):
-            address = x.untyped_storage().data_ptr()
-            if not self._is_alive(address):
-                self._new.pop(address, None)
-                self._older.add(address)
+            self._record(x, is_new=False)
         out = func(*args, **(kwargs or {}))
         for x in _plain(out):
-            storage = x.untyped_storage()
-            address = storage.data_ptr()
-            if storage.nbytes() and address not in self._older and not self._is_alive(address):
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._new[address] = reference, storage.nbytes()
+            self._record(x, is_new=True)
         return out
 
-    def _is_alive(self, address: int) -> bool:
-        return address in self._new and not _is_freed(self._new[address][0])
+    def _record(self, x: Tensor, *, is_new: bool) -> None:
+        """Record a storage unless it is known. Addresses of data don't tell: FSDP2 resizes storages that stay alive."""
+        storage = x.untyped_storage()
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._seen.setdefault(reference.cdata, _Seen(reference, storage.nbytes(), is_new))
 
     def alive(self) -> int:
         """Return the bytes of the new storages that are alive."""
-        return sum(size for reference, size in self._new.values() if not _is_freed(reference))
+        return sum(seen.num_bytes for seen in self._seen.values() if seen.is_new and not seen.is_freed())
 
 
-def _is_freed(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
+class _Seen(NamedTuple):
+    reference: StorageWeakRef
+    num_bytes: int
+    is_new: bool
+
+    def is_freed(self) -> bool:
+        """Return True if no tensor has the storage any more."""
+        return bool(self.reference.expired())  # type: ignore[no-untyped-call]
 
 
 def _plain(tree: Any) -> list[Tensor]:
