@@ -6,12 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.mesh.local_shards import to_local
+from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
 from tests.helpers import small_corpus
+from tests.parallel.expert_layers import Case, keep_experts, make
 from tests.train.jobs import make_job
 
 
@@ -75,3 +78,37 @@ def test_nothing_is_communicated_twice(gang, corpus, name):
             assert gradients[policy].keys() == gradients[RecomputePolicy.NONE].keys()
             for key, gradient in gradients[RecomputePolicy.NONE].items():
                 assert torch.equal(gradients[policy][key], gradient), (policy, key)
+
+
+class Between(nn.Module):
+    """Experts in the middle of a block: its backward needs what the experts return."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_btd):
+        return self.layer(self.layer(x_btd).tanh()).tanh().square()
+
+
+def experts_on_rank(rank, world_size, case):
+    """Collectives of forward and backward, and the gradients, by policy."""
+    found = []
+    for policy in RecomputePolicy:
+        layer, x_btd = make(case, rank)
+        keep_experts(layer, rank, world_size)
+        block = Between(layer)
+        recompute(block, policy)
+        x_btd.requires_grad_()
+        with Collectives() as mode:
+            block(x_btd).sum().backward()
+        found.append((mode.calls, [x_btd.grad, *(p.grad for p in block.parameters())]))
+    return found
+
+
+@pytest.mark.parametrize("case", [Case(), Case(capacity_factor=2.0)], ids=["rows", "slots"])
+def test_rows_that_experts_return_travel_once(gang, case):
+    for (calls, expected), (selective, kept), (full, again) in gang(2).run(experts_on_rank, case):
+        assert selective == calls and full.total() > calls.total()
+        for gradients in (kept, again):
+            assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
