@@ -19,9 +19,9 @@ from meshwright.errors import LayoutError
 from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.count_saved_bytes import saved_bytes
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.run_plan import BYTES, Auxiliary, Buffer, Collective, ExpertLayer, Kind, Parameter, Shard, Unit
-from meshwright.plan.saved_bytes import saved_bytes
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}

@@ -19,6 +19,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.mesh_views import Atoms, Mesh
+from meshwright.plan.saved_bytes import SavedBytes
 
 FORMAT = 3
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
@@ -173,20 +174,6 @@ class ExpertLayer:
     """Slots per expert and sample; None if nothing is dropped."""
     uniform: bool = False
     """Whether tokens go to experts in turn, so that the dispatch is known."""
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes that a kind keeps between forward and backward under each policy, per rank and sample."""
-
-    none: int
-    selective: int
-    full: int
-
-    def under(self, policy: RecomputePolicy) -> int:
-        """Return the bytes under a policy."""
-        found: int = getattr(self, policy)
-        return found
 
 
 @dataclass(frozen=True)
