@@ -22,7 +22,7 @@ from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.nn.kept_results import KeepingMode, KeptResults, is_kept
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
-from tests.nn.test_recompute import D, all_equal, dit, llama, make, step
+from tests.nn.test_recompute import D, all_equal, dit, fresh, grads, llama, make, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 POLICIES = [RecomputePolicy.SELECTIVE, RecomputePolicy.FULL]
@@ -32,7 +32,7 @@ def experts(dtype):
     spec = MoeSpec(1, D, 4, 2, 24, 8, 4, num_experts=4, expert_dim=8, num_shared_experts=1)
     router = RouterConfig(4, 2, balance_loss=0.1, z_loss=0.01)
     _, inputs = llama(dtype)
-    return MoeBlock(spec, router).to(dtype), inputs
+    return MoeBlock(spec, router, 0).to(dtype), inputs
 
 
 class Counting(TorchDispatchMode):
@@ -104,12 +104,12 @@ def test_two_backwards_over_one_graph():
     block, inputs = make(llama)
     expected = step(block, inputs)
     recompute(block, RecomputePolicy.SELECTIVE)
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    inputs = fresh(inputs)
     y = block(*inputs).square().sum()
     for _ in range(2):
         block.zero_grad()
         y.backward(retain_graph=True)
-        assert all_equal([p.grad for p in block.parameters()], expected[4:])
+        assert all_equal([p.grad for p in block.parameters()], expected[1 + len(grads(inputs)) :])
 
 
 @pytest.mark.parametrize("outer", POLICIES)
@@ -145,11 +145,11 @@ def test_a_split_backward_recomputes_once(kind, policy):
     recompute(block, policy)
     store = defer_weight_gradients(block)
     store.defers = True
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    inputs = fresh(inputs)
     block(*inputs).square().sum().backward()
     compute_deferred(store.take())
     assert len(forwards) == 2
-    gradients = [*(x.grad for x in inputs), *(p.grad for p in block.parameters())]
+    gradients = [*grads(inputs), *(p.grad for p in block.parameters())]
     for found, one in zip(gradients, expected[1:], strict=True):
         torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-6)
 

@@ -35,15 +35,25 @@ def make(kind, dtype=torch.float32):
     return kind(dtype)
 
 
+def fresh(inputs):
+    """Copies that require gradients, of the inputs that are tensors."""
+    return [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def grads(inputs):
+    """The gradients of the inputs that are tensors."""
+    return [x.grad for x in inputs if isinstance(x, torch.Tensor)]
+
+
 def step(module, inputs, **named):
     """The output, and the gradients of inputs and parameters."""
-    inputs = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
+    inputs = fresh(inputs)
     module.zero_grad()
     y = module(*inputs, **named)
     y.square().sum().backward()
     return [
         y.detach(),
-        *(x.grad for x in inputs if isinstance(x, torch.Tensor)),
+        *grads(inputs),
         *(p.grad.clone() for p in module.parameters()),
     ]
 

@@ -56,7 +56,8 @@ def is_kept(operator: Any) -> bool:
     namespace, _, base = name.partition(".")[0].partition("::")
     if namespace == FUNCTIONAL_COLLECTIVES:
         return not base.endswith("_") and not base.startswith("wait_")
-    return not name.endswith((".out", "_out")) and f"{namespace}::{base}" in PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
+    kept = PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
+    return not name.endswith((".out", "_out")) and f"{namespace}::{base}" in kept
 
 
 def compiled_policy(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:

@@ -21,9 +21,9 @@ from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKi
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
 from meshwright.plan.context.layers import make_attention_layer
+from meshwright.plan.count_saved_bytes import saved_bytes
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.run_plan import BYTES, Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
-from meshwright.plan.saved_bytes import saved_bytes
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}

@@ -119,8 +119,8 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
             continue
         kept += kind.saved.under(kind.recompute)
         if kind.recompute != RecomputePolicy.NONE:
-            # At most: what the block saves after its forward ran again, some of which selective recomputation has kept.
-            recompute = max(recompute, kind.saved.none - kind.saved.full)
+            # At most: the block saves all but its input again, and selective recomputation has kept some of it.
+            recompute = max(recompute, kind.saved.none - stream * compute)
     output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
     return StageCosts(
         activation_bytes=samples * (kept + output),

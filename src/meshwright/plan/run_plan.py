@@ -20,6 +20,7 @@ from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
 from meshwright.plan.mesh_views import Atoms, Mesh
+from meshwright.plan.saved_bytes import SavedBytes
 
 FORMAT = 3
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
@@ -150,20 +151,6 @@ class Auxiliary:
     """Atoms inside a stage over which the loss is partial."""
     in_region: bool = False
     """Whether tp ranks compute the same loss, and each adds 1 / tp of it."""
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes that a kind keeps between forward and backward under each policy, per rank and sample."""
-
-    none: int
-    selective: int
-    full: int
-
-    def under(self, policy: RecomputePolicy) -> int:
-        """Return the bytes under a policy."""
-        found: int = getattr(self, policy)
-        return found
 
 
 @dataclass(frozen=True)
