@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 import os
@@ -30,15 +29,10 @@ from tests.comm.agree import (
 )
 from tests.comm.data import assorted
 from tests.helpers import covering_pairs, quick_and_slow
+from tests.triton_interpreter import interpret_triton, needs_triton
 
 LENGTHS = (1, 127, 128, 129, 1000, 4227)
 CASES = covering_pairs(itertools.product(LENGTHS, QUANTISED, QUANTISED_DTYPES, (False, True)))
-
-
-def needs_triton() -> None:
-    """Skip without Triton; it is not imported here, where it would not be the interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton: pip install triton")
 
 
 @pytest.fixture(scope="module")
@@ -55,24 +49,11 @@ def interpreted(rank, world_size, check, *args):
         import meshwright.comm.compression.fsdp_compress  # noqa: F401
 
         assert "meshwright.comm.kernels.triton_programs" not in sys.modules, "only tensors of a GPU need Triton"
-        forget_triton()
-        os.environ["TRITON_INTERPRET"] = "1"
-    from triton.runtime import interpreter
-
+        interpret_triton()
     from meshwright.comm.kernels.triton_launch import TritonKernels
 
-    assert interpreter._convert_float and interpreter.InterpreterBuilder.create_fma
-    interpreter._convert_float = bfloat16_as_a_gpu_has_it
-    interpreter.InterpreterBuilder.create_fma = fused_as_on_a_gpu
     torch.set_num_threads(1)
     return check(TritonKernels(), *args)
-
-
-def forget_triton():
-    """PyTorch's compiler may have imported it, to compile: imported again it interprets."""
-    for name in list(sys.modules):
-        if re.match(r"triton(?!\._C\b)\b", name):  # a library that is loaded stays
-            del sys.modules[name]
 
 
 def test_one_file_imports_triton():
@@ -80,24 +61,6 @@ def test_one_file_imports_triton():
     uses = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
     files = Path(dispatch.__file__).parents[1].rglob("*.py")
     assert [file.name for file in files if uses.search(file.read_text("utf-8"))] == ["triton_programs.py"]
-
-
-def bfloat16_as_a_gpu_has_it(x, source, target, rounding):
-    """For the interpreter's own conversion, which cuts off what a GPU rounds, and loses the smallest numbers."""
-    import numpy as np
-
-    if str(source) == "bf16":
-        return x.astype(np.uint32) << 16
-    assert (str(source), str(target)) == ("fp32", "bf16")
-    return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16).view(torch.int16).numpy()
-
-
-def fused_as_on_a_gpu(builder, a, b, c):
-    """For the interpreter's own product and sum, which round twice."""
-    import numpy as np
-
-    wide = a.data.astype(np.float64) * b.data.astype(np.float64) + c.data.astype(np.float64)
-    return type(a)(wide.astype(np.float32), a.dtype)
 
 
 def check_codecs(kernels, length, codec, dtype, rotate, device="cpu"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import logging
 import mmap
 import os
@@ -14,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshwright.data import cache_file
 from meshwright.data import text_corpus as text_module
 from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, num_windows, open_corpus
+from meshwright.data.token_cache import CorpusMetadata, map_tokens
 from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer
 from meshwright.errors import DataError
 
@@ -25,9 +29,10 @@ def opened(tmp_path):
     """Opens a corpus of tmp_path/texts with its cache in the test's own directory."""
     (tmp_path / "texts").mkdir()
 
-    def open_it(source=None, *, tokenizer="bytes", cache="cache"):
+    def open_it(source=None, *, tokenizer="bytes", cache="cache", **documents):
         source = source or str(tmp_path / "texts" / "**" / "*.txt")
-        return open_corpus(source, tokenizer=tokenizer, token_dtype="uint16", cache_dir=str(tmp_path / cache))
+        folder = str(tmp_path / cache)
+        return open_corpus(source, tokenizer=tokenizer, token_dtype="uint16", cache_dir=folder, **documents)
 
     return open_it
 
@@ -198,6 +203,99 @@ def test_a_missing_tokenizer_is_an_error_even_when_the_text_is_cached(tmp_path, 
     opened(tokenizer=tokenizer_path)
     with pytest.raises(DataError, match="file not found"):
         opened(tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+def documents_of(part, documents):
+    """The documents of a split, as lists of tokens."""
+    bounds = [0, *(documents.ends.astype(int) - documents.split_start)]
+    return [part[first:last].tolist() for first, last in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("count", [3, 100])
+@pytest.mark.parametrize("batch_chars", [1, 500, 10**9])
+@pytest.mark.parametrize("is_bytes", [True, False])
+def test_documents_are_the_texts(tmp_path, opened, monkeypatch, tokenizer_path, count, batch_chars, is_bytes):
+    write_documents(tmp_path / "texts", count)
+    (tmp_path / "texts" / "latin.txt").write_bytes(b"caf\xe9" * 100)
+    (tmp_path / "texts" / "empty.txt").write_bytes(b"")
+    monkeypatch.setattr(text_module, "_BATCH_CHARS", batch_chars)
+    corpus = opened(tokenizer="bytes" if is_bytes else tokenizer_path, with_documents=True)
+    separator = 0 if is_bytes else open_tokenizer(tokenizer_path).separator_id
+    for part, documents in (
+        (corpus.train, corpus.train_documents),
+        (corpus.validation, corpus.validation_documents),
+    ):
+        found = documents_of(part, documents)
+        assert sum(map(len, found)) == len(part)
+        assert all(ids.count(separator) == 1 and ids[-1] == separator for ids in found)
+
+
+def test_documents_need_no_separator(tmp_path, opened):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"document": 0, "other": 1}, unk_token="other"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write_documents(tmp_path / "texts", 100)
+    corpus = opened(tokenizer=str(tmp_path / "tokenizer.json"), with_documents=True)
+    for part, documents in ((corpus.train, corpus.train_documents), (corpus.validation, corpus.validation_documents)):
+        assert all(ids[0] == 0 for ids in documents_of(part, documents)), "each starts with the word `document`"
+
+
+def without_documents(path):
+    """Rewrite a cache file as earlier versions wrote it."""
+    metadata = cache_file.load(path, CorpusMetadata)
+    tokens = map_tokens(path, metadata).tobytes()
+    fields = {key: value for key, value in dataclasses.asdict(metadata).items() if "document" not in key}
+    del fields["ends_fingerprint"]
+    encoded = json.dumps({**fields, "payload_bytes": len(tokens)}).encode()
+    path.write_bytes(tokens + encoded + np.array(len(encoded), "<u8").tobytes() + cache_file.MAGIC)
+
+
+def test_a_cache_of_an_earlier_version_serves_until_documents_are_needed(tmp_path, opened, monkeypatch):
+    write_documents(tmp_path / "texts", 100)
+    packed = opened(with_documents=True)
+    (path,) = (tmp_path / "cache").iterdir()
+    whole = path.read_bytes()
+    without_documents(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module, "_tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+        plain = opened()
+    assert plain.train_documents is None and path.read_bytes() != whole
+    np.testing.assert_array_equal(plain.train, packed.train)
+    again = opened(with_documents=True)
+    assert path.read_bytes() == whole and again.fingerprint == packed.fingerprint
+    assert opened().fingerprint == plain.fingerprint != packed.fingerprint, "documents are part of packed corpora only"
+
+
+@pytest.mark.parametrize("cut", [1, 8, 40])
+def test_a_truncated_cache_with_documents_is_built_again(tmp_path, opened, cut):
+    write_documents(tmp_path / "texts", 100)
+    opened(with_documents=True)
+    (path,) = (tmp_path / "cache").iterdir()
+    whole = path.read_bytes()
+    for damaged in (whole[:-cut], whole[cut:]):
+        path.write_bytes(damaged)
+        opened(with_documents=True)
+        assert path.read_bytes() == whole
+
+
+def test_damaged_documents_are_an_error(tmp_path, opened):
+    write_documents(tmp_path / "texts", 100)
+    corpus = opened(with_documents=True)
+    (path,) = (tmp_path / "cache").iterdir()
+    with path.open("r+b") as file:
+        file.seek(len(corpus.train) + len(corpus.validation) + 8)
+        file.write(b"\xee")
+    opened()
+    with pytest.raises(DataError, match="damaged"):
+        opened(with_documents=True)
+
+
+def test_the_fingerprint_sees_the_documents(tmp_path, opened):
+    """The same tokens with other boundaries are other samples."""
+    np.save(tmp_path / "t.npy", np.tile([5, 0, 1, 5], 10))
+    fingerprints = {opened(str(tmp_path / "t.npy"), with_documents=True, separator=i).fingerprint for i in (0, 1, 5)}
+    assert len(fingerprints | {opened(str(tmp_path / "t.npy")).fingerprint}) == 4
 
 
 @given(length=st.integers(0, 500), seq_len=st.integers(1, 60))

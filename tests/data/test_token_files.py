@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import token_files
+from meshwright.data.token_cache import map_ends
 from meshwright.data.token_files import open_token_file
 from meshwright.errors import DataError
 
@@ -169,3 +170,55 @@ def test_an_empty_bin_is_refused(tmp_path, opened):
     (tmp_path / "t.bin").write_bytes(b"")
     with pytest.raises(DataError, match="0 tokens"):
         opened(tmp_path / "t.bin")
+
+
+def documents_of(path, separator, folder):
+    tokens, facts, cached = open_token_file(str(path), token_dtype="uint16", cache_dir=str(folder), separator=separator)
+    return tokens.tolist(), facts, map_ends(cached, facts).tolist()
+
+
+@settings(max_examples=60)
+@given(ids=st.lists(st.integers(0, 3), min_size=2, max_size=60), chunk=st.integers(1, 40))
+def test_documents_end_with_their_separator(tmp_path_factory, ids, chunk):
+    """Separators at the start, at the end, doubled and missing, in chunks that end anywhere."""
+    folder = tmp_path_factory.mktemp("documents")
+    np.save(folder / "t.npy", np.array(ids, dtype=np.uint16))
+    expected = [place + 1 for place, token in enumerate(ids) if token == 0 or place == len(ids) - 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "_CHUNK_TOKENS", chunk)
+        if len(expected) < 2:
+            with pytest.raises(DataError, match="does not occur" if 0 not in ids else "single document") as caught:
+                documents_of(folder / "t.npy", 0, folder)
+            assert caught.value.where.startswith("data.separator") and "data.packing=none" in caught.value.fix
+            return
+        _, facts, ends = documents_of(folder / "t.npy", 0, folder)
+    assert ends == expected
+    goal = len(ids) - max(1, len(ids) // 10)
+    assert facts.num_train in expected[:-1], "no document is in both splits"
+    assert all(abs(facts.num_train - goal) <= abs(end - goal) for end in expected[:-1])
+    assert facts.num_train_documents == expected.index(facts.num_train) + 1
+    assert facts.num_train_documents + facts.num_validation_documents == len(expected)
+    assert facts.num_train + facts.num_validation == len(ids)
+
+
+def test_each_separator_has_its_own_cache(tmp_path):
+    ids = [5, 0, 5, 1, 5, 5, 0, 1, 5, 5, 5, 1]
+    np.array(ids, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    open_token_file(str(tmp_path / "t.bin"), token_dtype="uint16", cache_dir=str(tmp_path / "cache"))
+    assert documents_of(tmp_path / "t.bin", 0, tmp_path / "cache")[2] == [2, 7, 12]
+    assert documents_of(tmp_path / "t.bin", 1, tmp_path / "cache")[2] == [4, 8, 12]
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_a_separator_beyond_the_element_type_does_not_occur(tmp_path):
+    np.save(tmp_path / "t.npy", np.zeros(10, dtype=np.uint8))
+    with pytest.raises(DataError, match="separator 300 does not occur .* ids are up to 0"):
+        documents_of(tmp_path / "t.npy", 300, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_documents_are_found_once(tmp_path, monkeypatch):
+    np.save(tmp_path / "t.npy", np.array([1, 0, 1, 0, 1], dtype=np.uint16))
+    found = documents_of(tmp_path / "t.npy", 0, tmp_path / "cache")
+    monkeypatch.setattr(token_files, "_scan", lambda *_: pytest.fail("scanned again"))
+    assert documents_of(tmp_path / "t.npy", 0, tmp_path / "cache") == found

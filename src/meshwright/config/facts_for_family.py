@@ -22,6 +22,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         validation_samples=train.validation_samples,
         sample_tokens=train.sample_tokens,
         seed=train.seed,
+        dropout=train.dropout,
         precision=train.precision,
         freeze=train.freeze,
         data=DataFacts(**config.data.model_dump()),

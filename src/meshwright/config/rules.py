@@ -76,6 +76,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from _model_description(config)
     yield from context_violations(config)
     yield from expert_violations(config)
+    yield from _dropout(config)
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
@@ -131,6 +132,17 @@ def _model_description(config: RunConfig) -> Iterator[Violation]:
                 yield Violation(
                     LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}], "move it into a module of its own"
                 )
+
+
+def _dropout(config: RunConfig) -> Iterator[Violation]:
+    if config.train.dropout and not model_facts(config).has_dropout:
+        yield Violation(
+            ConfigError,
+            f"train.dropout = {config.train.dropout:g}, but this model has no dropout",
+            "train.dropout",
+            "train.dropout applies to models whose description says so (ModelFacts.has_dropout)",
+            [{"train.dropout": 0.0}],
+        )
 
 
 def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:

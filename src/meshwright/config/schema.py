@@ -97,6 +97,9 @@ class TrainConfig(Section):
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled weight decay of matrices (not applied to norm weights)"
     )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability of dropping an element of a block's branches before they are added"
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="clip gradients to this global norm; 1e30 disables clipping")
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="compute dtype; bfloat16 keeps float32 master weights and reduces gradients in float32"

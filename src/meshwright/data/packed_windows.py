@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache_file
 from meshwright.data.document_ends import SplitDocuments
-from meshwright.data.packing import BUCKET_DOCUMENTS, PIECE, pack, ranges, split_documents
+from meshwright.data.packing import BUCKET_PIECES, PIECE, buckets, pack, ranges, split_documents
 from meshwright.log import get_logger
 from meshwright.units import format_count
 
@@ -165,20 +165,22 @@ def open_packed(
 
 
 def write_index(
-    file: BinaryIO, documents: SplitDocuments, seq_len: int, *, bucket_documents: int = BUCKET_DOCUMENTS
+    file: BinaryIO, documents: SplitDocuments, seq_len: int, *, bucket_pieces: int = BUCKET_PIECES
 ) -> IndexMetadata:
-    """Pack the documents bucket by bucket and write the index; in memory are a bucket and 8 bytes a window."""
-    counts: list[Int64Array] = []
+    """Pack the documents bucket by bucket and write the index; a bucket and 12 bytes a window are in memory."""
+    counts = [np.zeros(1, dtype=np.uint32)]
     num_targets = 0
-    for bucket in documents.chunks(bucket_documents):
-        lengths = documents.lengths(bucket)
-        starts = documents.start(bucket.start) - documents.split_start + np.cumsum(lengths) - lengths
-        pieces, num_pieces = pack(split_documents(starts, lengths, seq_len), seq_len)
-        file.write(pieces.data)
-        counts.append(num_pieces)
-        num_targets += int(pieces["length"].sum(dtype=np.int64))
-    first_pieces = np.concatenate([np.zeros(1, np.int64), *counts]).cumsum()
-    file.write(first_pieces.astype(_FIRST).data)
+    for chunk in documents.chunks(bucket_pieces):
+        lengths = documents.lengths(chunk)
+        starts = documents.start(chunk.start) - documents.split_start + np.cumsum(lengths) - lengths
+        for bucket in buckets(lengths, seq_len, max_pieces=bucket_pieces):
+            pieces, num_pieces = pack(split_documents(starts[bucket], lengths[bucket], seq_len), seq_len)
+            file.write(pieces.data)
+            counts.append(num_pieces.astype(np.uint32))
+            num_targets += int(pieces["length"].sum(dtype=np.int64))
+    first_pieces = np.concatenate(counts, dtype=_FIRST)
+    np.cumsum(first_pieces, out=first_pieces)
+    file.write(first_pieces.data)
     num_windows, total = len(first_pieces) - 1, int(first_pieces[-1])
     size = total * PIECE.itemsize + len(first_pieces) * _FIRST.itemsize
     return IndexMetadata(num_windows=num_windows, num_pieces=total, num_targets=num_targets, payload_bytes=size)

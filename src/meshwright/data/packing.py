@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,34 @@ Int64Array = NDArray[np.int64]
 
 FORMAT = 1
 """Increment when the same documents would be packed differently."""
-BUCKET_DOCUMENTS = 2**20
+BUCKET_PIECES = 2**20
+"""Pieces that are packed together, unless a single document has more."""
 
 PIECE = np.dtype([("start", "<i8"), ("length", "<u4")])
 """Consecutive pairs of a document: their first input, counted from the start of the split, and their number."""
 MAX_SEQ_LEN = 2**32 - 1
+
+
+def count_pieces(lengths: Int64Array, seq_len: int) -> Int64Array:
+    """Return the number of pieces of documents of `lengths` tokens."""
+    return -(-np.maximum(lengths - 1, 0) // seq_len)
+
+
+def buckets(lengths: Int64Array, seq_len: int, *, max_pieces: int = BUCKET_PIECES) -> Iterator[slice]:
+    """Yield runs of consecutive documents with at most `max_pieces` pieces, or of a single document.
+
+    Args:
+        lengths: tokens of each document.
+        seq_len: pairs in a window.
+        max_pieces: bound on the pieces of a run.
+    """
+    pieces = count_pieces(lengths, seq_len).cumsum()
+    first = 0
+    while first < len(lengths):
+        before = int(pieces[first - 1]) if first else 0
+        end = max(first + 1, int(np.searchsorted(pieces, before + max_pieces, side="right")))
+        yield slice(first, end)
+        first = end
 
 
 def split_documents(starts: Int64Array, lengths: Int64Array, seq_len: int) -> NDArray[np.void]:
@@ -40,8 +64,7 @@ def split_documents(starts: Int64Array, lengths: Int64Array, seq_len: int) -> ND
         lengths: tokens of each document.
         seq_len: pairs in a window.
     """
-    num_pairs = np.maximum(lengths - 1, 0)
-    num_pieces = -(-num_pairs // seq_len)
+    num_pairs, num_pieces = np.maximum(lengths - 1, 0), count_pieces(lengths, seq_len)
     offsets = ranges(np.zeros_like(num_pieces), num_pieces) * seq_len
     pieces = np.empty(len(offsets), dtype=PIECE)
     pieces["start"] = np.repeat(starts, num_pieces) + offsets

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.nn.attention.module import Attention, TokenContext
+from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT, BlockDropout
 from meshwright.nn.linear import Linear
 
 
@@ -30,15 +31,18 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    def __init__(self, attention: Attention, dim: int, *, ffn_dim: int, norm_eps: float) -> None:
+    def __init__(
+        self, attention: Attention, dim: int, *, ffn_dim: int, norm_eps: float, dropout: BlockDropout = NO_DROPOUT
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.attention = attention
+        self.attention_add, self.ffn_add = dropout.adds()
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim=ffn_dim)
 
     def forward(self, x_btd: Tensor, tokens: TokenContext) -> Tensor:
         """Map [b, t, d] to [b, t, d]."""
-        x_btd = x_btd + self.attention(self.attention_norm(x_btd), tokens)
-        out: Tensor = x_btd + self.ffn(self.ffn_norm(x_btd))
+        x_btd = self.attention_add(self.attention(self.attention_norm(x_btd), tokens), x_btd, tokens.rows_bt)
+        out: Tensor = self.ffn_add(self.ffn(self.ffn_norm(x_btd)), x_btd, tokens.rows_bt)
         return out

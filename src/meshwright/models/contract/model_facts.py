@@ -214,6 +214,8 @@ class ModelFacts:
     """Ends on the last stage only, after its blocks."""
     flops_per_token: float = 0.0
     """Forward and backward floating-point operations per token."""
+    has_dropout: bool = False
+    """Whether blocks apply `train.dropout`, with masks that don't depend on the layout (`nn.dropout_add`)."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys ignored by the family, with the models they apply to."""
 

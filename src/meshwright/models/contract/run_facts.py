@@ -40,6 +40,8 @@ class RunFacts:
     validation_samples: int
     sample_tokens: int
     seed: int
+    dropout: float
+    """Probability of dropping an element of a block's branches before they are added to the stream."""
     precision: str
     """Dtype of activations: float32, bfloat16 or float64."""
     freeze: tuple[str, ...]

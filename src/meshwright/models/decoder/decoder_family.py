@@ -65,7 +65,7 @@ class DecoderFamily(Family):
         """Build the plain module."""
         from meshwright.models.decoder.module import Decoder
 
-        return Decoder(_spec(f), part)
+        return Decoder(_spec(f), part, dropout=f.dropout, seed=f.seed)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return a parameter's initial distribution, scaled down with depth for projections into the residual stream

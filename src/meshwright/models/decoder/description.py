@@ -95,6 +95,7 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         edge=EdgeFacts("stream", (seq_len, spec.dim)),
         tokens=seq_len,
         identity=spec.identity(),
+        has_dropout=True,
         first=(first,),
         last=(last,),
         # The backward costs twice the forward; the lookup is not counted (PaLM, appendix B).

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,13 +20,15 @@ from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.module import Attention, token_contexts
 from meshwright.nn.attention.rope import RopeScaling, RotaryEmbedding
 from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.dropout_add.block_dropout import BlockDropout
 from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 
 
-def make_block(spec: DecoderSpec, layer: int) -> TransformerBlock:
+def make_block(spec: DecoderSpec, layer: int, dropout: BlockDropout) -> TransformerBlock:
     """Create the block of a layer."""
-    return TransformerBlock(make_attention(spec, layer), spec.dim, ffn_dim=spec.ffn_dim, norm_eps=spec.norm_eps)
+    attention = make_attention(spec, layer)
+    return TransformerBlock(attention, spec.dim, ffn_dim=spec.ffn_dim, norm_eps=spec.norm_eps, dropout=dropout)
 
 
 def make_attention(spec: DecoderSpec, layer: int) -> Attention:
@@ -39,6 +42,10 @@ def make_attention(spec: DecoderSpec, layer: int) -> Attention:
     )
 
 
+MakeBlock = Callable[[Any, int, BlockDropout], nn.Module]
+"""Function that creates the block of a layer, given the model's dimensions and the layer's dropout."""
+
+
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output head, or the part of them in one pipeline stage.
 
@@ -47,15 +54,31 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, spec: DecoderSpec, part: Part | None = None, block: Callable[[int], nn.Module] | None = None
+        self,
+        spec: DecoderSpec,
+        part: Part | None = None,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+        block: MakeBlock = make_block,
     ) -> None:
-        """Create the modules; `block` creates the block of a layer, by default with a feed-forward layer."""
+        """Create the modules.
+
+        Args:
+            spec: dimensions.
+            part: layers and ends to create; by default all.
+            dropout: probability of dropping an element of a block's branches.
+            seed: seed of dropout.
+            block: creates the block of a layer, by default with a feed-forward layer.
+        """
         super().__init__()
-        block = block or (lambda layer: make_block(spec, layer))
+        self._drops = dropout > 0
         self.spec, self.part = spec, part or Part(range(spec.num_layers))
         if self.part.is_first:
             self.embed = nn.Embedding(spec.vocab_size, spec.dim)
-        self.blocks = nn.ModuleDict({str(layer): block(layer) for layer in self.part.layers})
+        self.blocks = nn.ModuleDict(
+            {str(layer): block(spec, layer, BlockDropout(dropout, seed, layer)) for layer in self.part.layers}
+        )
         if self.part.is_last:
             self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
             self.head = Linear(spec.dim, spec.vocab_size)
@@ -77,6 +100,7 @@ class Decoder(nn.Module):
             rotary=self._rotary,
             device=inputs.device,
             dtype=x_btd.dtype,
+            drops=self._drops and self.training,
         )
         for block, tokens in zip(self.blocks.values(), contexts, strict=True):
             x_btd = block(x_btd, tokens)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.module import Attention, TokenContext
+from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT, BlockDropout
 from meshwright.nn.linear import Linear
 
 NORM_EPS = 1e-6
@@ -35,19 +36,24 @@ class GeluFeedForward(nn.Module):
 class DiTBlock(nn.Module):
     """Modulated block: x + gate · attention(modulate(x)), then x + gate · mlp(modulate(x))."""
 
-    def __init__(self, dim: int, *, num_heads: int, head_dim: int, ffn_dim: int) -> None:
+    def __init__(
+        self, dim: int, *, num_heads: int, head_dim: int, ffn_dim: int, dropout: BlockDropout = NO_DROPOUT
+    ) -> None:
         super().__init__()
         self.modulation = Linear(dim, 6 * dim, bias=True)
         self.attention = Attention(
             dim, num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, mask=MaskSpec(), bias=True
         )
         self.mlp = GeluFeedForward(dim, ffn_dim=ffn_dim)
+        self.attention_add, self.mlp_add = dropout.adds()
 
     def forward(self, x_btd: Tensor, cond_bd: Tensor, tokens: TokenContext) -> Tensor:
         """Map [b, t, d] and the condition [b, d] to [b, t, d]."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _modulation(self.modulation, cond_bd, 6)
-        x_btd = x_btd + gate_a * self.attention(_modulate(x_btd, shift_a, scale_a), tokens)
-        out: Tensor = x_btd + gate_m * self.mlp(_modulate(x_btd, shift_m, scale_m))
+        x_btd = self.attention_add(
+            gate_a * self.attention(_modulate(x_btd, shift_a, scale_a), tokens), x_btd, tokens.rows_bt
+        )
+        out: Tensor = self.mlp_add(gate_m * self.mlp(_modulate(x_btd, shift_m, scale_m)), x_btd, tokens.rows_bt)
         return out
 
 

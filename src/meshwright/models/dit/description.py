@@ -110,6 +110,7 @@ def describe(spec: DiTSpec) -> ModelFacts:
         edge=EdgeFacts("stream", (tokens, dim), sequence_dim=None),
         tokens=tokens,
         identity=spec.identity(),
+        has_dropout=True,
         first=(patches,),
         every=(embedders,),
         last=(final,),

@@ -62,7 +62,7 @@ class DiTFamily(Family):
         """Build the plain module."""
         from meshwright.models.dit.module import DiT
 
-        return DiT(_spec(f), part)
+        return DiT(_spec(f), part, dropout=f.dropout, seed=f.seed)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the initial distribution of a parameter, as in Peebles and Xie's code."""

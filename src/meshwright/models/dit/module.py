@@ -17,6 +17,7 @@ from meshwright.models.dit.description import FREQUENCY_DIM, DiTSpec
 from meshwright.nn.attention.module import Attention, token_contexts
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.condition_embedding import MlpEmbedder, sinusoids
+from meshwright.nn.dropout_add.block_dropout import BlockDropout
 from meshwright.nn.linear import Linear
 from meshwright.nn.patch_embedding import PatchGrid, position_table
 
@@ -24,8 +25,10 @@ from meshwright.nn.patch_embedding import PatchGrid, position_table
 class DiT(nn.Module):
     """Patch embedding, condition embedders, blocks and final layer, or the part of them in one pipeline stage."""
 
-    def __init__(self, spec: DiTSpec, part: Part | None = None) -> None:
+    def __init__(self, spec: DiTSpec, part: Part | None = None, *, dropout: float = 0.0, seed: int = 0) -> None:
+        """Create the modules; `dropout` and `seed` are those of the blocks' branches."""
         super().__init__()
+        self._drops = dropout > 0
         self.spec, self.part = spec, part or Part(range(spec.num_layers))
         patch = (spec.patch_frames, spec.patch_size, spec.patch_size)
         self._grid = PatchGrid(spec.sample_shape(), patch)
@@ -38,7 +41,13 @@ class DiT(nn.Module):
             self.fps_embed = MlpEmbedder(FREQUENCY_DIM, spec.dim)
         self.blocks = nn.ModuleDict(
             {
-                str(layer): DiTBlock(spec.dim, num_heads=spec.num_heads, head_dim=spec.head_dim, ffn_dim=spec.ffn_dim)
+                str(layer): DiTBlock(
+                    spec.dim,
+                    num_heads=spec.num_heads,
+                    head_dim=spec.head_dim,
+                    ffn_dim=spec.ffn_dim,
+                    dropout=BlockDropout(dropout, seed, layer),
+                )
                 for layer in self.part.layers
             }
         )
@@ -66,6 +75,7 @@ class DiT(nn.Module):
             layout or TokenLayout(self.spec.num_tokens()),
             device=x_btd.device,
             dtype=x_btd.dtype,
+            drops=self._drops and self.training,
         )
         for block, tokens in zip(self.blocks.values(), contexts, strict=True):
             x_btd = block(x_btd, cond_bd, tokens)

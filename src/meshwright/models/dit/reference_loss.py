@@ -16,6 +16,7 @@ from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
 from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
+from meshwright.nn.attention.token_layout import TokenLayout
 
 DTYPE = torch.float64
 
@@ -25,7 +26,9 @@ class ImageReference:
 
     def __init__(self, f: RunFacts, dataset: ImageDataset) -> None:
         self._seed, self._global_batch, self._dataset = f.seed, f.global_batch, dataset
-        self._settings, self._null_class = f.section(DiffusionConfig), f.section(DiTConfig).num_classes
+        model = f.section(DiTConfig)
+        self._settings, self._null_class = f.section(DiffusionConfig), model.num_classes
+        self._num_tokens = model.spec().num_tokens()
         self._order = WindowOrder(len(dataset.train), f.seed)
         kinds = NoiseSchedule(self._settings.schedule), Prediction(self._settings.prediction)
         self._diffusion = Diffusion(self._settings.num_timesteps, *kinds)
@@ -45,6 +48,7 @@ class ImageReference:
         label = self._null_class if is_dropped else int(self._dataset.train_labels[chosen])
         rate = int(self._dataset.train_fps[chosen])
         noisy = self._diffusion.add_noise(clean, noise, timestep)
-        out = model(noisy, timestep, torch.tensor([label]), torch.tensor([rate]))
+        layout = TokenLayout(self._num_tokens, samples=(index,))
+        out = model(noisy, timestep, torch.tensor([label]), torch.tensor([rate]), layout)
         error: Tensor = out - self._diffusion.target(clean, noise, timestep)
         return error.square().mean()

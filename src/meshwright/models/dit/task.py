@@ -32,6 +32,7 @@ from meshwright.models.dit.digit_classifier import recognition_rates
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
 from meshwright.models.dit.sample_images import SampleRequest, sample_images
 from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
+from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.output_files import writing
 
 FIRST_VALIDATION_SAMPLE = 1 << 40
@@ -78,8 +79,9 @@ class ImageBatch:
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """Timesteps, class labels and frame rates, [b] each."""
-        return self.timesteps, self.labels.to(self.task.device), self.fps.to(self.task.device)
+        """Timesteps, class labels and frame rates, [b] each, and the placement of the patches."""
+        layout = TokenLayout(self.task.num_tokens, samples=tuple(self.samples))
+        return self.timesteps, self.labels.to(self.task.device), self.fps.to(self.task.device), layout
 
 
 class ImageTask(Task):
@@ -94,7 +96,8 @@ class ImageTask(Task):
         self.dtype: torch.dtype = getattr(torch, f.master_precision)
         self.compute_dtype: torch.dtype = getattr(torch, f.precision)
         self.diffusion = diffusion_of(self._settings)
-        self._null_class = f.section(DiTConfig).num_classes
+        model = f.section(DiTConfig)
+        self._null_class, self.num_tokens = model.num_classes, model.spec().num_tokens()
         self._order = WindowOrder(len(dataset.train), f.seed)
         self.units_a_sample: int = int(np.prod(dataset.train.shape[1:]))
 

@@ -58,7 +58,7 @@ class MoeFamily(DecoderFamily):
         from meshwright.models.moe.module import MoeTransformer
 
         model = f.section(MoeConfig)
-        return MoeTransformer(model.spec(), model.router(), part)
+        return MoeTransformer(model.spec(), model.router(), part, dropout=f.dropout, seed=f.seed)
 
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return initial values as for dense layers; load and balancing bias start at zero."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.nn.attention.token_layout import TokenLayout
 
 
 class TextReference:
@@ -20,6 +21,7 @@ class TextReference:
 
     def __init__(self, f: RunFacts, corpus: Corpus) -> None:
         self._seq_len, self._global_batch, self._tokens = f.seq_len, f.global_batch, corpus.train
+        self._drops = f.dropout > 0
         self._order = WindowOrder((len(corpus.train) - 1) // f.seq_len, f.seed)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
@@ -30,6 +32,8 @@ class TextReference:
             start = int(self._order.windows(range(index, index + 1))[0]) * size
             rows.append(torch.from_numpy(self._tokens[start : start + size + 1].astype(int64)))
         tokens = torch.stack(rows)
-        logits = model(tokens[:, :-1])
+        # Dropout is a function of the samples' numbers; a model without it may take tokens alone.
+        layout = (TokenLayout(size, samples=tuple(indices)),) if self._drops else ()
+        logits = model(tokens[:, :-1], *layout)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         return loss / (self._global_batch * size)

@@ -1,7 +1,9 @@
 """Reference implementation of the next-token loss on packed documents, document by document.
 
 A packed sample is only a list of documents here: each of them goes through the model alone, so neither masks nor
-positions nor padding exist. It shares with the task where each document starts and how long it is, and no more.
+padding exist. It shares with the task where each document starts and how long it is, and no more.
+
+Models that count or balance the tokens of full samples, padding included, get full samples instead.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from meshwright.data.packed_windows import PackedWindows
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus, Tokens
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.step_handles import handles
 
 Span = tuple[int, int]
 """First input of a document, as a token of the split, and the number of its inputs."""
@@ -29,6 +33,7 @@ class PackedTextReference:
         assert corpus.packed is not None, "the corpus is not packed"
         self._global_batch, self._tokens, self._windows = f.global_batch, corpus.train, corpus.packed.train
         self._order = WindowOrder(self._windows.num_windows, f.seed)
+        self._seq_len, self._drops = f.seq_len, f.dropout > 0
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
         """Return the contribution of samples `indices`, all of one step, to the mean loss per target of its batch."""
@@ -36,7 +41,35 @@ class PackedTextReference:
         assert all(index // self._global_batch == step for index in indices), "the samples are of several steps"
         batch = range(step * self._global_batch, (step + 1) * self._global_batch)
         num_targets = sum(length for index in batch for _, length in self._spans(index))
+        if handles(model):
+            return torch.stack([self._full_sample(model, index) for index in indices]).sum() / num_targets
+        if self._drops:
+            return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
         return documents_loss_sum(model, self._tokens, (span for i in indices for span in self._spans(i))) / num_targets
+
+    def _full_sample(self, model: nn.Module, index: int) -> Tensor:
+        """Return the loss sum of a sample with its mask; padding has the id 0."""
+        documents = [_tokens(self._tokens, span) for span in self._spans(index)]
+        inputs = torch.zeros(1, self._seq_len, dtype=torch.int64)
+        filled = torch.cat([document[:-1] for document in documents])
+        inputs[0, : len(filled)] = filled
+        logits = model(inputs, self._layout(index))[0, : len(filled)]
+        return F.cross_entropy(logits, torch.cat([document[1:] for document in documents]), reduction="sum")
+
+    def _with_dropout(self, model: nn.Module, index: int) -> Tensor:
+        """Return the loss sum of a sample's documents, each alone, with the dropout of its place in the sample."""
+        losses, start = [], 0
+        for span in self._spans(index):
+            document, place = _tokens(self._tokens, span), (start, start + span[1])
+            logits = model(document[None, :-1], self._layout(index).on((((place,),),), 0))[0]
+            losses.append(F.cross_entropy(logits, document[1:], reduction="sum"))
+            start = place[1]
+        return torch.stack(losses).sum()
+
+    def _layout(self, index: int) -> TokenLayout:
+        lengths = [length for _, length in self._spans(index)]
+        padding = self._seq_len - sum(lengths)
+        return TokenLayout(self._seq_len, (tuple(lengths + [padding] * (padding > 0)),), (index,))
 
     def _spans(self, index: int) -> list[Span]:
         return document_spans(self._windows, int(self._order.windows(range(index, index + 1))[0]))
@@ -58,7 +91,13 @@ def documents_loss_sum(model: nn.Module, tokens: Tokens, spans: Iterable[Span]) 
     """
     losses = []
     for start, length in spans:
-        document = torch.from_numpy(tokens[start : start + length + 1].astype(int64))
+        document = _tokens(tokens, (start, length))
         logits = model(document[None, :-1])[0]
         losses.append(F.cross_entropy(logits, document[1:], reduction="sum"))
     return torch.stack(losses).sum()
+
+
+def _tokens(tokens: Tokens, span: Span) -> Tensor:
+    """Return the tokens of a document: its inputs, and one more."""
+    start, length = span
+    return torch.from_numpy(tokens[start : start + length + 1].astype(int64))

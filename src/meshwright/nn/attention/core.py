@@ -38,7 +38,10 @@ class LocalAttention(AttentionCore):
     backend: str = "auto"
 
     def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> AttentionMask:
-        """Return the prepared mask."""
+        """Return the prepared mask. Tokens of a shard attend to that shard alone."""
+        if layout.shards is not None:
+            own = layout.shard
+            return AttentionMask.at(mask, layout.seq_len, own, own, device=device, backend=self.backend)
         return AttentionMask(mask, layout.seq_len, device=device, backend=self.backend)
 
     def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: AttentionMask) -> Tensor:

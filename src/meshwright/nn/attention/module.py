@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from meshwright.nn.attention.core import AttentionCore, LocalAttention
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.rope import RotaryEmbedding, apply_rotary_emb
-from meshwright.nn.attention.token_indices import random_rows
 from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.dropout_add.token_rows import token_rows
 from meshwright.nn.linear import Linear
 
 
@@ -30,7 +30,7 @@ class TokenContext:
     sin: Tensor | None = None
     """Rotation of queries and keys, [t, h/2] or [b, t, h/2]."""
     rows_bt: Tensor | None = None
-    """Numbers of the stream's tokens, for random numbers."""
+    """Numbers of the stream's tokens, for dropout; None if nothing is dropped."""
 
 
 class Attention(nn.Module):
@@ -88,6 +88,7 @@ def token_contexts(
     rotary: RotaryEmbedding | None = None,
     device: torch.device,
     dtype: torch.dtype,
+    drops: bool = False,
 ) -> list[TokenContext]:
     """Return the context of each attention layer of a stage; layers with the same rules share it.
 
@@ -97,9 +98,10 @@ def token_contexts(
         rotary: rotary position embedding, if any.
         device: device of the tensors.
         dtype: compute dtype.
+        drops: whether elements are dropped in this forward.
     """
     cos, sin = (None, None) if rotary is None else rotary.tables(layout, device=device, dtype=dtype)
-    rows_bt, contexts = random_rows(layout, device), {}
+    rows_bt, contexts = token_rows(layout, device=device) if drops else None, {}
     found = []
     for layer in layers:
         rules = layer.mask

@@ -1,4 +1,4 @@
-"""Indices, positions and row numbers of a micro-batch's tokens on this rank, as tensors.
+"""Indices and positions of a micro-batch's tokens on this rank, as tensors.
 
 Shapes: b batch, t tokens on this rank; s tokens of a full sample. Tensors are [t] if all samples are alike.
 """
@@ -36,15 +36,3 @@ def token_positions(layout: TokenLayout, device: torch.device) -> Tensor:
         indices = indices.expand(len(starts), -1)
     starts = starts.gather(-1, indices) if starts.dim() == indices.dim() else starts[indices]
     return (indices - starts).to(device)
-
-
-def random_rows(layout: TokenLayout, device: torch.device) -> Tensor | None:
-    """Return a number [b, t] for each token of the stream on this rank that no other token of the run has, int64; None
-    if the layout doesn't say which samples it has."""
-    if layout.samples is None:
-        return None
-    indices = shard_indices(layout.shard)
-    part, num_parts = layout.stream
-    size = indices.shape[-1] // num_parts
-    indices = indices.narrow(-1, part * size, size)
-    return (torch.tensor(layout.samples)[:, None] * layout.seq_len + indices).to(device)

@@ -1,0 +1,200 @@
+"""Packed windows: an epoch has each target once, no target is in another document, and the index survives."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.data import packed_windows
+from meshwright.data.document_ends import EndsWriter, SplitDocuments, check_ends
+from meshwright.data.packed_windows import PIECE, IndexMetadata, PackedWindows, open_packed, write_index
+from meshwright.errors import DataError
+
+IGNORED = -7
+corpora = st.lists(st.integers(0, 60), min_size=1, max_size=40)
+
+
+def make_documents(lengths, split_start=0):
+    return SplitDocuments(np.cumsum(lengths, dtype=np.uint64) + np.uint64(split_start), split_start)
+
+
+def open_windows(lengths, seq_len, *, split_start=0, bucket_pieces=2**20):
+    """Windows over tokens that tell their place, from an index in memory."""
+    file = io.BytesIO()
+    found = write_index(file, make_documents(lengths, split_start), seq_len, bucket_pieces=bucket_pieces)
+    data, size = file.getvalue(), found.num_pieces * PIECE.itemsize
+    assert len(data) == found.payload_bytes
+    first = np.frombuffer(data[size:], dtype="<i8")
+    assert len(first) == found.num_windows + 1
+    tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
+    return PackedWindows(tokens, seq_len, found.num_targets, np.frombuffer(data[:size], PIECE), first)
+
+
+def targets_of(lengths):
+    """Input and target of all pairs of all documents, for tokens that tell their place."""
+    ends = np.cumsum([1, *lengths]).tolist()
+    return Counter((token, token + 1) for a, b in itertools.pairwise(ends) for token in range(a, b - 1))
+
+
+@given(lengths=corpora, seq_len=st.integers(1, 30), bucket_pieces=st.integers(1, 50), split_start=st.integers(0, 2**40))
+def test_an_epoch_has_every_target_once_in_its_document(lengths, seq_len, bucket_pieces, split_start):
+    windows = open_windows(lengths, seq_len, split_start=split_start, bucket_pieces=bucket_pieces)
+    every = np.arange(windows.num_windows)
+    inputs, targets = windows.read(every, ignored_target=IGNORED)
+    assert inputs.dtype == targets.dtype == np.int64
+    assert inputs.shape == targets.shape == (windows.num_windows, seq_len)
+    real = targets != IGNORED
+    assert Counter(zip(inputs[real].tolist(), targets[real].tolist(), strict=True)) == targets_of(lengths)
+    assert (inputs[~real] == 0).all()
+    assert windows.num_targets == windows.count(every) == real.sum()
+    for row, sizes in enumerate(windows.documents(every)):
+        assert sum(sizes) == seq_len and min(sizes) > 0
+        bounds = np.cumsum([0, *sizes])
+        for first, last in itertools.pairwise(bounds.tolist()):
+            kinds = set(real[row, first:last].tolist())
+            assert len(kinds) == 1, "padding is a document of its own"
+            if kinds == {False}:
+                assert last == seq_len, "padding is last"
+            else:  # Consecutive tokens of one document: each input but the first is the target before.
+                assert inputs[row, first + 1 : last].tolist() == targets[row, first : last - 1].tolist()
+
+
+@given(lengths=corpora, seq_len=st.integers(1, 30), data=st.data())
+def test_random_access(lengths, seq_len, data):
+    windows = open_windows(lengths, seq_len)
+    numbers = st.lists(st.integers(0, max(0, windows.num_windows - 1)), max_size=5 if windows.num_windows else 0)
+    chosen = np.array(data.draw(numbers), dtype=np.int64)
+    every = np.arange(windows.num_windows)
+    for some, whole in zip(
+        windows.read(chosen, ignored_target=IGNORED), windows.read(every, ignored_target=IGNORED), strict=True
+    ):
+        np.testing.assert_array_equal(some, whole[chosen])
+    assert windows.documents(chosen) == tuple(windows.documents(every)[window] for window in chosen)
+    assert windows.count(chosen) == sum(windows.count(chosen[i : i + 1]) for i in range(len(chosen)))
+
+
+@settings(max_examples=15)
+@given(lengths=st.lists(st.integers(2, 200), min_size=200, max_size=300), seq_len=st.integers(100, 300))
+def test_fill(lengths, seq_len):
+    windows = open_windows(lengths, seq_len)
+    assert windows.num_windows <= -(-windows.num_targets // seq_len) * 11 / 9 + 4
+    assert windows.fill == windows.num_targets / (windows.num_windows * seq_len) > 0.5
+
+
+def test_short_documents_fill_windows():
+    windows = open_windows(np.random.default_rng(0).integers(1, 100, 20_000), 128)
+    assert windows.fill > 0.995
+
+
+class Unreadable:
+    """Tokens that must not be read."""
+
+    def __getitem__(self, _):
+        raise AssertionError("tokens were read")
+
+
+def test_documents_and_counts_read_no_tokens():
+    windows = open_windows([5, 9, 30, 2], 8)
+    blind = PackedWindows(Unreadable(), 8, windows.num_targets, windows.pieces, windows.first_pieces)
+    every = np.arange(windows.num_windows)
+    assert blind.documents(every) == windows.documents(every) and blind.count(every) == 4 + 8 + 29 + 1
+
+
+class Counting(np.ndarray):
+    """Documents' ends that count how many of them are read at once."""
+
+    most = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Counting.most = max(Counting.most, np.size(found))
+        return found
+
+
+def test_memory_is_bounded_by_a_bucket(monkeypatch):
+    sizes = []
+    pack = packed_windows.pack
+    monkeypatch.setattr(packed_windows, "pack", lambda pieces, n: (sizes.append(len(pieces)), pack(pieces, n))[1])
+    documents = make_documents(np.full(1000, 20))
+    counted = SplitDocuments(documents.ends.view(Counting), 0)
+    write_index(io.BytesIO(), counted, 8, bucket_pieces=30)
+    assert sum(sizes) == 3000 and max(sizes) <= 30
+    assert Counting.most <= 30
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens a packed index in the test's own directory."""
+
+    def open_it(seq_len=8, fingerprint="f" * 64, lengths=(5, 9, 30, 2)):
+        tokens = np.arange(sum(lengths))
+        documents = make_documents(lengths)
+        return open_packed(tokens, documents, seq_len=seq_len, fingerprint=fingerprint, cache_dir=str(tmp_path))
+
+    return open_it
+
+
+def test_the_index_is_built_once_and_mapped(tmp_path, opened, monkeypatch):
+    built = opened()
+    monkeypatch.setattr(packed_windows, "write_index", lambda *_: pytest.fail("built again"))
+    again = opened()
+    for name in ("pieces", "first_pieces"):
+        np.testing.assert_array_equal(getattr(built, name), getattr(again, name))
+        assert not getattr(again, name).flags.writeable
+    assert again.num_targets == built.num_targets and len(os.listdir(tmp_path)) == 1
+
+
+def test_another_corpus_or_length_has_another_index(tmp_path, opened):
+    opened()
+    opened(seq_len=9)
+    opened(fingerprint="e" * 64)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[12:], lambda data: data + b"x"])
+def test_a_damaged_index_is_built_again(tmp_path, opened, damage, caplog):
+    opened()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    opened()
+    assert path.read_bytes() == whole and "damaged" in caplog.text
+
+
+def test_the_index_is_the_same_bytes_everywhere(tmp_path, opened):
+    """A change of these bytes changes the samples of runs: then increment `packing.FORMAT`."""
+    opened(lengths=(5, 9, 30, 2, 1, 0, 17, 8, 8))
+    (path,) = tmp_path.iterdir()
+    windows = opened(lengths=(5, 9, 30, 2, 1, 0, 17, 8, 8))
+    assert windows.pieces.tolist() == [
+        (0, 4), (5, 8), (14, 8), (22, 8), (30, 8), (38, 5), (44, 1), (64, 7), (47, 8), (55, 8), (72, 7)
+    ]  # fmt: skip
+    assert windows.first_pieces.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
+
+
+def test_contradicting_metadata_is_refused():
+    with pytest.raises(ValueError, match="pieces"):
+        IndexMetadata(num_windows=1, num_pieces=1, num_targets=1, payload_bytes=1)
+
+
+def test_documents_without_targets_make_no_window(opened):
+    windows = opened(lengths=(1, 0, 1))
+    assert windows.num_windows == 0 and windows.num_targets == 0 and windows.fill == 0
+    assert windows.documents(np.empty(0, dtype=np.int64)) == ()
+
+
+def test_damaged_ends_are_an_error(tmp_path):
+    writer, ends = EndsWriter(io.BytesIO()), np.array([3, 5, 9], dtype=np.uint64)
+    writer.write(ends[:2])
+    writer.write(ends[2:])
+    check_ends(ends, writer.fingerprint(), tmp_path / "x")
+    with pytest.raises(DataError, match="damaged") as caught:
+        check_ends(ends + np.uint64(1), writer.fingerprint(), tmp_path / "x")
+    assert caught.value.fix.startswith("rm ")
