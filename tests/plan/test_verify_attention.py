@@ -20,10 +20,9 @@ RIGHT = (
     CP_TP,
     HEADS,
     "llama-tiny mesh.cp=4 model.window=16 model.global_every=2 mesh.pp=2 train.num_microbatches=4",
-    "llama-tiny mesh.cp=2 mesh.dp_shard=2 data.packing=documents data.format=auto",
+    "llama-tiny mesh.cp=2 mesh.dp_shard=2 data.packing=documents",
     "moe-tiny mesh.cp=2 mesh.ep=2 mesh.dp_shard=2",
     "moe-tiny mesh.cp=4 mesh.ep=2",
-    "dit-digits mesh.cp=2 mesh.dp_shard=2",
     "llama3-405b mesh.pp=16 mesh.dp_shard=32 mesh.cp=4 mesh.tp=8 train.global_batch=512 train.num_microbatches=16",
 )
 

@@ -138,6 +138,7 @@ class KindMaker:
             self._mesh,
             dtype=config.train.precision,
             packed=config.data.packing != "none",
+            recompute=config.recompute.policy == "full",
             method=config.mesh.cp_method,
         )
 
