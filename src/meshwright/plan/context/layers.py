@@ -3,7 +3,6 @@ rank of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.models.contract.model_facts import AttentionFacts, ModelFacts
@@ -44,7 +43,7 @@ def make_attention_layer(
 
 
 def _choose(
-    mask: MaskSpec, shards: Sequence[Shard], seq_len: int, dims: AttentionDims, recompute: bool, packed: bool
+    mask: MaskSpec, shards: tuple[Shard, ...], seq_len: int, dims: AttentionDims, recompute: bool, packed: bool
 ) -> ContextChoice:
     exchange = make_exchange(mask, shards, seq_len)
     return choose(exchange, dims, num_tokens=seq_len // len(shards), recompute=recompute, packed=packed)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 
-from meshwright.nn.attention.mask_spec import Documents, MaskSpec
-from meshwright.nn.attention.token_layout import Shard
-from meshwright.plan.context.exchange import Exchange, make_exchange
+from meshwright.nn.attention.mask_spec import Documents
+from meshwright.plan.context.exchange import make_exchange
 from meshwright.plan.context.layers import attention_dims, batch_shards
 from meshwright.plan.context.method import ContextMethod
 from meshwright.plan.run_plan import Kind, RunPlan
@@ -35,16 +33,10 @@ def sent_by_attention(
         yield from ((other, (forwards + 1) * num_bytes) for other in line if other != rank)
         return
     mask = replace(layer.mask, documents=documents)
-    exchange = _exchange(mask, batch_shards(plan, documents), plan.batch.tokens)
+    exchange = make_exchange(mask, batch_shards(plan, documents), plan.batch.tokens)
     row = dims.token_bytes(2 * dims.num_kv_heads) * (1 if documents else plan.batch.samples)
     for index, other in enumerate(line):
         # Keys and values go where they are needed, and the gradients of those received go back.
         sent, received = exchange.num_tokens(index, own), exchange.num_tokens(own, index)
         if index != own:
             yield other, (forwards * sent + received) * row
-
-
-@lru_cache(maxsize=16)
-def _exchange(mask: MaskSpec, shards: tuple[Shard, ...], seq_len: int) -> Exchange:
-    """Return the exchange, which is the same for all ranks and stages."""
-    return make_exchange(mask, shards, seq_len)
