@@ -122,3 +122,23 @@ def test_attention_sends_what_was_predicted(gang, corpus, world_size, words):
             assert counted.basis == "" and sent == priced
         if is_ring:
             assert least(plan, rank, batches) <= sent <= 1.05 * least(plan, rank, batches)
+
+
+def experts_and_context(rank, world_size, words):
+    job, step = make_job(rank, world_size, words)
+    traffic = AllToAllTraffic(job)
+    with traffic:
+        step(1)
+    return traffic.total()
+
+
+@pytest.mark.parametrize(
+    ("ep", "purposes"), [(2, ["experts", "context"]), pytest.param(4, ["experts and context"], marks=pytest.mark.slow)]
+)
+def test_experts_in_the_same_group_are_counted_together(gang, corpus, ep, purposes):
+    """Ranks of ep are those of cp, or half of them."""
+    words = ["moe-tiny", *TINY, "model.expert_dim=24", "mesh.cp=4", f"mesh.ep={ep}", *corpus]
+    for found in gang(4).run(experts_and_context, words, timeout_s=120):
+        assert [one.purpose for one in found] == purposes and found[0].basis == "load"
+        assert found[0].explained == pytest.approx(found[0].sent, rel=0.1)
+        assert len(found) == 1 or found[1].sent == found[1].predicted > 0
