@@ -106,7 +106,9 @@ def test_context_parallelism_is_explained(here):
     at = next(n for n, line in enumerate(lines) if line.startswith("attention over cp"))
     plan = make_plan(load("llama-tiny", WINDOWS))
     slowest = imbalance_of_ranks(plan)
-    assert 1.0 <= slowest <= 1.05 and lines[at] == f"attention over cp, slowest rank {slowest:.3f} × the mean of its work"
+    assert (
+        1.0 <= slowest <= 1.05 and lines[at] == f"attention over cp, slowest rank {slowest:.3f} × the mean of its work"
+    )
     text = " ".join(line.strip() for line in lines[at + 1 : lines.index("hashes")])
     for kind, method in (("window_block", "ring"), ("block", "heads")):
         assert f"{kind} × 2 · {method}: " in text and explain_method(plan, plan.kind(kind)) in text

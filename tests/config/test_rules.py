@@ -14,15 +14,6 @@ from meshwright.settings.violation import format_value
 from tests.helpers import assert_every_fix_works, outcome
 
 
-@pytest.mark.parametrize("size", [2, 3, 64])
-def test_planned_axes_are_not_available_yet(size):
-    words = [f"mesh.cp={size}"]
-    error = outcome(words)
-    assert isinstance(error, LayoutError)
-    assert error.what == f"mesh.cp = {size} is not available yet" and error.where == "command line, mesh.cp"
-    assert_every_fix_works(error, words)
-
-
 @pytest.mark.parametrize(
     ("words", "kind", "what", "where"),
     [

@@ -1,4 +1,4 @@
-"""Bytes that context parallelism sends in steps, against the plan's and against what dense masks say that ranks need."""
+"""Bytes that context parallelism sends in steps, against the plan and against what dense masks say that ranks need."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def corpus(tmp_path_factory):
 
 
 def sent_in_a_step(rank, world_size, words):
-    """What attention's all-to-alls send in the second step, the documents of its micro-batches, and the run's report."""
+    """What attention sends in the second step, the documents of its micro-batches, and the report of a run."""
     job, step = make_job(rank, world_size, words)
     cores = [getattr(module, "core", None) for module in job.model.modules()]
     groups = {core.group for core in cores if isinstance(core, RingAttention | HeadsAttention)}

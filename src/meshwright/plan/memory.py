@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
+from meshwright.plan.context.kept_elements import kept_by_context
 from meshwright.plan.error_feedback_memory import feedback_bytes
 from meshwright.plan.expert_traffic import predicted_load
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
@@ -124,11 +125,12 @@ def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     stream = math.prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
     kept = recompute = 0
     for kind, _ in plan.held(stage):
+        saved = kind.saved_elements + kept_by_context(plan, kind)
         if kind.recompute == "full":
             kept += stream + _received_elements(plan, kind)
-            recompute = max(recompute, kind.saved_elements)
+            recompute = max(recompute, saved)
         else:
-            kept += kind.saved_elements
+            kept += saved
     output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
     return StageCosts(
         activation_bytes=samples * (kept * compute + output),

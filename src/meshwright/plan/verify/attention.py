@@ -40,7 +40,9 @@ def _layer(plan: RunPlan, kind: Kind, layer: AttentionLayer) -> Iterator[Fault]:
     if (layer.method is None) is bool(layer.axes):
         found = "no method" if layer.method is None else f"the method {layer.method}"
         what = f"attention of {kind.name} has {found}, with tokens sharded over {join_names(layer.axes)}"
-        yield Fault(what, "a layer has a method if its tokens are sharded, and none otherwise", f"{field}.method", axis=axis)
+        yield Fault(
+            what, "a layer has a method if its tokens are sharded, and none otherwise", f"{field}.method", axis=axis
+        )
     if layer.mask.documents is not None:
         what = f"the mask of {kind.name} has documents"
         yield Fault(what, "documents belong to a micro-batch; a plan has the rules for all of them", f"{field}.mask")
