@@ -56,7 +56,7 @@ def stream_over_tp(plan):
 FAULTS = {
     "over no axis": (CP, attention(axes=(), method=None), "cp", "over nothing, not cp"),
     "over another axis": (CP_TP, attention(axes=("tp",)), "cp", "over tp, not cp"),
-    "over an axis without cp": (PLAIN, attention(axes=("tp",), method=ContextMethod.RING), "tp", "over tp, not nothing"),
+    "over an axis without cp": (PLAIN, attention(axes=("tp",), method=ContextMethod.RING), "tp", "tp, not nothing"),
     "no method": (CP, attention(method=None), "cp", "attention of block has no method"),
     "a method without cp": (PLAIN, attention(method=ContextMethod.RING), None, "has the method ring"),
     "uneven heads": (HEADS, attention(num_heads=6, num_kv_heads=3), "cp", "cp = 2 does not divide 3 key/value heads"),
@@ -69,7 +69,7 @@ FAULTS = {
     "a block without attention": (CP, without_attention, "cp", "block has no attention"),
     "uneven tokens": (CP, batch(tokens=127), "cp", "cp shard samples of 127 tokens over 2 ranks"),
     "uneven tokens over tp": (CP_TP, batch(tokens=130), "cp", "cp, tp shard samples of 130 tokens over 4 ranks"),
-    "documents": (PLAIN, attention(mask=MaskSpec(causal=True, documents=((128,),))), None, "the mask of block has documents"),
+    "documents": (PLAIN, attention(mask=MaskSpec(documents=((128,),))), None, "the mask of block has documents"),
     "a whole stream": (CP, whole_stream, "cp", "stream is not sharded over cp"),
     "a stream over tp only": (CP_TP, stream_over_tp, "cp", "stream is not sharded over cp"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Elements that context-parallel attention keeps for its backward, besides those of attention to a rank's own tokens."""
+"""Elements that context-parallel attention keeps for its backward, besides what attention on one rank keeps."""
 
 from __future__ import annotations
 
