@@ -50,6 +50,8 @@ class Benchmark(StrEnum):
     RESHARD = "reshard"
     OPERATORS = "operators"
     EXPERTS = "moe"
+    ATTENTION = "attention"
+    LOADER = "loader"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,14 @@ BENCHMARKS = {
     Benchmark.EXPERTS: BenchmarkEntry(
         "rows and times of expert layers against lower bounds and memory copies",
         "meshwright_bench.expert_layers.benchmark:bench_experts",
+    ),
+    Benchmark.ATTENTION: BenchmarkEntry(
+        "attention under a window and documents against plain causal attention",
+        "meshwright_bench.attention.benchmark:bench_attention",
+    ),
+    Benchmark.LOADER: BenchmarkEntry(
+        "steps whose batches come from a slow source, with and without prefetching",
+        "meshwright_bench.loader.benchmark:bench_loader",
     ),
 }
 

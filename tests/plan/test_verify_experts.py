@@ -7,10 +7,11 @@ from itertools import combinations
 
 import pytest
 
+from meshwright.plan.block_layers import ExpertLayer
 from meshwright.plan.expert_traffic import counted_load, describe_rows, predicted_load
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.run_plan import ExpertLayer, Shard
+from meshwright.plan.run_plan import Shard
 from meshwright.plan.verify import faults
 
 PLAN = make_plan(load("moe-tiny", ["mesh.dp_shard=4", "mesh.ep=2"]))
@@ -43,7 +44,7 @@ DAMAGED = {
     ),
     "counted elsewhere": (
         with_kind(lambda kind: replace(kind, experts=replace(kind.experts, counted=("ep",)))),
-        "counts of moe_block are summed over ep",
+        "in moe_block are summed over ep",
     ),
     "secondary shards": (with_unit(freed=2), "keeps secondary shards over 2 ranks"),
 }

@@ -104,6 +104,8 @@ def test_another_layout_precision_or_length_is_fine(tmp_path):
 @pytest.mark.parametrize(
     ("preset", "before", "now"),
     [("llama-tiny", "train.seed=3", "train.seed=0"),
+     ("llama-tiny", "data.packing=documents", "data.packing=none"),
+     ("llama-tiny", "data.separator=none", "data.separator=3"),
      ("dit-digits", "diffusion.prediction=velocity", "diffusion.prediction=noise"),
      ("dit-digits", "diffusion.schedule=linear", "diffusion.schedule=cosine")],
 )  # fmt: skip

@@ -25,7 +25,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         dropout=train.dropout,
         precision=train.precision,
         freeze=train.freeze,
-        data=DataFacts(**config.data.model_dump()),
+        data=DataFacts(**config.data.model_dump(exclude={"prefetch"})),
     )
 
 

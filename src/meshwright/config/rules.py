@@ -16,7 +16,7 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.rules_compression import comm_violations
-from meshwright.config.rules_context import context_violations
+from meshwright.config.rules_context import context_violations, packing_violations
 from meshwright.config.rules_experts import expert_violations
 from meshwright.config.rules_precision import precision_violations
 from meshwright.config.schema import RunConfig
@@ -74,6 +74,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from _freeze_globs(config)
     yield from (one for one in family_violations if one.key == FREEZE)
     yield from _model_description(config)
+    yield from packing_violations(config)
     yield from context_violations(config)
     yield from expert_violations(config)
     yield from _dropout(config)

@@ -1,4 +1,4 @@
-"""Rules of context parallelism: models and sizes whose samples can be sharded by tokens."""
+"""Rules of context parallelism and packed documents: models whose attention takes shards of tokens and documents."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def context_violations(config: RunConfig) -> Iterator[Violation]:
         return
     yield from _tokens(config, facts)
     yield from _heads(config, facts)
+
+
+def packing_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation if documents are packed for a model whose attention may not know of documents."""
+    without = [kind.name for kind in model_facts(config).kinds if kind.attention is None]
+    if config.data.packing != "none" and without:
+        yield Violation(
+            ConfigError,
+            f"data.packing = {config.data.packing}, but blocks {without[0]} don't describe their attention",
+            "data.packing",
+            "packed documents must not attend to each other, so a model says where its attention is "
+            "(KindFacts.attention)",
+            [{"data.packing": "none"}],
+        )
 
 
 def _why_not(facts: ModelFacts) -> str:

@@ -41,6 +41,9 @@ class DataConfig(Section):
         min_length=1,
         description="cache directory of tokenized text and packed documents; ~/.cache/meshwright by default",
     )
+    prefetch: int = Field(
+        2, ge=0, le=1024, description="micro-batches that each rank prepares ahead; 0 prepares each when it is needed"
+    )
 
 
 class MeshConfig(Section):

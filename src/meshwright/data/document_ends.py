@@ -62,7 +62,9 @@ class SplitDocuments:
         bounds = np.empty(chunk.stop - chunk.start + 1, dtype=np.int64)
         bounds[0] = self.start(chunk.start)
         bounds[1:] = self.ends[chunk]
-        return bounds[1:] - bounds[:-1]
+        lengths = bounds[1:] - bounds[:-1]
+        assert not len(lengths) or lengths.min() > 0 and lengths[0] <= self.ends[-1] - self.split_start, "in the split"
+        return lengths
 
     def start(self, document: int) -> int:
         """Return the first token of a document, counted from the first token of the corpus."""

@@ -37,7 +37,12 @@ class Loader:
 
     def batch(self, samples: range) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of the samples, in order: `inputs_bt` and `targets_bt`, both int64."""
-        return _to_tensors(self._windows, self.order.windows(samples), self._device)
+        inputs_bt, targets_bt = self.host_batch(samples)
+        return inputs_bt.to(self._device), targets_bt.to(self._device)
+
+    def host_batch(self, samples: range) -> tuple[Tensor, Tensor]:
+        """Return `inputs_bt` and `targets_bt` like `batch`, but on the CPU; callable from any thread."""
+        return _to_tensors(self._windows, self.order.windows(samples), torch.device("cpu"))
 
 
 def validation_batches(

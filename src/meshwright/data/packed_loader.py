@@ -46,7 +46,12 @@ class PackedLoader:
 
     def batch(self, samples: range) -> PackedBatch:
         """Return the samples, in order."""
-        return _read(self._windows, self.order.windows(samples), self._device)
+        host = self.host_batch(samples)
+        return PackedBatch(host.inputs.to(self._device), host.targets.to(self._device), host.documents)
+
+    def host_batch(self, samples: range) -> PackedBatch:
+        """Return the samples like `batch`, but on the CPU; callable from any thread."""
+        return _read(self._windows, self.order.windows(samples), torch.device("cpu"))
 
     def documents(self, samples: range) -> Documents:
         """Return the lengths of the samples' documents, without reading tokens."""

@@ -15,8 +15,9 @@ from meshwright.nn.experts.balance import BatchCounts, SampleCounts
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh
+from meshwright.plan.block_layers import ExpertLayer
 from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import ExpertLayer, Kind, RunPlan, Stage
+from meshwright.plan.run_plan import Kind, RunPlan, Stage
 
 
 def apply_experts(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:

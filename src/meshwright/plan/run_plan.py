@@ -15,10 +15,9 @@ from enum import StrEnum
 from functools import cached_property
 
 from meshwright.models.contract.tp_styles import Style
-from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
-from meshwright.plan.context.method import ContextMethod
+from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
 from meshwright.plan.mesh_views import Atoms, Mesh
 
 FORMAT = 3
@@ -150,48 +149,6 @@ class Auxiliary:
     """Atoms inside a stage over which the loss is partial."""
     in_region: bool = False
     """Whether tp ranks compute the same loss, and each adds 1 / tp of it."""
-
-
-@dataclass(frozen=True)
-class ExpertLayer:
-    """A mixture-of-experts layer of a kind, and the dispatch of tokens to it."""
-
-    module: str
-    experts: str
-    """Path of the module with the experts' parameters."""
-    num_experts: int
-    top_k: int
-    width: int
-    """Elements of a row sent to an expert."""
-    axes: Atoms
-    """Atoms over which the experts are sharded; empty if every rank holds all of them."""
-    counted: Atoms
-    """Atoms over which each forward sums the experts' counts of a micro-batch."""
-    sample_counted: Atoms = ()
-    """Atoms over which each forward sums the experts' counts of each sample."""
-    num_groups: int = 1
-    """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
-    top_groups: int = 1
-    capacity: int | None = None
-    """Slots per expert and sample; None if nothing is dropped."""
-    uniform: bool = False
-    """Whether tokens go to experts in turn, so that the dispatch is known."""
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The attention layer of a kind."""
-
-    module: str
-    mask: MaskSpec
-    """Rules of the mask, without documents."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    axes: Atoms
-    """Atoms over which the tokens of a sample are sharded."""
-    method: ContextMethod | None = None
-    """How queries meet the keys of other ranks; None if every rank has all tokens."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from torch.distributed import ProcessGroup
 
 from meshwright.nn.step_handles import LoadCounter, load_counters
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
+from meshwright.plan.block_layers import ExpertLayer
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.expert_traffic import RankLoad, counted_load, sent_by_layer
-from meshwright.plan.run_plan import ExpertLayer
 from meshwright.train.build_job import Job
 
 

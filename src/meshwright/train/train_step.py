@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.data.sampler import microbatch_samples
-from meshwright.models.contract.task import Batch, Task
+from meshwright.models.contract.task import Task
 from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build_job import Job
 from meshwright.train.lr_schedule import learning_rate
@@ -27,6 +26,7 @@ from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.timeline_trace import run_traced
 from meshwright.train.step_handles import StepHandles
+from meshwright.train.training_batches import TrainingBatches
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class StepResult:
     """True if the loss or the norm was not finite, in which case no rank updated its parameters."""
     stop: bool
     """True if any rank received a stop request."""
+    num_units: int = 0
+    """Loss units of the global batch, such as targets."""
 
 
 @contextmanager
@@ -68,17 +70,28 @@ class TrainStep:
         self._job = job
         self._task = task
         self._stop_requested = stop_requested
+        self._num_units = 0
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
         self._handles = StepHandles(job)
         self.pipeline = Pipeline(job)
         self.timeline: Timeline | None = None
         """Timeline of the last step, if it was traced."""
+        # Looked up at each step: a fault injected into a proof replaces `samples`.
+        self._batches = TrainingBatches(job, task, lambda step: self.samples(step))
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
 
     def __call__(self, step: int) -> StepResult:
         """Run step `step`, counted from 1."""
         return self.update(step, self.accumulate(step))
+
+    def prefetching(self, steps: range) -> AbstractContextManager[None]:
+        """Prepare batches ahead within the context, as `data.prefetch` says.
+
+        Args:
+            steps: the steps that run in the context, in order and each once.
+        """
+        return self._batches.prefetching(steps)
 
     def update(self, step: int, loss: Tensor) -> StepResult:
         """Reduce loss and gradient norm over all ranks, clip gradients, and update the parameters.
@@ -102,7 +115,9 @@ class TrainStep:
         self._handles.settle(taken=finite)
         job.compression.settle(taken=finite)
         job.optimizer.zero_grad(set_to_none=True)
-        return StepResult(step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0)
+        return StepResult(
+            step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0, num_units=self._num_units
+        )
 
     def expert_counts(self) -> list[list[int]] | None:
         """Return the tokens per expert in the last step, per layer with a load counter; None if there are no counts."""
@@ -117,20 +132,16 @@ class TrainStep:
         job = self._job
         train = job.config.train
         samples = self.samples(step)
-        num_units = self._count_units(samples)
+        num_units = self._num_units = self._count_units(samples)
         losses: list[Tensor] = []
         self._handles.begin(train.global_batch)
-
-        @cache
-        def batch(microbatch: int) -> Batch:
-            return self._task.batch(samples[microbatch])
 
         def finish(out: Tensor, targets: Tensor) -> Tensor:
             loss = self._task.loss_sum(out, targets) / num_units
             losses.append(loss.detach())
             return loss
 
-        self.pipeline.feed.batch, self.pipeline.feed.finish = batch, finish
+        self.pipeline.feed.batch, self.pipeline.feed.finish = self._batches.of_step(step), finish
         with vocab_context(job):
             if train.trace and step == train.steps:
                 self.timeline = run_traced(self._executor, job)

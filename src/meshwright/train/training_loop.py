@@ -70,8 +70,9 @@ class Trainer:
         done = self._restore()
         recorder = self._open_folder(done)
         validation = None
-        with self._stop:
-            for step in range(done + 1, train.steps + 1):
+        steps = range(done + 1, train.steps + 1)
+        with self._stop, self._step.prefetching(steps):
+            for step in steps:
                 self._job.context.post("step", step)
                 begin = time.perf_counter()
                 with self._counting, self._all_to_alls:

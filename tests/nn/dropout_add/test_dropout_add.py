@@ -21,7 +21,7 @@ from meshwright.nn.dropout_add.random import DropoutKey, drop_threshold, keep_ma
 from tests.nn.dropout_add.cases import DTYPES, KEY, drop, inputs
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
@@ -58,8 +58,7 @@ def test_the_operator_keeps_torchs_contract():
     """Its schema, its fake implementation, and its backward, also traced."""
     x, residual, rows = inputs(2, 3, 5)
     operator = torch.ops.meshwright.dropout_add.default
-    for given_residual in (residual, None):
-        torch.library.opcheck(operator, (x, given_residual, rows, KEY.words, 2**31, 0))
+    torch.library.opcheck(operator, (x, residual, rows, KEY.words, 2**31, 0))
 
 
 @pytest.mark.parametrize("named", [{"p": 0.0}, {"p": 2**-40}, {"training": False}, {"p": 0.0, "training": False}])

@@ -86,11 +86,11 @@ class Gpt(Family):
         return open_text(f, vocab_size=f.section(GptConfig).vocab_size)
 
     def task(self, f: RunFacts, data: Any, device: Any) -> Any:
-        from meshwright.models.tasks.next_token import TextTask
+        from meshwright.models.tasks.text_task import text_task
 
-        return TextTask(f, data, device)
+        return text_task(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Any:
-        from meshwright.models.tasks.next_token_reference import TextReference
+        from meshwright.models.tasks.text_task import text_reference
 
-        return TextReference(f, data)
+        return text_reference(f, data)

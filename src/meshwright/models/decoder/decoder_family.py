@@ -85,17 +85,15 @@ class DecoderFamily(Family):
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """Return the next-token task."""
-        from meshwright.models.tasks.next_token import TextTask
-        from meshwright.models.tasks.packed_next_token import PackedTextTask
+        from meshwright.models.tasks.text_task import text_task
 
-        return TextTask(f, data, device) if data.packed is None else PackedTextTask(f, data, device)
+        return text_task(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """Return the reference implementation of the next-token loss."""
-        from meshwright.models.tasks.next_token_reference import TextReference
-        from meshwright.models.tasks.packed_reference import PackedTextReference
+        from meshwright.models.tasks.text_task import text_reference
 
-        return TextReference(f, data) if data.packed is None else PackedTextReference(f, data)
+        return text_reference(f, data)
 
 
 def _spec(f: RunFacts) -> DecoderSpec:

@@ -9,7 +9,7 @@ Shapes: b batch, c channels, f frames, y height, x width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from meshwright.data.loader import validation_windows
 from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch, Forward, Task
+from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
 from meshwright.models.dit.digit_classifier import recognition_rates
@@ -41,7 +41,7 @@ FIRST_VALIDATION_SAMPLE = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """Batch of noisy samples; noise is generated lazily, on the stages that use it."""
+    """Batch of noisy samples; what was not prepared ahead is made lazily, on the stages that use it."""
 
     task: ImageTask
     pixels: NDArray[np.uint8]
@@ -50,19 +50,36 @@ class ImageBatch:
     samples: range
     counted: int
     """Number of rows that count; the rest is padding."""
+    moved: tuple[Tensor, ...] = ()
+    """Tensors of `host_conditions` and maybe `host_samples` on the device, if they were prepared ahead."""
+
+    def host_conditions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the timesteps, and return them with labels and frame rates, [b] each on the CPU."""
+        return draw_timesteps(self.task.seed, self.samples, self.task.diffusion.num_timesteps), self.labels, self.fps
+
+    def host_samples(self) -> tuple[Tensor, Tensor]:
+        """Draw the noise, and return clean samples and noise, [b, c, f, y, x] each on the CPU."""
+        noise = draw_noise(self.task.seed, self.samples, self.pixels.shape[1:], self.task.dtype)
+        return to_floats(self.pixels, self.task.dtype), noise
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Timesteps, class labels and frame rates, [b] each, and the placement of the patches."""
+        return *self._device_conditions, TokenLayout(self.task.num_tokens, samples=tuple(self.samples))
 
     @cached_property
-    def timesteps(self) -> Tensor:
-        """Timesteps [b]."""
-        task = self.task
-        return draw_timesteps(task.seed, self.samples, task.diffusion.num_timesteps).to(task.device)
+    def _device_conditions(self) -> tuple[Tensor, ...]:
+        return self.moved[:3] or tuple(x.to(self.task.device) for x in self.host_conditions())
 
     @cached_property
     def _clean_and_noise(self) -> tuple[Tensor, Tensor]:
-        task = self.task
-        shape = self.pixels.shape[1:]
-        noise = draw_noise(task.seed, self.samples, shape, task.dtype)
-        return to_floats(self.pixels, task.dtype).to(task.device), noise.to(task.device)
+        clean, noise = self.moved[3:] or self.host_samples()
+        return clean.to(self.task.device), noise.to(self.task.device)
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Timesteps [b]."""
+        return self._device_conditions[0]
 
     @property
     def inputs(self) -> Tensor:
@@ -76,12 +93,6 @@ class ImageBatch:
         targets = self.task.diffusion.target(*self._clean_and_noise, self.timesteps).clone()  # may alias the noise
         targets[self.counted :] = torch.nan
         return targets
-
-    @property
-    def conditions(self) -> tuple[Any, ...]:
-        """Timesteps, class labels and frame rates, [b] each, and the placement of the patches."""
-        layout = TokenLayout(self.task.num_tokens, samples=tuple(self.samples))
-        return self.timesteps, self.labels.to(self.task.device), self.fps.to(self.task.device), layout
 
 
 class ImageTask(Task):
@@ -103,6 +114,16 @@ class ImageTask(Task):
 
     def batch(self, samples: range) -> Batch:
         """Return the noisy training samples, some with dropped labels."""
+        return self._training_batch(samples)
+
+    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
+        """Draw timesteps, and on stages that read samples or targets the noise."""
+        batch = self._training_batch(samples)
+        reads_samples = use.inputs or use.targets
+        host = (*batch.host_conditions(), *(batch.host_samples() if reads_samples else ()))
+        return HostBatch(host, lambda tensors: replace(batch, moved=tensors))
+
+    def _training_batch(self, samples: range) -> ImageBatch:
         chosen = self._order.windows(samples)
         labels = torch.from_numpy(self._dataset.train_labels[chosen])
         drops = draw_label_drops(self.seed, samples, self._settings.label_dropout)

@@ -19,7 +19,7 @@ from meshwright.data.text_corpus import Corpus, Tokens, num_windows
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch, Forward, Task
+from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.tasks.generate_text import generate
 from meshwright.nn.attention.token_layout import TokenLayout
 
@@ -75,13 +75,24 @@ class TextTask(NextTokenTask):
 
     def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
         super().__init__(f, corpus, device)
+        assert corpus.packed is None, "a packed corpus has a task of its own: text_task chooses"
         self._validation = corpus.validation
         self._loader = text_loader(corpus.train, device, seq_len=f.seq_len, seed=f.seed)
         self.units_a_sample = f.seq_len
 
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""
-        return TextBatch(*self._loader.batch(samples), TokenLayout(self._run.seq_len, samples=tuple(samples)))
+        return self.prepare(samples, BatchUse()).to(self._device)
+
+    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
+        """Read the windows of the training samples; inputs and targets come from one read."""
+        layout = TokenLayout(self._run.seq_len, samples=tuple(samples))
+
+        def assemble(tensors: tuple[Tensor, ...]) -> Batch:
+            inputs, targets = tensors
+            return TextBatch(inputs, targets, layout)
+
+        return HostBatch(self._loader.host_batch(samples), assemble)
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
         """Return this rank's windows of the held-out text, evenly spread."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch
+from meshwright.models.contract.task import Batch, BatchUse, HostBatch
 from meshwright.models.tasks.next_token import NextTokenTask, TextBatch
 from meshwright.nn.attention.token_layout import TokenLayout
 
@@ -28,7 +29,17 @@ class PackedTextTask(NextTokenTask):
 
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""
-        return self._text_batch(self._loader.batch(samples), tuple(samples))
+        return self.prepare(samples, BatchUse()).to(self._device)
+
+    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
+        """Read the windows of the training samples; inputs and targets come from one read."""
+        host = self._loader.host_batch(samples)
+
+        def assemble(tensors: tuple[Tensor, ...]) -> Batch:
+            inputs, targets = tensors
+            return self._text_batch(PackedBatch(inputs, targets, host.documents), tuple(samples))
+
+        return HostBatch((host.inputs, host.targets), assemble)
 
     def count(self, samples: range) -> int:
         """Return the number of targets in the training samples, without reading tokens."""

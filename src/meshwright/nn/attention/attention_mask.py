@@ -49,7 +49,7 @@ class AttentionMask:
             device: device of the queries.
             backend: the backend.
             request: dtype, heads, dropout and gradients of the calls, for the choice of `auto`; its mask and device are
-                set here. By default, bfloat16 on CUDA and float32 elsewhere.
+                set here. By default, float32 without lse, which passes over backends of half precision.
             queries: the queries as intervals of each sample; None for all, in order.
             keys: the keys, likewise.
 
@@ -62,9 +62,7 @@ class AttentionMask:
         self.whole = queries == keys == everything
         window = None if spec.window is None or spec.window >= seq_len else spec.window
         self.rules = replace(spec, window=window, documents=None if spec.documents is None else ())
-        if request is None:
-            dtype = "bfloat16" if device.type == "cuda" else "float32"
-            request = AttentionRequest(device.type, dtype, needs_grad=False)
+        request = request or AttentionRequest(device.type, "float32", needs_grad=False)
         request = replace(request, device=device.type, mask=self.rules, whole=self.whole)
         self.backend = choose_backend(Backend(backend), request)
         self.bounds = key_bounds(spec, seq_len, queries, keys).to(device)

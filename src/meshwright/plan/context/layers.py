@@ -8,11 +8,12 @@ from dataclasses import replace
 from meshwright.models.contract.model_facts import AttentionFacts, ModelFacts
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
+from meshwright.plan.block_layers import AttentionLayer
 from meshwright.plan.context.balanced_order import context_shards, imbalance
 from meshwright.plan.context.exchange import make_exchange
 from meshwright.plan.context.method import AttentionDims, ContextChoice, ContextMethod, choose
 from meshwright.plan.mesh_views import Mesh
-from meshwright.plan.run_plan import BYTES, AttentionLayer, Kind, RunPlan
+from meshwright.plan.run_plan import BYTES, Kind, RunPlan
 
 
 def make_attention_layer(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.plan.run_plan import ExpertLayer, Kind, RunPlan, Shard
+from meshwright.plan.block_layers import ExpertLayer
+from meshwright.plan.run_plan import Kind, RunPlan, Shard
 from meshwright.plan.verify.error import Fault, join_names, qualified_name
 
 

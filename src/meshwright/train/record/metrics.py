@@ -77,13 +77,15 @@ class Recorder:
             validation: validation after the step, if there was one.
             counts: tokens per layer and expert, if there are any.
         """
-        train, step = self._job.config.train, result.step
+        train, step, batch = self._job.config.train, result.step, self._job.plan.batch
+        # Padding of packed documents is not trained on.
+        num_tokens = result.num_units if batch.packed else batch.global_batch * batch.tokens
         values = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens_per_s": train.global_batch * self._job.plan.batch.tokens / seconds,
+            "tokens_per_s": num_tokens / seconds,
             "memory_bytes": memory_bytes(self._job.device),
             "samples": [(step - 1) * train.global_batch, step * train.global_batch - 1],
             "skipped": result.skipped,

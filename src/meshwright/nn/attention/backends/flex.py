@@ -62,7 +62,7 @@ def flex_with_lse(
 
 
 def _run(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: FlexBlockMask, scale: float, aux: Any) -> Any:
-    run: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled()
+    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     return run(
         q_bsnh.transpose(1, 2), k_btmh.transpose(1, 2), v_btmh.transpose(1, 2), block_mask=mask, scale=scale,
         enable_gqa=q_bsnh.shape[2] != k_btmh.shape[2], return_aux=aux,

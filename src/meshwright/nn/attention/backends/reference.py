@@ -27,8 +27,9 @@ def reference_attention(
         dropout_p: probability of dropping a weight.
     """
     exact = torch.promote_types(q_bsnh.dtype, torch.float32)
-    num_kv_heads = k_btmh.shape[2]
-    q_bsmgh = q_bsnh.to(exact).unflatten(2, (num_kv_heads, -1))
+    b, s, n, h = q_bsnh.shape
+    m = k_btmh.shape[2]
+    q_bsmgh = q_bsnh.to(exact).reshape(b, s, m, n // m, h)
     scores = torch.einsum("bsmgh,btmh->bmgst", q_bsmgh * scale, k_btmh.to(exact))
     scores = scores.masked_fill(~visible_bst[:, None, None], -math.inf)
     # A constant shift: it cancels in the result, so it needs no gradient.

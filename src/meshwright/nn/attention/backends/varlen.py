@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec
 
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Argument that allows fewer key/value heads, which PyTorch before 2.12 allows always."""
 MIN_CAPACITY = 64
 """Documents for which there is always room. Their number is rounded up to a power of two, so that shapes in compiled

@@ -1,0 +1,1 @@
+"""Benchmark of attention under masks, against plain causal attention."""

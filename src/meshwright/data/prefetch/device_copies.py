@@ -1,0 +1,160 @@
+"""Copies of host tensors to the device, beside the computation.
+
+[Note: waits of a copy] A copy touches three pieces of memory on two streams and a host thread. Four waits keep them in
+order, and each is necessary:
+
+1. The compute stream waits for the copy's event before it reads the result (`Handle.wait_stream`).
+2. Pinned memory is written again only after the event of the copy that reads it (`_Staging`): the host waits.
+3. Fresh device memory belongs to the copy stream, so the allocator would give freed memory to the next copy at once. It
+   is told that the compute stream uses it too (`record_stream`), and so keeps it until the computation is done.
+4. Device memory that the caller reuses (`Destination`) never goes back to the allocator, so the copy stream itself
+   waits for the event of its last consumer before it overwrites it.
+
+`wait_stream` orders the two streams and does not block the host; a host that reads the result has to `wait_host`. Both
+return the tensors, which cannot be had in any other way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.data.prefetch.streams import CudaStreams, Event, Streams
+
+Tensors = tuple[Tensor, ...]
+
+NUM_STAGINGS = 2
+"""Pinned copies of a batch: one is filled while the device reads the other."""
+
+
+class Handle(Protocol):
+    """Tensors on their way to the device."""
+
+    def wait_stream(self) -> Tensors:
+        """Make the current compute stream wait for the copy, and return the tensors for work on that stream."""
+
+    def wait_host(self) -> Tensors:
+        """Make the host wait for the copy, and return the tensors for reading on the host."""
+
+
+class Destination:
+    """Device memory that copies overwrite one after the other, such as the inputs of a CUDA graph."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self.consumed: Event | None = None
+        """Event after which the last copy's contents are not needed any more."""
+
+    def release(self, streams: Streams) -> None:
+        """Declare that the work launched so far on the current compute stream is the last that reads the contents."""
+        self.consumed = streams.compute_event()
+
+
+class Copies(Protocol):
+    """A way to the device."""
+
+    def start(self, tensors: Tensors) -> Handle:
+        """Start copying CPU tensors, which must not be written from now on, to fresh memory of the device."""
+
+
+class DirectCopies:
+    """Copies without streams, to a device that computes as the host tells it: CPU tensors stay as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self, tensors: Tensors) -> Handle:
+        """Copy at once."""
+        return _Arrived(tuple(x.to(self._device) for x in tensors))
+
+
+class StreamCopies:
+    """Copies through pinned memory on one persistent stream; for one thread at a time. [Note: waits of a copy]"""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._stagings: deque[_Staging] = deque()
+
+    def start(self, tensors: Tensors, into: Destination | None = None) -> Handle:
+        """Start copying CPU tensors, and return when they may be written again.
+
+        Args:
+            tensors: CPU tensors of any shape and dtype.
+            into: device memory of the same shapes and dtypes to overwrite; fresh memory if None.
+        """
+        streams, staging = self._streams, self._free_staging(tensors)
+        for x, pinned in zip(tensors, staging.tensors, strict=True):
+            pinned.copy_(x)
+        if into is not None and into.consumed is not None:
+            streams.copy_waits(into.consumed)
+        targets = tuple(streams.empty_like(x) for x in tensors) if into is None else into.tensors
+        for pinned, target in zip(staging.tensors, targets, strict=True):
+            assert (pinned.shape, pinned.dtype) == (target.shape, target.dtype), "a copy does not convert"
+            streams.copy(pinned, target)
+        staging.copied = streams.copy_event()
+        self._stagings.append(staging)
+        return _Copying(streams, targets, staging.copied)
+
+    def _free_staging(self, tensors: Tensors) -> _Staging:
+        """Return pinned memory for the tensors that no copy reads any more."""
+        if len(self._stagings) == NUM_STAGINGS:
+            oldest = self._stagings.popleft()
+            self._streams.host_waits(oldest.copied)
+            if oldest.fits(tensors):
+                return oldest
+        return _Staging(tuple(self._streams.pinned_like(x) for x in tensors))
+
+
+def open_copies(device: torch.device) -> Copies:
+    """Return the way to a device."""
+    return StreamCopies(CudaStreams(device)) if device.type == "cuda" else DirectCopies(device)
+
+
+class _Staging:
+    """Pinned memory of a batch, and the event of the copy that reads it."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.copied: Event = None
+
+    def fits(self, tensors: Tensors) -> bool:
+        """Return whether the shapes and dtypes are those of `tensors`."""
+        return [(x.shape, x.dtype) for x in self.tensors] == [(x.shape, x.dtype) for x in tensors]
+
+
+class _Copying:
+    """Handle of a copy on the copy stream."""
+
+    def __init__(self, streams: Streams, tensors: Tensors, copied: Event) -> None:
+        self._streams, self._tensors, self._copied = streams, tensors, copied
+
+    def wait_stream(self) -> Tensors:
+        """Order the compute stream after the copy, and the allocator's reuse after the compute stream."""
+        self._streams.compute_waits(self._copied)
+        for x in self._tensors:
+            self._streams.keep_for_compute(x)
+        return self._tensors
+
+    def wait_host(self) -> Tensors:
+        """Wait for the copy."""
+        self._streams.host_waits(self._copied)
+        return self._tensors
+
+
+class _Arrived:
+    """Handle of tensors that are there."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def wait_stream(self) -> Tensors:
+        """Return the tensors."""
+        return self._tensors
+
+    def wait_host(self) -> Tensors:
+        """Return the tensors."""
+        return self._tensors

@@ -1,0 +1,102 @@
+"""flex_attention: its block mask, and compiled on CPU (forward) and CUDA, against softmax in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+
+from meshwright.nn.attention.attention import attention, attention_with_lse
+from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.backend import AttentionRequest
+from meshwright.nn.attention.backends import flex
+from meshwright.nn.attention.mask_spec import MaskSpec
+from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
+
+CPU = torch.device("cpu")
+FORWARD = AttentionRequest("cpu", "float32", needs_grad=False)
+
+
+@st.composite
+def cases(draw):
+    seq_len, batch = draw(st.integers(2, 14)), draw(st.integers(1, 2))
+    return draw(masks(seq_len, batch)), seq_len, batch, draw(shards(seq_len)), draw(shards(seq_len))
+
+
+@given(cases())
+def test_full_and_partial_blocks_are_the_mask(case):
+    spec, seq_len, batch, queries, keys = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "BLOCK_SIZE", 4)
+        mask = AttentionMask.at(spec, seq_len, (queries,), (keys,), device=CPU, backend="flex")
+    rows, columns = ([i for first, last in part for i in range(first, last)] for part in (queries, keys))
+    expected = dense_batch(spec, seq_len, mask.num_samples)[:, rows][:, :, columns]
+    blocks, found = mask.blocks, torch.zeros_like(expected)
+    for sample in range(mask.num_samples):
+        for row in range(blocks.kv_indices.shape[2]):
+            full = blocks.full_kv_indices[sample, 0, row, : blocks.full_kv_num_blocks[sample, 0, row]].tolist()
+            partial = blocks.kv_indices[sample, 0, row, : blocks.kv_num_blocks[sample, 0, row]].tolist()
+            assert not set(full) & set(partial)
+            assert all(4 * block + 4 <= len(columns) and 4 * row + 4 <= len(rows) for block in full), "incomplete"
+            for block in full + partial:
+                for query in range(4 * row, min(4 * row + 4, len(rows))):
+                    for key in range(4 * block, min(4 * block + 4, len(columns))):
+                        at = (torch.tensor(x) for x in (sample, 0, query, key))
+                        found[sample, query, key] = block in full or blocks.mask_mod(*at)
+    assert torch.equal(found, expected)
+    assert blocks.seq_lengths == (len(rows), len(columns))
+
+
+SPECS = [
+    MaskSpec(causal=True, documents=((100, 200), (1, 299))), MaskSpec(causal=True, window=33),
+    MaskSpec(causal=True, prefix=150), MaskSpec(window=20, documents=((150, 150), (300,))),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_it_agrees_with_the_softmax_on_cpu_forward():
+    """Slow by the compilation of C++."""
+    for spec in SPECS:
+        q, k, v = (torch.randn(2, 300, heads, 16) for heads in (4, 2, 2))
+        expected, _ = softmax_attention(q, k, v, dense_batch(spec, 300, 2))
+        found = attention(q, k, v, mask=spec, backend="flex")
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        for wrong in wrong_masks(spec, 300).values():
+            assert (attention(q, k, v, mask=wrong, backend="flex") - expected).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_another_mix_of_documents_does_not_recompile():
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(lambda q, k, v, mask: attention(q, k, v, mask=mask).sum(), fullgraph=True)
+    q, k, v = torch.randn(3, 2, 256, 2, 16)
+    for documents in (((3, 253), (256,)), ((128, 128), (50,) * 5 + (6,)), ((255, 1), (1, 255))):
+        spec = MaskSpec(causal=True, documents=documents)
+        found = compiled(q, k, v, AttentionMask(spec, 256, device=CPU, backend="flex", request=FORWARD))
+        torch.testing.assert_close(found, attention(q, k, v, mask=spec).sum(), rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS)
+def test_outputs_and_lse_agree_on_cuda_with_gradients(spec):
+    """Half of the keys, so that some queries see none."""
+    inputs = [torch.randn(2, length, heads, 64, device="cuda", requires_grad=True)
+              for length, heads in ((300, 4), (150, 2), (150, 2))]  # fmt: skip
+    cuda = torch.device("cuda")
+    mask = AttentionMask.at(spec, 300, (((0, 300),),), (((150, 300),),), device=cuda, backend="flex")
+    visible = dense_batch(spec, 300, 2)[:, :, 150:].cuda()
+    out, lse = attention_with_lse(*inputs, mask=mask)
+    expected = softmax_attention(*inputs, visible)
+    hidden = ~visible.any(-1)[:, None].expand(lse.shape)
+    assert torch.equal(lse == -math.inf, hidden)
+    pairs = [(x, y.masked_fill(hidden, 0)) for x, y in ((out, lse), expected)]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2e-3, atol=2e-3)
+    for one, other in zip(*(torch.autograd.grad([x.sum() for x in pair], inputs) for pair in pairs), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=5e-3, atol=5e-3)

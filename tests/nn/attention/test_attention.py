@@ -1,0 +1,265 @@
+"""Backends on random masks, shapes, heads and dtypes against softmax in float64, forward and backward."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.nn.attention.attention import attention, attention_with_lse
+from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.backends import find_blocks
+from meshwright.nn.attention.mask_spec import MaskSpec
+from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
+
+CPU = torch.device("cpu")
+BACKENDS = ["reference", "sdpa"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+"""Of values and gradients of about 1: a few rounding errors of each dtype."""
+HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
+
+
+@dataclass
+class Case:
+    """A random call of attention."""
+
+    spec: MaskSpec
+    batch: int
+    seq_len: int
+    heads: tuple[int, int]
+    head_dim: int
+    dtype: torch.dtype
+    scale: float | None
+    seed: int
+
+    def inputs(self, num_queries=None, num_keys=None):
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = [(num_queries or self.seq_len, self.heads[0]), *[(num_keys or self.seq_len, self.heads[1])] * 2]
+        return [
+            torch.randn(self.batch, length, heads, self.head_dim, generator=generator).to(self.dtype).requires_grad_()
+            for length, heads in shapes
+        ]
+
+
+@st.composite
+def cases(draw, max_len=40):
+    batch, seq_len = draw(st.integers(1, 3)), draw(st.integers(1, max_len))
+    return Case(
+        draw(masks(seq_len, batch)), batch, seq_len, draw(st.sampled_from(HEADS)), draw(st.sampled_from([4, 7, 16])),
+        draw(st.sampled_from(list(TOLERANCE))), draw(st.none() | st.sampled_from([0.3])), draw(st.integers(0, 999)),
+    )  # fmt: skip
+
+
+def check(found, expected, inputs):
+    """Compare outputs, and the gradients for the same random gradients of the outputs."""
+    tolerance = TOLERANCE[inputs[0].dtype]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+    ours = torch.autograd.grad(found, inputs, [g.to(x.dtype) for g, x in zip(grads, found, strict=True)])
+    theirs = torch.autograd.grad(expected, inputs, grads)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.isfinite().all()
+        size = max(1.0, other.abs().max().item())
+        torch.testing.assert_close(one.double() / size, other.double() / size, rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def small_blocks():
+    """Blocks of few tokens, so that short sequences have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"MAX_DENSE_PAIRS": 0, "NARROW_ROWS": 3, "WIDE_ROWS": 5, "NARROW_KEYS": 8}.items():
+            patch.setattr(find_blocks, name, value)
+        yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=40)
+@given(case=cases())
+def test_backends_agree_with_the_softmax(backend, case):
+    inputs = case.inputs()
+    found = attention(*inputs, mask=case.spec, scale=case.scale, backend=backend)
+    assert (found.shape, found.dtype) == (inputs[0].shape, case.dtype)
+    expected, _ = softmax_attention(*inputs, dense_batch(case.spec, case.seq_len, case.batch), case.scale)
+    check([found], [expected], inputs)
+
+
+@settings(max_examples=60)
+@given(case=cases(), data=st.data())
+def test_blocks_of_any_part_of_the_samples_agree(case, data):
+    queries, keys = data.draw(shards(case.seq_len)), data.draw(shards(case.seq_len))
+    with small_blocks():
+        compare_part(case, queries, keys, "sdpa")
+
+
+@settings(max_examples=20)
+@given(case=cases(), data=st.data())
+def test_the_reference_agrees_on_any_part_of_the_samples(case, data):
+    compare_part(case, data.draw(shards(case.seq_len)), data.draw(shards(case.seq_len)), "reference")
+
+
+def compare_part(case, queries, keys, backend):
+    rows, columns = ([i for first, last in part for i in range(first, last)] for part in (queries, keys))
+    inputs = case.inputs(len(rows), len(columns))
+    mask = AttentionMask.at(case.spec, case.seq_len, (queries,), (keys,), device=CPU, backend=backend)
+    found = attention_with_lse(*inputs, mask=mask, scale=case.scale)
+    visible = dense_batch(case.spec, case.seq_len, case.batch)[:, rows][:, :, columns]
+    expected = softmax_attention(*inputs, visible, case.scale)
+    assert found[1].dtype == torch.promote_types(case.dtype, torch.float32)
+    hidden = ~visible.any(-1)[:, None].expand(found[1].shape)
+    assert torch.equal(found[1] == -math.inf, hidden)
+    assert (found[0].transpose(1, 2)[hidden] == 0).all()
+    finite = [(out, lse.masked_fill(hidden, 0)) for out, lse in (found, expected)]
+    check(*finite, inputs)
+
+
+def test_samples_may_have_different_parts():
+    spec = MaskSpec(causal=True, documents=((5, 7), (12,)))
+    queries, keys = (((0, 3), (9, 12)), ((3, 9),)), (((0, 6),), ((2, 8),))
+    case = Case(spec, 2, 12, (4, 2), 4, torch.float64, None, 0)
+    inputs = case.inputs(6, 6)
+    mask = AttentionMask.at(spec, 12, queries, keys, device=CPU)
+    rows = [[i for first, last in part for i in range(first, last)] for part in (*queries, *keys)]
+    visible = dense_batch(spec, 12, 2)
+    visible = torch.stack([visible[0][rows[0]][:, rows[2]], visible[1][rows[1]][:, rows[3]]])
+    with small_blocks():
+        check([attention(*inputs, mask=mask)], [softmax_attention(*inputs, visible)[0]], inputs)
+
+
+@pytest.mark.parametrize(("spec", "options"), [
+    (MaskSpec(causal=True), {"is_causal": True}), (MaskSpec(), {}),
+    (MaskSpec(causal=True, window=9), {"is_causal": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("heads", HEADS)
+def test_causal_and_full_masks_are_the_plain_call_bitwise(spec, options, heads):
+    inputs = Case(spec, 2, 9, heads, 8, torch.float32, None, 0).inputs()
+    plain = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in inputs), enable_gqa=heads[0] != heads[1], **options
+    )
+    found = attention(*inputs, mask=spec)
+    assert torch.equal(found, plain.transpose(1, 2))
+    for one, other in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (found, plain)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_blocks_of_a_window_cover_little_more_than_the_window():
+    """The work of the blocks, in pairs; its time is a benchmark's."""
+    spec, seq_len = MaskSpec(causal=True, window=256), 4096
+    bounds = AttentionMask(spec, seq_len, device=CPU).bounds
+    finder = find_blocks.BlockFinder(1, torch.float32)
+    runs = list(finder.find(bounds.first_bs, bounds.last_bs, bounds.positions_bt, 1))
+    pairs = sum(run.count * run.num_queries * run.num_keys for run in runs)
+    assert spec.num_pairs(seq_len) <= pairs <= 1.3 * spec.num_pairs(seq_len)
+    assert len(runs) <= 6
+
+
+MUTANTS = [
+    MaskSpec(causal=True, window=5), MaskSpec(window=3, documents=((4, 8), (12,))), MaskSpec(causal=True, prefix=4),
+    MaskSpec(causal=True, documents=((3, 4, 5), (6, 6))),
+    MaskSpec(causal=True, window=4, prefix=2, documents=((6, 6), (9, 3))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", MUTANTS)
+def test_wrong_masks_are_seen(backend, spec):
+    inputs = Case(spec, 2, 12, (4, 2), 8, torch.float32, None, 3).inputs()
+    expected, _ = softmax_attention(*inputs, dense_batch(spec, 12, 2))
+    check([attention(*inputs, mask=spec, backend=backend)], [expected], inputs)
+    wrong = wrong_masks(spec, 12)
+    assert len(wrong) >= 2
+    for name, mask in wrong.items():
+        with pytest.raises(AssertionError):
+            check([attention(*inputs, mask=mask, backend=backend)], [expected], inputs)
+            pytest.fail(name)
+
+
+def test_dropout_keeps_the_mean_and_scales_what_is_kept():
+    q, k = torch.zeros(2, 1, 8, 1, 4)
+    v = torch.eye(8).reshape(1, 8, 1, 8)[..., :4]
+    torch.manual_seed(0)
+    runs = torch.stack([attention(q, k, v, mask=MaskSpec(), dropout_p=0.5) for _ in range(400)])
+    assert set((runs * 8).unique().tolist()) == {0, 2}
+    assert abs(runs.mean().item() * 8 - 1) < 0.05
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"backend": "sdpa", "dropout_p": 0.1}, "reference"), ({"backend": "flex"}, "reference, sdpa"),
+    ({"backend": "varlen"}, "reference, sdpa"), ({"backend": "splash"}, "reference, sdpa"),
+])  # fmt: skip
+def test_what_a_backend_lacks_is_refused_and_others_are_named(options, named):
+    inputs = Case(MaskSpec(), 1, 4, (1, 1), 16, torch.float32, None, 0).inputs()
+    with pytest.raises(ConfigError) as error:
+        attention(*inputs, mask=MaskSpec(), **options)
+    assert error.value.fix.endswith(f": {named}")
+
+
+def test_masks_of_other_shapes_are_refused():
+    q, k, v = Case(MaskSpec(), 3, 8, (2, 2), 4, torch.float32, None, 0).inputs()
+    documents = MaskSpec(documents=((4, 4), (8,)))
+    for mask in (AttentionMask(MaskSpec(), 7, device=CPU), documents, AttentionMask(documents, 8, device=CPU)):
+        with pytest.raises(LayoutError):
+            attention(q, k, v, mask=mask)
+    with pytest.raises(LayoutError):
+        attention(q[:, :5], k, v, mask=MaskSpec(causal=True))
+    with pytest.raises(LayoutError):
+        attention(q, k, v, mask=AttentionMask(MaskSpec(), 8, device=CPU), backend="reference")
+    with pytest.raises(ConfigError):
+        attention(q, k[:, :, :1].expand(-1, -1, 3, -1), v, mask=MaskSpec())
+
+
+def test_shuffled_keys_need_no_order():
+    """Any order of many short intervals."""
+    rng, seq_len = random.Random(0), 24
+    order = tuple((i, i + 1) for i in rng.sample(range(seq_len), seq_len))
+    case = Case(MaskSpec(causal=True, window=6), 1, seq_len, (2, 1), 4, torch.float64, None, 0)
+    with small_blocks():
+        compare_part(case, order, order[::-1], "sdpa")
+
+
+RUNS = [
+    (MaskSpec(causal=True, window=6), 2), (MaskSpec(window=4), 2),
+    (MaskSpec(causal=True, documents=((3,) * 13,) * 2), 2),
+    (MaskSpec(causal=True, documents=((1, 2, 2, 1, 1, 2, 30), (3,) * 13)), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "shortest"), RUNS)
+def test_runs_of_blocks_agree(spec, shortest):
+    """Blocks with the same pattern overlap in keys; neighbours with another pattern are not among them."""
+    inputs = Case(spec, 2, 39, (4, 2), 8, torch.float64, None, 5).inputs()
+    with small_blocks():
+        bounds = AttentionMask(spec, 39, device=CPU).bounds
+        finder = find_blocks.BlockFinder(1, torch.float64)
+        runs = list(finder.find(bounds.first_bs, bounds.last_bs, bounds.positions_bt, 2))
+        assert max(run.count for run in runs) >= shortest
+        check([attention(*inputs, mask=spec)], [softmax_attention(*inputs, dense_batch(spec, 39, 2))[0]], inputs)
+
+
+@pytest.mark.parametrize("part", [((8, 12), (0, 4)), ((2, 9),)])
+@pytest.mark.parametrize("spec", [MaskSpec(causal=True), MaskSpec(causal=True, prefix=5)])
+def test_the_same_part_of_queries_and_keys_is_not_the_whole_sample(part, spec):
+    rows = [i for first, last in part for i in range(first, last)]
+    inputs = Case(spec, 1, 12, (2, 1), 4, torch.float64, None, 0).inputs(len(rows), len(rows))
+    mask = AttentionMask.at(spec, 12, (part,), (part,), device=CPU)
+    visible = dense_batch(spec, 12, 1)[:, rows][:, :, rows]
+    check([attention(*inputs, mask=mask)], [softmax_attention(*inputs, visible)[0]], inputs)
+
+
+def test_a_prepared_mask_is_checked_with_each_call():
+    q, k, v = Case(MaskSpec(), 1, 8, (1, 1), 16, torch.float32, None, 0).inputs()
+    with pytest.raises(ConfigError):
+        attention(q, k, v, mask=AttentionMask(MaskSpec(window=3), 8, device=CPU), dropout_p=0.1)
+    flex = AttentionMask(MaskSpec(window=3), 8, device=CPU, backend="flex")
+    for call in (attention, attention_with_lse):
+        with pytest.raises(ConfigError):
+            call(q, k, v, mask=flex)
