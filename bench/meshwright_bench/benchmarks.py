@@ -52,6 +52,7 @@ class Benchmark(StrEnum):
     EXPERTS = "moe"
     ATTENTION = "attention"
     LOADER = "loader"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ BENCHMARKS = {
     Benchmark.LOADER: BenchmarkEntry(
         "steps whose batches come from a slow source, with and without prefetching",
         "meshwright_bench.loader.benchmark:bench_loader",
+    ),
+    Benchmark.RECOMPUTE: BenchmarkEntry(
+        "saved bytes and step time of recomputation policies", "meshwright_bench.recompute.benchmark:bench_recompute"
     ),
 }
 

@@ -138,10 +138,10 @@ def saved_for_backward(rank, world_size, words):
         (2, ["moe-tiny", "mesh.tp=2"]),
     ],
 )
-def test_activations_are_right_within_a_quarter(gang, corpus, world_size, words):
+def test_activations_of_a_stage_are_right_within_a_twentieth(gang, corpus, world_size, words):
     predicted = predict_memory(planned_words(words)).activations
     for found in run_on(gang, world_size, saved_for_backward, [*corpus, *words]):
-        assert predicted == pytest.approx(found, rel=0.25)
+        assert predicted == pytest.approx(found, rel=0.05)
 
 
 KEPT = ["train.seq_len=128", "mesh.reshard_after_forward=false"]

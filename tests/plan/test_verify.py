@@ -76,7 +76,7 @@ def test_context_parallel_in_the_plan():
     """Sums, units, what ranks keep and exchange follow from the axis."""
     one, two = fake(tp=2, pp=2), fake(tp=2, pp=2, cp=2)
     block, divided = one.kind("block"), two.kind("block")
-    assert divided.saved_elements * 2 == block.saved_elements > 0
+    assert divided.saved.none * 2 == block.saved.none > 0
     assert [c.elements for c in divided.collectives] == [c.elements // 2 for c in block.collectives]
     assert two.edge.shards == (Shard(0, ("cp", "tp")),) and two.loss.summed == ("pp", "cp")
     assert {unit.sharded for stage in two.stages for unit in two.units(stage)} == {("cp",)}

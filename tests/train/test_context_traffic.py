@@ -22,6 +22,7 @@ from tests.train.jobs import load_words, make_job
 TINY = ["model.dim=32", "model.ffn_dim=48", "train.seq_len=32", "train.global_batch=8", "model.num_layers=4"]
 WINDOW, MIXED = ("model.window=6",), ("model.window=6", "model.global_every=2")
 BF16, FULL, TWICE = "train.precision=bfloat16", "recompute.policy=full", "train.num_microbatches=2"
+SELECTIVE = "recompute.policy=selective"
 RING, HEADS = "mesh.cp_method=ring", "mesh.cp_method=heads"
 PACKED = ("data.packing=documents",)
 CASES = quick_and_slow(
@@ -39,10 +40,13 @@ CASES = quick_and_slow(
         (4, ("mesh.cp=4", RING, *PACKED, *MIXED, FULL, TWICE)),
         (4, ("mesh.cp=2", "mesh.pp=2", RING, *PACKED, TWICE, BF16)),
         (4, ("mesh.cp=2", "mesh.dp_shard=2", HEADS, *PACKED, TWICE)),
+        (4, ("mesh.cp=4", *MIXED, SELECTIVE, "model.num_kv_heads=4", "train.seq_len=64")),
+        (2, ("mesh.cp=2", RING, SELECTIVE, BF16)),
+        (2, ("mesh.cp=2", HEADS, SELECTIVE)),
     ],
     quick=[
+        (4, ("mesh.cp=4", *MIXED, SELECTIVE, "model.num_kv_heads=4", "train.seq_len=64")),
         (2, ("mesh.cp=2", HEADS, FULL, "train.precision=float64")),
-        (4, ("mesh.cp=4", *MIXED, "model.num_kv_heads=4", "train.seq_len=64")),
         (4, ("mesh.cp=2", "mesh.tp=2", RING, BF16, *MIXED)),
         (4, ("mesh.cp=2", "mesh.pp=2", RING, TWICE, FULL)),
         (4, ("mesh.cp=4", RING, *PACKED, *MIXED, FULL, TWICE)),

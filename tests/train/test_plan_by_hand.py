@@ -175,7 +175,7 @@ WRONG = {
         ConfigError,
         "collectives in the plan differs",
     ),
-    "activations of nobody": ([], lambda tree: tree["kinds"][1].update(saved_elements=5), ConfigError, "saved_el"),
+    "activations of nobody": ([], lambda tree: tree["kinds"][1]["saved"].update(none=5), ConfigError, "saved"),
     "another kind": ([], lambda tree: tree["kinds"][1].update(described="blocks"), ConfigError, "of kind 'blocks'"),
     "no plan": ([], lambda tree: tree.clear(), ConfigError, ""),
     "a wrong one": ([], lambda tree: tree["stages"][0]["root"]["parameters"].pop(), LayoutError, "in no unit"),

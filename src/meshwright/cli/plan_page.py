@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
@@ -20,6 +21,7 @@ from meshwright.units import format_bytes, format_count
 
 COLUMNS = 80
 FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
+RECOMPUTED = {RecomputePolicy.FULL: "recomputed", RecomputePolicy.SELECTIVE: "selectively recomputed"}
 MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
@@ -120,7 +122,7 @@ def _units(plan: RunPlan) -> Iterator[str]:
             elements = sum(math.prod(parameter.shape) for parameter in members)
             frozen = sum(not parameter.trained for parameter in members)
             more = [f"{frozen} of {len(members)} frozen"] if frozen else []
-            more += ["recomputed"] if kind.recompute != "none" else []
+            more += [RECOMPUTED[kind.recompute]] if kind.recompute in RECOMPUTED else []
             more += ["compiled"] if kind.compiled else []
             name = f"{kind.name} experts" if unit.name == EXPERTS else kind.name
             in_use = kind.experts.axes if kind.experts is not None and unit.name == EXPERTS else ()
@@ -150,7 +152,9 @@ def _collectives(plan: RunPlan) -> Iterator[str]:
     for stage in plan.stages:
         for kind, _ in plan.held(stage):
             for one in kind.collectives:
-                totals[one.op, one.axes, _bytes(plan, one)] += _times(one, recomputed=kind.recompute != "none")
+                totals[one.op, one.axes, _bytes(plan, one)] += _times(
+                    one, recomputed=kind.recompute == RecomputePolicy.FULL
+                )
     for (op, axes, size), times in totals.items():
         yield f"  {op.replace('_', '-'):<15} over {_axes(axes)}  {times:>6} × {format_bytes(size)}"
 

@@ -149,7 +149,16 @@ class PipelineConfig(Section):
 class RecomputeConfig(Section):
     """Activation recomputation (activation checkpointing)."""
 
-    policy: Literal["none", "full"] = Field("none", description="none, or full: each block saves only its input")
+    policy: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what each block keeps for the backward: none recomputes nothing; full keeps only its input; "
+        "selective also the results of matrix products, attention, top-k and collectives",
+    )
+    blocks: Names = Field(
+        (),
+        description="policies of single blocks in place of recompute.policy, as policy:layers, with layers of the "
+        "whole model: full:0-3 or ['full:0-3','selective:4,6-7']",
+    )
 
 
 class CommConfig(Section):

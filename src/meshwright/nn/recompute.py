@@ -9,35 +9,42 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.nn.forward_cache import ForwardCache, RecallingForward, SavingForward
+from meshwright.nn.kept_results import KeepingMode, KeptResults, RecallingMode, compiled_policy
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.nn.step_handles import StepHandle
 
 Forward = Callable[..., Any]
 
 
-def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
-    """Make `module` save only its inputs and recompute its forward in the backward pass.
+def recompute(
+    module: nn.Module, policy: RecomputePolicy = RecomputePolicy.FULL, *, preserve_rng_state: bool = False
+) -> None:
+    """Make `module` save what `policy` says and recompute the rest of its forward in the backward pass.
 
     Replaces only this instance's `forward`: parameter names are unchanged, and hooks, compilation and FSDP2 can be
     applied on top. Step handles in the module (`nn/step_handles.py`) count the first forward only, and values of a
     `ForwardCache` are recalled. A block with step handles cannot be a single graph, so `module.compile()` runs it
-    eagerly.
+    eagerly. A forward in which nothing requires a gradient runs as it is.
 
     Args:
         module: module to recompute as a unit; may contain modules that are recomputed themselves.
+        policy: what to save; with `NONE`, the module stays as it is.
         preserve_rng_state: restore the RNG state for the recomputation. Required for modules that use random numbers
             (dropout); without it, their gradients are silently wrong. Costs a copy of the RNG state per forward, on a
             GPU from the device.
     """
-    forward = module.forward
+    if policy is RecomputePolicy.NONE:
+        return
+    forward, is_selective = module.forward, policy is RecomputePolicy.SELECTIVE
     # Unbound, so that a deep copy of the module recomputes itself rather than the original.
     function = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else _unbound(forward)
 
@@ -46,12 +53,32 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
         def run(*positional: Any) -> Any:
             return function(self, *positional, **named)  # bind keywords here: checkpoint has its own
 
+        if not _needs_backward(self, (*inputs, *named.values())):
+            return run(*inputs)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
         handles = [inner for inner in self.modules() if isinstance(inner, StepHandle)]
         if handles:
-            return _checkpoint_with_handles(run, handles, preserve_rng_state, inputs)
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+            return _checkpoint_with_handles(run, handles, is_selective, options, inputs)
+        if is_selective:
+            options["context_fn"] = _compiled_contexts if torch.compiler.is_compiling() else _keeping_contexts
+        return checkpoint(run, *inputs, **options)
 
     module.forward = MethodType(recomputed, module)
+
+
+def _needs_backward(module: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Return whether a parameter or an input requires a gradient."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs) or any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
+
+
+_compiled_contexts = functools.partial(create_selective_checkpoint_contexts, compiled_policy)
+
+
+def _keeping_contexts() -> tuple[KeepingMode, RecallingMode]:
+    kept = KeptResults()
+    return KeepingMode(kept), RecallingMode(kept)
 
 
 # A traced checkpoint cannot have side effects, and tracing its contexts would prevent recomputation.
@@ -59,13 +86,34 @@ def recompute(module: nn.Module, *, preserve_rng_state: bool = False) -> None:
     reason="a recomputed module that holds auxiliary losses or step buffers runs eagerly"
 )
 def _checkpoint_with_handles(
-    run: Forward, handles: list[StepHandle], preserve_rng_state: bool, inputs: tuple[Any, ...]
+    run: Forward, handles: list[StepHandle], is_selective: bool, options: dict[str, Any], inputs: tuple[Any, ...]
 ) -> Any:
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        saving = SavingForward([handle for handle in handles if isinstance(handle, ForwardCache)])
-        return saving, _Recomputing(handles, saving)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        kept = KeptResults() if is_selective else None
+        saving = SavingForward([handle for handle in handles if isinstance(handle, ForwardCache)], kept)
+        recomputing = _Recomputing(handles, saving)
+        if kept is None:
+            return saving, recomputing
+        return _Both(saving, KeepingMode(kept)), _Both(recomputing, RecallingMode(kept))
 
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
+    return checkpoint(run, *inputs, context_fn=contexts, **options)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, entered together any number of times."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
 
 class _Recomputing(AbstractContextManager[None]):

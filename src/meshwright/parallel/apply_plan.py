@@ -14,6 +14,7 @@ from meshwright.mesh.process_groups import submesh
 from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute import recompute
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.context.apply import apply_context
 from meshwright.parallel.data_parallel import apply_units
 from meshwright.parallel.expert import apply_experts
@@ -48,8 +49,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
     if mesh is not None and plan.mesh.view("tp") and (not blocks or any(kind.compiled for kind, _ in blocks)):
         wait_for_embeddings(module, plan, stage)
     for kind, block in blocks:
-        if kind.recompute == "full":
-            recompute(block)
+        recompute(block, RecomputePolicy(kind.recompute))
         if kind.compiled:
             block.compile()
     if mesh is not None and plan.has_units:

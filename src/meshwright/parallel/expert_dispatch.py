@@ -50,12 +50,16 @@ class _RankDispatch(Dispatch):
         self._x_nd, self._routing, self._cache, self._group = x_nd, routing, cache, group
         self._returning: ReturningRows | None = None
         self._tokens: RowMap | None = None
-        self._packing = None if cache.source is not None else _Packing(routing, num_experts, group)
+        self._packing: _Packing | None = None
+        if cache.source is None:
+            with cache.skipped():
+                self._packing = _Packing(routing, num_experts, group)
 
     def send(self) -> None:
         """Read the numbers of rows, and start to send rows, and the choices that they are for."""
         if self._packing is not None:
-            self._packing.send(self._x_nd, self._routing)
+            with self._cache.skipped():
+                self._packing.send(self._x_nd, self._routing)
 
     def receive(self) -> ExpertRows:
         """Wait for rows and choices, and order them by expert."""

@@ -62,7 +62,9 @@ class PaddedRankDispatch(Dispatch):
 
     def send(self) -> None:
         """Start to send the slots' rows and weights."""
-        if not self._recomputes:
+        if self._recomputes:
+            return
+        with self._cache.skipped():
             slots = (self._slots.rows(self._x_nd), self._slots.weights(self._routing.weights_nk))
             self._in_flight = [
                 start_all_to_all(rows, send_splits=self._splits, recv_splits=self._splits, group=self._group)

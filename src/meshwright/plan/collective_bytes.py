@@ -14,6 +14,7 @@ from enum import StrEnum
 from math import prod
 
 from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import SENDS
 from meshwright.pipeline.shared_parameters import stage_groups
 from meshwright.plan.context.sent_bytes import sent_by_attention
@@ -159,7 +160,7 @@ def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterat
     samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
     for kind, _ in plan.held(stage):
         for one in kind.collectives:
-            recomputed = one.recomputed if kind.recompute == "full" else 0
+            recomputed = one.recomputed if kind.recompute == RecomputePolicy.FULL else 0
             shard = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
             sent = 2 * shard if one.op == "all_reduce" else shard
             totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + recomputed) * sent

@@ -16,7 +16,7 @@ from meshwright.plan.verify import verify
 CONFIG_FIELDS = ("mesh.atoms", "mesh.views", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
 """Fields that must match the configuration, because other code reads them from there."""
 MODEL_FIELDS = (
-    "path", "collectives", "saved_elements", "output_elements", "auxiliary", "buffers", "everywhere", "experts",
+    "path", "collectives", "saved", "output_elements", "auxiliary", "buffers", "everywhere", "experts",
 )  # fmt: skip
 """Fields of kinds derived from the family's description and styles."""
 

@@ -13,14 +13,17 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.config.recompute_blocks import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
 from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.mesh_views import Atoms, Mesh
-from meshwright.plan.run_plan import Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
+from meshwright.plan.run_plan import BYTES, Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
+from meshwright.plan.saved_bytes import saved_bytes
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}
@@ -28,7 +31,7 @@ SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, S
 
 
 class KindMaker:
-    """Factory that makes each kind once; blocks with different frozen parameters become different kinds."""
+    """Factory that makes each kind once; blocks with different frozen parameters or policies become different kinds."""
 
     def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh) -> None:
         self._config, self._facts, self._mesh = config, facts, mesh
@@ -57,7 +60,8 @@ class KindMaker:
         own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
         trained = tuple(not any(fnmatchcase(name, glob) for glob in self._config.train.freeze) for name in names)
-        identity = (facts.name, facts.path, trained, untied, units)
+        policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
+        identity = (facts.name, facts.path, trained, untied, units, policy)
         if identity not in self._kinds:
             taken = sum(kind.described == facts.name for kind in self._kinds.values())
             name = facts.name if not taken else f"{facts.name}.{taken + 1}"
@@ -65,15 +69,16 @@ class KindMaker:
                 self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
             )
             tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            self._kinds[identity] = replace(self._kind(name, facts, parameters, units, layer), tied=tied)
+            kind, attention = self._kind(name, facts, parameters, units, layer), self._attention(facts, policy)
+            self._kinds[identity] = replace(kind, tied=tied, recompute=policy, attention=attention)
         return self._kinds[identity]
 
     def _kind(
         self, name: str, facts: KindFacts, parameters: tuple[Parameter, ...], units: tuple[Unit, ...], layer: int | None
     ) -> Kind:
-        is_block, stream = layer is not None, self.stream_part()
-        saved = facts.saved.elements(tp=self._mesh.size(*self._tp), stream=stream)
+        is_block = layer is not None
         output = facts.output / (self._mesh.size(*self._tp) if facts.output_divided else 1)
+        collectives = tuple(self._kind_collectives(facts)) if self._tp else ()
         return Kind(
             name=name,
             described=facts.name,
@@ -82,16 +87,24 @@ class KindMaker:
             units=_with_members(units, parameters),
             buffers=tuple(self._buffer(facts, number) for number in range(len(facts.buffers))),
             styles=tuple(self._styles.get(facts.name, {}).items()),
-            collectives=tuple(self._kind_collectives(facts)) if self._tp else (),
+            collectives=collectives,
             auxiliary=tuple(
                 Auxiliary(one.name, self._mesh.view("cp") + self._loss_axes(one), in_region=one.in_region)
                 for one in facts.auxiliary
             ),
             experts=self._experts(facts),
-            attention=self._attention(facts),
-            recompute=self._config.recompute.policy if is_block else "none",
             compiled=self._config.train.compile and is_block,
-            saved_elements=int(self._tokens * saved),
+            saved=saved_bytes(
+                facts,
+                self._experts(facts),
+                collectives,
+                element_bytes=BYTES[self._config.train.precision],
+                tokens=self._tokens,
+                tp=self._mesh.size(*self._tp),
+                ep=self._mesh.size(*self._ep),
+                stream=self.stream_part(),
+                width=prod(self._facts.edge.shape) // self._facts.tokens,
+            ),
             output_elements=int(self._tokens * output),
             everywhere=facts in self._facts.every,
         )
@@ -119,7 +132,7 @@ class KindMaker:
             uniform=layer.uniform,
         )
 
-    def _attention(self, facts: KindFacts) -> AttentionLayer | None:
+    def _attention(self, facts: KindFacts, policy: RecomputePolicy) -> AttentionLayer | None:
         if facts.attention is None:
             return None
         config = self._config
@@ -129,7 +142,7 @@ class KindMaker:
             self._mesh,
             dtype=config.train.precision,
             packed=config.data.packing != "none",
-            recompute=config.recompute.policy == "full",
+            recompute=policy is RecomputePolicy.FULL,
             method=config.mesh.cp_method,
         )
 

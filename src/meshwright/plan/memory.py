@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
-from meshwright.plan.context.kept_elements import kept_by_context
+from meshwright.plan.context.kept_bytes import kept_by_context
 from meshwright.plan.error_feedback_memory import feedback_bytes
-from meshwright.plan.expert_traffic import predicted_load
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
 
 
@@ -48,7 +48,7 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
 
 @lru_cache(maxsize=8)
 def _peaks(plan: RunPlan) -> tuple[PeakBytes, ...]:
-    return tuple(simulate(plan.schedule, Costs([_stage_costs(plan, stage) for stage in plan.stages])).peak_bytes)
+    return tuple(simulate(plan.schedule, Costs([stage_costs(plan, stage) for stage in plan.stages])).peak_bytes)
 
 
 def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
@@ -99,15 +99,6 @@ def _gathered_elements(plan: RunPlan, kind: Kind) -> int:
     return (kind.num_elements - own + sharded) // tp
 
 
-def _received_elements(plan: RunPlan, kind: Kind) -> int:
-    """Return the elements of rows that a layer receives per sample, which recomputation keeps, under uniform load."""
-    layer = kind.experts
-    if layer is None or not layer.axes:
-        return 0
-    load = predicted_load(layer, plan.rank_tokens, plan.mesh.size(*layer.axes))
-    return round(sum(load.tokens)) * layer.width
-
-
 def _ends(plan: RunPlan) -> int:
     """Return the number of elements of the ends on all stages or, if there are none, of the largest end's matrices."""
     ends = [kind for kind in plan.kinds if not kind.is_block]
@@ -117,7 +108,7 @@ def _ends(plan: RunPlan) -> int:
     return max((sum(plan.elements(p) for p in found) for found in matrices), default=0)
 
 
-def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
+def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     """Return the sizes in bytes per micro-batch on a stage: activations saved for the backward, and the output with its
     gradient."""
     compute, samples = BYTES[stage.root.compute], plan.batch.samples
@@ -125,15 +116,16 @@ def _stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     stream = math.prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
     kept = recompute = 0
     for kind, _ in plan.held(stage):
-        saved = kind.saved_elements + kept_by_context(plan, kind)
-        if kind.recompute == "full":
-            kept += stream + _received_elements(plan, kind)
-            recompute = max(recompute, saved)
-        else:
-            kept += saved
+        if kind.saved is None:
+            continue
+        context = kept_by_context(plan, kind)
+        kept += kind.saved.under(kind.recompute) + context.under(kind.recompute)
+        if kind.recompute != RecomputePolicy.NONE:
+            # At most: what the block saves after its forward ran again, some of which selective recomputation has kept.
+            recompute = max(recompute, kind.saved.none - kind.saved.full + context.none)
     output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
     return StageCosts(
-        activation_bytes=samples * (kept * compute + output),
-        recompute_bytes=samples * recompute * compute,
+        activation_bytes=samples * (kept + output),
+        recompute_bytes=samples * recompute,
         buffer_bytes=samples * stream * compute,
     )

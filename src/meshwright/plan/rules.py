@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from meshwright.config import rules as config_rules
 from meshwright.config.facts_for_family import model_facts
+from meshwright.config.recompute_blocks import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import balance_layers
@@ -55,16 +57,22 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
     """Reject compilation of recomputed blocks with step handles: these are recorded outside the graph, so the block
     would silently run in eager mode."""
-    if not config.train.compile or config.recompute.policy == "none":
+    if not config.train.compile:
         return
-    for kind in model_facts(config).kinds:
-        if handles := step_handles(config, kind.name):
+    for layer, kind in enumerate(model_facts(config).layers):
+        policy = policy_of(config.recompute, layer)
+        if policy != RecomputePolicy.NONE and (handles := step_handles(config, kind)):
+            blocks = config.recompute.blocks
+            what = f"layer {layer} recomputed under the policy {policy}" if blocks else f"recompute.policy = {policy}"
             yield Violation(
                 ConfigError,
-                f"train.compile with recompute.policy = {config.recompute.policy}, but {kind.name} has {handles[0]}",
+                f"train.compile with {what}, but {kind} has {handles[0]}",
                 "train.compile",
                 RUNS_EAGERLY,
-                [{"recompute.policy": "none"}, {"train.compile": False}],
+                [
+                    {"recompute.policy": "none", **({"recompute.blocks": ()} if blocks else {})},
+                    {"train.compile": False},
+                ],
             )
             return
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from meshwright.models.contract.tp_styles import Style
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
@@ -137,7 +138,7 @@ class Collective:
     """Number of calls per forward."""
     backward: int = 0
     recomputed: int = 0
-    """Number of additional calls if the block is recomputed."""
+    """Number of additional calls if the block is fully recomputed; selective recomputation keeps results."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,20 @@ class Auxiliary:
     """Atoms inside a stage over which the loss is partial."""
     in_region: bool = False
     """Whether tp ranks compute the same loss, and each adds 1 / tp of it."""
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that a kind keeps between forward and backward under each policy, per rank and sample."""
+
+    none: int
+    selective: int
+    full: int
+
+    def under(self, policy: RecomputePolicy) -> int:
+        """Return the bytes under a policy."""
+        found: int = getattr(self, policy)
+        return found
 
 
 @dataclass(frozen=True)
@@ -167,10 +182,10 @@ class Kind:
     styles: tuple[tuple[str, Style], ...] = ()
     collectives: tuple[Collective, ...] = ()
     auxiliary: tuple[Auxiliary, ...] = ()
-    recompute: str = "none"
+    recompute: RecomputePolicy = RecomputePolicy.NONE
     compiled: bool = False
-    saved_elements: int = 0
-    """Elements saved for the backward, per rank and sample."""
+    saved: SavedBytes | None = None
+    """Bytes saved for the backward; None for an end that saves nothing."""
     output_elements: int = 0
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     experts: ExpertLayer | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.diagnose.phrases import index_words, rank_words
 
@@ -58,7 +59,7 @@ def expert_placement_of(plan: RunPlan) -> ExpertPlacement | None:
             if kind.experts is not None and parameter.name.startswith(f"{kind.experts.experts}."):
                 names.add(kind.key(parameter, layer))
                 layers.append(kind.experts)
-                recomputes |= kind.recompute == "full"
+                recomputes |= kind.recompute != RecomputePolicy.NONE
     if not layers:
         return None
     size, mesh = plan.mesh.size(*layers[0].axes), plan.mesh

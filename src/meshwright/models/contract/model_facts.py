@@ -8,7 +8,7 @@ reductions from it; no other code knows a model's structure. Tests compare descr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -77,18 +77,30 @@ class BufferFacts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Elements per token saved for a block's backward, grouped by how tensor parallelism shards them."""
+    """Elements per token saved for a block's backward, by dtype and by how tensor parallelism shards them."""
 
     full: float = 0.0
-    """Replicated on all tp ranks."""
+    """Replicated on all tp ranks, in the compute dtype."""
     stream: float = 0.0
     """Sharded like the stream between blocks: over tp with sequence parallelism, otherwise replicated."""
     divided: float = 0.0
     """Sharded over tp, like attention heads and feed-forward columns."""
+    wide_full: float = 0.0
+    """As `full`, in at least float32: what norms, softmax and routers compute in."""
+    wide_stream: float = 0.0
+    wide_divided: float = 0.0
+    fixed_bytes: float = 0.0
+    """Bytes per token that do not depend on the compute dtype, such as indices and masks; replicated."""
 
-    def elements(self, *, tp: int, stream: float) -> float:
-        """Return the elements per token on one rank, which holds the fraction `stream` of the stream."""
-        return self.full + self.stream * stream + self.divided / tp
+    def num_bytes(self, *, element_bytes: int, tp: int, stream: float) -> float:
+        """Return the bytes per token on one rank, which holds the fraction `stream` of the stream."""
+        narrow = self.full + self.stream * stream + self.divided / tp
+        wide = self.wide_full + self.wide_stream * stream + self.wide_divided / tp
+        return narrow * element_bytes + wide * max(4, element_bytes) + self.fixed_bytes
+
+    def __add__(self, other: Saved) -> Saved:
+        """Return the sum of both."""
+        return Saved(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,12 @@ class KindFacts:
     parameters: tuple[ParameterFacts, ...]
     buffers: tuple[BufferFacts, ...] = ()
     saved: Saved = Saved()
+    """All that is saved without recomputation, inputs included."""
+    kept: Saved | None = None
+    """Results that selective recomputation keeps (`nn/kept_results.py`), without the input and collectives' results;
+    None if unknown, which counts as much as `saved`."""
+    recalled: Saved = Saved()
+    """What any recomputed block keeps besides its input: indices, and values of `nn/forward_cache.py`."""
     output: float = 0.0
     """Elements per token of an output on which a loss is computed; it is stored together with its gradient."""
     output_divided: bool = False

@@ -78,12 +78,14 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
     tied_to = embedding[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
     norm = vectors(spec.dim, "norm.weight")
+    ids = Saved(fixed_bytes=8.0)
     # The forward lookup copies one row per token; the backward adds one.
-    first = KindFacts("embed", "", embedding, flops=2.0 * spec.dim, unit=("embed",))
+    first = KindFacts("embed", "", embedding, saved=ids, flops=2.0 * spec.dim, unit=("embed",))
     last = KindFacts(
         "head",
         "",
         (*norm, *head),
+        saved=saved_by_norm(spec.dim),
         output=float(spec.vocab_size),
         output_divided=True,
         flops=2.0 * spec.vocab_size * spec.dim,
@@ -101,6 +103,17 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         # The backward costs twice the forward; the lookup is not counted (PaLM, appendix B).
         flops_per_token=3.0 * (sum(blocks[name].flops for name in layers) + last.flops),
     )
+
+
+def saved_by_norm(dim: int) -> Saved:
+    """Return what an RMS norm and the layer after it save: its input, root mean squares, normalized input and output,
+    which a tensor-parallel layer gathers."""
+    return Saved(full=dim, wide_stream=2.0 * dim + 1.0)
+
+
+def kept_of_attention(dim: int, queries: int, keys: int, num_heads: int) -> Saved:
+    """Return what selective recomputation keeps of attention: the projections' outputs, its own and its logsumexp."""
+    return Saved(full=dim, divided=2.0 * queries + 2.0 * keys, wide_divided=num_heads)
 
 
 def block_name(spec: DecoderSpec, layer: int) -> str:
@@ -138,9 +151,12 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
         name,
         "blocks.{layer}",
         parameters,
-        # Two residual inputs and two norm outputs, sharded with the stream, the latter also gathered; queries and keys
-        # before and after rotation, values, the attention output; four feed-forward activations.
-        saved=Saved(full=2.0 * dim, stream=2.0 * dim, divided=3.0 * queries + 4.0 * keys + 4.0 * spec.ffn_dim),
+        # Rotated queries and keys, values, the attention's output and logsumexp; four feed-forward activations.
+        saved=saved_by_norm(dim)
+        + saved_by_norm(dim)
+        + Saved(divided=2.0 * queries + 2.0 * keys + 4.0 * spec.ffn_dim, wide_divided=spec.num_heads),
+        # Queries and keys before rotation, and the outputs of row-parallel layers, which tp ranks sum afterwards.
+        kept=kept_of_attention(dim, queries, keys, spec.num_heads) + Saved(full=float(dim), divided=2.0 * spec.ffn_dim),
         flops=2.0 * matrices + attention.flops(seq_len),
         attention=attention,
     )

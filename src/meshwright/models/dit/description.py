@@ -88,10 +88,16 @@ def describe(spec: DiTSpec) -> ModelFacts:
         "embedders",
         "",
         (*mlp["time_embed"], *labels, *mlp.get("fps_embed", ())),
+        # Frequencies, and the hidden layer before and after its activation; the condition.
+        saved=Saved(full=(len(mlps) * (FREQUENCY_DIM + 2.0 * dim) + dim) / tokens, fixed_bytes=8.0 / tokens),
         flops=len(mlps) * 2.0 * dim * (FREQUENCY_DIM + dim) / tokens,
     )
     patches = KindFacts(
-        "patches", "", linear("embed", spec.patch_dim(), dim, bias=True), flops=2.0 * dim * spec.patch_dim()
+        "patches",
+        "",
+        linear("embed", spec.patch_dim(), dim, bias=True),
+        saved=Saved(full=spec.patch_dim()),
+        flops=2.0 * dim * spec.patch_dim(),
     )
     final = KindFacts(
         "final",
@@ -100,6 +106,9 @@ def describe(spec: DiTSpec) -> ModelFacts:
             *linear("final.modulation", dim, 2 * dim, bias=True),
             *linear("final.head", dim, spec.patch_dim(), bias=True, role=Role.HEAD),
         ),
+        # The input, the norm's output with mean and deviation, its modulation; per sample the condition, the
+        # modulation, and 1 + the scale.
+        saved=Saved(full=3.0 * dim + 2.0 + 4.0 * dim / tokens),
         output=float(spec.patch_dim()),
         flops=2.0 * dim * spec.patch_dim() + 4.0 * dim**2 / tokens,
     )
@@ -139,9 +148,13 @@ def _block(spec: DiTSpec) -> KindFacts:
         "block",
         "blocks.{layer}",
         parameters,
-        # Per half: the input, the norm's output, its modulation, and the gate's operand; then queries, keys, values and
-        # the attention output; and the feed-forward's hidden activations before and after GELU.
-        saved=Saved(full=8.0 * dim, divided=4.0 * inner + 2.0 * ffn),
+        # Per half: the input, the norm's output with mean and deviation, its modulation, and the gate's operand; then
+        # queries, keys, values, the attention's output and logsumexp; and the feed-forward's hidden activations before
+        # and after GELU. Per sample: the condition, the modulation, and 1 + its two scales.
+        saved=Saved(
+            full=8.0 * dim + 4.0 + 9.0 * dim / tokens, divided=4.0 * inner + 2.0 * ffn, wide_divided=spec.num_heads
+        ),
+        kept=Saved(full=2.0 * dim + 6.0 * dim / tokens, divided=4.0 * inner + float(ffn), wide_divided=spec.num_heads),
         flops=matmuls + attention.flops(tokens) + 12.0 * dim**2 / tokens,
         attention=attention,
     )

@@ -17,9 +17,9 @@ from meshwright.models.contract.model_facts import (
     linear,
 )
 from meshwright.models.decoder.description import BLOCK as DENSE_BLOCK
-from meshwright.models.decoder.description import DecoderSpec
+from meshwright.models.decoder.description import DecoderSpec, kept_of_attention
 from meshwright.models.decoder.description import describe as describe_dense
-from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.experts.router_config import RouterConfig, Score
 
 BLOCK, WINDOW_BLOCK = "moe_block", "window_moe_block"
 """Names of the kinds of blocks with experts: without and with a sliding window."""
@@ -73,17 +73,30 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
     capacity = router.capacity(seq_len)
     copies = float(spec.top_k) if capacity is None else capacity * spec.num_experts / seq_len
     experts = 3 * dim * hidden * copies + 3 * dim * shared + dim * spec.num_experts
+    # Chosen experts, whether each has a slot, and counts per sample; the order of rows, their tokens and offsets.
+    choices = 9.0 * spec.top_k + 8.0 * spec.num_experts / seq_len
+    recalled = Saved(fixed_bytes=choices + 8.0 * (3.0 * copies + 1.0))
     return KindFacts(
         BLOCK if block.name == DENSE_BLOCK else WINDOW_BLOCK,
         block.path,
         (*(p for p in block.parameters if not p.name.startswith("ffn.")), *_moe_parameters(spec)),
         buffers=_buffers(spec),
-        # Rows by expert, four hidden activations and the weighted one; the router's logits and scores.
-        saved=Saved(
-            full=block.saved.full + 3.0 * spec.num_experts + copies * dim,
-            stream=block.saved.stream,
-            divided=block.saved.divided - 4.0 * spec.ffn_dim + 5.0 * hidden * copies + 4.0 * shared,
+        # Rows by expert with their weights, four hidden activations and the weighted one.
+        saved=block.saved
+        + Saved(
+            full=copies * dim,
+            divided=5.0 * hidden * copies + 4.0 * shared - 4.0 * spec.ffn_dim,
+            wide_full=copies,
+        )
+        + _saved_by_router(spec, router)
+        + recalled,
+        kept=kept_of_attention(dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_heads)
+        + Saved(
+            full=copies * dim + (dim if shared else 0.0),
+            divided=2.0 * hidden * copies + 2.0 * shared,
+            wide_full=spec.num_experts,
         ),
+        recalled=recalled,
         flops=block.flops - 6.0 * dim * spec.ffn_dim + 2.0 * experts,
         attention=block.attention,
         auxiliary=tuple(
@@ -105,6 +118,13 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             uniform=router.uniform,
         ),
     )
+
+
+def _saved_by_router(spec: MoeSpec, router: RouterConfig) -> Saved:
+    """Return scores, the chosen ones and their sums; logits for the z-loss."""
+    sums = 2.0 * (router.normalize + (router.score is not Score.SOFTMAX))
+    logits = spec.num_experts + 1.0 if router.z_loss else 0.0
+    return Saved(wide_full=spec.num_experts + spec.top_k + sums + logits)
 
 
 def _moe_parameters(spec: MoeSpec) -> tuple[ParameterFacts, ...]:

@@ -108,10 +108,8 @@ def multiply(x_rk: Tensor, matrices_ekn: Tensor, groups: RowGroups) -> Tensor:
 
 def multiply_loop(x_rk: Tensor, matrices_ekn: Tensor, groups: RowGroups) -> Tensor:
     """Compute `multiply` group by group: its reference, for any dtype."""
-    out = x_rk.new_empty((x_rk.shape[0], matrices_ekn.shape[-1]))
-    for matrix, rows in zip(matrices_ekn, groups.slices(), strict=True):
-        torch.mm(x_rk[rows], matrix, out=out[rows])
-    return out
+    # Products into slices of one tensor would be in place, which selective recomputation can't keep.
+    return torch.cat([x_rk[rows] @ matrix for matrix, rows in zip(matrices_ekn, groups.slices(), strict=True)])
 
 
 def weight_gradient(gradient_rf: Tensor, x_rd: Tensor, groups: RowGroups) -> Tensor:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from meshwright.comm.compression.catalogue import METHODS, Use
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.verify.error import Fault, join_names, qualified_name
@@ -57,7 +58,7 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     yield from _unique(f"{field}.buffers", (b.name for b in kind.buffers))
     yield from _unique(f"{field}.units", (unit.name for unit in kind.units))
     yield from _unique(f"{field}.styles", (glob for glob, _ in kind.styles))
-    yield from _in(kind.recompute, ("none", "full"), f"{field}.recompute")
+    yield from _in(kind.recompute, tuple(RecomputePolicy), f"{field}.recompute")
     if set(kind.path.replace("{layer}", "")) & set("{}"):
         rule = "{layer} is the only placeholder in a path"
         yield Fault(f"the path {kind.path!r}", rule, f"{field}.path")

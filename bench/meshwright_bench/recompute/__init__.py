@@ -1,0 +1,1 @@
+"""`bench recompute`: saved bytes and step time of recomputation policies."""

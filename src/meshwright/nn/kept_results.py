@@ -1,0 +1,194 @@
+"""Results that selective recomputation keeps: matrix products, attention, top-k and collectives (Korthikanti et al.
+2022, section 5, keeps the same but attention, which fused kernels make cheap to keep).
+
+A dispatch mode stores each kept operator's results in order in the first forward, and another returns them in the
+recomputed one, which thus multiplies and communicates nothing twice. Tensor subclasses are unwrapped first: what is
+kept are the local results of DTensor's operators, and those of the collectives inside them.
+
+`torch.utils.checkpoint` has such modes, too, which `torch.compile` understands; compiled blocks use them. They count
+all operators by position, so a forward that skips work when it is recomputed (`nn/forward_cache.py`) would get wrong
+results, and they run the collectives inside DTensor's operators again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from meshwright.errors import LayoutError
+from meshwright.nn.private import TorchDispatchMode, detached, num_changes
+
+PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
+    )
+)  # fmt: skip
+"""Matrix products and attention of PyTorch."""
+ATTENTION = frozenset({"meshwright::block_attention"})
+"""Attention of ours (`nn/attention/backends/cpu_blocks.py`)."""
+CHOICES = frozenset({"aten::topk"})
+"""Indices that would change with the parameters."""
+COLLECTIVES = frozenset({"meshwright::all_to_all_start"})
+"""Functional collectives outside `FUNCTIONAL_COLLECTIVES`."""
+FUNCTIONAL_COLLECTIVES = "_c10d_functional"
+"""Namespace of PyTorch's functional collectives, of which those that end in `_` work in place.
+
+Waits are not kept. Waiting for a kept result again does nothing, and how often a block waits differs between its
+forwards: an input that was pending in the first one no longer is.
+"""
+
+
+@cache
+def is_kept(operator: Any) -> bool:
+    """Return whether the results of an operator are kept."""
+    name: str = operator.name()
+    namespace, _, base = name.partition(".")[0].partition("::")
+    if namespace == FUNCTIONAL_COLLECTIVES:
+        return not base.endswith("_") and not base.startswith("wait_")
+    return not name.endswith((".out", "_out")) and f"{namespace}::{base}" in PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
+
+
+def compiled_policy(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+    """Return the policy of an operator, for `create_selective_checkpoint_contexts` in compiled blocks."""
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Kept(NamedTuple):
+    result: Any
+    changes: tuple[int, ...]
+
+
+class KeptResults:
+    """Kept results of one forward, by operator, in order."""
+
+    def __init__(self) -> None:
+        self._results: defaultdict[Any, list[_Kept]] = defaultdict(list)
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep nothing: a recomputed forward skips what runs in this context."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def put(self, operator: Any, result: Any) -> None:
+        """Keep an operator's result."""
+        if not self._is_paused:
+            kept = _detached(result)
+            self._results[operator].append(_Kept(kept, tuple(num_changes(x) for x in _tensors(kept))))
+
+    def get(self, operator: Any, number: int) -> Any:
+        """Return the result of an operator's call, counted from 0, without its graph.
+
+        Raises:
+            LayoutError: the forward had fewer calls, or modified the result afterwards.
+        """
+        results, name = self._results[operator], operator.name()
+        if number >= len(results):
+            raise LayoutError(
+                f"a recomputed block calls {name} {number + 1} times, but its forward called it {len(results)} times",
+                rule="a recomputed forward runs the operators of the first one",
+                fix="recompute.policy=full or recompute.policy=none",
+            )
+        result, changes = results[number]
+        if tuple(num_changes(x) for x in _tensors(result)) != changes:
+            raise LayoutError(
+                f"a selectively recomputed block modified the result of {name} in place",
+                rule="kept results stay as they are until the backward",
+                fix="return a new tensor in the block, or set recompute.policy=full",
+            )
+        return _detached(result)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all kept tensors."""
+        return [x for results in self._results.values() for kept in results for x in _tensors(kept.result)]
+
+
+class KeepingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode of a forward whose results are kept."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and keep its result."""
+        arguments = _arguments(types)
+        if arguments is _Arguments.WRAPPED:
+            return NotImplemented  # until the subclass runs its operators on plain tensors
+        result = func(*args, **(kwargs or {}))
+        if arguments is _Arguments.PLAIN and is_kept(func):
+            self._kept.put(func, result)
+        return result
+
+
+class RecallingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode of a recomputed forward, which returns kept results; starts from the first whenever it is entered."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+        self._num_calls: defaultdict[Any, int] = defaultdict(int)
+
+    def __enter__(self) -> RecallingMode:
+        self._num_calls.clear()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return an operator's kept result, or run it."""
+        arguments = _arguments(types)
+        if arguments is _Arguments.WRAPPED:
+            return NotImplemented
+        if arguments is _Arguments.OTHER or not is_kept(func):
+            return func(*args, **(kwargs or {}))
+        number = self._num_calls[func]
+        self._num_calls[func] += 1
+        return self._kept.get(func, number)
+
+
+class _Arguments(Enum):
+    """What an operator is called with."""
+
+    PLAIN = "plain"
+    WRAPPED = "wrapped"
+    """Subclasses that run operators on the tensors inside them, such as DTensor and pending collectives."""
+    OTHER = "other"
+    """Other subclasses, such as the fake tensors with which DTensor propagates shardings, once per shape."""
+
+
+def _arguments(types: tuple[type, ...]) -> _Arguments:
+    own = [one for one in types if one.__torch_dispatch__ is not Tensor.__torch_dispatch__]  # type: ignore[attr-defined]
+    if any(hasattr(one, "__tensor_flatten__") for one in own):
+        return _Arguments.WRAPPED
+    return _Arguments.OTHER if own else _Arguments.PLAIN
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, tuple | list):
+        return [x for one in result for x in _tensors(one)]
+    return [result] if isinstance(result, Tensor) else []
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return type(result)(_detached(one) for one in result)
+    return detached(result) if isinstance(result, Tensor) else result

@@ -1,0 +1,268 @@
+"""Selective recomputation: bitwise gradients, nothing kept is computed twice, frozen parameters, compiled blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.errors import LayoutError
+from meshwright.mesh.axes import Axes
+from meshwright.mesh.process_groups import build_mesh
+from meshwright.models.moe.description import MoeSpec
+from meshwright.models.moe.module import MoeBlock
+from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
+from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.kept_results import KeepingMode, KeptResults, is_kept
+from meshwright.nn.recompute import recompute
+from meshwright.nn.recompute_policy import RecomputePolicy
+from tests.nn.test_recompute import D, all_equal, dit, llama, make, step
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+POLICIES = [RecomputePolicy.SELECTIVE, RecomputePolicy.FULL]
+
+
+def experts(dtype):
+    spec = MoeSpec(1, D, 4, 2, 24, 8, 4, num_experts=4, expert_dim=8, num_shared_experts=1)
+    router = RouterConfig(4, 2, balance_loss=0.1, z_loss=0.01)
+    _, inputs = llama(dtype)
+    return MoeBlock(spec, router).to(dtype), inputs
+
+
+class Counting(TorchDispatchMode):
+    """Calls of operators whose results are kept, and of `tanh`."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_kept(func) or "tanh" in func.name():
+            self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [llama, experts, dit])
+def test_gradients_are_bitwise_those_without_recomputation(kind, dtype, policy):
+    block, inputs = make(kind, dtype)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)  # experts' matrices are not initialised by their constructor
+    other = copy.deepcopy(block)
+    recompute(other, policy)
+    assert all_equal(step(other, inputs), step(block, inputs))
+
+
+@pytest.mark.parametrize("kind", [llama, experts, dit])
+def test_nothing_kept_is_computed_twice(kind):
+    """Counts of the forward and backward: those without recomputation, while full recomputation has more."""
+    calls = {}
+    for policy in RecomputePolicy:
+        block, inputs = make(kind)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        recompute(block, policy)
+        with Counting() as mode:
+            step(block, inputs)
+        calls[policy] = mode.calls
+    assert calls[RecomputePolicy.SELECTIVE] == calls[RecomputePolicy.NONE]
+    assert calls[RecomputePolicy.FULL].total() > calls[RecomputePolicy.NONE].total()
+    assert calls[RecomputePolicy.NONE]["aten::mm"] + calls[RecomputePolicy.NONE]["aten::addmm"] > 6
+
+
+class Chooses(nn.Module):
+    """Choices and products among work that is done again."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        y = (x @ self.weight).tanh()
+        best = y.topk(2, -1)
+        return (best.values @ torch.ones(2, D)).tanh() * y.gather(-1, best.indices).sum(-1, keepdim=True).tanh()
+
+
+def test_choices_are_kept_and_the_rest_runs_again():
+    torch.manual_seed(0)
+    module, x = Chooses(), torch.randn(4, D)
+    expected = step(module, [x])
+    recompute(module, RecomputePolicy.SELECTIVE)
+    with Counting() as mode:
+        assert all_equal(step(module, [x]), expected)
+    assert mode.calls["aten::topk"] == 1 and mode.calls["aten::tanh"] == 6
+
+
+def test_two_backwards_over_one_graph():
+    block, inputs = make(llama)
+    expected = step(block, inputs)
+    recompute(block, RecomputePolicy.SELECTIVE)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    y = block(*inputs).square().sum()
+    for _ in range(2):
+        block.zero_grad()
+        y.backward(retain_graph=True)
+        assert all_equal([p.grad for p in block.parameters()], expected[4:])
+
+
+@pytest.mark.parametrize("outer", POLICIES)
+@pytest.mark.parametrize("inner", POLICIES)
+def test_within_another_recomputed_module(outer, inner):
+    class Stack(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block, self.other = block, copy.deepcopy(block)
+
+        def forward(self, x, *tables):
+            return self.other(self.block(x, *tables), *tables)
+
+    block, inputs = make(experts)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    stack = Stack(block)
+    expected = step(copy.deepcopy(stack), inputs)
+    recompute(stack.block, inner)
+    recompute(stack, outer)
+    assert all_equal(step(stack, inputs), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [llama, experts, dit])
+def test_a_split_backward_recomputes_once(kind, policy):
+    block, inputs = make(kind)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    expected = step(copy.deepcopy(block), inputs)
+    forwards = []
+    next(block.children()).register_forward_hook(lambda *_: forwards.append(1))
+    recompute(block, policy)
+    store = defer_weight_gradients(block)
+    store.defers = True
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    block(*inputs).square().sum().backward()
+    compute_deferred(store.take())
+    assert len(forwards) == 2
+    gradients = [*(x.grad for x in inputs), *(p.grad for p in block.parameters())]
+    for found, one in zip(gradients, expected[1:], strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_parameters_stay_frozen(policy):
+    block, inputs = make(llama)
+    block.attention.requires_grad_(False)
+    expected = {name: grad for (name, _), grad in zip(block.named_parameters(), _grads(block, inputs), strict=True)}
+    recompute(block, policy)
+    found = _grads(block, inputs)
+    for (name, parameter), grad in zip(block.named_parameters(), found, strict=True):
+        assert parameter.requires_grad is not name.startswith("attention."), name
+        assert (grad is None) is name.startswith("attention."), name
+        assert grad is None or torch.equal(grad, expected[name]), name
+
+
+def _grads(block, inputs):
+    block.zero_grad()
+    block(*inputs).square().sum().backward()
+    return [p.grad for p in block.parameters()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_anything_to_train_the_forward_runs_as_it_is(policy, monkeypatch):
+    block, inputs = make(llama)
+    block.requires_grad_(False)
+    recompute(block, policy)
+    calls = []
+    checkpoint = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr("meshwright.nn.recompute.checkpoint", lambda *a, **k: calls.append(1) or checkpoint(*a, **k))
+    assert not block(*inputs).requires_grad and not calls
+    x = inputs[0].clone().requires_grad_()
+    block(x, *inputs[1:]).sum().backward()  # decided for each forward
+    assert x.grad is not None and calls == [1] and all(p.grad is None for p in block.parameters())
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return (x @ self.weight).add_(1.0).tanh() * x
+
+
+def test_a_result_modified_in_place_is_an_error():
+    module = InPlace()
+    recompute(module, RecomputePolicy.SELECTIVE)
+    with pytest.raises(LayoutError, match=r"modified the result of aten::mm in place"):
+        module(torch.randn(3, D)).sum().backward()
+
+
+def test_another_forward_is_an_error():
+    class Longer(nn.Module):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            for _ in range(self.num_calls):
+                x = (x @ x).tanh()
+            return x * x.sin()
+
+    module = Longer()
+    recompute(module, RecomputePolicy.SELECTIVE)
+    with pytest.raises(LayoutError, match=r"calls aten::mm 2 times, but its forward called it 1 times"):
+        module(torch.randn(D, D, requires_grad=True)).sum().backward()
+
+
+def test_paused_results_are_not_kept():
+    kept, x = KeptResults(), torch.randn(3, 3)
+    with KeepingMode(kept):
+        with kept.paused():
+            x @ x
+        y = x @ x
+    assert [one.data_ptr() for one in kept.tensors()] == [y.data_ptr()]
+
+
+@pytest.mark.parametrize("kind", [llama, pytest.param(dit, marks=pytest.mark.slow)])
+def test_a_compiled_block_is_one_graph_that_keeps_products(kind):
+    block, inputs = make(kind)
+    expected = step(block, inputs)
+    recompute(block, RecomputePolicy.SELECTIVE)
+    torch._dynamo.reset()
+    counters.clear()
+    block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(block, inputs), expected, rtol=0, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def shard_on_rank(rank, world_size, policy, frozen):
+    """Gradients of a recomputed block with frozen parameters under FSDP2, and of the plain one."""
+    block, inputs = make(llama)
+    for name in frozen:
+        block.get_submodule(name).requires_grad_(False)
+    plain = copy.deepcopy(block)
+    recompute(block, policy)
+    fully_shard(block, mesh=build_mesh(Axes(dp_shard=world_size), torch.device("cpu"))["dp_shard"])
+    found = []
+    for one in (block, plain):
+        x = inputs[0].clone().requires_grad_()
+        for _ in range(2):  # the second step gathers what the first one freed
+            one.zero_grad()
+            x.grad = None
+            one(x, *inputs[1:]).square().sum().backward()
+        grads = [p.grad for p in one.parameters()]
+        found.append([x.grad, *(g if g is None or not hasattr(g, "full_tensor") else g.full_tensor() for g in grads)])
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("frozen", [("attention",), ("attention_norm", "attention", "ffn_norm", "ffn")], ids=len)
+def test_frozen_parameters_that_fsdp2_frees_are_gathered_again(gang, policy, frozen):
+    for found, expected in gang(2).run(shard_on_rank, policy, frozen):
+        assert [x is None for x in found] == [x is None for x in expected]
+        assert all(a is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))

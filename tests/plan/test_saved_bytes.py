@@ -1,0 +1,64 @@
+"""Predicted saved bytes within 5 % of what really stays alive, of every family, policy and kind of layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.make_plan import make_plan
+from meshwright_bench.recompute.live_bytes import inputs_of_last_block, live_bytes
+from tests.helpers import small_corpus
+from tests.train.jobs import load_words, make_job
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("saved"))
+
+
+def measured(rank, world_size, words):
+    """Bytes that the last block of a stage keeps under each policy."""
+    found = []
+    for policy in RecomputePolicy:
+        job, step = make_job(rank, world_size, [*words, f"recompute.policy={policy}"])
+        batch = step._task.batch(step.samples(1)[0])
+        found.append(live_bytes(*inputs_of_last_block(job.parts()[0].module, batch.inputs, *batch.conditions)))
+    return found
+
+
+BF16, F64 = "train.precision=bfloat16", "train.precision=float64"
+DIT, MOE = ("dit-digits", "data.source=digits"), ("moe-tiny",)
+UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
+CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
+QUICK = [
+    (1, ("model.num_kv_heads=4", "train.seq_len=32")),
+    (1, (BF16,)),
+    (2, ("mesh.tp=2",)),
+    (1, (*DIT, BF16)),
+    (1, (*MOE, BF16, "model.num_shared_experts=1")),
+    (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
+    (2, (*MOE, "mesh.tp=2")),
+]
+SLOW = [
+    (1, (F64, "model.dim=64", "model.ffn_dim=100")),
+    (2, ("mesh.tp=2", WHOLE, BF16)),
+    (2, (*DIT, "mesh.tp=2")),
+    (1, ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.num_heads=2")),
+    (1, (*MOE, F64)),
+    (1, (*MOE, "model.score=sigmoid", "model.normalize=false", "model.z_loss=0.1", "model.top_k=3")),
+    (1, (*MOE, *CAPACITY, "model.num_shared_experts=1")),
+    (2, (*MOE, "mesh.tp=2", WHOLE, "model.num_shared_experts=1")),
+    (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", *CAPACITY, BF16)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_saved_bytes_are_right_within_a_twentieth(gang, corpus, world_size, words):
+    words = words if any(word.startswith("data.source") for word in words) else (*words, *corpus)
+    plan = make_plan(load_words(words))
+    saved = plan.kind(plan.stages[0].kinds[-1]).saved
+    expected = [plan.batch.samples * saved.under(policy) for policy in RecomputePolicy]
+    for found in gang(world_size).run(measured, words):
+        assert found == pytest.approx(expected, rel=0.05)
