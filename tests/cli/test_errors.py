@@ -121,10 +121,9 @@ def test_batch_that_does_not_divide(fails_here):
     assert alternatives(error["fix"]) == [["train.global_batch=33"], ["train.global_batch=30"]]
 
 
-def test_axis_that_is_not_there_yet(fails_here):
-    error = fails_here("run", "mesh.cp=2")
-    assert "not available yet" in error["error"] and len(alternatives(error["fix"])) == 2
-    assert_every_fix_works(outcome(["mesh.cp=2"]), ["mesh.cp=2"])
+def test_axis_that_a_model_has_no_use_for(fails_here):
+    error = fails_here("run", "dit-digits", "mesh.cp=2")
+    assert "blocks need the full sequence" in error["error"] and len(alternatives(error["fix"])) == 2
 
 
 def test_section_that_is_not_there_yet(fails_here):

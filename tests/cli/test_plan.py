@@ -7,12 +7,15 @@ import json
 import pytest
 
 from meshwright.config.load import preset_names
+from meshwright.plan.collective_bytes import context_bytes
 from meshwright.plan.compare import hashes
+from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.serialize import from_json
 from meshwright.plan.traffic import predict_traffic
+from meshwright.units import format_bytes
 from tests.helpers import meshwright, shown_error
 
 LAYOUTS = [
@@ -23,6 +26,9 @@ LAYOUTS = [
     ("dit-digits-video", ["mesh.pp=2", "mesh.dp_shard=2", "mesh.dp_replicate=2", "comm.gradients=loco4",
                           "recompute.policy=full", "train.freeze=blocks.0.*"]),
     ("llama-tiny", ["mesh.pp=2", "pipeline.schedule=zb-v", "model.tie_embeddings=true", "train.num_microbatches=4"]),
+    ("llama-tiny", ["mesh.cp=8", "mesh.tp=2", "data.packing=documents", "recompute.policy=full"]),
+    ("llama3-8b", ["mesh.cp=16", "train.freeze=blocks.1.*", "model.window=256", "model.global_every=4"]),
+    ("moe-tiny", ["mesh.cp=4", "mesh.ep=2", "mesh.cp_method=ring"]),
 ]  # fmt: skip
 
 
@@ -89,3 +95,37 @@ def test_a_wrong_plan_is_refused(here, tmp_path):
 def test_it_needs_no_torch(no_torch):
     done = meshwright("plan", "llama3-70b", "mesh.dp_shard=8", "mesh.tp=8", env=no_torch)
     assert done.returncode == 0, done.stderr
+
+
+WINDOWS = ["mesh.cp=4", "train.seq_len=1024", "model.window=64", "model.global_every=2", "model.num_kv_heads=4"]
+
+
+def test_context_parallelism_is_explained(here):
+    """Per kind of block: the method, and what either sends; and how well the work is balanced."""
+    lines = here("plan", "llama-tiny", *WINDOWS, "mesh.tp=1").stdout.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("attention over cp"))
+    plan = make_plan(load("llama-tiny", WINDOWS))
+    slowest = imbalance_of_ranks(plan)
+    assert (
+        1.0 <= slowest <= 1.05 and lines[at] == f"attention over cp, slowest rank {slowest:.3f} × the mean of its work"
+    )
+    text = " ".join(line.strip() for line in lines[at + 1 : lines.index("hashes")])
+    for kind, method in (("window_block", "ring"), ("block", "heads")):
+        assert f"{kind} × 2 · {method}: " in text and explain_method(plan, plan.kind(kind)) in text
+    sent = next(line for line in lines if line.startswith("  context "))
+    most = max(context_bytes(plan, rank) for rank in range(4))
+    assert format_bytes(most) in sent, "the busiest rank"
+    chosen = here("plan", "llama-tiny", *WINDOWS, "mesh.cp_method=ring").stdout
+    assert "block × 2 · ring, as requested; cheaper is heads: " in " ".join(chosen.split())
+
+
+def test_packed_documents_are_priced_as_one(here, tmp_path):
+    words = ["llama-tiny", "mesh.cp=2", "data.packing=documents"]
+    done = here("plan", *words, "-o", tmp_path / "plan.json", "--json", tmp_path / "figures.json")
+    assert "as if each sample were one document; packed ones send less or more" in done.stdout
+    assert "priced as if each sample were one document" in " ".join(done.stdout.split())
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["traffic"]["context"] == context_bytes(make_plan(load(words[0], words[1:])), 0) > 0
+    other = here("plan", tmp_path / "plan.json", "--diff", " ".join([*words, "mesh.cp_method=heads"]))
+    assert other.stdout == 'kinds[block].attention.method\n  "ring"\n  "heads"\n1 field differs\n'
+    assert "one document" not in here("plan", *words[:2]).stdout

@@ -6,6 +6,7 @@ from __future__ import annotations
 from meshwright.config.schema import run_type
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.model_facts import (
+    AttentionFacts,
     AuxiliaryLoss,
     BufferFacts,
     EdgeFacts,
@@ -16,6 +17,7 @@ from meshwright.models.contract.model_facts import (
     Saved,
 )
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
+from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.plan.make_plan import make_plan
 from meshwright.settings.section import ModelSection
 
@@ -65,6 +67,7 @@ class Fake(Family):
             ),
             auxiliary=(AuxiliaryLoss("balance", 0.01, on_stream=True),),
             saved=Saved(full=DIM, stream=DIM, divided=DIM),
+            attention=AttentionFacts("attention", MaskSpec(causal=True), num_heads=4, num_kv_heads=4, head_dim=2),
         )
         table = ParameterFacts("embed.weight", (32, DIM), Role.EMBEDDING)
         return ModelFacts(

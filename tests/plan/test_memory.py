@@ -9,6 +9,8 @@ import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.mesh.local_shards import to_local
+from meshwright.parallel.data_parallel import fsdp_modules
+from meshwright.parallel.private import unsharded_parameters
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
@@ -111,9 +113,12 @@ def saved_for_backward(rank, world_size, words):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch = step._task.batch(step.samples(1)[0])
+    batch = step.pipeline.tokens.localize(step._task.batch(step.samples(1)[0]))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         out = to_local(job.parts()[0].module(batch.inputs, *batch.conditions))
+    for module in fsdp_modules(job.model):  # gathered weights are not activations
+        for _, gathered in unsharded_parameters(module):
+            kept.pop(to_local(gathered).untyped_storage().data_ptr(), None)
     return sum(kept.values()) + 2 * out.numel() * max(4, out.element_size())
 
 
@@ -137,6 +142,38 @@ def test_activations_of_a_stage_are_right_within_a_twentieth(gang, corpus, world
     predicted = predict_memory(planned_words(words)).activations
     for found in run_on(gang, world_size, saved_for_backward, [*corpus, *words]):
         assert predicted == pytest.approx(found, rel=0.05)
+
+
+KEPT = ["train.seq_len=128", "mesh.reshard_after_forward=false"]
+RING, HEADS = "mesh.cp_method=ring", "mesh.cp_method=heads"
+
+
+def activations(gang, corpus, words):
+    """Measured bytes on the rank with the most, and predicted ones."""
+    predicted = predict_memory(planned_words(words))
+    ranks = planned_words(words).mesh.num_ranks()
+    return max(run_on(gang, ranks, saved_for_backward, [*corpus, *words])), predicted.activations
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        (["mesh.cp=2", RING], "float32"),
+        (["mesh.cp=2", HEADS], "float32"),
+        (["mesh.cp=2", RING], "bfloat16"),
+        (["mesh.cp=2", HEADS], "bfloat16"),
+        pytest.param(["mesh.cp=4", RING], "float32", marks=pytest.mark.slow),
+        pytest.param(["mesh.cp=4", RING], "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_what_context_parallelism_keeps(gang, corpus, words, precision):
+    """What a rank keeps besides its share of the activations, as data-parallel ranks have it too; and all of it."""
+    kept, ranks = [*KEPT, f"train.precision={precision}"], planned_words(words).mesh.num_ranks()
+    share, predicted_share = activations(gang, corpus, [*kept, f"mesh.dp_shard={ranks}"])
+    found, predicted = activations(gang, corpus, [*kept, *words])
+    assert predicted - predicted_share == pytest.approx(found - share, rel=0.05)
+    if precision == "float32":
+        assert predicted == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b"])

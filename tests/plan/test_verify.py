@@ -72,8 +72,8 @@ def test_gradients_of_another_family():
     }
 
 
-def test_context_parallel_is_in_the_plan_already():
-    """Sums, units, what ranks keep and exchange follow from the axis; its attention is what nobody makes yet."""
+def test_context_parallel_in_the_plan():
+    """Sums, units, what ranks keep and exchange follow from the axis."""
     one, two = fake(tp=2, pp=2), fake(tp=2, pp=2, cp=2)
     block, divided = one.kind("block"), two.kind("block")
     assert divided.saved.none * 2 == block.saved.none > 0

@@ -10,7 +10,7 @@ from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
-from meshwright.train.expert_traffic import ExpertTraffic
+from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import make_job, run_on, trace
 from tests.train.runs import Fault, assert_bitwise_equal, final_state, metrics, train
@@ -69,11 +69,12 @@ def test_routing_weights_stay_wide_in_bfloat16(gang, corpus, ep):
 
 def sent_in_steps(rank, world_size, words, num_steps):
     job, step = make_job(rank, world_size, words)
-    traffic = ExpertTraffic(job)
+    traffic = AllToAllTraffic(job)
     for number in range(1, num_steps + 1):
         with traffic:
             step(number)
-    return traffic.total()
+    (found,) = traffic.total()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus, ep):
     """The prediction from the experts' counts is within 5 % on each rank, where the uniform one may be far off."""
     words = [*corpus, *TINY, "mesh.dp_shard=4", f"mesh.ep={ep}", "model.balance_loss=0", "train.lr=1e-2"]
     for found in run_on(gang, 4, sent_in_steps, words, 10):
-        assert found.from_counts == pytest.approx(found.sent, rel=0.05)
+        assert found.explained == pytest.approx(found.sent, rel=0.05)
 
 
 def test_the_plan_counts_rows_once_per_rank():

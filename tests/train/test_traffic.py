@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.comm.collective_log import group_records
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients
@@ -75,6 +76,8 @@ LAYOUTS = quick_and_slow(
         (4, ("mesh.dp_shard=4", "model.ffn_dim=50")),
         (4, ("mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true", VOCABULARY)),
         (4, ("mesh.dp_shard=2", "mesh.tp=2")),
+        (4, ("mesh.dp_shard=2", "mesh.cp=2", MICROBATCHES)),
+        (4, ("mesh.cp=4", "model.tie_embeddings=true", "train.precision=bfloat16")),
     ],
     quick=[
         (2, ("mesh.dp_shard=2", MICROBATCHES, VOCABULARY)),
@@ -94,7 +97,8 @@ def test_gradients_and_weights_are_predicted_exactly(gang, corpus, world_size, w
 
 
 class Leaving(TorchDispatchMode):
-    """Bytes that leave this rank in any collective, where every group has two ranks; without the step's one sum."""
+    """Bytes that leave this rank in any collective, where every group has two ranks; without the step's one sum, and
+    without all-to-alls."""
 
     def __init__(self):
         super().__init__()
@@ -120,14 +124,20 @@ LEAVING = {
 def all_leaving(rank, world_size, words):
     job, step = make_job(rank, world_size, words)
     step(1)
+    in_all_to_alls = -bytes_of_all_to_alls()
     with Leaving() as mode:
         step(2)
-    return mode.total
+    return mode.total + in_all_to_alls + bytes_of_all_to_alls()
+
+
+def bytes_of_all_to_alls():
+    return sum(record.all_to_all_bytes for record in group_records().values())
 
 
 DIT = ["dit-digits", "model.num_layers=4", "data.source=digits", "model.num_classes=11"]  # 12 rows with the null class
 RECOMPUTE = "recompute.policy=full"
 WHOLE = "mesh.sequence_parallel=false"
+COUNTED = ["moe-tiny", "model.balance_loss=0.02", "model.balance_bias=true"]
 ALL_KINDS = [
     (2, ["mesh.tp=2"]),
     (2, ["mesh.dp_replicate=2"]),
@@ -140,6 +150,13 @@ ALL_KINDS = [
     pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v"], marks=pytest.mark.slow),
+    (4, ["mesh.cp=2", "mesh.tp=2", RECOMPUTE, "model.window=24", "model.global_every=2"]),
+    pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
+    pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4", WHOLE,
+                     "model.num_layers=4"], marks=pytest.mark.slow),
+    (2, [*COUNTED, "mesh.cp=2"]),
+    pytest.param(2, [*COUNTED, "mesh.cp=2", "model.balance_scope=global-batch"], marks=pytest.mark.slow),
+    pytest.param(4, [*COUNTED, "mesh.cp=2", "mesh.tp=2", RECOMPUTE], marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

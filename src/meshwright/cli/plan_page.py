@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from textwrap import wrap
 
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
+from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.mesh_views import Atoms
@@ -17,6 +20,7 @@ from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.units import format_bytes, format_count
 
 COLUMNS = 80
+FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
 RECOMPUTED = {RecomputePolicy.FULL: "recomputed", RecomputePolicy.SELECTIVE: "selectively recomputed"}
 MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
@@ -37,6 +41,8 @@ def page(name: str, plan: RunPlan) -> Iterator[str]:
     if collectives := list(_collectives(plan)):
         yield "operator collectives, per micro-batch"
         yield from collectives
+    if plan.mesh.view("cp"):
+        yield from _attention(plan)
     if plan.sums or plan.shared:
         yield "sums after the last backward"
         yield from _sums(plan)
@@ -82,7 +88,9 @@ def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
         by_link = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
         yield f"  {one.purpose:<18} {by_link}"
         if one.purpose == Purpose.EXPERTS and (rows := describe_rows(plan, traffic.rank)):
-            yield f"    {rows}"
+            yield from _wrapped(rows, "    ")
+        if one.purpose == Purpose.CONTEXT and plan.batch.packed:
+            yield "    as if each sample were one document; packed ones send less or more"
     if plan.mesh.nodes == plan.mesh.num_ranks() > MAX_ROWS:
         yield "  assuming a single node; set comm.ranks_per_node=8 for several"
 
@@ -151,6 +159,16 @@ def _collectives(plan: RunPlan) -> Iterator[str]:
         yield f"  {op.replace('_', '-'):<15} over {_axes(axes)}  {times:>6} × {format_bytes(size)}"
 
 
+def _attention(plan: RunPlan) -> Iterator[str]:
+    """Yield the method of each kind's attention under context parallelism, with the reason."""
+    layers = Counter(name for stage in plan.stages for name in stage.kinds)
+    slowest = f"slowest rank {imbalance_of_ranks(plan):.3f} × the mean of its work"
+    yield f"attention over {_axes(plan.mesh.view('cp'))}, {slowest}"
+    for kind in plan.kinds:
+        if kind.attention is not None:
+            yield from _wrapped(f"{kind.name} × {layers[kind.name]} · {explain_method(plan, kind)}", "  ")
+
+
 def _bytes(plan: RunPlan, one: Collective) -> int:
     return plan.batch.samples * one.elements * BYTES[one.dtype]
 
@@ -175,6 +193,12 @@ def _axes(axes: Sequence[str]) -> str:
 
 def _item(*parts: str) -> Iterator[str]:
     return _items(parts)
+
+
+def _wrapped(text: str, indent: str) -> Iterator[str]:
+    """Break a sentence into lines between words, but not between a figure and its unit."""
+    for line in wrap(FIGURE.sub(NO_BREAK, text), COLUMNS, initial_indent=indent, subsequent_indent="    "):
+        yield line.replace(NO_BREAK, " ")
 
 
 def _items(parts: Iterable[str]) -> Iterator[str]:

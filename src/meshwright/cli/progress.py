@@ -104,9 +104,10 @@ class TerminalReporter(Reporter):
             if summary.counted is not None:
                 counted = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
                 self._print(f"  counted on rank 0: {counted}")
-        if summary.experts is not None:
-            experts = [format_bytes(size) for size in vars(summary.experts).values()]
-            self._print("  to experts, on rank 0: {} · predicted {}, from their load {}".format(*experts))
+        for one in summary.all_to_alls:
+            found = f"{format_bytes(one.sent)} · predicted {format_bytes(one.predicted)}"
+            known = f", from the {one.basis} {format_bytes(one.explained)}" if one.basis else ""
+            self._print(f"  all-to-all of {one.purpose}, on rank 0: {found}{known}")
         if summary.sample is not None:
             self._print(paint("sample", "bold", sys.stdout))
             for line in summary.sample.splitlines():

@@ -64,10 +64,16 @@ class Message:
 
 def _context(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
     """Yield what attention sends to other context-parallel ranks, as if each sample were one document."""
-    for kind, _ in plan.held(stage):
+    for name, layers in Counter(stage.kinds).items():
+        kind = plan.kind(name)
         if kind.attention is not None and kind.attention.axes:
             for peer, num_bytes in sent_by_attention(plan, rank, kind):
-                yield Message(Purpose.CONTEXT, (peer,), plan.batch.num_microbatches * num_bytes)
+                yield Message(Purpose.CONTEXT, (peer,), layers * plan.batch.num_microbatches * num_bytes)
+
+
+def context_bytes(plan: RunPlan, rank: int) -> int:
+    """Return the bytes that a rank's attention sends in a training step, as if each sample were one document."""
+    return sum(one.num_bytes for number in plan.stages_of(rank) for one in _context(plan, rank, plan.stages[number]))
 
 
 def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:

@@ -69,8 +69,8 @@ class KindMaker:
                 self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
             )
             tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            kind = self._kind(name, facts, parameters, units, layer)
-            self._kinds[identity] = replace(kind, tied=tied, recompute=policy)
+            kind, attention = self._kind(name, facts, parameters, units, layer), self._attention(facts, policy)
+            self._kinds[identity] = replace(kind, tied=tied, recompute=policy, attention=attention)
         return self._kinds[identity]
 
     def _kind(
@@ -93,7 +93,6 @@ class KindMaker:
                 for one in facts.auxiliary
             ),
             experts=self._experts(facts),
-            attention=self._attention(facts),
             compiled=self._config.train.compile and is_block,
             saved=saved_bytes(
                 facts,
@@ -133,7 +132,7 @@ class KindMaker:
             uniform=layer.uniform,
         )
 
-    def _attention(self, facts: KindFacts) -> AttentionLayer | None:
+    def _attention(self, facts: KindFacts, policy: RecomputePolicy) -> AttentionLayer | None:
         if facts.attention is None:
             return None
         config = self._config
@@ -143,6 +142,7 @@ class KindMaker:
             self._mesh,
             dtype=config.train.precision,
             packed=config.data.packing != "none",
+            recompute=policy is RecomputePolicy.FULL,
             method=config.mesh.cp_method,
         )
 

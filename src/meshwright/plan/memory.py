@@ -13,6 +13,7 @@ from functools import lru_cache
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
+from meshwright.plan.context.kept_bytes import kept_by_context
 from meshwright.plan.error_feedback_memory import feedback_bytes
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
 
@@ -117,10 +118,11 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     for kind, _ in plan.held(stage):
         if kind.saved is None:
             continue
-        kept += kind.saved.under(kind.recompute)
+        context = kept_by_context(plan, kind)
+        kept += kind.saved.under(kind.recompute) + context.under(kind.recompute)
         if kind.recompute != RecomputePolicy.NONE:
             # At most: the block saves all but its input again, and selective recomputation has kept some of it.
-            recompute = max(recompute, kind.saved.none - stream * compute)
+            recompute = max(recompute, kind.saved.none - stream * compute + context.none)
     output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
     return StageCosts(
         activation_bytes=samples * (kept + output),

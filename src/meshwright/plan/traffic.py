@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.plan.collective_bytes import Message, Purpose, messages
+from meshwright.plan.collective_bytes import Message, Purpose, context_bytes, messages
 from meshwright.plan.run_plan import RunPlan
 
 
@@ -73,13 +73,19 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
 
     Args:
         plan: plan of the run.
-        rank: rank on the mesh; None for the rank that sends the most. All ranks of a stage send the same number of
-            bytes, so only the first rank of each is considered.
+        rank: rank on the mesh; None for the rank that sends the most. Ranks of a stage send the same number of bytes,
+            except for attention along cp, so only one rank of each is considered.
     """
     num_ranks = plan.mesh.num_ranks()
-    candidates = range(0, num_ranks, num_ranks // plan.mesh.size("pp")) if rank is None else (rank,)
+    firsts = range(0, num_ranks, num_ranks // plan.mesh.size("pp"))
+    candidates = [_busiest(plan, first) for first in firsts] if rank is None else [rank]
     found = [_rank_traffic(plan, candidate) for candidate in candidates]
     return max(found, key=lambda traffic: traffic.sent().total())
+
+
+def _busiest(plan: RunPlan, first: int) -> int:
+    """Return the rank along cp whose attention sends the most."""
+    return max(plan.mesh.line(first, plan.mesh.view("cp")), key=lambda rank: context_bytes(plan, rank))
 
 
 def _rank_traffic(plan: RunPlan, rank: int) -> Traffic:

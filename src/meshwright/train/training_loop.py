@@ -20,9 +20,9 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.plan.traffic import predict_traffic
+from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
-from meshwright.train.expert_traffic import ExpertTraffic
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
@@ -53,7 +53,7 @@ class Trainer:
         self._step = TrainStep(job, task, self._stop.requested)
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
-        self._expert_traffic = ExpertTraffic(job)
+        self._all_to_alls = AllToAllTraffic(job)
         self._skipped_in_a_row = 0
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
@@ -75,7 +75,7 @@ class Trainer:
             for step in steps:
                 self._job.context.post("step", step)
                 begin = time.perf_counter()
-                with self._counting, self._expert_traffic:
+                with self._counting, self._all_to_alls:
                     result = self._step(step)
                 seconds = time.perf_counter() - begin
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
@@ -240,7 +240,7 @@ class Trainer:
                 steps_here=last - done,
                 traffic=predict_traffic(self._job.plan),
                 counted=self._counting.total(),
-                experts=self._expert_traffic.total(),
+                all_to_alls=self._all_to_alls.total(),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,

@@ -65,14 +65,14 @@ def test_index_agrees_with_the_mask(case: Case) -> None:
 
 
 def test_window_of_contiguous_ranks_comes_from_the_neighbour_only() -> None:
-    exchange = make_exchange(MaskSpec(causal=True, window=5), [(one,) for one in contiguous(64, 4)], 64)
+    exchange = make_exchange(MaskSpec(causal=True, window=5), tuple((one,) for one in contiguous(64, 4)), 64)
     assert exchange.tokens[2][1] == (((28, 32),),)
     assert exchange.distances() == (1,)
     assert exchange.total() == 3 * 4
 
 
 def test_causal_zigzag() -> None:
-    exchange = make_exchange(MaskSpec(causal=True), [(one,) for one in zigzag(16, 2)], 16)
+    exchange = make_exchange(MaskSpec(causal=True), tuple((one,) for one in zigzag(16, 2)), 16)
     assert exchange.tokens == (((((),)), (((4, 12),),)), ((((0, 4),),), ((),)))
 
 

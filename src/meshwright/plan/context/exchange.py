@@ -6,8 +6,8 @@ fewest that any method can send that moves keys and values to their queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_layout import Shard
@@ -62,7 +62,8 @@ class Exchange:
         )
 
 
-def make_exchange(mask: MaskSpec, shards: Sequence[Shard], seq_len: int) -> Exchange:
+@lru_cache(maxsize=16)
+def make_exchange(mask: MaskSpec, shards: tuple[Shard, ...], seq_len: int) -> Exchange:
     """Compute what each rank must receive.
 
     Args:

@@ -3,14 +3,13 @@ rank of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.models.contract.model_facts import AttentionFacts, ModelFacts
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
 from meshwright.plan.block_layers import AttentionLayer
-from meshwright.plan.context.balanced_order import context_shards
+from meshwright.plan.context.balanced_order import context_shards, imbalance
 from meshwright.plan.context.exchange import make_exchange
 from meshwright.plan.context.method import AttentionDims, ContextChoice, ContextMethod, choose
 from meshwright.plan.mesh_views import Mesh
@@ -18,7 +17,7 @@ from meshwright.plan.run_plan import BYTES, Kind, RunPlan
 
 
 def make_attention_layer(
-    facts: AttentionFacts, model: ModelFacts, mesh: Mesh, *, dtype: str, packed: bool, method: str
+    facts: AttentionFacts, model: ModelFacts, mesh: Mesh, *, dtype: str, packed: bool, recompute: bool, method: str
 ) -> AttentionLayer:
     """Return the plan's entry for a block's attention.
 
@@ -28,6 +27,7 @@ def make_attention_layer(
         mesh: the plan's mesh.
         dtype: dtype of activations.
         packed: whether samples are packed documents.
+        recompute: whether the backward repeats the forward, with what it sends.
         method: name of a `ContextMethod`, or `auto` for the one with which the busiest rank sends less.
     """
     layer = AttentionLayer(
@@ -39,22 +39,23 @@ def make_attention_layer(
         return replace(layer, method=ContextMethod(method))
     masks = [kind.attention.mask for kind in map(model.kind_of, range(model.num_layers)) if kind.attention is not None]
     shards = context_shards(masks, model.tokens, mesh.size(*layer.axes))
-    return replace(layer, method=_choose(layer, mesh, shards, model.tokens, dtype=dtype, packed=packed).method)
+    dims = attention_dims(layer, mesh, dtype)
+    return replace(layer, method=_choose(layer.mask, shards, model.tokens, dims, recompute, packed).method)
 
 
 def _choose(
-    layer: AttentionLayer, mesh: Mesh, shards: Sequence[Shard], seq_len: int, *, dtype: str, packed: bool
+    mask: MaskSpec, shards: tuple[Shard, ...], seq_len: int, dims: AttentionDims, recompute: bool, packed: bool
 ) -> ContextChoice:
-    exchange = make_exchange(layer.mask, shards, seq_len)
-    return choose(exchange, attention_dims(layer, mesh, dtype), num_tokens=seq_len // len(shards), packed=packed)
+    exchange = make_exchange(mask, shards, seq_len)
+    return choose(exchange, dims, num_tokens=seq_len // len(shards), recompute=recompute, packed=packed)
 
 
 def explain_method(plan: RunPlan, kind: Kind) -> str:
     """Return why the method of a kind's attention is the cheaper one, or that it was chosen by hand."""
     layer = kind.attention
     assert layer is not None and layer.axes
-    shards = context_shards(_masks(plan, None), plan.batch.tokens, plan.mesh.size(*layer.axes))
-    choice = _choose(layer, plan.mesh, shards, plan.batch.tokens, dtype=plan.edge.dtype, packed=plan.batch.packed)
+    dims, again = attention_dims(layer, plan.mesh, plan.edge.dtype), kind.recompute == "full"
+    choice = _choose(layer.mask, batch_shards(plan, None), plan.batch.tokens, dims, again, plan.batch.packed)
     if choice.method is layer.method:
         return choice.reason
     return f"{layer.method}, as requested; cheaper is {choice.reason}"
@@ -65,10 +66,27 @@ def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...
     return context_shards(_masks(plan, documents), plan.batch.tokens, plan.mesh.size(*plan.mesh.view("cp")))
 
 
+def imbalance_of_ranks(plan: RunPlan) -> float:
+    """Return the attention work of the slowest context-parallel rank, relative to the mean, as if each sample were one
+    document. Heads give all ranks the same work, whatever their tokens."""
+    layers = _layers(plan)
+    rings = [layer.mask for layer in layers if layer.method is ContextMethod.RING]
+    if not rings:
+        return 1.0
+    excess = imbalance(rings, batch_shards(plan, None), plan.batch.tokens) - 1.0
+    total = sum(layer.mask.num_pairs(plan.batch.tokens) for layer in layers)
+    return 1.0 + excess * sum(mask.num_pairs(plan.batch.tokens) for mask in rings) / total
+
+
 def _masks(plan: RunPlan, documents: Documents | None) -> list[MaskSpec]:
     """Return the masks of all layers."""
-    kinds = [plan.kind(name) for stage in plan.stages for name in stage.kinds]
-    return [replace(kind.attention.mask, documents=documents) for kind in kinds if kind.attention is not None]
+    return [replace(layer.mask, documents=documents) for layer in _layers(plan)]
+
+
+def _layers(plan: RunPlan) -> list[AttentionLayer]:
+    """Return the attention of all layers."""
+    found = (plan.kind(name).attention for stage in plan.stages for name in stage.kinds)
+    return [layer for layer in found if layer is not None]
 
 
 def attention_dims(layer: AttentionLayer, mesh: Mesh, dtype: str) -> AttentionDims:

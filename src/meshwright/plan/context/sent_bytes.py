@@ -32,7 +32,8 @@ def sent_by_attention(
         num_bytes = plan.batch.samples * plan.rank_tokens * row
         yield from ((other, (forwards + 1) * num_bytes) for other in line if other != rank)
         return
-    exchange = make_exchange(replace(layer.mask, documents=documents), batch_shards(plan, documents), plan.batch.tokens)
+    mask = replace(layer.mask, documents=documents)
+    exchange = make_exchange(mask, batch_shards(plan, documents), plan.batch.tokens)
     row = dims.token_bytes(2 * dims.num_kv_heads) * (1 if documents else plan.batch.samples)
     for index, other in enumerate(line):
         # Keys and values go where they are needed, and the gradients of those received go back.

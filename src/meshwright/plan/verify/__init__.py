@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.verify.attention import attention_faults
 from meshwright.plan.verify.batch_and_loss import step_faults
 from meshwright.plan.verify.error import Fault, merge_faults
 from meshwright.plan.verify.experts import expert_faults
@@ -29,7 +30,16 @@ from meshwright.plan.verify.stages import stage_faults
 CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (mesh_faults,),
     (name_faults,),
-    (kind_faults, expert_faults, unit_faults, stage_faults, shared_faults, sum_faults, step_faults),
+    (
+        kind_faults,
+        attention_faults,
+        expert_faults,
+        unit_faults,
+        stage_faults,
+        shared_faults,
+        sum_faults,
+        step_faults,
+    ),
 )
 """Groups of checks; each group assumes that the previous groups found no faults."""
 

@@ -63,14 +63,17 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class ExpertBytes:
-    """Bytes that rank 0 sent for expert parallelism in its steps, and two predictions of them."""
+class CountedBytes:
+    """Bytes that rank 0 sent for a purpose in its steps, and two predictions of them."""
 
+    purpose: str
     sent: int
     predicted: int
     """Prediction before the run."""
-    from_counts: int
-    """Prediction from the experts' counts in these steps."""
+    explained: int
+    """Prediction from what was found in these steps."""
+    basis: str
+    """What was found: the load of the experts, the documents of the samples; empty if all was known before."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ class Summary:
     folder: Path
     checkpoint: Path | None
     sample: str | None
-    experts: ExpertBytes | None = None
-    """None if no experts are sharded."""
+    all_to_alls: tuple[CountedBytes, ...] = ()
+    """Bytes of experts and of context parallelism."""
     plan_given: bool = False
     """True if the plan was read from a file and differs from the one made from the configuration."""
     figures: tuple[str, ...] = ("loss.png",)

@@ -1,0 +1,148 @@
+"""Bytes that context parallelism sends in steps, against the plan and against what dense masks say that ranks need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.comm.collective_log import group_record
+from meshwright.parallel.context.heads import HeadsAttention
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.plan.collective_bytes import Purpose, messages
+from meshwright.plan.context.layers import batch_shards
+from meshwright.plan.context.sent_bytes import sent_by_attention
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import BYTES
+from meshwright.train.all_to_all_traffic import AllToAllTraffic
+from tests.helpers import quick_and_slow, small_corpus
+from tests.plan.context.dense import dense, tokens
+from tests.train.jobs import load_words, make_job
+
+TINY = ["model.dim=32", "model.ffn_dim=48", "train.seq_len=32", "train.global_batch=8", "model.num_layers=4"]
+WINDOW, MIXED = ("model.window=6",), ("model.window=6", "model.global_every=2")
+BF16, FULL, TWICE = "train.precision=bfloat16", "recompute.policy=full", "train.num_microbatches=2"
+SELECTIVE = "recompute.policy=selective"
+RING, HEADS = "mesh.cp_method=ring", "mesh.cp_method=heads"
+PACKED = ("data.packing=documents",)
+CASES = quick_and_slow(
+    [
+        (2, ("mesh.cp=2", RING)),
+        (2, ("mesh.cp=2", HEADS, FULL, "train.precision=float64")),
+        (4, ("mesh.cp=4", RING, *WINDOW, FULL)),
+        (4, ("mesh.cp=4", *MIXED, "model.num_kv_heads=4", "train.seq_len=64")),
+        (4, ("mesh.cp=4", HEADS, *MIXED, "model.num_kv_heads=4", BF16)),
+        (4, ("mesh.cp=2", "mesh.tp=2", RING, BF16, *MIXED)),
+        (4, ("mesh.cp=2", "mesh.tp=2", HEADS, FULL, "model.num_kv_heads=4", "mesh.sequence_parallel=false")),
+        (4, ("mesh.cp=2", "mesh.pp=2", RING, TWICE, FULL)),
+        (4, ("mesh.cp=2", "mesh.pp=2", HEADS, TWICE, "pipeline.schedule=zb-v")),
+        (4, ("mesh.cp=2", "mesh.dp_shard=2", RING, TWICE, BF16)),
+        (4, ("mesh.cp=4", RING, *PACKED, *MIXED, FULL, TWICE)),
+        (4, ("mesh.cp=2", "mesh.pp=2", RING, *PACKED, TWICE, BF16)),
+        (4, ("mesh.cp=2", "mesh.dp_shard=2", HEADS, *PACKED, TWICE)),
+        (4, ("mesh.cp=4", *MIXED, SELECTIVE, "model.num_kv_heads=4", "train.seq_len=64")),
+        (2, ("mesh.cp=2", RING, SELECTIVE, BF16)),
+        (2, ("mesh.cp=2", HEADS, SELECTIVE)),
+    ],
+    quick=[
+        (4, ("mesh.cp=4", *MIXED, SELECTIVE, "model.num_kv_heads=4", "train.seq_len=64")),
+        (2, ("mesh.cp=2", HEADS, FULL, "train.precision=float64")),
+        (4, ("mesh.cp=2", "mesh.tp=2", RING, BF16, *MIXED)),
+        (4, ("mesh.cp=2", "mesh.pp=2", RING, TWICE, FULL)),
+        (4, ("mesh.cp=4", RING, *PACKED, *MIXED, FULL, TWICE)),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("context"))
+
+
+def sent_in_a_step(rank, world_size, words):
+    """What attention sends in the second step, the documents of its micro-batches, and the report of a run."""
+    job, step = make_job(rank, world_size, words)
+    cores = [getattr(module, "core", None) for module in job.model.modules()]
+    groups = {core.group for core in cores if isinstance(core, RingAttention | HeadsAttention)}
+    traffic = AllToAllTraffic(job)
+    step(1)
+    before = sum(group_record(group).all_to_all_bytes for group in groups)
+    with traffic:
+        step(2)
+    sent = sum(group_record(group).all_to_all_bytes for group in groups) - before
+    batches = [step._task.batch(samples) for samples in step.samples(2)]
+    return sent, [batch.conditions[0].documents for batch in batches], traffic.total()
+
+
+def from_documents(plan, rank, batches):
+    """What the plan's function says for the documents of a rank's micro-batches."""
+    return sum(
+        num_bytes
+        for documents in batches
+        for number in plan.stages_of(rank)
+        for name in plan.stages[number].kinds
+        for _, num_bytes in sent_by_attention(plan, rank, plan.kind(name), documents)
+    )
+
+
+def least(plan, rank, batches):
+    """What a rank must send so that keys and values meet their queries, and gradients their keys, by dense masks."""
+    total, line = 0, plan.mesh.line(rank, plan.mesh.view("cp"))
+    own, tp = line.index(rank), plan.mesh.size("tp")
+    for documents in batches:
+        shards = batch_shards(plan, documents)
+        for number in plan.stages_of(rank):
+            for kind in map(plan.kind, plan.stages[number].kinds):
+                layer, num_rows = kind.attention, 0
+                mask = replace(layer.mask, documents=documents)
+                for sample in range(plan.batch.samples):
+                    visible = dense(mask, plan.batch.tokens, sample if documents else 0)
+                    held = [set(tokens(shard[min(sample, len(shard) - 1)])) for shard in shards]
+                    needed = [{key for query in queries for key, seen in enumerate(visible[query]) if seen}
+                              for queries in held]  # fmt: skip
+                    others = [index for index in range(len(line)) if index != own]
+                    sent = sum(len(needed[index] & held[own]) for index in others)
+                    returned = len(needed[own] - held[own])
+                    num_rows += sent * (2 if kind.recompute == "full" else 1) + returned
+                total += num_rows * 2 * (layer.num_kv_heads // tp) * layer.head_dim * BYTES[plan.edge.dtype]
+    return total
+
+
+@pytest.mark.parametrize(("world_size", "words"), CASES)
+def test_attention_sends_what_was_predicted(gang, corpus, world_size, words):
+    words = [*TINY, *words, *corpus]
+    plan = make_plan(load_words(words))
+    found = gang(world_size).run(sent_in_a_step, words, timeout_s=120)
+    assert sum(sent for sent, _, _ in found) > 0
+    is_ring = RING in words
+    for rank, (sent, batches, (counted,)) in enumerate(found):
+        mine = (one for one in messages(plan, rank) if one.purpose == Purpose.CONTEXT)
+        priced = sum(one.num_bytes * len(one.peers) for one in mine)
+        assert sent == from_documents(plan, rank, batches) == counted.sent == counted.explained
+        assert counted.predicted == priced and counted.purpose == "context"
+        if plan.batch.packed:
+            assert counted.basis == "documents" and batches[0] is not None
+        else:
+            assert counted.basis == "" and sent == priced
+        if is_ring:
+            assert least(plan, rank, batches) <= sent <= 1.05 * least(plan, rank, batches)
+
+
+def experts_and_context(rank, world_size, words):
+    job, step = make_job(rank, world_size, words)
+    traffic = AllToAllTraffic(job)
+    with traffic:
+        step(1)
+    return traffic.total()
+
+
+@pytest.mark.parametrize(
+    ("ep", "purposes"), [(2, ["experts", "context"]), pytest.param(4, ["experts and context"], marks=pytest.mark.slow)]
+)
+def test_experts_in_the_same_group_are_counted_together(gang, corpus, ep, purposes):
+    """Ranks of ep are those of cp, or half of them."""
+    words = ["moe-tiny", *TINY, "model.expert_dim=24", "mesh.cp=4", f"mesh.ep={ep}", *corpus]
+    for found in gang(4).run(experts_and_context, words, timeout_s=120):
+        assert [one.purpose for one in found] == purposes and found[0].basis == "load"
+        assert found[0].explained == pytest.approx(found[0].sent, rel=0.1)
+        assert len(found) == 1 or found[1].sent == found[1].predicted > 0
