@@ -237,8 +237,8 @@ def _times(weight: float) -> str:
 def _part_list(parts: list[int], counts: LayoutCounts) -> str:
     if counts.by_context and counts.axes.data_parallel() > 1:
         return join_words([counts.part_words(part) for part in parts])
-    name = "cp" if counts.by_context else "data-parallel"
-    return f"{name} {rank_words(parts)}"
+    name, plural = "cp" if counts.by_context else "data-parallel", "s" if len(parts) > 1 else ""
+    return f"{name} rank{plural} {join_words([str(part) for part in parts])}"
 
 
 def _ranks_of(parts: list[int], counts: LayoutCounts) -> str:

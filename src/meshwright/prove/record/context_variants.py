@@ -65,16 +65,11 @@ class ContextVariants:
             "RoPE uses positions of consecutive tokens, but the cp ranks hold the tokens in a balanced order",
             ContextFault(positions=lambda table: _position(table, table.contiguous_bt())),
         )
-        if self._packed:
-            yield _Known(
-                "RoPE at positions in the sample",
-                "RoPE ignores documents under cp: positions don't start again in each",
-                ContextFault(positions=TokenTable.own_bt),
-            )
 
     def _masks(self) -> Iterator[_Known]:
         for what, cause, mask in MASKS:
             yield _Known(what, cause, ContextFault(mask=mask))
+            yield _Known(f"{what}, among those received", cause, ContextFault(mask=_received(mask)))
         for rank in range(self._size) if self._size > 2 else ():
             yield _Known(
                 f"attention without the keys of {self._placement.describe(rank)} on other ranks",
@@ -165,6 +160,11 @@ def _readings(index: TokenIndex) -> Iterator[tuple[str, ContextFault]]:
 def _on_other_ranks(other: Callable[[MaskOfSamples], Tensor]) -> Callable[[MaskOfSamples], Tensor]:
     """Return a mask that is right for keys of the query's own rank only."""
     return lambda mask: torch.where(mask.table.is_shared_bqk(), mask.visible_bqk(), other(mask))
+
+
+def _received(mask: Callable[[MaskOfSamples], Tensor]) -> Callable[[MaskOfSamples], Tensor]:
+    """Return a mask of the keys that a ring sends."""
+    return lambda samples: mask(samples) & samples.received_bqk()
 
 
 def _without_keys_of(rank: int) -> Callable[[MaskOfSamples], Tensor]:

@@ -1,8 +1,9 @@
-"""All references with known faults that a failed proof of a plan is compared with."""
+"""What a failed proof of a plan is compared with: references with known faults, and contributions of token shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
@@ -10,8 +11,9 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.context_placement import context_placement_of
 from meshwright.prove.expert_placement import expert_placement_of
 from meshwright.prove.record.context_variants import ContextVariants
-from meshwright.prove.record.evidence import Variant, Variants
+from meshwright.prove.record.evidence import ContextEvidence, Variant, Variants
 from meshwright.prove.record.expert_variants import ExpertVariants
+from meshwright.prove.record.token_contributions import token_contributions
 
 
 class KnownVariants:
@@ -39,3 +41,11 @@ def known_variants(config: RunConfig, data: TrainingData, plan: RunPlan, *, num_
     if experts is not None and (context is None or experts.size == 1):
         parts.append(ExpertVariants(config, data, experts, num_steps=num_steps))
     return KnownVariants(parts) if parts else None
+
+
+def context_contributions(
+    config: RunConfig, data: TrainingData, plan: RunPlan
+) -> Callable[[], ContextEvidence] | None:
+    """Return what computes the contributions of context-parallel ranks, or None without any."""
+    placement = context_placement_of(plan, config.mesh.axes())
+    return None if placement is None else partial(token_contributions, config, data, placement)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.experts.layer import MixtureOfExperts
+from meshwright.nn.experts.swiglu_experts import Experts
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.prove.context_placement import ContextPlacement
 from meshwright.prove.record.evidence import ContextEvidence
@@ -41,7 +43,7 @@ def token_contributions(config: RunConfig, data: TrainingData, placement: Contex
     count_over_batch(model, samples, list(range(train.global_batch)))
     grid = (mesh.data_parallel(), mesh.cp, train.num_microbatches)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    partial = {name: p.new_zeros(*grid, *p.shape) for name, p in trained.items()}
+    parts = {name: p.new_zeros(*grid, *p.shape) for name, p in trained.items()}
     losses = torch.zeros(grid, dtype=torch.float64)
     for cell, indices in enumerate(cells(config, list(range(train.global_batch)))):
         rank, microbatch = divmod(cell, train.num_microbatches)
@@ -49,9 +51,9 @@ def token_contributions(config: RunConfig, data: TrainingData, placement: Contex
             losses[rank, :, microbatch] = _backward(model, samples, indices)
         _, table = samples.batch(indices)
         for name, parameter in trained.items():
-            partial[name][rank, :, microbatch] = _by_rank(uses, parameter, table)
+            parts[name][rank, :, microbatch] = _by_rank(uses, parameter, table)
     return ContextEvidence(
-        {name: value.flatten(0, 1) for name, value in partial.items()}, partial_losses=losses.flatten(0, 1)
+        {name: value.flatten(0, 1) for name, value in parts.items()}, partial_losses=losses.flatten(0, 1)
     )
 
 
@@ -75,6 +77,8 @@ class _Use:
     """One forward of a module."""
 
     module: nn.Module
+    parameters: list[nn.Parameter]
+    """Parameters whose gradient is found from this module's output."""
     inputs: tuple[object, ...]
     gradients: list[Tensor] = field(default_factory=list)
     """Gradients of the output, in parts that add up."""
@@ -85,12 +89,14 @@ def _recorded_uses(model: nn.Module) -> Iterator[list[_Use]]:
     """Record all forwards and backwards of the modules that own parameters, within the context."""
     uses: list[_Use] = []
 
-    def record(module: nn.Module, inputs: tuple[object, ...], out: Tensor) -> None:
+    def record(owned: list[nn.Parameter], module: nn.Module, inputs: tuple[object, ...], out: Tensor) -> None:
         if out.requires_grad:
-            uses.append(_Use(module, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)))
+            uses.append(_Use(module, owned, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)))
             out.register_hook(uses[-1].gradients.append)
 
-    handles: list[RemovableHandle] = [module.register_forward_hook(record) for module in _owners(model)]
+    handles: list[RemovableHandle] = [
+        module.register_forward_hook(partial(record, owned)) for module, owned in _owners(model)
+    ]
     try:
         yield uses
     finally:
@@ -98,47 +104,30 @@ def _recorded_uses(model: nn.Module) -> Iterator[list[_Use]]:
             handle.remove()
 
 
-def _owners(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that map tokens one by one with parameters of their own; experts as part of their layer, whose
-    rows of tokens are in another order."""
-    for child in model.children():
-        if isinstance(child, MixtureOfExperts):
-            yield child
-        else:
-            yield from _owners(child)
-    if any(True for _ in model.parameters(recurse=False)):
-        yield model
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Yield each module with the parameters that map its tokens one by one: its own, or those of its experts, whose rows
+    are in another order than tokens."""
+    for module in model.modules():
+        owned = list(module.parameters(recurse=False))
+        if isinstance(module, MixtureOfExperts):
+            owned += module.experts.parameters()
+        if owned and not isinstance(module, Experts):
+            yield module, owned
 
 
 def _by_rank(uses: list[_Use], parameter: nn.Parameter, table: TokenTable) -> Tensor:
     """Return the gradient [rank, …] of a parameter's uses on the tokens of each rank."""
     total = parameter.new_zeros(table.num_ranks, *parameter.shape)
     for use in uses:
-        if not use.gradients or all(parameter is not one for one in use.module.parameters()):
+        if not use.gradients or all(parameter is not one for one in use.parameters):
             continue
         gradient = torch.stack(use.gradients).sum(0)
         if gradient.shape[1:2] != table.rank_bt.shape[1:2]:
             continue
-        with _without_auxiliary_losses(use.module):
-            out = use.module(*use.inputs)
+        out = use.module(*use.inputs)
         for rank in range(table.num_ranks):
             mask = (table.rank_bt == rank).reshape(*table.rank_bt.shape, *[1] * (gradient.dim() - 2))
             [found] = torch.autograd.grad(out, [parameter], gradient * mask, retain_graph=True, allow_unused=True)
             if found is not None:
                 total[rank] += found
     return total
-
-
-@contextmanager
-def _without_auxiliary_losses(module: nn.Module) -> Iterator[None]:
-    """Run a layer again without adding its auxiliary losses to the gradient."""
-    handles = [handle for _, handle in auxiliary_losses(module)]
-    weights = [handle.weight for handle in handles]
-    for handle in handles:
-        handle.weight = 0.0
-    try:
-        yield
-    finally:
-        for handle, weight in zip(handles, weights, strict=True):
-            handle.weight = weight
-            handle.take()
