@@ -45,6 +45,7 @@ RING = ("mesh.cp=2", "mesh.cp_method=ring")
 HEADS = ("mesh.cp=2", "mesh.cp_method=heads")
 SHARDED = (*RING, "mesh.dp_shard=2")
 RING4 = ("mesh.cp=4", "mesh.cp_method=ring")
+PIPELINE = (*RING, "mesh.pp=2", "pipeline.schedule=1f1b", "train.num_microbatches=2")
 TWICE = (*RING, "train.num_microbatches=2")
 DOCUMENTS = (*RING, "data.packing=documents")
 UP, WQ, NORM = "blocks.1.ffn.up.weight", "blocks.0.attention.wq.weight", "blocks.1.ffn_norm.weight"
@@ -71,6 +72,12 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     ),
     "the sums over dp_shard and cp are missing": Fault(
         sums(own), SHARDED, ("the sum over dp_shard and cp is missing",), UP
+    ),
+    "the sum over cp is missing, with tp": Fault(
+        sums(own), (*RING, "mesh.tp=2"), ("all 21 gradients each rank", "the sum over cp is missing"), UP
+    ),
+    "the sum over cp is missing in a pipeline": Fault(
+        sums(own), PIPELINE, ("the sum over cp is missing", "all 21 gradients each rank"), UP
     ),
     "the sum over cp of one unit is missing": Fault(
         sums(own, unit="blocks.1"), RING, ("the sum over cp is missing", "of 21 gradients"), UP
@@ -112,6 +119,9 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     ),
     "RoPE at local positions on cp rank 1": Fault(
         on_rank(1, positions(local_positions)), SHARDED, ("RoPE uses local positions", "cp rank 1 (ranks 1 and 3)"), WQ
+    ),
+    "RoPE at local positions in a pipeline": Fault(
+        positions(local_positions), (*PIPELINE, "mesh.tp=2"), ("RoPE uses local positions",), WQ
     ),
     "RoPE at positions of a contiguous order": Fault(
         positions(contiguous_positions), HEADS, ("RoPE uses positions of consecutive tokens", "balanced order"), WQ

@@ -35,6 +35,8 @@ class ContextVariants:
 
     def of_first_step(self) -> Iterator[Variant]:
         """Yield variants that differ in step 1: faults of all ranks, then those of one."""
+        if self._packed:
+            yield self._run(_Known(WHOLE, "documents or padding of a sample affect each other outside of attention", RIGHT))
         known = [*self._positions(), *self._masks(), *self._gradients(), *self._tokens()]
         for one in known:
             yield self._run(one)
@@ -122,6 +124,10 @@ class ContextVariants:
                 f"{self._placement.describe(rank)} holds the tokens of cp rank {other} with their positions",
                 ContextFault(_of_rank(other), _of_rank(other), _positions_of(other), rank=rank),
             )
+
+
+RIGHT = ContextFault()
+WHOLE = "whole samples instead of one document at a time"
 
 
 def _position(table: TokenTable, index_bt: Tensor) -> Tensor:
