@@ -313,5 +313,3 @@ def halves_swapped(layout: TokenLayout) -> Tensor:
 def contiguous_tokens(layout: TokenLayout) -> Tensor:
     assert layout.shards is not None
     return shard_indices((contiguous(layout.seq_len, len(layout.shards))[layout.rank],))
-
-

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.mesh.local_shards import to_local
 from meshwright.prove.record.layout_run import Tamper
+from meshwright.train.build_job import Job
 from tests.prove.context_damage import (
     all_keys_of_hops,
     all_times,
@@ -35,11 +37,9 @@ from tests.prove.seeded_faults import (
     after_backward,
     drop_all_reduce_of_replicas,
     keep_only_last_microbatch,
-    serve_share_0_everywhere,
     leave_out_of_norm,
+    serve_share_0_everywhere,
 )
-from meshwright.train.build_job import Job
-from meshwright.mesh.local_shards import to_local
 
 RING = ("mesh.cp=2", "mesh.cp_method=ring")
 HEADS = ("mesh.cp=2", "mesh.cp_method=heads")
@@ -98,7 +98,10 @@ CONTEXT_FAULTS: dict[str, Fault] = {
         sums(all_times(2.0)), RING, ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP
     ),
     "the sum over cp of one unit is done twice": Fault(
-        sums(all_times(4.0), unit="blocks.1"), RING4, ("4.000 × the reference", "summed over cp (4 ranks) once more"), UP
+        sums(all_times(4.0), unit="blocks.1"),
+        RING4,
+        ("4.000 × the reference", "summed over cp (4 ranks) once more"),
+        UP,
     ),
     "the sum over cp of one norm is done twice": Fault(
         times(NORM, 2.0), RING, (f"✗ {NORM} 2.000 × the reference", "summed over cp (2 ranks) once more"), NORM

@@ -82,7 +82,11 @@ def test_the_suite_is_large_enough() -> None:
     assert len(CONTEXT_FAULTS) >= 14 and len(NEAR_MISSES) >= 2 and set(CONTEXT_FAULTS) >= QUICK_FAULTS
 
 
-CP = {f"{method} {size}": (f"mesh.cp={size}", f"mesh.cp_method={method}") for size in (2, 4) for method in ("ring", "heads")}
+CP = {
+    f"{method} {size}": (f"mesh.cp={size}", f"mesh.cp_method={method}")
+    for size in (2, 4)
+    for method in ("ring", "heads")
+}
 MASKS = {
     "causal": (),
     "window": ("model.window=6", "model.global_every=2"),
@@ -126,7 +130,9 @@ QUICK = [
 
 
 def _marked(cases: list[tuple[object, ...]], quick: list[tuple[object, ...]]) -> list[object]:
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in covering_pairs(cases, quick)]
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in covering_pairs(cases, quick)
+    ]
 
 
 @pytest.mark.parametrize(("cp", "mask", "axes", "pipe", "run", "microbatches"), _marked(MATRIX, QUICK))

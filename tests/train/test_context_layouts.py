@@ -18,7 +18,11 @@ WINDOWS = ["model.window=12", "model.global_every=2"]
 DOCUMENTS = ["data.packing=documents"]
 LAYOUTS = {
     "ring 2, windows": (2, WINDOWS, ["mesh.cp=2", "mesh.cp_method=ring"]),
-    "heads 2, documents, tp": (4, DOCUMENTS, ["mesh.cp=2", "mesh.cp_method=heads", "model.num_kv_heads=4", "mesh.tp=2"]),
+    "heads 2, documents, tp": (
+        4,
+        DOCUMENTS,
+        ["mesh.cp=2", "mesh.cp_method=heads", "model.num_kv_heads=4", "mesh.tp=2"],
+    ),
     "ring 2, documents, zb-v": (
         4,
         DOCUMENTS,

@@ -36,7 +36,9 @@ class ContextVariants:
     def of_first_step(self) -> Iterator[Variant]:
         """Yield variants that differ in step 1: faults of all ranks, then those of one."""
         if self._packed:
-            yield self._run(_Known(WHOLE, "documents or padding of a sample affect each other outside of attention", RIGHT))
+            yield self._run(
+                _Known(WHOLE, "documents or padding of a sample affect each other outside of attention", RIGHT)
+            )
         known = [*self._positions(), *self._masks(), *self._gradients(), *self._tokens()]
         for one in known:
             yield self._run(one)
@@ -174,9 +176,7 @@ def _received(mask: Callable[[MaskOfSamples], Tensor]) -> Callable[[MaskOfSample
 
 
 def _without_keys_of(rank: int) -> Callable[[MaskOfSamples], Tensor]:
-    return lambda mask: (
-        mask.visible_bqk() & (mask.table.is_shared_bqk() | (mask.table.rank_bt != rank)[:, None, :])
-    )
+    return lambda mask: mask.visible_bqk() & (mask.table.is_shared_bqk() | (mask.table.rank_bt != rank)[:, None, :])
 
 
 def _in_order_of_ranks(mask: MaskOfSamples) -> Tensor:

@@ -43,9 +43,7 @@ def known_variants(config: RunConfig, data: TrainingData, plan: RunPlan, *, num_
     return KnownVariants(parts) if parts else None
 
 
-def context_contributions(
-    config: RunConfig, data: TrainingData, plan: RunPlan
-) -> Callable[[], ContextEvidence] | None:
+def context_contributions(config: RunConfig, data: TrainingData, plan: RunPlan) -> Callable[[], ContextEvidence] | None:
     """Return what computes the contributions of context-parallel ranks, or None without any."""
     placement = context_placement_of(plan, config.mesh.axes())
     return None if placement is None else partial(token_contributions, config, data, placement)

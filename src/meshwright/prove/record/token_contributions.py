@@ -62,7 +62,7 @@ def _backward(model: nn.Module, samples: TokenReference, indices: list[int]) -> 
     batch, table = samples.batch(indices)
     num_units = samples.num_units(indices)
     out = samples.family.run(model, batch.inputs, batch)
-    (samples.task.loss_sum(out, batch.targets) / num_units).backward()
+    torch.autograd.backward(samples.task.loss_sum(out, batch.targets) / num_units)
     found = []
     for tokens_bs in table.tokens_Rbs:
         row = torch.arange(len(out))[:, None]
@@ -92,7 +92,7 @@ def _recorded_uses(model: nn.Module) -> Iterator[list[_Use]]:
     def record(owned: list[nn.Parameter], module: nn.Module, inputs: tuple[object, ...], out: Tensor) -> None:
         if out.requires_grad:
             uses.append(_Use(module, owned, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)))
-            out.register_hook(uses[-1].gradients.append)
+            out.register_hook(uses[-1].gradients.append)  # type: ignore[no-untyped-call]
 
     handles: list[RemovableHandle] = [
         module.register_forward_hook(partial(record, owned)) for module, owned in _owners(model)
@@ -105,8 +105,10 @@ def _recorded_uses(model: nn.Module) -> Iterator[list[_Use]]:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield each module with the parameters that map its tokens one by one: its own, or those of its experts, whose rows
-    are in another order than tokens."""
+    """Yield each module with the parameters that map its tokens one by one: its own, or those of its experts.
+
+    Rows of experts are in another order than tokens.
+    """
     for module in model.modules():
         owned = list(module.parameters(recurse=False))
         if isinstance(module, MixtureOfExperts):

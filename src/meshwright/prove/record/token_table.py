@@ -30,11 +30,11 @@ class TokenTable:
     @staticmethod
     def make(layout: TokenLayout, shards: tuple[Shard, ...]) -> TokenTable:
         """Create the table of a micro-batch's layout of full samples."""
-        tokens = torch.stack([torch.atleast_2d(shard_indices(shard)) for shard in shards])
+        tokens = torch.stack([_rows(shard_indices(shard)) for shard in shards])
         num_ranks, num_samples, size = tokens.shape
         flat_bt = tokens.transpose(0, 1).flatten(1)
         order_bt = flat_bt.argsort(-1)
-        starts = torch.atleast_2d(document_starts(layout)).expand(num_samples, -1)
+        starts = _rows(document_starts(layout)).expand(num_samples, -1)
         return TokenTable(tokens, order_bt // size, order_bt % size, starts)
 
     @property
@@ -66,3 +66,7 @@ class TokenTable:
     def is_same_document_bqk(self) -> Tensor:
         """Return whether each pair of tokens is in the same document."""
         return self.starts_bt[:, :, None] == self.starts_bt[:, None, :]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x[None]
