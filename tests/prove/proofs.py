@@ -17,13 +17,13 @@ from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
 from meshwright.models.dit.config import DiTConfig
 from meshwright.parallel import pipeline_shared_gradients
+from meshwright.parallel.context import ring
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
-from meshwright.prove.expert_placement import expert_placement_of
 from meshwright.prove.record.evidence import ReferenceEvidence
-from meshwright.prove.record.expert_variants import ExpertVariants
+from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
@@ -123,19 +123,21 @@ def record_on_rank(
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     corpus = data or open_data(config)
-    with restored(train_step, pipeline_stages, optimizer, pipeline_shared_gradients, dist):
+    with restored(train_step, pipeline_stages, optimizer, pipeline_shared_gradients, ring, ring.RingAttention, dist):
         return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
 
 
 @contextmanager
-def restored(*modules: ModuleType) -> Iterator[None]:
-    """Put back what a fault replaced in these modules: the gang's processes live on."""
-    before = [dict(vars(module)) for module in modules]
+def restored(*owners: ModuleType | type) -> Iterator[None]:
+    """Put back what a fault replaced in these modules and classes: the gang's processes live on."""
+    before = [dict(vars(owner)) for owner in owners]
     try:
         yield
     finally:
-        for module, names in zip(modules, before, strict=True):
-            vars(module).update(names)
+        for owner, names in zip(owners, before, strict=True):
+            for name, value in names.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
 
 
 @cache
@@ -147,14 +149,13 @@ def reference(config: RunConfig) -> ReferenceEvidence:
 
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     """What the proof concludes from the ranks' records."""
-    return compare(gather_evidence(config, records), reference(config), variants=variants(config))
-
-
-@cache
-def variants(config: RunConfig) -> ExpertVariants | None:
-    """References with known faults, of a model with experts."""
-    experts = expert_placement_of(make_plan(config))
-    return None if experts is None else ExpertVariants(config, open_data(config), experts, num_steps=NUM_STEPS)
+    plan, data = make_plan(config), few_pictures(config) or open_data(config)
+    return compare(
+        gather_evidence(config, records),
+        reference(config),
+        variants=known_variants(config, data, plan, num_steps=NUM_STEPS),
+        by_context=context_contributions(config, data, plan),
+    )
 
 
 def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", fault: str = "") -> ProofResult:

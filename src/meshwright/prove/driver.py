@@ -18,8 +18,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
-from meshwright.prove.expert_placement import expert_placement_of
-from meshwright.prove.record.expert_variants import ExpertVariants
+from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
@@ -62,6 +61,9 @@ def conclude(
     plan = plan or make_plan(config)
     data = config.family.open_data(run_facts(config))
     reference = compute_reference(config, data, num_steps=num_steps, stages=stage_placement_of(plan))
-    experts = expert_placement_of(plan)
-    variants = None if experts is None else ExpertVariants(config, data, experts, num_steps=num_steps)
-    return compare(gather_evidence(config, records, plan=plan), reference, variants=variants)
+    return compare(
+        gather_evidence(config, records, plan=plan),
+        reference,
+        variants=known_variants(config, data, plan, num_steps=num_steps),
+        by_context=context_contributions(config, data, plan),
+    )

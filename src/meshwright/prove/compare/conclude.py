@@ -6,12 +6,13 @@ first update, later steps. Findings that follow from an earlier one are marked a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from meshwright.prove.compare.audit_evidence import audit
+from meshwright.prove.compare.context_contributions import ContextContributions
 from meshwright.prove.compare.known_faults import (
     KnownFault,
     as_consequences,
@@ -48,7 +49,14 @@ from meshwright.prove.diagnose.pipeline import locate_stages
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.diagnose.shared_parameters import StageContributions
 from meshwright.prove.diagnose.weights import UpdateHistory, diagnose_initial, diagnose_update
-from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, RecordedShard, ReferenceEvidence, Variants
+from meshwright.prove.record.evidence import (
+    INITIAL,
+    ContextEvidence,
+    LayoutEvidence,
+    RecordedShard,
+    ReferenceEvidence,
+    Variants,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class _Sides:
     tolerances: Tolerances
     context: DiagnosisContext
     """Context of the diagnoses, including faults found before the first gradient."""
+    by_tokens: ContextContributions | None = None
+    """Contributions of context-parallel ranks."""
 
 
 def compare(
@@ -70,6 +80,7 @@ def compare(
     gradient_tolerance: float = 1e-12,
     later_tolerance: float = 1e-9,
     variants: Variants | None = None,
+    by_context: Callable[[], ContextEvidence] | None = None,
 ) -> ProofResult:
     """Compare the ranks' evidence with the single-process reference.
 
@@ -78,13 +89,15 @@ def compare(
             Rounding stays far below it.
         later_tolerance: relative tolerance after that; larger because AdamW divides by small numbers.
         variants: faulty references to compare with if a fault is not recognised.
+        by_context: computes the contributions of context-parallel ranks, likewise; None without any such ranks.
     """
     counts = LayoutCounts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
     sides = _Sides(layout, reference, counts, Tolerances(gradient_tolerance, later_tolerance), DiagnosisContext({}))
     initial = _compare_initial(sides)
     initial_wrong = any_wrong(initial) or any(copies.what == INITIAL for copies in layout.unequal)
     context = DiagnosisContext({}, bool(_sample_findings(sides, num_steps=1)), initial_wrong)
-    sides = replace(sides, context=context)
+    by_tokens = None if by_context is None or context.root_fault() else ContextContributions(by_context, counts)
+    sides = replace(sides, context=context, by_tokens=by_tokens)
     step_1 = _compare_step_1(sides, variants)
     first = _compare_first_update(sides, step_1) if layout.after_first and reference.after_first else {}
     samples = _sample_findings(sides)
@@ -162,6 +175,8 @@ def _compare_gradients(sides: _Sides) -> Verdicts:
         if not verdict.result.ok:
             absent = _missing_gradient(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
             verdicts[name] = verdict.with_diagnosis(absent or diagnose_gradient(verdict.suspect, context))
+    if sides.by_tokens is not None:
+        verdicts = sides.by_tokens.diagnose_gradients(verdicts, context)
     narrowed = narrow_to_experts(_narrow_to_axis(verdicts, counts), layout.experts)
     return locate_stages(narrowed, layout.stages)
 
@@ -346,4 +361,5 @@ def _compare_losses(sides: _Sides, update_wrong: bool) -> SeriesResult:
     partial, grid = reference.partial_losses, (counts.axes.data_parallel(), counts.num_microbatches)
     contributions = None if partial is None or tuple(partial.shape) != grid else to_arrays({"": partial})[""]
     fault = sides.context.root_fault()
-    return explain_losses(losses, contributions, counts, root_fault=fault, update_wrong=update_wrong)
+    losses = explain_losses(losses, contributions, counts, root_fault=fault, update_wrong=update_wrong)
+    return losses if sides.by_tokens is None else sides.by_tokens.diagnose_loss(losses)

@@ -11,11 +11,9 @@ from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, to_arrays
 from meshwright.prove.diagnose.expert_counts import diagnose_bias, diagnose_counts
 from meshwright.prove.diagnose.factors import LayoutCounts
-from meshwright.prove.diagnose.suspect import SuspectTensor
+from meshwright.prove.diagnose.suspect import UNKNOWN, SuspectTensor
 from meshwright.prove.diagnose.variants import StepVector, diagnose_by_variants, diagnose_later
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence, Variants
-
-UNKNOWN = (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER)
 
 
 @dataclass(frozen=True)

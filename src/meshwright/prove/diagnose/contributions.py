@@ -28,7 +28,7 @@ def weights_diagnosis(weights: dict[int, Array], informative_ranks: list[int], c
     if uniform and (first == first.flat[0]).all():
         return scale_diagnosis(float(first.flat[0]), scope, counts)
     # If all wrong ranks share one data-parallel rank, its contribution is their local one.
-    is_one_dp_rank = len({counts.axes.data_index(rank) for rank in weights}) == 1
+    is_one_dp_rank = len({counts.part(rank) for rank in weights}) == 1
     local = _local_words(weights, counts) if is_one_dp_rank or not uniform else None
     if local is not None:
         return Diagnosis(FaultKind.SUM_MISSING, local[0] + only, local[1])
@@ -83,16 +83,16 @@ def _dp_rank_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
     """Describe weights that vary only over data-parallel ranks."""
     lost, extra = _lost_and_extra(base)
     if lost and extra:
-        a, b = ("ranks " if len(lost) > 1 else "rank ") + index_words(lost), index_words(extra)
-        symptom = f"data-parallel {a} missing and data-parallel rank {b} counted {_times(base[extra[0]])}"
-        return symptom, f"{_ranks_of(lost, counts)} read the samples of data-parallel rank {b}"
+        a, b = _part_list(lost, counts), _part_list(extra, counts)
+        symptom = f"{a} missing and {b} counted {_times(base[extra[0]])}"
+        return symptom, f"{_ranks_of(lost, counts)} read the {'tokens' if counts.by_context else 'samples'} of {b}"
     if lost:
         plural = ("s", "are") if len(lost) > 1 else ("", "is")
-        symptom = f"the contribution{plural[0]} of data-parallel {_dp_rank_list(lost)} {plural[1]} missing"
+        symptom = f"the contribution{plural[0]} of {_part_list(lost, counts)} {plural[1]} missing"
         left = [k for k in range(len(base)) if base[k] != 0]
         return symptom, _missing_cause(left, lost, counts)
     if extra and len({float(base[k]) for k in extra}) == 1:
-        symptom = f"data-parallel {_dp_rank_list(extra)} counted {_times(base[extra[0]])}"
+        symptom = f"{_part_list(extra, counts)} counted {_times(base[extra[0]])}"
         return symptom, f"contributions of {_ranks_of(extra, counts)} enter the sum more than once"
     return _weight_list(base[:, None], counts)
 
@@ -109,7 +109,7 @@ def _missing_cause(left: list[int], lost: list[int], counts: LayoutCounts) -> st
     for rank in range(counts.axes.num_ranks()):
         for mask, missing in local_masks(counts, rank):
             if np.flatnonzero(mask[:, 0]).tolist() == left:
-                included = f"data-parallel {_dp_rank_list(left)} ({_ranks_of(left, counts)})"
+                included = f"{_part_list(left, counts)} ({_ranks_of(left, counts)})"
                 return f"the sum over {' and '.join(missing)} is missing: only contributions of {included} are included"
     return f"the sum does not include {_ranks_of(lost, counts)}"
 
@@ -142,11 +142,11 @@ def _mixed_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
     odd = [d for d in range(len(base)) if (base[d] != 1).any()]
     if len(odd) == 1:
         symptom, cause = _microbatch_words(base[odd[0]])
-        return f"for data-parallel rank {odd[0]} ({_ranks_of(odd, counts)}), {symptom}", cause
+        return f"for {counts.part_words(odd[0])} ({_ranks_of(odd, counts)}), {symptom}", cause
     if len(odd) < len(base) or not all(np.array_equal(base[d], base[odd[0]]) for d in odd):
         lost, extra = np.argwhere(base == 0), np.argwhere(base == 2)
         if len(lost) == len(extra) == 1 and (base != 1).sum() == 2:
-            a, b = (f"micro-batch {m} of data-parallel rank {d}" for d, m in (lost[0], extra[0]))
+            a, b = (f"micro-batch {m} of {counts.part_words(d)}" for d, m in (lost[0], extra[0]))
             return f"{a} is missing and {b} counted twice", f"{b} replaces {a}"
     return _weight_list(base, counts)
 
@@ -154,7 +154,7 @@ def _mixed_words(base: Array, counts: LayoutCounts) -> SymptomAndCause:
 def _weight_list(base: Array, counts: LayoutCounts) -> SymptomAndCause:
     odd = np.argwhere(base != 1)
     listed = [
-        f"data-parallel rank {d} micro-batch {m} × {number_words(float(base[d, m]))}" for d, m in odd[:MAX_LISTED]
+        f"{counts.part_words(d)} micro-batch {m} × {number_words(float(base[d, m]))}" for d, m in odd[:MAX_LISTED]
     ]
     if len(odd) > MAX_LISTED:
         listed.append(f"{len(odd) - MAX_LISTED} more")
@@ -165,7 +165,7 @@ def _weight_list(base: Array, counts: LayoutCounts) -> SymptomAndCause:
 def _local_words(weights: dict[int, Array], counts: LayoutCounts) -> SymptomAndCause | None:
     """Describe ranks that hold only their own contribution or that of a data-parallel subgroup."""
     num_options = len(local_masks(counts, 0))
-    if any(found.shape != (counts.axes.data_parallel(), counts.num_microbatches) for found in weights.values()):
+    if any(found.shape != (counts.num_parts, counts.num_microbatches) for found in weights.values()):
         return None
     for option in range(num_options):
         missing, factors, columns = local_masks(counts, 0)[option][1], set(), set()
@@ -188,8 +188,8 @@ def _missing_sum_words(missing: tuple[str, ...], factor: float, column: Array, c
     for axis in missing:
         size *= counts.axes.size(axis)
     held = (
-        "its local contribution"
-        if set(missing) >= {a for a in counts.axes.used() if a.startswith("dp_")}
+        f"its local contribution{', that of its own tokens' if counts.by_context else ''}"
+        if set(missing) >= {axis for axis in counts.data_axes if counts.axes.size(axis) > 1}
         else f"the contributions at its own {over} coordinate"
     )
     reduction, times = "sum", ""
@@ -234,10 +234,12 @@ def _times(weight: float) -> str:
     return "twice" if weight == 2 else f"{weight:.0f} times"
 
 
-def _dp_rank_list(dp_ranks: list[int]) -> str:
-    return f"rank {dp_ranks[0]}" if len(dp_ranks) == 1 else "ranks " + join_words([str(s) for s in dp_ranks])
+def _part_list(parts: list[int], counts: LayoutCounts) -> str:
+    if counts.by_context and counts.axes.data_parallel() > 1:
+        return join_words([counts.part_words(part) for part in parts])
+    name, plural = "cp" if counts.by_context else "data-parallel", "s" if len(parts) > 1 else ""
+    return f"{name} rank{plural} {join_words([str(part) for part in parts])}"
 
 
-def _ranks_of(dp_ranks: list[int], counts: LayoutCounts) -> str:
-    axes = counts.axes
-    return rank_words(rank for rank in range(axes.num_ranks()) if axes.data_index(rank) in dp_ranks)
+def _ranks_of(parts: list[int], counts: LayoutCounts) -> str:
+    return rank_words(rank for rank in range(counts.axes.num_ranks()) if counts.part(rank) in parts)

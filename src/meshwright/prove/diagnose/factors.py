@@ -38,6 +38,33 @@ class LayoutCounts:
     num_microbatches: int
     num_samples: int
     """Number of samples in the global batch."""
+    by_context: bool = False
+    """Whether contributions are those of each context-parallel rank's tokens, not of whole samples."""
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which contributions are summed."""
+        return ("dp_replicate", "dp_shard", "cp") if self.by_context else ("dp_replicate", "dp_shard")
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of the batch whose contributions are known, per micro-batch."""
+        return math.prod(self.axes.size(axis) for axis in self.data_axes)
+
+    def part(self, rank: int) -> int:
+        """Return the part of the batch that a rank has."""
+        index, position = 0, self.axes.coordinate(rank)
+        for axis in self.data_axes:
+            index = index * self.axes.size(axis) + position[axis]
+        return index
+
+    def part_words(self, part: int) -> str:
+        """Format a part of the batch: `data-parallel rank 1`, `cp rank 0 of data-parallel rank 1`, `cp rank 0`."""
+        if not self.by_context:
+            return f"data-parallel rank {part}"
+        data, context = divmod(part, self.axes.cp)
+        of = f" of data-parallel rank {data}" if self.axes.data_parallel() > 1 else ""
+        return f"cp rank {context}{of}"
 
     def terms(self) -> list[ReductionTerm]:
         """Return everything a reduction can run over, most plausible first."""
@@ -87,6 +114,8 @@ def factor_cause(
     if only_axis is not None:
         terms = [term for term in terms if term.label.startswith(f"{only_axis} (")]
     summed = _most_plausible([term for term in terms if close(factor, term.size)])
+    if [term.label for term in summed] == [f"cp ({counts.axes.cp} ranks)"]:
+        return f"summed over {summed[0].label} once more"
     if summed:
         return f"summed over {_either(summed)} instead of averaged"
     averaged = _most_plausible([term for term in terms if close(factor, 1.0 / term.size)])

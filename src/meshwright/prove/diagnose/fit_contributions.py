@@ -161,7 +161,7 @@ def _typical_weights(counts: LayoutCounts, rank: int | None) -> Array:
 
 def typical_weights(counts: LayoutCounts, rank: int | None) -> Iterator[Array]:
     """Yield weights that are typical of faults, simplest first."""
-    dp_size, micro = counts.axes.data_parallel(), counts.num_microbatches
+    dp_size, micro = counts.num_parts, counts.num_microbatches
     ones = np.ones((dp_size, micro))
     columns = list(_line_patterns(micro, 1, ones))
     if rank is not None:
@@ -182,13 +182,14 @@ def typical_weights(counts: LayoutCounts, rank: int | None) -> Iterator[Array]:
 def local_masks(counts: LayoutCounts, rank: int) -> list[tuple[Array, tuple[str, ...]]]:
     """Return masks of the contributions left on `rank` if the sum over some data axes is missing, with these axes."""
     used, position = counts.axes.used(), coordinates(counts.axes)[rank]
-    data = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis in used)
+    data = tuple(axis for axis in counts.data_axes if axis in used)
+    sizes = tuple(counts.axes.size(axis) for axis in counts.data_axes)
     found = []
-    for missing in (*((axis,) for axis in data), *((data,) if len(data) == 2 else ())):
-        mask = np.zeros((counts.axes.data_parallel(), counts.num_microbatches))
-        for dp_rank in range(len(mask)):
-            at = dict(zip(("dp_replicate", "dp_shard"), divmod(dp_rank, counts.axes.dp_shard), strict=True))
-            mask[dp_rank] = float(all(at[axis] == position[axis] for axis in missing))
+    for missing in (chosen for num in range(1, len(data) + 1) for chosen in itertools.combinations(data, num)):
+        mask = np.zeros((counts.num_parts, counts.num_microbatches))
+        for part in range(len(mask)):
+            at = dict(zip(counts.data_axes, np.unravel_index(part, sizes), strict=True))
+            mask[part] = float(all(at[axis] == position[axis] for axis in missing))
         found.append((mask, missing))
     return found
 

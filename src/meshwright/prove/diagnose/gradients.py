@@ -98,14 +98,14 @@ def weights_by_rank(
     Args:
         max_error: upper bound on the error to explain, if smaller than the error of `shards`.
     """
-    chosen, axes = list(shards), suspect.counts.axes
-    for key in (lambda rank: 0, axes.data_index, lambda rank: rank):
+    chosen = list(shards)
+    for key in (lambda rank: 0, suspect.counts.part, lambda rank: rank):
         pools: dict[int, list[LocalShard]] = defaultdict(list)
         for shard in chosen:
             pools[key(shard.rank)].append(shard)
         found: dict[int, Array] = {}
         for pool in pools.values():
-            is_local = len({axes.data_index(shard.rank) for shard in pool}) == 1
+            is_local = len({suspect.counts.part(shard.rank) for shard in pool}) == 1
             weights = contribution_weights(_fit_problem(suspect, pool, pool[0].rank if is_local else None, max_error))
             if weights is None:
                 break

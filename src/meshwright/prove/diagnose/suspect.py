@@ -27,6 +27,8 @@ from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.diagnose.fit_contributions import PROGRESS, RESIDUAL
 from meshwright.prove.diagnose.phrases import box_words, rank_words, scope_words
 
+UNKNOWN = (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER)
+"""Kinds of diagnoses that name no cause."""
 NEGLIGIBLE = 1e-14
 """Fraction of the scale below which a reference shard is too small to tell whether its rank is correct."""
 

@@ -106,6 +106,16 @@ class ReferenceEvidence:
 
 
 @dataclass(frozen=True)
+class ContextEvidence:
+    """Contributions to step 1 of the tokens on each context-parallel rank of each data-parallel rank."""
+
+    partial_gradients: dict[str, Tensor]
+    """Per parameter, [data_parallel × cp, num_microbatches, *shape]; those that sum to the gradient are known."""
+    partial_losses: Tensor
+    """[data_parallel × cp, num_microbatches]: contributions to the loss."""
+
+
+@dataclass(frozen=True)
 class Variant:
     """The reference with a known fault, to be compared with a layout whose fault is not recognised."""
 

@@ -52,6 +52,7 @@ def compute_reference(
     stages: StagePlacement | None = None,
     change: Callable[[nn.Module], None] | None = None,
     ranks_a_cell: int = 1,
+    samples_of: Reference | None = None,
 ) -> ReferenceEvidence:
     """Train for `num_steps` steps in float64 and return the reference values.
 
@@ -62,9 +63,10 @@ def compute_reference(
         stages: the layout's stage placement, used only to diagnose gradients of shared parameters.
         change: called on the model before the first step; used only for variants with a known fault.
         ranks_a_cell: consecutive data-parallel ranks whose samples run as one micro-batch; more than 1 for variants.
+        samples_of: loss of samples; another than the family's reference for variants only.
     """
     train = config.train
-    model, samples_of = _build(config), config.family.reference(run_facts(config), data)
+    model, samples_of = build_reference(config), samples_of or config.family.reference(run_facts(config), data)
     if change is not None:
         change(model)
     initial = _values(model)
@@ -105,7 +107,8 @@ def compute_reference(
     )
 
 
-def _build(config: RunConfig) -> nn.Module:
+def build_reference(config: RunConfig) -> nn.Module:
+    """Return the plain model with its initial weights."""
     f, facts = run_facts(config), model_facts(config)
     model = build_part(config.family, f, dtype=DTYPE)
     model.to_empty(device="cpu")
@@ -148,8 +151,8 @@ def _forward_backward(
     partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
     counts = {f"{name}.value": load.value.new_zeros((*grid, *load.value.shape)) for name, load in _loads(model).items()}
     losses = torch.zeros(grid, dtype=DTYPE)
-    _count_over_batch(model, samples, indices)
-    for cell, inside in enumerate(_cells(config, indices, ranks_a_cell)):
+    count_over_batch(model, samples, indices)
+    for cell, inside in enumerate(cells(config, indices, ranks_a_cell)):
         at = divmod(cell, config.train.num_microbatches)
         before = {name: load.pending() for name, load in _loads(model).items()}
         loss = samples.loss(model, inside)
@@ -163,7 +166,7 @@ def _forward_backward(
     return _BatchGradients(losses, partial, counts)
 
 
-def _cells(config: RunConfig, indices: list[int], ranks_a_cell: int) -> list[list[int]]:
+def cells(config: RunConfig, indices: list[int], ranks_a_cell: int = 1) -> list[list[int]]:
     """Return the samples of each micro-batch of each data-parallel rank, or of so many consecutive ranks together."""
     num_microbatches = config.train.num_microbatches
     size = len(indices) // (config.mesh.axes().data_parallel() * num_microbatches)
@@ -176,7 +179,7 @@ def _cells(config: RunConfig, indices: list[int], ranks_a_cell: int) -> list[lis
 
 
 @torch.no_grad()
-def _count_over_batch(model: nn.Module, samples: Reference, indices: list[int]) -> None:
+def count_over_batch(model: nn.Module, samples: Reference, indices: list[int]) -> None:
     """Give each router the counts of the global batch, from a forward of all samples, whatever the layout's cells."""
     routers = [handle for handle in model.modules() if isinstance(handle, BatchCounts)]
     totals: dict[BatchCounts, Tensor] = {}

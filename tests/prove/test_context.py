@@ -1,0 +1,188 @@
+"""Context parallelism on every layout computes what one device computes, and every seeded fault of it is named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from meshwright.config.schema import RunConfig
+from meshwright.prove.compare.result import FaultKind
+from meshwright.prove.report import render, to_json
+from meshwright.testing.gang import GangPool
+from tests.helpers import covering_pairs
+from tests.prove.context_faults import CONTEXT_FAULTS, NEAR_MISSES
+from tests.prove.proofs import assert_named, proof, small_config, small_expert_config
+
+MODULE = "tests.prove.context_faults"
+
+
+def config_of(layout: tuple[str, ...], documents: list[str]) -> RunConfig:
+    return small_config(*layout, *(documents if "data.packing=documents" in layout else ()))
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Many files shorter than a sample, of different lengths."""
+    folder = tmp_path_factory.mktemp("documents")
+    for number in range(400):
+        words = " ".join(f"{(number * 37 + word) % 91}" for word in range(1 + number * number % 4))
+        (folder / f"{number}.txt").write_text(words, "utf-8")
+    return [f"data.source={folder}/*.txt"]
+
+
+QUICK_FAULTS = {
+    "the sum over cp is missing",
+    "the sum over cp of one norm is done twice",
+    "queries miss the keys of other ranks",
+    "two ranks hold the same tokens",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK_FAULTS else pytest.mark.slow) for n in CONTEXT_FAULTS]
+)
+def test_a_seeded_fault_is_caught_and_named(gang: GangPool, documents: list[str], name: str) -> None:
+    fault = CONTEXT_FAULTS[name]
+    assert_named(proof(gang, config_of(fault.layout, documents), MODULE, "CONTEXT_FAULTS", name), fault)
+
+
+WITH_EXPERTS = (
+    "the sum over cp is missing",
+    "the sum over cp is done twice",
+    "RoPE at local positions",
+    "queries miss the keys of other ranks",
+    "gradients of keys and values are not returned",
+    "two ranks hold the same tokens",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_seeded_fault_is_named_beside_experts(gang: GangPool, name: str, ep: int) -> None:
+    fault = CONTEXT_FAULTS[name]
+    config = small_expert_config(*fault.layout, f"mesh.ep={ep}")
+    assert_named(proof(gang, config, MODULE, "CONTEXT_FAULTS", name), replace(fault, at=""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_fault_of_something_else_is_not_blamed_on_cp(gang: GangPool, documents: list[str], name: str) -> None:
+    fault = NEAR_MISSES[name]
+    result = proof(gang, config_of(fault.layout, documents), MODULE, "NEAR_MISSES", name)
+    assert_named(result, fault)
+    causes = [one["cause"] for one in to_json(result)["causes"] if one["kind"] != FaultKind.CONSEQUENCE.value]
+    assert causes and not any(re.search(r"\bcp\b", cause) for cause in causes)
+
+
+def test_the_suite_is_large_enough() -> None:
+    assert len(CONTEXT_FAULTS) >= 14 and len(NEAR_MISSES) >= 2 and set(CONTEXT_FAULTS) >= QUICK_FAULTS
+
+
+CP = {
+    f"{method} {size}": (f"mesh.cp={size}", f"mesh.cp_method={method}")
+    for size in (2, 4)
+    for method in ("ring", "heads")
+}
+MASKS = {
+    "causal": (),
+    "window": ("model.window=6", "model.global_every=2"),
+    "documents": ("data.packing=documents",),
+    "documents, window": ("data.packing=documents", "model.window=4"),
+}
+AXES = {
+    "alone": (),
+    "tp": ("mesh.tp=2",),
+    "tp, whole sequences": ("mesh.tp=2", "mesh.sequence_parallel=false"),
+    "dp_shard": ("mesh.dp_shard=2",),
+    "dp_replicate": ("mesh.dp_replicate=2",),
+}
+PIPES = {
+    "no pipeline": (),
+    "1f1b": ("mesh.pp=2", "pipeline.schedule=1f1b"),
+    "zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4"),
+    "interleaved": ("mesh.pp=2", "pipeline.schedule=interleaved", "model.num_layers=4"),
+}
+RUNS = {
+    "plain": (),
+    "recomputed": ("recompute.policy=full",),
+    "frozen": ('train.freeze=["embed.*", "blocks.0.*"]',),
+    "kept gathered": ("mesh.reshard_after_forward=false",),
+}
+MICROBATCHES = (1, 4)
+
+
+def _is_valid(cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: int) -> bool:
+    """Whether a layout has at most 8 ranks, and a pipeline micro-batches to fill it."""
+    num_ranks = int(cp[-1]) * (1 if axes == "alone" else 2) * (1 if pipe == "no pipeline" else 2)
+    return num_ranks <= 8 and (pipe == "no pipeline" or microbatches > 1)
+
+
+MATRIX = [case for case in product(CP, MASKS, AXES, PIPES, RUNS, MICROBATCHES) if _is_valid(*case)]
+QUICK = [
+    ("ring 2", "documents, window", "alone", "zb-v", "recomputed", 4),
+    ("heads 2", "window", "tp", "no pipeline", "frozen", 1),
+    ("ring 4", "causal", "alone", "no pipeline", "plain", 4),
+]
+
+
+def _marked(cases: list[tuple[object, ...]], quick: list[tuple[object, ...]]) -> list[object]:
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in covering_pairs(cases, quick)
+    ]
+
+
+@pytest.mark.parametrize(("cp", "mask", "axes", "pipe", "run", "microbatches"), _marked(MATRIX, QUICK))
+def test_a_right_layout_is_proved(
+    gang: GangPool, documents: list[str], cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: int
+) -> None:
+    heads = ("model.num_heads=8", "model.num_kv_heads=8") if "heads" in cp else ()
+    batch = ("train.global_batch=16", f"train.num_microbatches={microbatches}")
+    layout = (*CP[cp], *MASKS[mask], *AXES[axes], *PIPES[pipe], *RUNS[run], *heads, *batch)
+    result = proof(gang, config_of(layout, documents))
+    assert result.passed, "\n".join(render(result))
+
+
+EXPERTS = {
+    "ep 1": ("mesh.cp=2",),
+    "ep over cp": ("mesh.cp=2", "mesh.ep=2"),
+    "ep of dp_shard × cp": ("mesh.cp=2", "mesh.dp_shard=2", "mesh.ep=2"),
+    "ep over dp_shard × cp": ("mesh.cp=2", "mesh.dp_shard=2", "mesh.ep=4"),
+    "ep over cp, tp": ("mesh.cp=2", "mesh.ep=2", "mesh.tp=2"),
+    "ep over cp, 1f1b": ("mesh.cp=2", "mesh.ep=2", "mesh.pp=2", "train.num_microbatches=4"),
+}
+BALANCE = {
+    "of samples": (),
+    "of the global batch": ("model.balance_scope=global-batch",),
+    "bias": ("model.balance_bias=true", "model.bias_rate=0.05", "model.balance_loss=0"),
+}
+MORE = {
+    "plain": (),
+    "z loss": ("model.z_loss=0.01", "recompute.policy=full"),
+    "window": ("model.window=6", "model.global_every=2"),
+    "heads": ("mesh.cp_method=heads", "model.num_heads=4", "model.num_kv_heads=4"),
+}
+EXPERT_MATRIX = [
+    case
+    for case in product(EXPERTS, BALANCE, MORE)
+    if not ("1f1b" in case[0] and case[1] == "of the global batch")  # counts are of one micro-batch
+]
+QUICK_EXPERTS = [("ep over cp", "of the global batch", "z loss")]
+
+
+@pytest.mark.parametrize(("experts", "balance", "more"), _marked(EXPERT_MATRIX, QUICK_EXPERTS))
+def test_experts_are_proved(gang: GangPool, experts: str, balance: str, more: str) -> None:
+    words = (*EXPERTS[experts], *BALANCE[balance], *MORE[more], "train.global_batch=16")
+    result = proof(gang, small_expert_config(*words))
+    assert result.passed, "\n".join(render(result))
+
+
+@pytest.mark.slow
+def test_experts_that_count_whole_samples_are_not_blamed_on_cp(gang: GangPool, documents: list[str]) -> None:
+    """The reference routes one document at a time, without padding: so do no layouts."""
+    result = proof(gang, small_expert_config("mesh.cp=2", "data.packing=documents", *documents))
+    [known] = result.known
+    assert "whole samples instead of one document at a time" in known.symptom and "cp" not in known.text
