@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_layout import TokenLayout
 
@@ -24,8 +25,17 @@ class AttentionCore(Protocol):
     backend: str
     """Name of a backend, see `attention`."""
 
-    def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> Any:
-        """Return the mask of a micro-batch in the form that this core takes; made once for all layers of a stage."""
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> Any:
+        """Return the mask of a micro-batch in the form that this core takes; made once for all layers of a stage.
+
+        Args:
+            mask: rules and documents.
+            layout: tokens of the micro-batch.
+            device: device of the tensors.
+            request: dtype and heads of the calls, by which a backend is chosen; float32 by default.
+        """
 
     def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any) -> Tensor:
         """Return the output [b, s, n, h]; keys and values may have fewer heads."""
@@ -37,12 +47,16 @@ class LocalAttention(AttentionCore):
 
     backend: str = "auto"
 
-    def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> AttentionMask:
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> AttentionMask:
         """Return the prepared mask. Tokens of a shard attend to that shard alone."""
         if layout.shards is not None:
             own = layout.shard
-            return AttentionMask.at(mask, layout.seq_len, own, own, device=device, backend=self.backend)
-        return AttentionMask(mask, layout.seq_len, device=device, backend=self.backend)
+            return AttentionMask.at(
+                mask, layout.seq_len, own, own, device=device, backend=self.backend, request=request
+            )
+        return AttentionMask(mask, layout.seq_len, device=device, backend=self.backend, request=request)
 
     def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: AttentionMask) -> Tensor:
         """Return the output [b, s, n, h]."""

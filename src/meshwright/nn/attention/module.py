@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.core import AttentionCore, LocalAttention
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.rope import RotaryEmbedding, apply_rotary_emb
@@ -71,6 +72,14 @@ class Attention(nn.Module):
         self.wv = Linear(dim, num_kv_heads * head_dim, bias=bias)
         self.wo = Linear(num_heads * head_dim, dim, bias=bias)
 
+    def request(self, device: torch.device, dtype: torch.dtype) -> AttentionRequest:
+        """Return what this layer asks of a backend."""
+        num_heads, num_kv_heads = (w.out_features // self.head_dim for w in (self.wq, self.wk))
+        name = str(dtype).removeprefix("torch.")
+        return AttentionRequest(
+            device.type, name, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=self.head_dim
+        )
+
     def forward(self, x_btd: Tensor, tokens: TokenContext) -> Tensor:
         """Map [b, t, d] to [b, t, d]."""
         q_btnh, k_btnh, v_btnh = (w(x_btd).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
@@ -106,7 +115,8 @@ def token_contexts(
     for layer in layers:
         rules = layer.mask
         if rules not in contexts:
-            mask = layer.core.prepare(replace(rules, documents=layout.documents), layout, device)
+            request = layer.request(device, dtype)
+            mask = layer.core.prepare(replace(rules, documents=layout.documents), layout, device, request)
             contexts[rules] = TokenContext(mask, cos, sin, rows_bt)
         found.append(contexts[rules])
     return found

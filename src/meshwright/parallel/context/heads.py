@@ -16,6 +16,7 @@ from meshwright.comm.alltoallv import all_to_all
 from meshwright.comm.collectives import world_size
 from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.core import AttentionCore
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_indices import shard_indices
@@ -39,11 +40,13 @@ class HeadsAttention(AttentionCore):
     def __init__(self, group: ProcessGroup, *, backend: str = "auto") -> None:
         self.group, self.backend = group, backend
 
-    def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> HeadsMask:
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> HeadsMask:
         """Return the mask of full samples."""
         assert layout.shards is not None, "the layout is a rank's"
         token_t = torch.cat([shard_indices(shard) for shard in layout.shards], dim=-1)
-        prepared = AttentionMask(mask, layout.seq_len, device=device, backend=self.backend)
+        prepared = AttentionMask(mask, layout.seq_len, device=device, backend=self.backend, request=request)
         return HeadsMask(prepared, token_t.argsort(-1).to(device), token_t.to(device))
 
     def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: HeadsMask) -> Tensor:

@@ -9,7 +9,9 @@ Shapes: b batch, s tokens on this rank, n heads, h head_dim; m tokens received f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,11 +22,12 @@ from meshwright.comm.alltoallv_async import AllToAllHandle
 from meshwright.comm.collectives import world_size
 from meshwright.nn.attention.attention import attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.core import AttentionCore
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.merge import merge
 from meshwright.nn.attention.token_indices import shard_indices
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.token_layout import Shard, TokenLayout
 from meshwright.plan.context.exchange import Exchange, make_exchange
 from meshwright.plan.context.intervals import Intervals, count, local_rows
 
@@ -57,11 +60,15 @@ class RingAttention(AttentionCore):
     def __init__(self, group: ProcessGroup, *, backend: str = "auto") -> None:
         self.group, self.backend = group, backend
 
-    def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> RingMask:
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> RingMask:
         """Return the masks of this rank's queries, and what it sends and receives."""
         assert layout.shards is not None, "the layout is a rank's"
         exchange = make_exchange(mask, layout.shards, layout.seq_len)
-        maker = _HopMaker(mask, layout, exchange, device, self.backend)
+        request = None if request is None else replace(request, needs_lse=True)
+        make = partial(AttentionMask.at, device=device, backend=self.backend, request=request)
+        maker = _HopMaker(mask, layout, exchange, device, make)
         own = tuple(maker.mask(entry, held) for entry, held in enumerate(maker.held))
         return RingMask(own, tuple(maker.hop(distance) for distance in exchange.distances()))
 
@@ -99,21 +106,24 @@ class _HopMaker:
     """Masks and rows of a rank under an exchange."""
 
     def __init__(
-        self, mask: MaskSpec, layout: TokenLayout, exchange: Exchange, device: torch.device, backend: str
+        self,
+        mask: MaskSpec,
+        layout: TokenLayout,
+        exchange: Exchange,
+        device: torch.device,
+        make: Callable[[MaskSpec, int, Shard, Shard], AttentionMask],
     ) -> None:
         assert layout.shards is not None
-        self._mask, self._layout, self._exchange, self._device, self._backend = mask, layout, exchange, device, backend
+        self._mask, self._layout, self._exchange, self._device, self._make = mask, layout, exchange, device, make
         shard = layout.shards[layout.rank]
         self.held = tuple(shard[min(entry, len(shard) - 1)] for entry in range(exchange.num_entries))
         """Tokens of this rank, per entry."""
 
     def mask(self, entry: int, keys: Intervals) -> AttentionMask:
         """Return the mask between this rank's queries and some keys of an entry."""
-        documents, queries = self._mask.documents, (self.held[entry],)
+        documents = self._mask.documents
         mask = self._mask if documents is None else replace(self._mask, documents=(documents[entry],))
-        return AttentionMask.at(
-            mask, self._layout.seq_len, queries, (keys,), device=self._device, backend=self._backend
-        )
+        return self._make(mask, self._layout.seq_len, (self.held[entry],), (keys,))
 
     def hop(self, distance: int) -> _Hop:
         """Return the exchange at a distance."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from meshwright.plan.context.exchange import Exchange, make_exchange
 from meshwright.plan.context.layers import attention_dims, batch_shards
 from meshwright.plan.context.method import AttentionDims, ContextMethod
-from meshwright.plan.run_plan import Kind, RunPlan, SavedBytes
+from meshwright.plan.run_plan import Kind, RunPlan
+from meshwright.plan.saved_bytes import SavedBytes
 
 MERGE_ROWS = 7
 """Numbers per query and head that a merge keeps: each side's logsumexp, weight and share, and the sum of weights."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
+from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.core import AttentionCore
 from meshwright.nn.attention.key_bounds import key_bounds
 from meshwright.nn.attention.mask_spec import MaskSpec
@@ -159,7 +160,9 @@ class _FaultyAttention(AttentionCore):
     def __init__(self, fault: ContextFault, table: TokenTable) -> None:
         self._fault, self._table = fault, table
 
-    def prepare(self, mask: MaskSpec, layout: TokenLayout, device: torch.device) -> _FaultyMask:
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> _FaultyMask:
         """Return the dense masks."""
         samples = MaskOfSamples(mask, layout.seq_len, self._table)
         return _FaultyMask(self._fault.visible(samples), self._fault.returned(self._table))
