@@ -36,6 +36,8 @@ LAYOUTS = {
     "dp_shard": ("mesh.dp_shard=2",),
     "dp_replicate": ("mesh.dp_replicate=2",),
     "tp": ("mesh.tp=2",),
+    "cp": ("mesh.cp=2",),
+    "cp, packed": ("mesh.cp=2", "data.packing=documents", "mesh.tp=2"),
     "zb-v": ZB,
     "recompute": ("mesh.dp_shard=2", "recompute.policy=full"),
     "all": (*ZB, "mesh.tp=2", "mesh.dp_shard=2", "mesh.dp_replicate=2"),
@@ -103,7 +105,7 @@ def record(rank, world_size, home, words):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=() if name == "tp" else pytest.mark.slow) for name in LAYOUTS],
+    [pytest.param(name, marks=() if name in ("tp", "cp") else pytest.mark.slow) for name in LAYOUTS],
 )
 def test_it_is_proved(gang, home, words, layout):
     words = [*words, *LAYOUTS[layout]]

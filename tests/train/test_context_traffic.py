@@ -15,7 +15,7 @@ from meshwright.plan.context.sent_bytes import sent_by_attention
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import BYTES
 from meshwright.train.all_to_all_traffic import AllToAllTraffic
-from tests.helpers import quick_and_slow, small_corpus
+from tests.helpers import quick_and_slow
 from tests.plan.context.dense import dense, tokens
 from tests.train.jobs import load_words, make_job
 
@@ -56,7 +56,11 @@ CASES = quick_and_slow(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("context"))
+    """Many short documents, so that windows hold several."""
+    folder = tmp_path_factory.mktemp("context")
+    for number in range(600):
+        (folder / f"{number}.txt").write_text("ab c"[number % 4] * (3 + number * 7 % 29), "utf-8")
+    return [f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache", "train.validation_samples=4"]
 
 
 def sent_in_a_step(rank, world_size, words):
@@ -121,7 +125,7 @@ def test_attention_sends_what_was_predicted(gang, corpus, world_size, words):
         assert sent == from_documents(plan, rank, batches) == counted.sent == counted.explained
         assert counted.predicted == priced and counted.purpose == "context"
         if plan.batch.packed:
-            assert counted.basis == "documents" and batches[0] is not None
+            assert counted.basis == "documents" and all(len(one) > 1 for one in batches[0])
         else:
             assert counted.basis == "" and sent == priced
         if is_ring:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.settings.section import ModelSection
+
+MASK = MaskSpec(causal=True)
 
 
 class GptConfig(ModelSection):

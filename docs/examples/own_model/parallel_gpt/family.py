@@ -13,11 +13,11 @@ from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part, 
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.settings.violation import Violation
-from parallel_gpt.config import GptConfig
+from parallel_gpt.config import MASK, GptConfig
 
 STYLES: Mapping[str, Mapping[str, Style]] = {
-    "block": {"norm": STREAM, "attention": gather(), "attention.w[qkv]": COLUMN, "attention.[qk]_norm": DIVIDED,
-              "attention.wo": ROW, "mlp": gather(), "mlp.fc1": COLUMN, "mlp.fc2": ROW},
+    "block": {"norm": STREAM, "attention": gather(2), "attention.w[qkv]": COLUMN, "attention.[qk]_norm": DIVIDED,
+              "attention.wo": ROW, "mlp": gather(), "mlp.0": COLUMN, "mlp.2": ROW},
     "embed": {"embed": VOCABULARY},
     "head": {"norm": STREAM, "head": HEAD},
 }  # fmt: skip
@@ -30,9 +30,12 @@ class Gpt(Family):
         c, tp = f.section(GptConfig), f.axes.tp
         for what, count in (("num_heads", c.num_heads), ("ffn_dim", c.ffn_dim), ("vocab_size", c.vocab_size)):
             if count % tp:
+                what = f"mesh.tp = {tp} does not divide {what} = {count}"
                 fixes = [{"mesh.tp": size} for size in range(tp, 0, -1) if count % size == 0]
-                found = f"mesh.tp = {tp} does not divide {what} = {count}"
-                yield Violation(LayoutError, found, "mesh.tp", f"tp divides {what}", fixes)
+                yield Violation(LayoutError, what, "mesh.tp", "tp ranks have equal parts", fixes)
+        if tp > 1 and f.sequence_parallel:
+            key, rule = "mesh.sequence_parallel", "positions are added to all tokens of a tp rank"
+            yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
         if f.seq_len > c.max_len:
             what, rule = f"train.seq_len = {f.seq_len} exceeds model.max_len = {c.max_len}", "positions are learned"
             yield Violation(LayoutError, what, "train.seq_len", rule, [{"model.max_len": f.seq_len}])
@@ -43,13 +46,14 @@ class Gpt(Family):
         attention = [weight for name in ("wq", "wk", "wv") for weight in linear(f"attention.{name}", d, d)]
         attention += vectors(d // c.num_heads, "attention.q_norm.weight", "attention.k_norm.weight")
         attention += linear("attention.wo", d, d, bias=True)
-        mlp = [*linear("mlp.fc1", d, ffn, bias=True), *linear("mlp.fc2", ffn, d, bias=True)]
+        mlp = [*linear("mlp.0", d, ffn, bias=True), *linear("mlp.2", ffn, d, bias=True)]
         block = KindFacts(
             "block",
             "blocks.{layer}",
             (*vectors(d, "norm.weight", "norm.bias"), *attention, *mlp),
             saved=model_facts.Saved(full=3.0 * d, divided=6.0 * d + 2.0 * ffn),
             flops=8.0 * d * d + 4.0 * d * ffn + 2.0 * d * t,
+            attention=model_facts.AttentionFacts("attention", MASK, c.num_heads, c.num_heads, d // c.num_heads),
             auxiliary=(model_facts.AuxiliaryLoss("activation", c.activation_weight),),
         )
         tokens, positions = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
@@ -59,7 +63,7 @@ class Gpt(Family):
         return ModelFacts(
             kinds=(block,),
             layers=("block",) * c.num_layers,
-            edge=model_facts.EdgeFacts("stream", (t, d), sequence_dim=None),
+            edge=model_facts.EdgeFacts("stream", (t, d)),
             tokens=t,
             identity=c.model_dump(exclude={"activation_weight"}),
             first=(KindFacts("embed", "", (*tokens, *positions), (seen,)),),
