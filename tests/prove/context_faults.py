@@ -139,6 +139,9 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     "keys of cp rank 2 are lost": Fault(
         without_source(2), RING4, ("keys and values of cp rank 2 don't reach the other cp ranks",), WQ
     ),
+    "keys of cp rank 2 are lost on cp rank 3": Fault(
+        on_rank(3, without_source(2)), RING4, ("keys and values of cp rank 2 don't reach cp rank 3",), WQ
+    ),
     "received keys are not masked": Fault(
         preparing(all_keys_of_hops), RING, ("keys of other cp ranks are not masked",), WQ
     ),

@@ -206,7 +206,7 @@ def reported_findings(result: ProofResult) -> list[ReportedFinding]:
     """Group parameters by diagnosis, causes before consequences."""
     found = [ReportedFinding("evidence", finding) for finding in result.findings]
     found += [ReportedFinding("sample order", finding) for finding in result.samples]
-    found += [ReportedFinding("experts", finding) for finding in result.known]
+    found += [ReportedFinding("known fault", finding) for finding in result.known]
     for about in TENSOR_KINDS:
         found += _by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
         if about == "gradient":

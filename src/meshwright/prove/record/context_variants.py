@@ -36,12 +36,14 @@ class ContextVariants:
     def of_first_step(self) -> Iterator[Variant]:
         """Yield variants that differ in step 1: faults of all ranks, then those of one."""
         if self._packed:
-            yield self._run(
-                _Known(WHOLE, "documents or padding of a sample affect each other outside of attention", RIGHT)
-            )
+            yield self._run(_Known("whole samples instead of one document at a time", WHOLE, ContextFault()))
         known = [*self._positions(), *self._masks(), *self._gradients(), *self._tokens()]
         for one in known:
             yield self._run(one)
+        for rank in range(self._size) if self._size > 2 else ():
+            lost = f"keys and values of cp rank {rank} don't reach the other cp ranks, or are not merged there"
+            what = f"attention without the keys of {self._placement.describe(rank)} on other ranks"
+            yield self._run(_Known(what, lost, ContextFault(mask=_without_keys_of(rank))))
         for one, rank in itertools.product(known, range(self._size)):
             if one.fault.rank is None:
                 what = f"{one.what} on {self._placement.describe(rank)}"
@@ -74,12 +76,6 @@ class ContextVariants:
         for what, cause, mask in MASKS:
             yield _Known(what, cause, ContextFault(mask=mask))
             yield _Known(f"{what}, among those received", cause, ContextFault(mask=_received(mask)))
-        for rank in range(self._size) if self._size > 2 else ():
-            yield _Known(
-                f"attention without the keys of {self._placement.describe(rank)} on other ranks",
-                f"keys and values of cp rank {rank} don't reach the other cp ranks, or are merged nowhere",
-                ContextFault(mask=_without_keys_of(rank)),
-            )
         if self._packed:
             ignored = "documents are ignored under cp: tokens attend across documents"
             unmasked: Callable[[MaskOfSamples], Tensor] = lambda mask: mask.visible_bqk(documents=None)  # noqa: E731
@@ -121,6 +117,12 @@ class ContextVariants:
                 held = f"{self._placement.describe(rank)} holds the tokens of cp rank {other}, which are there twice"
                 known = _Known(f"{what} of cp rank {other} on {self._placement.describe(rank)}", held, fault)
                 yield replace(known, fault=replace(fault, rank=rank))
+            if self._size > 2:
+                yield _Known(
+                    f"attention on {self._placement.describe(rank)} without the keys of cp rank {other}",
+                    f"keys and values of cp rank {other} don't reach cp rank {rank}, or are not merged there",
+                    ContextFault(mask=_without_keys_of(other), rank=rank),
+                )
             yield _Known(
                 f"inputs, targets and positions of cp rank {other} on {self._placement.describe(rank)}",
                 f"{self._placement.describe(rank)} holds the tokens of cp rank {other} with their positions",
@@ -128,8 +130,7 @@ class ContextVariants:
             )
 
 
-RIGHT = ContextFault()
-WHOLE = "whole samples instead of one document at a time"
+WHOLE = "documents of a sample, or its padding, affect each other outside of attention"
 
 
 def _position(table: TokenTable, index_bt: Tensor) -> Tensor:

@@ -49,12 +49,7 @@ class MaskOfSamples:
     def received_bqk(self) -> Tensor:
         """Return the keys that a query's rank has: its own, and those that any of its queries may attend to."""
         visible, own = self.visible_bqk(), self.table.is_shared_bqk()
-        return (
-            own
-            | torch.einsum(
-                "bqp,bpk->bqk", own.float(), visible.expand(max(len(visible), len(own)), -1, -1).float()
-            ).bool()
-        )
+        return own | (own.float() @ visible.float()).bool()
 
     def visible_at(self, index_bt: Tensor) -> Tensor:
         """Return the dense mask between tokens that are believed to be at other indices."""

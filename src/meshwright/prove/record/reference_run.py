@@ -74,9 +74,8 @@ def compute_reference(
     by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
     for _, handle in auxiliary_losses(model):
         handle.scale = 1.0 / train.global_batch
-    losses, norms, samples = [], [], []
+    losses, norms, samples, after_first = [], [], [], TensorsByName()
     first: _BatchGradients | None = None
-    after_first: TensorsByName = {}
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
         batch = _forward_backward(model, config, samples_of, indices, ranks_a_cell)
