@@ -70,14 +70,18 @@ def start_all_to_all(
     recv_splits: Sequence[int],
     group: ProcessGroup | None = None,
     debug: bool = False,
+    switches: bool = True,
 ) -> AllToAllHandle:
     """Start an all-to-all and return its handle; takes the arguments of `all_to_all` and raises its errors.
 
     Work between `start_all_to_all` and `AllToAllHandle.wait` overlaps the transfer. The backward is in flight likewise,
     from the backward of the wait to that of the start. `x` must not change until the wait.
+
+    With `switches`, another task may run during the wait (`comm/overlap.py`). Turn it off where ranks of other groups
+    call this a different number of times: tasks would take other turns there.
     """
     send, recv = _checked_splits(x, send_splits, recv_splits, group, debug=debug)
-    return start_rows(x, send, recv, group)
+    return start_rows(x, send, recv, group, switches=switches)
 
 
 def _checked_splits(

@@ -32,6 +32,8 @@ class AllToAllHandle:
     def __init__(self, rows: Tensor, route: _Route) -> None:
         self._rows, self._route, self._is_done = rows, route, False
 
+    # A graph would not wait: it doesn't see that the rows arrive later. [Note: transfers in flight]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(self) -> Tensor:
         """Return the received rows, ordered by source rank; on CUDA, the current stream waits for them.
 
@@ -44,9 +46,12 @@ class AllToAllHandle:
         return out
 
 
-def start_rows(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None) -> AllToAllHandle:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def start_rows(
+    x: Tensor, send: list[int], recv: list[int], group: ProcessGroup | None, *, switches: bool = True
+) -> AllToAllHandle:
     """Start an all-to-all without checks; see `alltoallv.start_all_to_all`."""
-    route = _Route(send, recv, group)
+    route = _Route(send, recv, group, switches)
     rows: Tensor = _Start.apply(x, route)  # type: ignore[no-untyped-call]
     return AllToAllHandle(rows, route)
 
@@ -54,10 +59,10 @@ def start_rows(x: Tensor, send: list[int], recv: list[int], group: ProcessGroup 
 class _Route:
     """Splits and group of an all-to-all, and the reverse all-to-all that its backward has started."""
 
-    __slots__ = ("group", "recv", "reverse", "send")
+    __slots__ = ("group", "recv", "reverse", "send", "switches")
 
-    def __init__(self, send: list[int], recv: list[int], group: ProcessGroup | None) -> None:
-        self.send, self.recv, self.group = send, recv, group
+    def __init__(self, send: list[int], recv: list[int], group: ProcessGroup | None, switches: bool) -> None:
+        self.send, self.recv, self.group, self.switches = send, recv, group, switches
         self.reverse: AllToAllHandle | None = None
 
 
@@ -84,14 +89,15 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
-        switch_task()
+        if route.switches:
+            switch_task()
         wait_rows(rows)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,), route = gradients, ctx.route
-        route.reverse = start_rows(gradient, route.recv, route.send, route.group)
+        route.reverse = start_rows(gradient, route.recv, route.send, route.group, switches=route.switches)
         return gradient, None  # only its shape matters: `_Start` takes the gradient from the route
 
 

@@ -63,7 +63,7 @@ class SplitDocuments:
         bounds[0] = self.start(chunk.start)
         bounds[1:] = self.ends[chunk]
         lengths = bounds[1:] - bounds[:-1]
-        assert not len(lengths) or lengths.min() > 0 and lengths[0] <= self.ends[-1] - self.split_start, "in the split"
+        assert not len(lengths) or lengths.min() >= 0 and lengths[0] <= self.ends[-1] - self.split_start, "in the split"
         return lengths
 
     def start(self, document: int) -> int:

@@ -90,16 +90,15 @@ class RingAttention(AttentionCore):
 
     def _start(self, kv_bs2mh: Tensor, hop: _Hop) -> AllToAllHandle:
         if len(hop.rows) == 1:
-            sent, num_received = (
-                kv_bs2mh.index_select(1, hop.rows[0]).flatten(0, 1),
-                kv_bs2mh.shape[0] * hop.received[0],
-            )
+            sent = kv_bs2mh.index_select(1, hop.rows[0]).flatten(0, 1)
+            num_received = kv_bs2mh.shape[0] * hop.received[0]
         else:
             sent = torch.cat([one.index_select(0, rows) for one, rows in zip(kv_bs2mh, hop.rows, strict=True)])
             num_received = sum(hop.received)
         send, recv = [0] * world_size(self.group), [0] * world_size(self.group)
         send[hop.target], recv[hop.source] = sent.shape[0], num_received
-        return start_all_to_all(sent, send_splits=send, recv_splits=recv, group=self.group)
+        # The number of hops depends on the group's documents, so other groups would take other turns.
+        return start_all_to_all(sent, send_splits=send, recv_splits=recv, group=self.group, switches=False)
 
 
 class _HopMaker:
