@@ -161,8 +161,8 @@ def test_rows_that_the_table_names(corpus):
     assert with_sp["blocks.0.attention_norm.weight"] is partial and without["norm.weight"] is equal
     assert dit["blocks.0.attention.wq.bias"] is sharded and dit["blocks.0.attention.wo.bias"] is equal
     assert {dit[name] for name in ("time_embed.fc1.weight", "blocks.0.modulation.weight", "final.head.bias")} == {equal}
-    assert own["blocks.0.attention.q_norm.weight"] is partial and own["blocks.0.mlp.fc2.bias"] is equal
-    assert own["blocks.0.mlp.fc1.bias"] is sharded and own["positions.weight"] is equal
+    assert own["blocks.0.attention.q_norm.weight"] is partial and own["blocks.0.mlp.2.bias"] is equal
+    assert own["blocks.0.mlp.0.bias"] is sharded and own["positions.weight"] is equal
     for model in ("biases", "biases, whole stream"):
         found = {name.removeprefix("blocks.0."): what for name, what in along_tp(model).items()}
         assert found["mlp.fc1.bias"] is sharded and found["mlp.fc2.bias"] is equal

@@ -53,7 +53,8 @@ def all_to_all(
     """
     send, recv = _checked_splits(x, send_splits, recv_splits, group, debug=debug)
     if torch.is_grad_enabled() and x.requires_grad:
-        return start_rows(x, send, recv, group).wait()
+        rows: Tensor = start_rows(x, send, recv, group).wait()
+        return rows
     # A lazy conjugate or negative view would be sent unresolved.
     x = x.resolve_conj().resolve_neg().contiguous()
     out = x.new_empty((sum(recv), *x.shape[1:]))
@@ -81,7 +82,8 @@ def start_all_to_all(
     call this a different number of times: tasks would take other turns there.
     """
     send, recv = _checked_splits(x, send_splits, recv_splits, group, debug=debug)
-    return start_rows(x, send, recv, group, switches=switches)
+    handle: AllToAllHandle = start_rows(x, send, recv, group, switches=switches)
+    return handle
 
 
 def _checked_splits(

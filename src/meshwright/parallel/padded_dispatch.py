@@ -43,7 +43,8 @@ class ReturningRows:
 
     def wait(self) -> Tensor:
         """Return the rows received."""
-        return (self._handle or self._start()).wait()
+        rows: Tensor = (self._handle or self._start()).wait()
+        return rows
 
 
 class PaddedRankDispatch(Dispatch):

@@ -52,6 +52,16 @@ def _window(model: DecoderConfig) -> Iterator[Violation]:
             "every n-th layer differs from the others only if those have a sliding window",
             [{"model.global_every": 0}, {"model.window": 256}],
         )
+    elif model.window is not None and (model.global_every == 1 or model.global_every > model.num_layers):
+        has_window = model.global_every > 1
+        yield Violation(
+            ConfigError,
+            f"model.global_every = {model.global_every}, but {'no' if has_window else 'every'} layer of "
+            f"{model.num_layers} then attends to all earlier tokens",
+            "model.global_every",
+            "every n-th layer attends to all earlier tokens, and the others have a sliding window",
+            [{"model.global_every": 0}] if has_window else [{"model.window": None, "model.global_every": 0}],
+        )
 
 
 def _tensor_parallel(model: DecoderConfig, f: RunFacts, *, has_dense: bool) -> Iterator[Violation]:
