@@ -158,8 +158,8 @@ def all_keys_of_hops(real: Callable[..., Any]) -> Callable[..., Any]:
 def local_mask(real: Callable[..., Any]) -> Callable[..., Any]:
     """Each query sees keys whose place in their rank's shard is not after its own; by heads, so all are there."""
 
-    def prepare(mask: Any, layout: TokenLayout, device: torch.device) -> Any:
-        prepared = real(mask, layout, device)
+    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
+        prepared = real(mask, layout, *rest)
         place_t = prepared.received_t % layout.num_tokens
         prepared.mask.visible_bst = (place_t[:, None] >= place_t[None, :])[None]
         return prepared
@@ -170,8 +170,8 @@ def local_mask(real: Callable[..., Any]) -> Callable[..., Any]:
 def received_order(real: Callable[..., Any]) -> Callable[..., Any]:
     """By heads: the mask is that of tokens in their order, but they stay in the order in which they were received."""
 
-    def prepare(mask: Any, layout: TokenLayout, device: torch.device) -> Any:
-        prepared = real(mask, layout, device)
+    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
+        prepared = real(mask, layout, *rest)
         in_place = torch.arange(layout.seq_len)
         return replace(prepared, received_t=in_place, token_t=in_place)
 
@@ -179,7 +179,10 @@ def received_order(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_documents(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda mask, layout, device: real(replace(mask, documents=None), replace(layout, documents=None), device)
+    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
+        return real(replace(mask, documents=None), replace(layout, documents=None), *rest)
+
+    return prepare
 
 
 def merge_nothing(job: Job, step: TrainStep) -> None:

@@ -164,6 +164,7 @@ MORE = {
     "z loss": ("model.z_loss=0.01", "recompute.policy=full"),
     "window": ("model.window=6", "model.global_every=2"),
     "heads": ("mesh.cp_method=heads", "model.num_heads=4", "model.num_kv_heads=4"),
+    "documents": ("data.packing=documents",),
 }
 EXPERT_MATRIX = [
     case
@@ -174,15 +175,8 @@ QUICK_EXPERTS = [("ep over cp", "of the global batch", "z loss")]
 
 
 @pytest.mark.parametrize(("experts", "balance", "more"), _marked(EXPERT_MATRIX, QUICK_EXPERTS))
-def test_experts_are_proved(gang: GangPool, experts: str, balance: str, more: str) -> None:
+def test_experts_are_proved(gang: GangPool, documents: list[str], experts: str, balance: str, more: str) -> None:
     words = (*EXPERTS[experts], *BALANCE[balance], *MORE[more], "train.global_batch=16")
+    words = (*words, *(documents if more == "documents" else ()))
     result = proof(gang, small_expert_config(*words))
     assert result.passed, "\n".join(render(result))
-
-
-@pytest.mark.slow
-def test_experts_that_count_whole_samples_are_not_blamed_on_cp(gang: GangPool, documents: list[str]) -> None:
-    """The reference routes one document at a time, without padding: so do no layouts."""
-    result = proof(gang, small_expert_config("mesh.cp=2", "data.packing=documents", *documents))
-    [known] = result.known
-    assert "whole samples instead of one document at a time" in known.symptom and "cp" not in known.text

@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         """
         x_btd: Tensor = self.embed(inputs) if self.part.is_first else inputs
         contexts = token_contexts(
-            [module for module in self.blocks.modules() if isinstance(module, Attention)],
+            self.blocks.values(),
             layout or TokenLayout(inputs.shape[1]),
             rotary=self._rotary,
             device=inputs.device,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.dit.block import DiTBlock, FinalLayer
 from meshwright.models.dit.description import FREQUENCY_DIM, DiTSpec
-from meshwright.nn.attention.module import Attention, token_contexts
+from meshwright.nn.attention.module import token_contexts
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.condition_embedding import MlpEmbedder, sinusoids
 from meshwright.nn.dropout_add.block_dropout import BlockDropout
@@ -71,7 +71,7 @@ class DiT(nn.Module):
         x_btd = self._embed_patches(inputs) if self.part.is_first else inputs
         cond_bd = self._condition(timestep_b, label_b, fps_b, like=x_btd)
         contexts = token_contexts(
-            [module for module in self.blocks.modules() if isinstance(module, Attention)],
+            self.blocks.values(),
             layout or TokenLayout(self.spec.num_tokens()),
             device=x_btd.device,
             dtype=x_btd.dtype,

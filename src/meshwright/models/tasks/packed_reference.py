@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy import int64
 from torch import Tensor, nn
 
+from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.packed_windows import PackedWindows
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus, Tokens
@@ -42,34 +43,38 @@ class PackedTextReference:
         batch = range(step * self._global_batch, (step + 1) * self._global_batch)
         num_targets = sum(length for index in batch for _, length in self._spans(index))
         if handles(model):
-            return torch.stack([self._full_sample(model, index) for index in indices]).sum() / num_targets
+            return self._full_samples(model, indices) / num_targets
         if self._drops:
             return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
         return documents_loss_sum(model, self._tokens, (span for i in indices for span in self._spans(i))) / num_targets
 
-    def _full_sample(self, model: nn.Module, index: int) -> Tensor:
-        """Return the loss sum of a sample with its mask; padding has the id 0."""
-        documents = [_tokens(self._tokens, span) for span in self._spans(index)]
-        inputs = torch.zeros(1, self._seq_len, dtype=torch.int64)
-        filled = torch.cat([document[:-1] for document in documents])
-        inputs[0, : len(filled)] = filled
-        logits = model(inputs, self._layout(index))[0, : len(filled)]
-        return F.cross_entropy(logits, torch.cat([document[1:] for document in documents]), reduction="sum")
+    def _full_samples(self, model: nn.Module, indices: list[int]) -> Tensor:
+        """Return the loss sum of samples with their mask, all in one forward; padding has the id 0."""
+        inputs = torch.zeros(len(indices), self._seq_len, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORED_TARGET)
+        for row, index in enumerate(indices):
+            documents = [_tokens(self._tokens, span) for span in self._spans(index)]
+            filled = sum(len(document) - 1 for document in documents)
+            inputs[row, :filled] = torch.cat([document[:-1] for document in documents])
+            targets[row, :filled] = torch.cat([document[1:] for document in documents])
+        logits = model(inputs, self._layout(indices))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
     def _with_dropout(self, model: nn.Module, index: int) -> Tensor:
         """Return the loss sum of a sample's documents, each alone, with the dropout of its place in the sample."""
         losses, start = [], 0
         for span in self._spans(index):
             document, place = _tokens(self._tokens, span), (start, start + span[1])
-            logits = model(document[None, :-1], self._layout(index).on((((place,),),), 0))[0]
+            logits = model(document[None, :-1], self._layout([index]).on((((place,),),), 0))[0]
             losses.append(F.cross_entropy(logits, document[1:], reduction="sum"))
             start = place[1]
         return torch.stack(losses).sum()
 
-    def _layout(self, index: int) -> TokenLayout:
-        lengths = [length for _, length in self._spans(index)]
-        padding = self._seq_len - sum(lengths)
-        return TokenLayout(self._seq_len, (tuple(lengths + [padding] * (padding > 0)),), (index,))
+    def _layout(self, indices: list[int]) -> TokenLayout:
+        samples = [[length for _, length in self._spans(index)] for index in indices]
+        padding = [self._seq_len - sum(lengths) for lengths in samples]
+        documents = tuple((*lengths, *[rest] * (rest > 0)) for lengths, rest in zip(samples, padding, strict=True))
+        return TokenLayout(self._seq_len, documents, tuple(indices))
 
     def _spans(self, index: int) -> list[Span]:
         return document_spans(self._windows, int(self._order.windows(range(index, index + 1))[0]))

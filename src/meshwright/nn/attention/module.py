@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
 
 def token_contexts(
-    layers: Iterable[Attention],
+    blocks: Iterable[nn.Module],
     layout: TokenLayout,
     *,
     rotary: RotaryEmbedding | None = None,
@@ -99,10 +99,10 @@ def token_contexts(
     dtype: torch.dtype,
     drops: bool = False,
 ) -> list[TokenContext]:
-    """Return the context of each attention layer of a stage; layers with the same rules share it.
+    """Return the context of each block of a stage; blocks with the same rules share it.
 
     Args:
-        layers: attention layers, in order.
+        blocks: blocks in order, each with one attention layer.
         layout: tokens of the micro-batch.
         rotary: rotary position embedding, if any.
         device: device of the tensors.
@@ -112,7 +112,8 @@ def token_contexts(
     cos, sin = (None, None) if rotary is None else rotary.tables(layout, device=device, dtype=dtype)
     rows_bt, contexts = token_rows(layout, device=device) if drops else None, {}
     found = []
-    for layer in layers:
+    for block in blocks:
+        [layer] = [module for module in block.modules() if isinstance(module, Attention)]
         rules = layer.mask
         if rules not in contexts:
             request = layer.request(device, dtype)
