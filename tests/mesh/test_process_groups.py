@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.process_groups import build_mesh, process_group, submesh
+from meshwright.parallel.private import joined_mesh
 from tests.train.runs import listeners
 
 CPU = torch.device("cpu")
@@ -45,3 +46,15 @@ def test_parts_of_a_mesh_are_the_axes_ranks(gang):
         assert names == Axes.names() and flat == [[0, 1], [2, 3]]
         here = AXES.coordinate(rank)
         assert one == [AXES.rank(**here | {"dp_shard": i}) for i in range(2)] and tp == [rank]
+
+
+def timeouts(rank, world_size):
+    mesh = build_mesh(AXES, CPU)
+    joined = joined_mesh(mesh, [["dp_replicate", "dp_shard"]])
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), joined.get_group()]
+    return [group._get_backend(CPU).options._timeout for group in groups]
+
+
+def test_collectives_of_a_mesh_time_out_as_those_of_the_run(gang):
+    for world, *groups in gang(4).run(timeouts):
+        assert set(groups) == {world}

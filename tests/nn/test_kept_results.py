@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import Counter
 
 import pytest
@@ -19,7 +20,15 @@ from meshwright.models.moe.description import MoeSpec
 from meshwright.models.moe.module import MoeBlock
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright.nn.kept_results import KeepingMode, KeptResults, is_kept
+from meshwright.nn.kept_results import (
+    ATTENTION,
+    CHOICES,
+    COLLECTIVES,
+    MATRIX_PRODUCTS,
+    KeepingMode,
+    KeptResults,
+    is_kept,
+)
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
 from tests.nn.test_recompute import D, all_equal, dit, fresh, grads, llama, make, step
@@ -266,3 +275,45 @@ def test_frozen_parameters_that_fsdp2_frees_are_gathered_again(gang, policy, fro
     for found, expected in gang(2).run(shard_on_rank, policy, frozen):
         assert [x is None for x in found] == [x is None for x in expected]
         assert all(a is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_kept_operators_exist():
+    """An operator that PyTorch renames would be recomputed from then on, silently."""
+    for module in ("comm.alltoallv_async", "nn.attention.backends.cpu_blocks", "nn.attention.backends.varlen"):
+        importlib.import_module(f"meshwright.{module}")  # registers it
+    for name in MATRIX_PRODUCTS | ATTENTION | CHOICES | COLLECTIVES:
+        namespace, base = name.split("::")
+        operator = getattr(getattr(torch.ops, namespace), base)
+        assert all(is_kept(getattr(operator, overload)) for overload in operator.overloads() if "out" not in overload)
+
+
+class CompiledInside(nn.Module):
+    """A block with a compiled function, as FlexAttention is one."""
+
+    def __init__(self, compiler):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.run = torch.compile(lambda x: (x.tanh() @ x.mT).sigmoid() @ x, backend=compiler, fullgraph=True)
+
+    def forward(self, x):
+        return self.second(self.run(self.first(x)))
+
+
+def test_a_compiled_function_in_a_block_stays_compiled():
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    plain = CompiledInside(compiler)
+    selective = copy.deepcopy(plain)
+    recompute(selective, RecomputePolicy.SELECTIVE)
+    x = torch.randn(2, 5, D)
+    for module in (plain, selective):
+        module(x).square().sum().backward()
+        assert graphs, "the function ran uncompiled"
+        graphs.clear()
+        torch.compiler.reset()
+    assert all_equal(grads(plain.parameters()), grads(selective.parameters()))

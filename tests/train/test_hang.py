@@ -51,6 +51,7 @@ CASES = {
         r"all_gather, number \d+",
         r"step\.py",
     ),
+    "sharded, with tp": (["mesh.dp_shard=2", "mesh.tp=2"], r"\w+, sequence number \d+", r"step\.py"),
     "pipeline": (["mesh.pp=2", "train.num_microbatches=4"], r"(send|receive), number \d+", r"execute\.py"),
 }
 
@@ -61,12 +62,13 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
     layout, collective, file = CASES[name]
     words = [*STEPS, *small_corpus(tmp_path / "corpus"), *layout, f"train.timeout_s={TIMEOUT_S}"]
     config, out = load(None, words), tmp_path / "run"
+    num_ranks = config.mesh.axes().num_ranks()
     spec = RunSpec(config, Reporter, folder=choose(words, out=out, resume=None))
     with pytest.raises(RunError) as caught:
-        launch(sleepy_body, (spec, out), num_ranks=2, threads=1, on_interrupt=lambda: None)
+        launch(sleepy_body, (spec, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None)
     error = caught.value
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
-    told = rf"rank 0 timed out [after\d. s]*in {collective} in the group of ranks 0, 1, of (float|uint8)"
+    told = rf"rank [03] timed out [after\d. s]*in {collective} in the group of ranks (0, 1|1, 3), of (float|uint8)"
     assert re.match(told, error.what), error.what
     assert re.search(rf"called at\n.*{file}:\d+ in \w+\n", error.where, re.DOTALL)
     assert "rank 1: reported no failed collective" in error.where

@@ -35,6 +35,11 @@ def _parse(entry: str) -> tuple[RecomputePolicy, list[range]]:
     return RecomputePolicy(policy), [range(int(first), int(last or first) + 1) for first, _, last in bounds]
 
 
+def _entry(policy: RecomputePolicy, ranges: list[range]) -> str:
+    spans = (str(one.start) if len(one) == 1 else f"{one.start}-{one.stop - 1}" for one in ranges)
+    return f"{policy}:{','.join(spans)}"
+
+
 def recompute_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield violations of the rules for `recompute.blocks`: syntax, existing layers, one policy a layer."""
     entries, num_layers = config.recompute.blocks, model_facts(config).num_layers
@@ -52,12 +57,14 @@ def recompute_violations(config: RunConfig) -> Iterator[Violation]:
         backwards = [one for one in ranges if not one]
         if backwards:
             what = f"{KEY} has the range {backwards[0].start}-{backwards[0].stop - 1} in {entry}"
-            swapped = f"{policy}:{backwards[0].stop - 1}-{backwards[0].start}"
+            swapped = _entry(policy, [range(backwards[0].stop - 1, backwards[0].start + 1)])
             yield _violation(what, "a range is first-last", (*others, swapped), others)
             return
         if missing:
             what = f"{KEY} names layer {missing[0]} in {entry}, but the model has layers 0-{num_layers - 1}"
-            yield _violation(what, "entries name layers of the whole model, from 0", others)
+            within = [range(one.start, min(one.stop, num_layers)) for one in ranges if one.start < num_layers]
+            fixes = [(*others, _entry(policy, within))] if within else []
+            yield _violation(what, "entries name layers of the whole model, from 0", *fixes, others)
             return
         for layer in (layer for one in ranges for layer in one):
             if layer in seen:

@@ -18,6 +18,7 @@ from torch.distributed import FileStore, HashStore, ProcessGroup  # type: ignore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.mesh.axes import Axes
+from meshwright.mesh.private import inherit_timeout as inherit_timeout
 
 
 @contextmanager
@@ -65,10 +66,16 @@ def _loopback() -> str:
 
 
 def build_mesh(axes: Axes | Sequence[tuple[str, int]], device: torch.device) -> DeviceMesh:
-    """Build the device mesh of all axes, given as `Axes` or as names and sizes, outermost first."""
+    """Build the device mesh of all axes, given as `Axes` or as names and sizes, outermost first.
+
+    Its collectives time out as those of the run's group.
+    """
     named = zip(axes.names(), axes.sizes(), strict=True) if isinstance(axes, Axes) else axes
     names, sizes = zip(*named, strict=True)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        inherit_timeout(group)
+    return mesh
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float | None) -> ProcessGroup | None:

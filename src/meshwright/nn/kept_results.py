@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from meshwright.errors import LayoutError
 from meshwright.nn.private import TorchDispatchMode, detached, num_changes
 
-PRODUCTS = frozenset(
+MATRIX_PRODUCTS = frozenset(
     f"aten::{name}"
     for name in (
         "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
@@ -34,9 +34,9 @@ PRODUCTS = frozenset(
         "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
     )
 )  # fmt: skip
-"""Matrix products and attention of PyTorch."""
-ATTENTION = frozenset({"meshwright::block_attention"})
-"""Attention of ours (`nn/attention/backends/cpu_blocks.py`)."""
+"""Matrix products and attention of ATen."""
+ATTENTION = frozenset({"meshwright::block_attention", "torch_attn::_varlen_attn"})
+"""Attention that is an operator of its own. Compiled FlexAttention is none, and is computed again."""
 CHOICES = frozenset({"aten::topk"})
 """Indices that would change with the parameters."""
 COLLECTIVES = frozenset({"meshwright::all_to_all_start"})
@@ -56,7 +56,7 @@ def is_kept(operator: Any) -> bool:
     namespace, _, base = name.partition(".")[0].partition("::")
     if namespace == FUNCTIONAL_COLLECTIVES:
         return not base.endswith("_") and not base.startswith("wait_")
-    kept = PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
+    kept = MATRIX_PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
     return not name.endswith((".out", "_out")) and f"{namespace}::{base}" in kept
 
 
@@ -119,14 +119,21 @@ class KeptResults:
         return [x for results in self._results.values() for kept in results for x in _tensors(kept.result)]
 
 
-class KeepingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode of a forward whose results are kept."""
-
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions in the block stay compiled: FlexAttention otherwise computes all scores."""
+        return True
+
+
+class KeepingMode(_Mode):
+    """Mode of a forward whose results are kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and keep its result."""
@@ -139,14 +146,11 @@ class KeepingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class RecallingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecallingMode(_Mode):
     """Mode of a recomputed forward, which returns kept results; starts from the first whenever it is entered."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, kept: KeptResults) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        super().__init__(kept)
         self._num_calls: defaultdict[Any, int] = defaultdict(int)
 
     def __enter__(self) -> RecallingMode:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.mesh.process_groups import submesh
+from meshwright.mesh.process_groups import inherit_timeout, submesh
 
 JOINED = "+"
 """Separator between axes in the name of a joined mesh dim."""
@@ -30,6 +30,8 @@ def joined_mesh(mesh: DeviceMesh, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     if all(len(axes) == 1 for axes in dims):
         return submesh(mesh, [axes[0] for axes in dims])
     flattened = [submesh(mesh, axes)._flatten(JOINED.join(axes)) if len(axes) > 1 else mesh[axes[0]] for axes in dims]
+    for one in flattened:
+        inherit_timeout(one.get_group())
     return DeviceMesh._concatenate(flattened) if len(flattened) > 1 else flattened[0]
 
 
