@@ -143,6 +143,7 @@ def test_traffic_is_predicted_to_the_byte(gang, home, words, world_size, layout)
     assert [predict_traffic(make_plan(config), rank=rank).sent().total() for rank in range(world_size)] == found
 
 
+@pytest.mark.slow
 def test_it_is_planned_without_torch_and_trained_by_the_command(home, words):
     done = command(home, "plan", preset(home), *words, "mesh.dp_shard=2", "mesh.tp=2", "--json", "-")
     assert done.returncode == 0, done.stderr

@@ -123,7 +123,7 @@ def _is_valid(cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: 
 
 MATRIX = [case for case in product(CP, MASKS, AXES, PIPES, RUNS, MICROBATCHES) if _is_valid(*case)]
 QUICK = [
-    ("ring 2", "documents, window", "alone", "zb-v", "recomputed", 4),
+    ("ring 2", "documents, window", "alone", "no pipeline", "recomputed", 4),
     ("heads 2", "window", "tp", "no pipeline", "frozen", 1),
     ("ring 4", "causal", "alone", "no pipeline", "plain", 4),
 ]

@@ -12,7 +12,6 @@ MODELS = ("dit-digits", "dit-digits-video", "llama-tiny")
 MATRIX = [(model, pp, chunks, shards) for model in MODELS for pp in (1, 2, 4) for chunks in (1, 2) for shards in (1, 2)]
 ODD_LLAMA = ("model.dim=27", "model.head_dim=6", "model.ffn_dim=23", "model.vocab_size=257")
 QUICK = {
-    ("dit-digits", 2, 2, 2),
     ("dit-digits-video", 4, 1, 1),
 }
 

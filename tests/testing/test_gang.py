@@ -184,6 +184,7 @@ def test_a_hang_shows_the_stacks(gang):
     assert works(gang(2))
 
 
+@pytest.mark.slow
 def test_a_hang_in_a_collective_shows_the_stacks(gang):
     assert works(gang(2))  # so that this file's import doesn't count against the limit
     with pytest.raises(GangError, match=r"rank 0 did not return within 4 s") as caught:

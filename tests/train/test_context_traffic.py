@@ -47,8 +47,6 @@ CASES = quick_and_slow(
     quick=[
         (4, ("mesh.cp=4", *MIXED, SELECTIVE, "model.num_kv_heads=4", "train.seq_len=64")),
         (2, ("mesh.cp=2", HEADS, FULL, "train.precision=float64")),
-        (4, ("mesh.cp=2", "mesh.tp=2", RING, BF16, *MIXED)),
-        (4, ("mesh.cp=2", "mesh.pp=2", RING, TWICE, FULL)),
         (4, ("mesh.cp=4", RING, *PACKED, *MIXED, FULL, TWICE)),
     ],
 )

@@ -32,7 +32,7 @@ def alone(corpus):
     return trace(0, 1, [*corpus, *TINY, *BALANCED, FP64], 20)
 
 
-@pytest.mark.parametrize(("dp", "ep"), quick_and_slow([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], quick=[(2, 2), (4, 2)]))
+@pytest.mark.parametrize(("dp", "ep"), quick_and_slow([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], quick=[(2, 2)]))
 def test_losses_do_not_depend_on_the_layout(gang, corpus, alone, dp, ep):
     words = [*corpus, *TINY, *BALANCED, FP64, f"mesh.dp_shard={dp}", f"mesh.ep={ep}"]
     found = run_on(gang, dp, trace, words, 20)[0]
@@ -92,7 +92,7 @@ def test_bytes_are_predicted_exactly_with_uniform_routing(gang, corpus, words):
         assert found.sent == found.predicted > 0
 
 
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus, ep):
     """The prediction from the experts' counts is within 5 % on each rank, where the uniform one may be far off."""
     words = [*corpus, *TINY, "mesh.dp_shard=4", f"mesh.ep={ep}", "model.balance_loss=0", "train.lr=1e-2"]

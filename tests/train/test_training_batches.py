@@ -175,6 +175,7 @@ def test_nothing_is_prepared_beyond_the_last_step(corpus):
     assert recorded.samples == list(range(2 * 8, 5 * 8))
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_and_resumes_is_the_run_without_prefetching(corpus, tmp_path):
     words = [*corpus, "mesh.dp_shard=2", "train.num_microbatches=2"]
     runs.train([*words, "data.prefetch=0"], tmp_path / "whole")
