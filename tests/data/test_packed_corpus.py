@@ -59,3 +59,11 @@ def test_the_fill_of_the_demo_corpus(tmp_path):
     packed = pack_corpus(corpus, seq_len=1024, cache_dir=str(tmp_path)).packed
     assert packed.train.fill > 0.999 and packed.validation.fill > 0.99
     assert packed.train.num_targets == len(corpus.train) - len(corpus.train_documents.ends)
+
+
+def test_the_description_says_what_packing_is_worth(tmp_path):
+    """Training has documents of 4, 2 and 1 targets in samples of 4, in two samples instead of three."""
+    corpus = open_tokens(tmp_path, [1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, *[1] * 5])
+    packed = pack_corpus(corpus, seq_len=4, cache_dir=str(tmp_path))
+    assert packed.description.startswith(corpus.description)
+    assert "87.5% of the tokens in samples have a target, 58.3% with a document per sample" in packed.description

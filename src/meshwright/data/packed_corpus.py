@@ -29,7 +29,13 @@ def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple
             (corpus.validation, corpus.validation_documents),
         )
     )
-    packed = replace(corpus, packed=PackedSplits(train, validation))
+    alone = train.num_targets / max(1, len(train.pieces) * seq_len)
+    # Says what packing is worth: padding costs as much as tokens.
+    description = (
+        f"{corpus.description}\n  documents packed: {train.fill:.1%} of the tokens in samples have a target, "
+        f"{alone:.1%} with a document per sample"
+    )
+    packed = replace(corpus, description=description, packed=PackedSplits(train, validation))
     _check(packed, train.num_targets, validation.num_targets, seq_len=seq_len, multiple_of=multiple_of)
     return packed
 
