@@ -74,11 +74,8 @@ def hang(rank, world_size, name):
     return wait_here(group, CALLS[name])
 
 
-SLOW_CASES = [pytest.param(name, marks=() if name == "all_to_all" else pytest.mark.slow)
-              for name in CALLS]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SLOW_CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
 def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
     *found, _ = gang(3).run(hang, name, timeout_s=BODY_S)
     name = name.split(" by ")[0]

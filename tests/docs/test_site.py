@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def is_all(target: ast.expr) -> bool:
     return isinstance(target, ast.Name) and target.id == "__all__"
 
 
+@cache
 def public_names() -> set[str]:
     """Every name that a user may rely on: what parts export, and all that is public of parts that export nothing."""
     names = exported("meshwright") - {f"meshwright.{part}" for part in PARTS if part not in ("plan", "prove")}

@@ -80,12 +80,9 @@ def in_turn(*factors):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [in_turn(ELEMENTS), pytest.param(list(product(CONTEXTS, LAYOUTS, ELEMENTS)), marks=pytest.mark.slow)],
-    ids=["in turn", "all"],
-)
-def test_losses_of_elements(gang, cases):
+@pytest.mark.slow
+def test_losses_of_elements(gang):
+    cases = list(product(CONTEXTS, LAYOUTS, ELEMENTS))
     for found in gang(4).run(of_elements, cases, timeout_s=120.0):
         assert list(found) == cases
         assert {key: close for key, close in found.items() if not all(close)} == {}

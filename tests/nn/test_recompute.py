@@ -168,7 +168,8 @@ def test_random_numbers_come_again_only_where_asked_for():
     assert not all_equal(drop(), expected), "this is what the docstring warns of"
 
 
-@pytest.mark.parametrize("kind", [llama, pytest.param(dit, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [llama, dit])
 def test_a_compiled_block_is_one_graph(kind):
     block, inputs = make(kind)
     expected = step(block, inputs)

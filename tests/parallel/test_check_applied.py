@@ -93,7 +93,7 @@ def first_gradients(rank, world_size, words, name, work):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(TP, marks=pytest.mark.slow), BOTH], ids=["DTensor alone", "FSDP2 over tp"]
+    "layout", [TP, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["DTensor alone", "FSDP2 over tp"]
 )
 def test_other_partial_gradients_are_named_in_the_first_step(gang, corpus, layout):
     words, num_ranks = ["model.num_layers=1", *layout, "train.num_microbatches=2", *corpus], 2 * len(layout)

@@ -104,7 +104,6 @@ PIPES = {
     "no pipeline": (),
     "1f1b": ("mesh.pp=2", "pipeline.schedule=1f1b"),
     "zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4"),
-    "interleaved": ("mesh.pp=2", "pipeline.schedule=interleaved", "model.num_layers=4"),
 }
 RUNS = {
     "plain": (),
@@ -125,7 +124,6 @@ MATRIX = [case for case in product(CP, MASKS, AXES, PIPES, RUNS, MICROBATCHES) i
 QUICK = [
     ("ring 2", "documents, window", "alone", "no pipeline", "recomputed", 4),
     ("heads 2", "window", "tp", "no pipeline", "frozen", 1),
-    ("ring 4", "causal", "alone", "no pipeline", "plain", 4),
 ]
 
 

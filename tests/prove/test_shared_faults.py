@@ -10,8 +10,6 @@ from tests.prove.proofs import proof, small_config, small_dit_config
 from tests.prove.shared_faults import SHARED_FAULTS
 
 QUICK = {
-    "off",
-    "a key is missing on rank 1",
     "rank 1 does not get a key's sum",
     "two keys are exchanged on rank 1",
     "the second chunk does not get the sum",

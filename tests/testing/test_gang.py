@@ -274,6 +274,7 @@ def test_the_gang_module_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent(tmp_path):
     code = (
         "import os, signal\n"

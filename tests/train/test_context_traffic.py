@@ -139,9 +139,8 @@ def experts_and_context(rank, world_size, words):
     return traffic.total()
 
 
-@pytest.mark.parametrize(
-    ("ep", "purposes"), [(2, ["experts", "context"]), pytest.param(4, ["experts and context"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ep", "purposes"), [(2, ["experts", "context"]), (4, ["experts and context"])])
 def test_experts_in_the_same_group_are_counted_together(gang, corpus, ep, purposes):
     """Ranks of ep are those of cp, or half of them."""
     words = ["moe-tiny", *TINY, "model.expert_dim=24", "mesh.cp=4", f"mesh.ep={ep}", *corpus]

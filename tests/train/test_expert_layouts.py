@@ -92,7 +92,8 @@ def test_bytes_are_predicted_exactly_with_uniform_routing(gang, corpus, words):
         assert found.sent == found.predicted > 0
 
 
-@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 4])
 def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus, ep):
     """The prediction from the experts' counts is within 5 % on each rank, where the uniform one may be far off."""
     words = [*corpus, *TINY, "mesh.dp_shard=4", f"mesh.ep={ep}", "model.balance_loss=0", "train.lr=1e-2"]

@@ -114,7 +114,8 @@ def dualpipe_trace(rank, world_size, words, overlaps):
         ModelStage.__init__, overlapped_pair.run_overlapped = stage, run
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_overlapped_pairs_compute_the_same_bits(gang, corpus, recompute):
     words = [*corpus, *TINY, "mesh.dp_shard=2", "mesh.ep=2", "pipeline.schedule=dualpipe-v",
              "model.num_shared_experts=1", f"recompute.policy={recompute}"]  # fmt: skip

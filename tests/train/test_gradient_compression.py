@@ -93,6 +93,7 @@ def test_a_run_with_several_codecs_goes_on_with_its_feedback(gang, tmp_path):
     assert not [note for note in notes if "error" in note]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_feedback_it_had(gang, whole, tmp_path):
     """Weights are compressed still; exact gradients have no errors, and nothing to say of them."""
     notes = resumed(gang, whole, tmp_path, (*WORDS, "comm.gradients=exact"))

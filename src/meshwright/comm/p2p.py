@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup, Work
 
 from meshwright.comm.collective_log import TrackedOperation
 from meshwright.comm.message_format import format_ranks
+from meshwright.comm.private import message_timeout
 from meshwright.mesh.process_groups import new_group
 
 COLLECTIVE_TAG = 0x6D65
@@ -29,12 +31,13 @@ COLLECTIVE_TAG = 0x6D65
 class Transfer:
     """A send or receive in flight."""
 
-    __slots__ = ("_passage", "_work")
+    __slots__ = ("_passage", "_timeout", "_work")
 
-    def __init__(self, work: Work | None, passage: TrackedOperation) -> None:
+    def __init__(self, work: Work | None, passage: TrackedOperation, timeout: timedelta | None) -> None:
         assert work is not None, "this rank is not an end of the channel"
         self._work = work
         self._passage = passage
+        self._timeout = timeout
 
     def wait(self) -> None:
         """Wait for completion; with NCCL, make the current stream wait.
@@ -43,7 +46,7 @@ class Transfer:
             CollectiveError: the operation timed out or the peer was lost.
         """
         with self._passage:
-            self._work.wait()
+            _wait(self._work, self._timeout)
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,12 @@ class Channel:
     def send(self, x: Tensor) -> Transfer:
         """Start sending a contiguous tensor, which must not change until the transfer completes."""
         with TrackedOperation("send", x, self.group) as passage:
-            return Transfer(dist.isend(x, self.peer, group=self.group), passage)
+            return Transfer(dist.isend(x, self.peer, group=self.group), passage, message_timeout(x.device, self.group))
 
     def receive(self, x: Tensor) -> Transfer:
         """Start receiving into a contiguous tensor."""
         with TrackedOperation("receive", x, self.group) as passage:
-            return Transfer(dist.irecv(x, self.peer, group=self.group), passage)
+            return Transfer(dist.irecv(x, self.peer, group=self.group), passage, message_timeout(x.device, self.group))
 
 
 def open_channels(ends: Iterable[tuple[int, int]], *, rank: int, timeout_s: float) -> list[Channel | None]:
@@ -97,8 +100,9 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, gro
     if operations:
         peers = format_ranks(sorted({*sends, *receives}))
         with TrackedOperation(f"exchange with {peers}", None, group, counted=False):
+            timeout = message_timeout(operations[0].tensor.device, group)
             for work in dist.batch_isend_irecv(operations):
-                work.wait()
+                _wait(work, timeout)
 
 
 def send_recv_all(
@@ -113,9 +117,14 @@ def send_recv_all(
     """
     in_flight = [dist.irecv(x, group=group, group_src=source, tag=COLLECTIVE_TAG) for source, x in receives]
     in_flight += [dist.isend(x, group=group, group_dst=target, tag=COLLECTIVE_TAG) for target, x in sends]
+    timeout = message_timeout(torch.device("cpu"), group)
     for message in in_flight:
         assert message is not None, "this rank is in the group"
-        message.wait()
+        _wait(message, timeout)
+
+
+def _wait(work: Work, timeout: timedelta | None) -> None:
+    work.wait() if timeout is None else work.wait(timeout)
 
 
 def _bytes(x: Tensor) -> Tensor:

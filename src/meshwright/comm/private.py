@@ -2,14 +2,16 @@
 objects that autograd's threads inherit.
 
 This is the only file of the package that uses private PyTorch names: `_dump_fr_trace_json` and `_resolve_process_group`
-of `torch._C._distributed_c10d`, FSDP2's `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and
-`_reduce_scatter_process_group`, and `_is_key_in_tls`, `_get_obj_in_tls`, `_stash_obj_in_tls` and `_remove_obj_from_tls`
-of `torch._C`. Checked on 2.13 with gloo. `last_collective` returns None if a version records less.
+of `torch._C._distributed_c10d`, `_get_backend` of process groups and `options._timeout` of their backends, FSDP2's
+`FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and `_reduce_scatter_process_group`, and `_is_key_in_tls`,
+`_get_obj_in_tls`, `_stash_obj_in_tls` and `_remove_obj_from_tls` of `torch._C`. Checked on 2.13 with gloo.
+`last_collective` returns None if a version records less.
 """
 
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,6 +51,19 @@ def group_name(group: ProcessGroup | None) -> str:
 def group_of_name(name: str) -> ProcessGroup:
     """Return the group with this name."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def message_timeout(device: torch.device, group: ProcessGroup | None) -> timedelta | None:
+    """Return the timeout to wait with for a message; None on CUDA, where waiting does not block.
+
+    Gloo's messages have the timeout with which their group was created, even after it was changed.
+    """
+    if device.type != "cpu":
+        return None
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None, "messages of several ranks have a group"
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def shard_group(module: FSDPModule) -> ProcessGroup | None:

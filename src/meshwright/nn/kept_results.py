@@ -132,7 +132,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-class KeepingMode(_Mode):
+class KeepingMode(_Mode):  # type: ignore[no-untyped-call]
     """Mode of a forward whose results are kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +146,7 @@ class KeepingMode(_Mode):
         return result
 
 
-class RecallingMode(_Mode):
+class RecallingMode(_Mode):  # type: ignore[no-untyped-call]
     """Mode of a recomputed forward, which returns kept results; starts from the first whenever it is entered."""
 
     def __init__(self, kept: KeptResults) -> None:
