@@ -33,6 +33,7 @@ def test_without_torch_it_says_how_to_get_it(here):
     assert "torch" in line and "does not import" in line and "torch" in fix
 
 
+@pytest.mark.slow
 def test_few_files_may_be_open():
     """A process that may open very few files still gets an answer, and the fix."""
     done = subprocess.run(

@@ -238,7 +238,8 @@ def wait_in_vain(rank, world_size, what):
     return None
 
 
-@pytest.mark.parametrize("what", ["rows", pytest.param("counts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rows", "counts"])
 def test_an_all_to_all_that_others_do_not_enter_is_named(gang, what):
     error, _ = gang(2).run(wait_in_vain, what, timeout_s=120)
     assert isinstance(error, CollectiveError)

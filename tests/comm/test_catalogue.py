@@ -145,6 +145,7 @@ def test_the_catalogue_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_public_names_are_no_files():
     """Whichever file of the room is imported first: torch is imported once, the package anew for each."""
     code = """

@@ -105,7 +105,7 @@ def record(rank, world_size, home, words):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=() if name in ("tp", "cp") else pytest.mark.slow) for name in LAYOUTS],
+    [pytest.param(name, marks=() if name == "cp" else pytest.mark.slow) for name in LAYOUTS],
 )
 def test_it_is_proved(gang, home, words, layout):
     words = [*words, *LAYOUTS[layout]]

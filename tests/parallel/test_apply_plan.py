@@ -21,7 +21,7 @@ LAYOUTS = [
     pytest.param(2, ["mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     (2, ["mesh.dp_shard=2", "train.num_microbatches=2", TIED]),
     (4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]),
-    (4, ["mesh.tp=2", "mesh.dp_replicate=2", TIED]),
+    pytest.param(4, ["mesh.tp=2", "mesh.dp_replicate=2", TIED], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
 ]
 

@@ -63,7 +63,7 @@ CASES = {
     "dit, tp": (*DIT, "mesh.tp=2"),
     "dp_shard, bfloat16": ("mesh.dp_shard=2", "train.precision=bfloat16"),
 }  # fmt: skip
-QUICK = {"tp", "tp, whole sequences", "experts, tp", "ep", "ep, shared, capacity"}
+QUICK = {"tp", "ep, shared, capacity"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])

@@ -110,7 +110,6 @@ def _is_valid(ep: str, tp: str, pipe: str, routing: str, run: str, microbatches:
 MATRIX = [case for case in product(EP, TP, PIPES, ROUTING, RUNS, MICROBATCHES) if _is_valid(*case)]
 QUICK = [
     ("ep 2", "tp 1", "no pipeline", "sigmoid, groups", "recomputed", 4),
-    ("ep 2", "tp 2", "no pipeline", "of the global batch", "plain", 1),
 ]
 
 

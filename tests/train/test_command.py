@@ -61,6 +61,7 @@ def finished(words, tmp_path_factory):
     return Finished(words, tmp_path_factory.mktemp("finished") / "run")
 
 
+@pytest.mark.slow
 def test_what_a_run_prints(finished):
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
@@ -72,6 +73,7 @@ def test_what_a_run_prints(finished):
     assert max(map(len, lines)) <= 200 and finished.stderr == ""
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(finished, words):
     names = {path.name for path in finished.out.iterdir()}
     assert names == {"config.toml", "plan.json", "metrics.jsonl", "loss.png", "checkpoints"}
@@ -82,6 +84,7 @@ def test_what_a_run_leaves(finished, words):
     assert [verify(path).step for path in found] == [20, 25, 30]
 
 
+@pytest.mark.slow
 def test_metrics_have_one_object_a_step(finished):
     lines = [json.loads(line) for line in (finished.out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 31))
@@ -94,6 +97,7 @@ def test_metrics_have_one_object_a_step(finished):
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
 
 
+@pytest.mark.slow
 def test_local_runs_listen_on_loopback_only(finished):
     assert len(finished.pids) >= 4  # the launcher, the process it forks from, two ranks
     assert finished.listeners, "gloo listens somewhere: the test looked at the wrong moment"

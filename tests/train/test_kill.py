@@ -161,6 +161,7 @@ def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_p
     assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_step(words, tmp_path):
     with pytest.raises(RunError, match="rank 1 failed in step 3") as caught:
         train([*words, "mesh.dp_shard=2"], tmp_path, fault=Fault(rank=1, step=3, action="raise"))

@@ -115,6 +115,7 @@ def test_steps_skipped_now_and_then_are_no_failure(run, tmp_path):
     assert kept(tmp_path / "a") == [7, 8]
 
 
+@pytest.mark.slow
 def test_a_stop_in_a_skipped_step_saves_nothing(run, tmp_path):
     error = fails(run, tmp_path / "a", spoilt=(4,), stop=(4,))
     assert error.what.startswith("stopped after step 4") and f"{tmp_path}/a/checkpoints/00000003" in error.what

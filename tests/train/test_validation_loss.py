@@ -18,7 +18,7 @@ LAYOUTS = [
     (2, ["mesh.dp_shard=2", "model.tie_embeddings=true"]),
     pytest.param(2, ["mesh.dp_shard=2", "mesh.reshard_after_forward=false"], marks=pytest.mark.slow),
     pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
-    (4, ["mesh.tp=2", "mesh.dp_shard=2"]),
+    pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
 ]
 
