@@ -77,7 +77,8 @@ def check(found, expected, inputs):
 def small_blocks():
     """Blocks of few tokens, so that short sequences have many."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"MAX_DENSE_PAIRS": 0, "NARROW_ROWS": 3, "WIDE_ROWS": 5, "NARROW_KEYS": 8}.items():
+        sizes = {"MAX_DENSE_PAIRS": 0, "NARROW_ROWS": 3, "WIDE_ROWS": 5, "NARROW_KEYS": 8, "MIN_CAUSAL": 6}
+        for name, value in sizes.items():
             patch.setattr(find_blocks, name, value)
         yield
 
@@ -160,6 +161,23 @@ def test_blocks_of_a_window_cover_little_more_than_the_window():
     pairs = sum(run.count * run.num_queries * run.num_keys for run in runs)
     assert spec.num_pairs(seq_len) <= pairs <= 1.3 * spec.num_pairs(seq_len)
     assert len(runs) <= 6
+
+
+def test_long_causal_documents_are_blocks_of_their_own():
+    """Not so what only looks like one: a window, a prefix, and keys in another order."""
+
+    def causal(spec, *part):
+        mask = AttentionMask.at(spec, 1600, part, part, device=CPU) if part else AttentionMask(spec, 1600, device=CPU)
+        found = find_blocks.BlockFinder(1, torch.float32).find(
+            mask.bounds.first_bs, mask.bounds.last_bs, mask.bounds.positions_bt, 1
+        )
+        return [(run.first_query, run.num_queries, run.first_key, run.num_keys) for run in found if run.is_causal]
+
+    assert causal(MaskSpec(causal=True, documents=((300, 24, 1276),))) == [(0, 300, 0, 300), (324, 1276, 324, 1276)]
+    assert causal(MaskSpec(causal=True, documents=((1600,),)), ((400, 1600),)) == []
+    assert causal(MaskSpec(causal=True, documents=((400, 1200),)), ((400, 1600),)) == [(0, 1200, 0, 1200)]
+    assert causal(MaskSpec(causal=True, window=200)) == causal(MaskSpec(causal=True, prefix=1500)) == []
+    assert causal(MaskSpec(causal=True), ((0, 800), (1000, 1500))) == []
 
 
 MUTANTS = [

@@ -46,8 +46,11 @@ def block_attention(
     num_kv_heads = k_btmh.shape[2]
     finder = BlockFinder(q_bsnh.shape[2] // num_kv_heads, q_bsnh.dtype)
     for run in finder.find(first_bs, last_bs, positions_bt, len(q_bsnh)):
+        # The kernel counts rows to tell which keys are hidden, so heads that share keys can't be below each other.
+        groups = q_bsnh.shape[2] // num_kv_heads if run.is_causal else 1
+        k, v = (_keys(x, run, groups) for x in (k_btmh, v_btmh))
         out_cmrh, lse_cmr = aten._scaled_dot_product_flash_attention_for_cpu(
-            _rows(q_bsnh, run, num_kv_heads), _keys(k_btmh, run), _keys(v_btmh, run), attn_mask=run.bias, scale=scale
+            _rows(q_bsnh, run, num_kv_heads * groups), k, v, 0.0, run.is_causal, attn_mask=run.bias, scale=scale
         )
         if run.pattern is not None and run.pattern.hidden is not None:
             lse_cmr = lse_cmr.masked_fill(run.pattern.hidden, -math.inf)
@@ -74,14 +77,16 @@ def block_attention_backward(
         out_bsnh = torch.cat((out_bsnh, -grad_lse.transpose(1, 2)[..., None].to(out_bsnh.dtype)), -1)
     finder = BlockFinder(q_bsnh.shape[2] // num_kv_heads, q_bsnh.dtype)
     for run in finder.find(first_bs, last_bs, positions_bt, len(q_bsnh)):
-        grad, q, out, lse = (_rows(x, run, num_kv_heads) for x in (grad_out, q_bsnh, out_bsnh, lse_bsn1))
-        dq_cmrh, dk_cmth, dv_cmth = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, _keys(k_btmh, run), _keys(v_btmh, run), out, lse.squeeze(-1), 0.0, False,
-            attn_mask=run.bias, scale=scale,
-        )  # fmt: skip
+        groups = q_bsnh.shape[2] // num_kv_heads if run.is_causal else 1
+        grad, q, out, lse = (_rows(x, run, num_kv_heads * groups) for x in (grad_out, q_bsnh, out_bsnh, lse_bsn1))
+        k, v = (_keys(x, run, groups) for x in (k_btmh, v_btmh))
+        dq_cmrh, *dkv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse.squeeze(-1), 0.0, run.is_causal, attn_mask=run.bias, scale=scale
+        )
         _store(dq, run, dq_cmrh[..., :head_dim])
-        _add(dk, run, dk_cmth[..., :head_dim])
-        _add(dv, run, dv_cmth[..., :head_dim])
+        for total, part_cmth in zip((dk, dv), dkv, strict=True):
+            part = part_cmth[..., :head_dim]
+            _add(total, run, part if groups == 1 else part.unflatten(1, (-1, groups)).sum(2))
     return dq, dk.to(k_btmh.dtype), dv.to(v_btmh.dtype)
 
 
@@ -109,11 +114,12 @@ def _store(x_bsnh: Tensor, run: Run, part_cmrh: Tensor) -> None:
     target.copy_(part.reshape(b, run.count * run.num_queries, n, h))
 
 
-def _keys(x_btmh: Tensor, run: Run) -> Tensor:
-    """Return the keys or values of a run's blocks, [c, m, t, h]: overlapping views."""
+def _keys(x_btmh: Tensor, run: Run, groups: int) -> Tensor:
+    """Return the keys or values of a run's blocks, [c, m, t, h]: overlapping views, or copies for several `groups`."""
     x = x_btmh[run.samples, run.keys]
     if run.count == 1:
-        return x.transpose(1, 2)
+        x_bmth = x.transpose(1, 2)
+        return x_bmth if groups == 1 else x_bmth.repeat_interleave(groups, 1)
     return x.unfold(1, run.num_keys, run.num_queries).flatten(0, 1).transpose(2, 3)
 
 

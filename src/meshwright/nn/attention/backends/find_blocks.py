@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ NARROW_KEYS = 512
 """Mean of visible keys up to which narrow blocks of queries waste less than the kernel loses on them."""
 NARROW_ROWS, WIDE_ROWS = 64, 256
 """Queries of a block; from 192 rows on, the kernel's own blocks are twice as high."""
+MIN_CAUSAL = 256
+"""Queries from which a causal document is a block of its own: the kernel skips hidden keys faster than a mask tells."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,8 @@ class Run:
     pattern: Pattern | None
     """Visible pairs of each block; None if all are."""
     count: int = 1
+    is_causal: bool = False
+    """Whether query i of the single block sees its keys 0 to i; it has no pattern then."""
 
     @property
     def bias(self) -> Tensor | None:
@@ -105,9 +110,18 @@ class BlockFinder:
         """Yield the runs of a sample."""
         num_rows = NARROW_ROWS if (last - first).mean() <= NARROW_KEYS else WIDE_ROWS
         in_order = bool((np.diff(positions) == 1).all())
+        begin = 0
+        for causal in _causal_runs(first, last, positions) if in_order else ():
+            yield from self._blocks(first, last, positions, range(begin, causal.first_query, num_rows), in_order)
+            yield causal
+            begin = causal.queries.stop
+        yield from self._blocks(first, last, positions, range(begin, len(first), num_rows), in_order)
+
+    def _blocks(self, first: Ints, last: Ints, positions: Ints, starts: range, in_order: bool) -> Iterator[Run]:
+        """Yield the runs of consecutive queries; `starts` are those of the blocks."""
         run, ends = None, np.empty(0, np.int32)
-        for start in range(0, len(first), num_rows):
-            rows = slice(start, min(start + num_rows, len(first)))
+        for start in starts:
+            rows = slice(start, min(start + starts.step, starts.stop))
             keys = _needed(positions, first[rows].min(), last[rows].max(), in_order)
             before, ends = ends, np.concatenate((first[rows], last[rows])) - start
             if run is not None and keys == _next_keys(run) and in_order and np.array_equal(ends, before):
@@ -129,6 +143,16 @@ class BlockFinder:
         hidden = None if seen.all() else torch.from_numpy(~seen)[:, None].repeat(1, 1, self.groups)
         masked = torch.from_numpy(~visible)[:, None].repeat(1, 1, self.groups, 1)
         return Pattern(torch.zeros(masked.shape, dtype=self.dtype).masked_fill_(masked, -math.inf), hidden)
+
+
+def _causal_runs(first: Ints, last: Ints, positions: Ints) -> Iterator[Run]:
+    """Yield the long stretches of queries of which each sees one key more than the one before, the first sees one."""
+    breaks = np.flatnonzero((np.diff(first) != 0) | (np.diff(last) != 1)) + 1
+    for start, stop in pairwise([0, *breaks.tolist(), len(first)]):
+        key = int(first[start]) - int(positions[0])
+        size = stop - start
+        if size >= MIN_CAUSAL and last[start] == first[start] + 1 and 0 <= key <= len(positions) - size:
+            yield Run(slice(None), start, size, key, size, None, is_causal=True)
 
 
 def _needed(positions: Ints, first: int, last: int, in_order: bool) -> slice | None:
