@@ -51,6 +51,7 @@ class Benchmark(StrEnum):
     OPERATORS = "operators"
     EXPERTS = "moe"
     ATTENTION = "attention"
+    PACKING = "packing"
     LOADER = "loader"
     RECOMPUTE = "recompute"
 
@@ -94,6 +95,10 @@ BENCHMARKS = {
     Benchmark.ATTENTION: BenchmarkEntry(
         "attention under a window and documents against plain causal attention",
         "meshwright_bench.attention.benchmark:bench_attention",
+    ),
+    Benchmark.PACKING: BenchmarkEntry(
+        "training on packed documents against windows of a stream and one document per sample",
+        "meshwright_bench.packing.benchmark:bench_packing",
     ),
     Benchmark.LOADER: BenchmarkEntry(
         "steps whose batches come from a slow source, with and without prefetching",

@@ -1,0 +1,1 @@
+"""`bench packing`: training on packed documents."""
