@@ -127,6 +127,10 @@ class Paper:
         elif kind == "FREE_OUT":
             need(rank.values.get(("F", stage, m), POISON) != POISON, f"{part} frees nothing")
             rank.values["F", stage, m] = POISON
+        elif kind == "FREE_IN_GRAD":
+            need(self.table.is_transfer(stage - 1), f"{part} frees what never leaves the rank")
+            need(rank.values.get(("B", stage, m), POISON) != POISON, f"{part} frees nothing")
+            rank.values["B", stage, m] = POISON
         elif kind == "UNSHARD":
             need(stage not in rank.gathered, "gathered twice")
             rank.gathered.add(stage)
@@ -194,9 +198,9 @@ class Paper:
             for stage in self.table.stages_of(number):
                 need(sorted(rank.summed[stage]) == everything, "a gradient is missing")
                 need(not self.options.reduces or rank.reduced.count(stage) == 1, "not reduced")
-            sent = [key for key, value in rank.values.items() if key[0] == "F" and self.table.is_transfer(key[1])
-                    and value != POISON]  # fmt: skip
-            need(not sent, "an output is not freed")
+            sent = [key for key, value in rank.values.items() if key[0] in "FB" and value != POISON
+                    and self.table.is_transfer(key[1] - (key[0] == "B"))]  # fmt: skip
+            need(not sent, "an output or the gradient of an input is not freed")
             groups = sum(number in self.members(group) for group in self.options.shared)
             need(len(rank.synced) == groups, "not synced")
 

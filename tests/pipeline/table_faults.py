@@ -238,6 +238,17 @@ def memory_faults() -> Iterator[Fault]:
                 ("a gradient that is never freed",))  # fmt: skip
     yield Fault("an output never freed", lambda: lowered().drop("0FREE_OUT5").done(), "0F5",
                 ("an output that is never freed",))  # fmt: skip
+    yield Fault("an input's gradient freed before it is sent",
+                lambda: lowered().move("2FREE_IN_GRAD2", before="2SEND_B2").done(),
+                "2SEND_B2", ("uses the gradient of an input that was freed at position",))  # fmt: skip
+    yield Fault("an input's gradient freed before its I",
+                lambda: lowered("zb-h1").move("2FREE_IN_GRAD2", before="2I2").done(),
+                "2FREE_IN_GRAD2", ("the gradient of an input that is not held", "2I2 does not precede"))  # fmt: skip
+    yield Fault("an input's gradient freed on the first stage",
+                lambda: lowered().insert("0FREE_IN_GRAD2", after="0B2").done(),
+                "0FREE_IN_GRAD2", ("the gradient of an input that is not held", "does not cross ranks"))  # fmt: skip
+    yield Fault("an input's gradient never freed", lambda: lowered().drop("1FREE_IN_GRAD7").done(), "1B7",
+                ("the gradient of an input that is never freed",))  # fmt: skip
 
 
 def stage_faults() -> Iterator[Fault]:
@@ -264,8 +275,8 @@ def stage_faults() -> Iterator[Fault]:
     yield Fault("shared gradients synced on one rank only", lambda: sharded().drop("0SYNC_SHARED").done(),
                 "3SYNC_SHARED", ("appears 1 times, but other ranks sync 0 times",))  # fmt: skip
     yield Fault("a transfer after the shared gradients",
-                lambda: sharded().move("3SEND_B7", after="3SYNC_SHARED").done(), "3SEND_B7",
-                ("comes after 3SYNC_SHARED", "could deadlock"))  # fmt: skip
+                lambda: sharded().move("3SEND_B7", after="3SYNC_SHARED").move("3FREE_IN_GRAD7", after="3SEND_B7")
+                .done(), "3SEND_B7", ("comes after 3SYNC_SHARED", "could deadlock"))  # fmt: skip
 
 
 FAULTS = [*compute_faults(), *transfer_faults(), *memory_faults(), *stage_faults()]

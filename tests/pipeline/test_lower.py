@@ -47,7 +47,8 @@ def assert_lowered_right(table: Schedule, options: LowerOptions) -> None:
         {f"{stage + 1}RECV_F{m}" for stage, m in pairs} | {f"{stage}RECV_B{m}" for stage, m in pairs}
     )
     freed = {f"{stage}{kind}{m}" for stage, m in pairs for kind in ("FREE_OUT", "FREE_GRAD")}
-    assert names(lowered, FREES) == Counter(freed | {f"{stage + 1}FREE_IN{m}" for stage, m in pairs})
+    freed |= {f"{stage + 1}{kind}{m}" for stage, m in pairs for kind in ("FREE_IN", "FREE_IN_GRAD")}
+    assert names(lowered, FREES) == Counter(freed)
 
 
 @pytest.mark.parametrize("release", [True, False])
@@ -71,7 +72,10 @@ def test_released_things_go_at_their_last_use_and_others_stay_to_the_end(table):
         first_free = next((i for i, name in enumerate(kept) if "FREE" in name), len(kept))
         assert all("FREE" in name for name in kept[first_free:])
         for position, name in enumerate(released):
-            if "FREE_IN" in name or "FREE_GRAD" in name:
+            if "FREE_IN_GRAD" in name:
+                stage, m = name.split("FREE_IN_GRAD")
+                assert f"{stage}SEND_B{m}" in released[:position]
+            elif "FREE_IN" in name or "FREE_GRAD" in name:
                 before = position - 1
                 while "FREE" in released[before]:
                     before -= 1
@@ -154,8 +158,8 @@ def test_a_table_by_hand():
         "0FREE_GRAD1", "0FREE_OUT1", "0REDUCE", "0SYNC_SHARED",
     ]  # fmt: skip
     assert [name.split("@")[0] for name in row(lowered, 1)] == [
-        "1RECV_F0", "1F0", "1B0", "1FREE_IN0", "1RECV_F1", "1SEND_B0", "1F1", "1B1", "1FREE_IN1", "1SEND_B1", "1REDUCE",
-        "1SYNC_SHARED",
+        "1RECV_F0", "1F0", "1B0", "1FREE_IN0", "1RECV_F1", "1SEND_B0", "1F1", "1B1", "1FREE_IN1", "1SEND_B1",
+        "1FREE_IN_GRAD0", "1REDUCE", "1FREE_IN_GRAD1", "1SYNC_SHARED",
     ]  # fmt: skip
 
 

@@ -140,6 +140,8 @@ class World:
             return ("B", stage, m) in self.facts
         if kind == "FREE_OUT":
             return ("SEND_F", stage, m, "arrived") in self.facts
+        if kind == "FREE_IN_GRAD":
+            return ("SEND_B", stage, m, "arrived") in self.facts
         return True
 
     def handed_over(self, side, source, target, m):

@@ -26,7 +26,7 @@ TIMEOUT_S = 20
 """`train.timeout_s` where a rank stands still, which ends the run. No rank may be so late at its start."""
 NEVER_S = 600
 """Where a rank is killed: who ends the run in less has not waited for it."""
-ACTION = r"in step \d+, action \d+ \({stage}(F|B|SEND_F|SEND_B|RECV_F|RECV_B|FREE_IN|FREE_OUT|FREE_GRAD)\d"
+ACTION = r"in step \d+, action \d+ \({stage}(F|B|SEND_F|SEND_B|RECV_F|RECV_B|FREE_IN|FREE_OUT|FREE_GRAD|FREE_IN_GRAD)\d"
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ class ActionKind(Enum):
     FREE_INPUT = "FREE_IN"
     FREE_OUTPUT = "FREE_OUT"
     FREE_GRADIENT = "FREE_GRAD"
+    FREE_INPUT_GRADIENT = "FREE_IN_GRAD"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE = "REDUCE"
@@ -41,7 +42,7 @@ BACKWARDS = frozenset({K.BACKWARD, K.BACKWARD_INPUT})
 COMPUTE = frozenset({K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT})
 SENDS = frozenset({K.SEND_FORWARD, K.SEND_BACKWARD})
 RECVS = frozenset({K.RECV_FORWARD, K.RECV_BACKWARD})
-FREES = frozenset({K.FREE_INPUT, K.FREE_OUTPUT, K.FREE_GRADIENT})
+FREES = frozenset({K.FREE_INPUT, K.FREE_OUTPUT, K.FREE_GRADIENT, K.FREE_INPUT_GRADIENT})
 STAGE_LEVEL = frozenset({K.UNSHARD, K.RESHARD, K.REDUCE, K.SYNC_SHARED})
 """Kinds that apply to a whole stage and have no micro-batch."""
 
@@ -67,6 +68,7 @@ DESCRIPTIONS = {
     K.FREE_INPUT: "freeing the input",
     K.FREE_OUTPUT: "waiting for the send of the output",
     K.FREE_GRADIENT: "freeing the gradient of the output",
+    K.FREE_INPUT_GRADIENT: "waiting for the send of the gradient of the input",
     K.UNSHARD: "unsharding the parameters",
     K.RESHARD: "resharding the parameters",
     K.REDUCE: "reducing the gradients",

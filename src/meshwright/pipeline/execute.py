@@ -9,7 +9,6 @@ storage. Tensors saved by autograd stay alive. With `pipeline.release=false` the
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.comm.overlap import helper_thread
 from meshwright.comm.p2p import Channel, Transfer
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore, compute_deferred
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, Action, ActionKind, Overlap
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, Action, ActionKind, Overlap
 from meshwright.pipeline.overlapped_pair import Operation, OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers
 from meshwright.pipeline.schedule_table import Schedule
@@ -29,6 +28,9 @@ from meshwright.pipeline.timeline import Span
 K = ActionKind
 ChannelKey = tuple[int, int, ActionKind]
 """Source and destination rank in the pipeline, and the kind of send."""
+
+_SENT = {K.FREE_OUTPUT: K.SEND_FORWARD, K.FREE_INPUT_GRADIENT: K.SEND_BACKWARD}
+"""Kind of the send that each of these frees waits for."""
 
 
 class ExecutableStage(Protocol):
@@ -176,7 +178,7 @@ class Executor:
             return self._bind_send(action)
         if action.kind in (K.RECV_FORWARD, K.RECV_BACKWARD):
             return self._bind_receive(action)
-        if action.kind in (K.FREE_INPUT, K.FREE_OUTPUT, K.FREE_GRADIENT):
+        if action.kind in FREES:
             return self._bind_free(action)
         stage = self._stages[action.stage]
         if action.kind is K.REDUCE:
@@ -258,15 +260,11 @@ class Executor:
     def _bind_send(self, action: Action) -> Operation:
         live, key = self._live, (action.kind, action.stage, action.microbatch)
         ranks = self._schedule.stage_ranks
-        lane = (self._rank, ranks[action.peer().stage], action.kind)
-        channel = self._channels[lane]
+        channel = self._channels[self._rank, ranks[action.peer().stage], action.kind]
 
         def send() -> None:
             x = _contiguous(live.to_send.pop(key))
-            if action.kind is K.SEND_BACKWARD:
-                live.hold_gradient(lane, x, channel.send(x))
-            else:
-                live.outgoing[action.stage, action.microbatch] = (x, channel.send(x))
+            live.outgoing[key] = (x, channel.send(x))
 
         return send
 
@@ -289,8 +287,8 @@ class Executor:
 
     def _bind_free(self, action: Action) -> Operation:
         live, buffers, key = self._live, self._buffers, (action.stage, action.microbatch)
-        if action.kind is K.FREE_OUTPUT:
-            return lambda: live.free_output(key)
+        if action.kind in _SENT:
+            return lambda: live.free_sent((_SENT[action.kind], *key))
         assert buffers is not None, "a table that frees received tensors needs buffers"
         source = live.inputs if action.kind is K.FREE_INPUT else live.gradients
         return lambda: buffers.free(source.pop(key))
@@ -342,10 +340,9 @@ class _StepState:
         """Output gradients. Like inputs, held until used or, if received, until freed."""
         self.weights: dict[tuple[int, int], list[DeferredGradient]] = {}
         self.to_send: dict[tuple[ActionKind, int, int], Tensor] = {}
-        self.outgoing: dict[tuple[int, int], tuple[Tensor, Transfer]] = {}
-        """Outputs being sent, until freed."""
+        self.outgoing: dict[tuple[ActionKind, int, int], tuple[Tensor, Transfer]] = {}
+        """Outputs and gradients of inputs being sent, until freed."""
         self.arriving: dict[tuple[ActionKind, int, int], Transfer] = {}
-        self._lanes: dict[ChannelKey, list[tuple[Tensor, Transfer]]] = defaultdict(list)
 
     def pass_output(self, key: tuple[int, int], y: Tensor, *, is_next_local: bool) -> None:
         """Pass a detached output to the next stage on this rank, or queue it for sending."""
@@ -364,23 +361,13 @@ class _StepState:
         if work is not None:
             work.wait()
 
-    def hold_gradient(self, lane: ChannelKey, x: Tensor, work: Transfer) -> None:
-        """Hold a gradient until the next send on its channel; wait for the previous send."""
-        for _, earlier in self._lanes.pop(lane, []):
-            earlier.wait()
-        self._lanes[lane].append((x, work))
-
-    def free_output(self, key: tuple[int, int]) -> None:
-        """Wait until an output has been sent, and release it."""
+    def free_sent(self, key: tuple[ActionKind, int, int]) -> None:
+        """Wait until a tensor has been sent, and release it."""
         _, work = self.outgoing.pop(key)
         work.wait()
 
     def finish(self) -> None:
-        """Wait for pending sends and release everything at the end of a step."""
-        for pending in self._lanes.values():
-            for _, work in pending:
-                work.wait()
-        self._lanes.clear()
+        """Release everything at the end of a step."""
         self.gradients.clear()
         self.inputs.clear()
 

@@ -10,7 +10,9 @@ the bound further for 1F1B.
 [Note: lifetimes] A received input is held until the backward of its micro-batch, since autograd may have saved it
 (recomputation always does), or until W, since a deferred weight gradient may need it. The same holds for a received
 gradient. An output is freed before its stage's next send, when its own send has usually completed. With uneven stages a
-rank may wait there (1 % of a simulated step if times differ by half); holding one more output would avoid the wait.
+rank may wait there (1 % of a simulated step if times differ by half); holding one more output would avoid the wait. The
+gradient of an input is freed after the next one has been sent to the same rank, the last one at the end of the row, so
+that the last reduction doesn't wait for it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def lower(schedule: Schedule, options: LowerOptions = LowerOptions()) -> Schedul
     rows = _with_transfers(schedule.compute_only())
     rows = [_with_frees(row, schedule, release=options.release) for row in rows]
     rows = [_with_sharding(row, options) for row in rows]
+    rows = [_with_input_gradient_frees(row, schedule, release=options.release) for row in rows]
     rows = _with_shared(rows, schedule, options.shared)
     rows = [_with_slots(row) for row in rows]
     return replace(schedule, actions=tuple(map(tuple, rows)))
@@ -216,6 +219,20 @@ def _with_shared(rows: list[Row], schedule: Schedule, shared: tuple[tuple[int, .
         for rank, stage in on_ranks.items():
             rows[rank].append(Action(K.SYNC_SHARED, stage))
     return rows
+
+
+def _with_input_gradient_frees(row: Row, schedule: Schedule, *, release: bool) -> Row:
+    lowered: Row = []
+    deferred: Row = []
+    sent: dict[int, Action] = {}  # by receiving rank: the free of the gradient being sent
+    for action in row:
+        lowered.append(action)
+        if isinstance(action, Action) and action.kind is K.SEND_BACKWARD:
+            to_rank = schedule.stage_ranks[action.peer().stage]
+            if to_rank in sent:
+                (lowered if release else deferred).append(sent[to_rank])
+            sent[to_rank] = Action(K.FREE_INPUT_GRADIENT, action.stage, action.microbatch)
+    return [*lowered, *deferred, *sent.values()]
 
 
 def _with_slots(row: Row) -> Row:

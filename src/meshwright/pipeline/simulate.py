@@ -2,8 +2,8 @@
 
 A rank runs its actions in order, and each waits for its input: a forward for the stage's input, a backward for the
 output gradient. A transfer starts once both ends have been reached and its lane is free (there is one lane per ordered
-pair of ranks). Transfers take no time on the ranks; FREE_OUT waits until the output has been sent. In a compute-only
-table, results are sent immediately and receives count as posted in advance.
+pair of ranks). Transfers take no time on the ranks; FREE_OUT and FREE_IN_GRAD wait until the tensor has been sent. In a
+compute-only table, results are sent immediately and receives count as posted in advance.
 
 An overlapped pair takes as long as its two computations one after the other. Costs don't separate a stage's all-to-alls
 from its computation, so the simulation doesn't count on hiding them.
@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass, fields
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, RECVS, SENDS, Action, ActionKind, Overlap
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, Action, ActionKind, Overlap
 from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.timeline import Span, Timeline
@@ -197,6 +197,8 @@ class _SimulationState:
             ready_times.append(self._done.get(("B", stage, m)))
         elif part.kind is K.FREE_OUTPUT and self.schedule.is_transfer(stage):
             ready_times.append(self._arrived.get(Action(K.SEND_FORWARD, stage, m)))
+        elif part.kind is K.FREE_INPUT_GRADIENT and self.schedule.is_transfer(stage - 1):
+            ready_times.append(self._arrived.get(Action(K.SEND_BACKWARD, stage, m)))
         if None in ready_times:
             return None
         return max((time for time in ready_times if time is not None), default=0.0)
@@ -268,7 +270,7 @@ def _at_end(part: Action, costs: Costs, schedule: Schedule) -> dict[str, int]:
         }
     if part.kind is K.BACKWARD_WEIGHT:
         return {"retained": -retained}
-    if part.kind in FREES and part.kind is not K.FREE_OUTPUT:
+    if part.kind in (K.FREE_INPUT, K.FREE_GRADIENT):
         received = schedule.is_transfer(part.stage - 1 if part.kind is K.FREE_INPUT else part.stage)
         return {"buffers": -stage.buffer_bytes if received else 0}
     return {"unsharded": -stage.parameter_bytes} if part.kind is K.RESHARD else {}

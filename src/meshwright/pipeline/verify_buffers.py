@@ -2,7 +2,8 @@
 
 [Note: liveness] A received input occupies its slot from RECV_F to FREE_IN and is used by F, B or I, and W. A received
 gradient occupies its slot from RECV_B to FREE_GRAD and is used by B or I, and W. An output is live from F to FREE_OUT
-and is used by SEND_F. The table frees only tensors that cross ranks; it omits tensors passed within a rank.
+and is used by SEND_F; the gradient of an input is live from B or I to FREE_IN_GRAD and is used by SEND_B. The table
+frees only tensors that cross ranks; it omits tensors passed within a rank.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ K = ActionKind
 Key = tuple[ActionKind, int, int]
 """Key of a live tensor: the kind that frees it, stage and micro-batch."""
 
-NAMES = {K.FREE_INPUT: "an input", K.FREE_GRADIENT: "a gradient", K.FREE_OUTPUT: "an output"}
-BROUGHT_BY = {K.FREE_INPUT: K.RECV_FORWARD, K.FREE_GRADIENT: K.RECV_BACKWARD, K.FREE_OUTPUT: K.FORWARD}
+NAMES = {K.FREE_INPUT: "an input", K.FREE_GRADIENT: "a gradient", K.FREE_OUTPUT: "an output",
+         K.FREE_INPUT_GRADIENT: "the gradient of an input"}  # fmt: skip
+BROUGHT_BY = {K.FREE_INPUT: K.RECV_FORWARD, K.FREE_GRADIENT: K.RECV_BACKWARD, K.FREE_OUTPUT: K.FORWARD,
+              K.FREE_INPUT_GRADIENT: K.BACKWARD}  # fmt: skip
 FREED_BY = {kind: free for free, kind in BROUGHT_BY.items()}
 SYNC_BLOCKS = "a sync blocks until all ranks of its group reach it; a transfer after it could deadlock"
 
@@ -86,6 +89,8 @@ class _RankLiveness:
             self._use(loc, part, (K.FREE_GRADIENT, stage, m))
         if part.kind is K.FORWARD and self._schedule.is_transfer(stage):
             self._held[K.FREE_OUTPUT, stage, m] = loc.position
+        if part.kind in BACKWARDS and self._schedule.is_transfer(stage - 1):
+            self._held[K.FREE_INPUT_GRADIENT, stage, m] = loc.position
         self._computed.add((part.kind, stage, m))
 
     def _use(self, loc: ActionLocation, part: Action, key: Key) -> None:
@@ -108,8 +113,8 @@ class _RankLiveness:
             rule = "a send comes after the computation of its tensor"
             what = f"comes before {names}, which computes the tensor to send"
             raise violation(loc, part, what, rule=rule, fix=f"put {names}{before(loc.position)}")
-        if part.kind is K.SEND_FORWARD:
-            self._use(loc, part, (K.FREE_OUTPUT, part.stage, part.microbatch))
+        free = K.FREE_OUTPUT if part.kind is K.SEND_FORWARD else K.FREE_INPUT_GRADIENT
+        self._use(loc, part, (free, part.stage, part.microbatch))
         self._check_before_sync(loc, part)
 
     def _receive(self, loc: ActionLocation, part: Action) -> None:
@@ -131,8 +136,9 @@ class _RankLiveness:
     def _free(self, loc: ActionLocation, part: Action) -> None:
         key = (part.kind, part.stage, part.microbatch)
         if key not in self._held:  # duplicate frees are duplicate actions, which were already rejected
-            producer = f"{part.stage}{BROUGHT_BY[part.kind].value}{part.microbatch}"
-            crosses = self._schedule.is_transfer(part.stage - 1 if part.kind is K.FREE_INPUT else part.stage)
+            producer = f"{part.stage}{self._brought_by(part).value}{part.microbatch}"
+            of_input = part.kind in (K.FREE_INPUT, K.FREE_INPUT_GRADIENT)
+            crosses = self._schedule.is_transfer(part.stage - 1 if of_input else part.stage)
             why = f"{producer} does not precede it" if crosses else "it does not cross ranks"
             what = f"frees {NAMES[part.kind]} that is not held: {why}"
             fix = f"put {producer}{before(loc.position)}" if crosses else f"remove {part}"
@@ -141,6 +147,15 @@ class _RankLiveness:
         self._freed[key] = loc.position
         if key in self._slot_of:
             del self._slots[BROUGHT_BY[part.kind], self._slot_of.pop(key)]
+
+    def _brought_by(self, free: Action) -> ActionKind:
+        """Return the kind of the action that brings what `free` frees; the backward may be a B or an I."""
+        kind = BROUGHT_BY[free.kind]
+        splits = any(
+            part.kind is K.BACKWARD_INPUT and (part.stage, part.microbatch) == (free.stage, free.microbatch)
+            for _, part in self._row
+        )
+        return K.BACKWARD_INPUT if kind is K.BACKWARD and splits else kind
 
     def _stage_level(self, loc: ActionLocation, part: Action) -> None:
         stage = part.stage
