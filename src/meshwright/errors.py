@@ -63,6 +63,10 @@ class ScheduleError(InputError):
     """A pipeline table that is malformed, computes something wrong, or deadlocks."""
 
 
+class CaptureError(InputError):
+    """A plan of CUDA graphs that would read or overwrite the wrong memory."""
+
+
 class DataError(InputError):
     """A data source that is missing, empty or too small."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import shutil
@@ -13,33 +12,30 @@ from typing import Annotated, TextIO
 import typer
 
 from meshwright.cli.colors import paint
+from meshwright.cli.draw_capture import capture
 from meshwright.cli.draw_drift import drift
 from meshwright.cli.draw_loss import loss
 from meshwright.cli.draw_reshard import reshard
-from meshwright.errors import InputError, ScheduleError
+from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
+from meshwright.errors import InputError
 from meshwright.figure import check_figure
 from meshwright.output_files import check_output, write_output
-from meshwright.pipeline import Costs, EdgeCosts, Schedule, generate, lower, simulate
+from meshwright.pipeline import Costs, EdgeCosts, Schedule, lower, simulate
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.draw import draw, text_timeline
-from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
-from meshwright.pipeline.verify import verify
 
-app = typer.Typer(help="Draw schedules, redistributions and losses.", no_args_is_help=True)
+app = typer.Typer(help="Draw schedules, CUDA graphs, redistributions and losses.", no_args_is_help=True)
+app.command("capture")(capture)
 app.command("drift")(drift)
 app.command("loss")(loss)
 app.command("reshard")(reshard)
 
-COMMAND_LINE = "command line"
 OFF_TERMINAL_COLUMNS = 100
-A_TABLE = "create one to start from: meshwright draw pipeline 1f1b --stages 4 --microbatches 8 --csv mine.csv"
-ALIASES = {"gpipe": "f-then-b", "zbv": "zb-v", "zbh1": "zb-h1", "dualpipe": "dualpipe-v"}
 BOX = re.compile(r"([FBIW])\1*[0-9 ]*|(·)+", re.IGNORECASE)
 STYLES = {"F": "bold", "B": "green", "I": "green", "W": "yellow", "·": "dim"}
 
-SCHEDULE_HELP = f"{', '.join(kind.value for kind in ScheduleKind)}, or a table's file (.csv, .json)."
 Time = Annotated[float, typer.Option(help="Time per stage and micro-batch; a chunk is a stage.")]
 TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - for stdout.")]
 
@@ -78,7 +74,7 @@ def pipeline(
     costs = _costs(
         {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "latency": latency}
     )
-    schedule = _schedule(source, stages, microbatches, chunks)
+    schedule = load_schedule(source, stages, microbatches, chunks, command="draw pipeline")
     simulation = simulate(schedule, costs)
     screen = sys.stderr if "-" in (csv, json) else sys.stdout
     title = _title(schedule, simulation)
@@ -111,74 +107,6 @@ def _costs(times: dict[str, float]) -> Costs:
         activation_bytes=1,  # makes peak memory a count of micro-batches
         edge=EdgeCosts(latency),
     )
-
-
-def _schedule(source: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    """Generate the named schedule, or read one from a file and verify it."""
-    if "/" in source or source.endswith((".csv", ".json")):
-        schedule = _read(Path(source))
-        asked = (("stages", stages, schedule.num_ranks, "ranks"),
-                 ("microbatches", microbatches, schedule.num_microbatches, "micro-batches"),
-                 ("chunks", chunks, schedule.num_chunks, "chunks"))  # fmt: skip
-        for option, wanted, actual, name in asked:
-            if wanted not in (None, actual):
-                raise ScheduleError(
-                    f"{source} has {actual} {name}, not {wanted}",
-                    where=source,
-                    rule=f"--{option} must match the file",
-                    fix=f"--{option} {actual}, or leave it out",
-                )
-        return schedule
-    name = source.lower().replace("_", "-")
-    names = [kind.value for kind in ScheduleKind]
-    if name not in names:
-        near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b")
-        raise ScheduleError(
-            f"unknown schedule {source!r}",
-            where=COMMAND_LINE,
-            rule=f"schedules are {', '.join(names)}; a file name has a / or ends with .csv or .json",
-            fix=near,
-        )
-    if stages is None or microbatches is None:
-        raise ScheduleError(
-            f"{name} needs the number of {'stages' if stages is None else 'micro-batches'}",
-            where=COMMAND_LINE,
-            rule="a schedule by name needs --stages and --microbatches",
-            fix=f"meshwright draw pipeline {name} --stages {stages or 4} --microbatches {microbatches or 8}",
-        )
-    try:
-        return generate(name, num_stages=stages, num_microbatches=microbatches, num_chunks=chunks)
-    except ScheduleError as error:
-        raise _located(error, f"{COMMAND_LINE}, {name}") from None
-
-
-def _read(path: Path) -> Schedule:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(
-            f"can't read {path}: {reason}",
-            where=str(path),
-            rule="a table file has the format of --csv or --json",
-            fix=A_TABLE,
-        ) from None
-    try:
-        if path.suffix == ".json":
-            schedule = Schedule.from_json(text, where=str(path))
-        else:
-            schedule = Schedule.from_csv(text, where=str(path), kind=path.stem)
-    except ScheduleError as error:
-        raise _located(error, error.where) from None
-    try:
-        verify(schedule)
-    except ScheduleError as error:
-        raise _located(error, f"{path}, {error.where}" if error.where else str(path)) from None
-    return schedule
-
-
-def _located(error: ScheduleError, where: str) -> ScheduleError:
-    return ScheduleError(error.what, where=where, rule=error.rule, fix=error.fix or A_TABLE)
 
 
 def _title(schedule: Schedule, simulation: Simulation) -> str:

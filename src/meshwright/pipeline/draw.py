@@ -6,7 +6,7 @@ figures of the same timeline are byte-identical, so that tests can check the fig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["draw", "draw_comparison", "text_timeline"]
 
 K = ActionKind
+HELD = (0.80, 0.83, 0.88)
 HALF_HEIGHT = 0.40
 """Height of each half of a row in a comparison."""
 
@@ -46,7 +47,15 @@ DIGIT = 0.64
 """Upper bound of the width-to-height ratio of a digit."""
 
 
-def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Schedule | None = None) -> None:
+def draw(
+    result: Simulation | Timeline,
+    path: Path,
+    *,
+    title: str,
+    schedule: Schedule | None = None,
+    rows: Sequence[str] = (),
+    held: Sequence[tuple[int, float, float]] = (),
+) -> None:
     """Write a figure of a timeline, as .svg or .png.
 
     Args:
@@ -54,13 +63,17 @@ def draw(result: Simulation | Timeline, path: Path, *, title: str, schedule: Sch
         path: path of the figure.
         title: headline on the first line, subtitle on any further lines.
         schedule: the table of the timeline, to frame overlapped pairs.
+        rows: names of the rows, if they aren't ranks.
+        held: rows and times at which a row is not free between its computations.
 
     Raises:
         InputError: the figure can't be written to `path`.
     """
     timeline = result.timeline if isinstance(result, Simulation) else result
     strip = _Strip("", -ROW_HEIGHT / 2, ROW_HEIGHT, place_boxes(timeline))
-    _TimelineFigure(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule)).write(path)
+    _TimelineFigure(timeline.num_ranks, (strip,), title, "time", _overlaps(schedule), tuple(rows), tuple(held)).write(
+        path
+    )
 
 
 def draw_comparison(
@@ -120,6 +133,8 @@ class _TimelineFigure:
     unit: str
     overlaps: dict[Action, Action]
     """Second action of each overlapped pair, keyed by the first."""
+    rows: tuple[str, ...] = ()
+    held: tuple[tuple[int, float, float], ...] = ()
 
     @cached_property
     def boxes(self) -> list[TimelineBox]:
@@ -166,7 +181,7 @@ def _render(content: _TimelineFigure) -> Figure:
     """Render the figure, in inches: wide enough for the numbers in the boxes but no wider than a screen."""
     from matplotlib.figure import Figure
 
-    left, right, top, bottom = 0.75, 0.25, 0.85, 0.95 if content.notes() else 0.72
+    left, right, top, bottom = 1.15 if content.rows else 0.75, 0.25, 0.85, 0.95 if content.notes() else 0.72
     axis_width = min(max(0.24 * content.end / content.short, 8.0), 32.0)
     axis_height = (0.44 if len(content.strips) == 1 else 0.66) * content.num_ranks
     width, height = axis_width + left + right, axis_height + top + bottom
@@ -175,7 +190,8 @@ def _render(content: _TimelineFigure) -> Figure:
     axes.set(xlim=(0, content.end), ylim=(content.num_ranks - 0.5, -0.5))
     _add_rows(axes, content)
     _add_boxes(axes, content, inches=axis_width / content.end)
-    axes.set_yticks(range(content.num_ranks), [f"rank {rank}" for rank in range(content.num_ranks)])
+    names = content.rows or [f"rank {rank}" for rank in range(content.num_ranks)]
+    axes.set_yticks(range(content.num_ranks), names)
     axes.tick_params(length=0, labelsize=8.5, labelcolor=INK)
     axes.tick_params(axis="x", length=3, color=GREY, labelcolor=GREY)
     axes.spines[["left", "top", "right", "bottom"]].set_visible(False)
@@ -197,6 +213,9 @@ def _add_rows(axes: Axes, content: _TimelineFigure) -> None:
     for strip in content.strips:
         for rank in range(content.num_ranks):
             axes.add_patch(Rectangle((0, rank + strip.top), strip.end, strip.height, facecolor=IDLE, linewidth=0))
+    for row, start, end in content.held:
+        corner = (start, row - ROW_HEIGHT / 2)
+        axes.add_patch(Rectangle(corner, end - start, ROW_HEIGHT, facecolor=HELD, linewidth=0))
     for first, second in content.pairs():
         corner, length = (first.start, first.top), second.end - first.start
         axes.add_patch(Rectangle(corner, length, first.height, fill=False, edgecolor=INK, linewidth=1.1, zorder=4))
@@ -239,7 +258,8 @@ def _add_legend(figure: Figure, content: _TimelineFigure, *, at: tuple[float, fl
     entries = [
         (tuple(Patch(facecolor=shade) for shade in shades[kind]), NAMES[kind]) for kind in COLORS if kind in present
     ]
-    entries.append(((Patch(facecolor=IDLE),), "idle"))
+    entries += [((Patch(facecolor=HELD),), "held")] if content.held else []
+    entries.append(((Patch(facecolor=IDLE),), "free" if content.held else "idle"))
     if any(content.pairs()):
         entries.append(((Patch(fill=False, edgecolor=INK, linewidth=1.1),), "overlapped pair"))
     handles, labels = zip(*entries, strict=True)

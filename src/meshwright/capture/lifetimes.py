@@ -1,0 +1,131 @@
+"""Lifetimes of the static tensors of a rank's captured layers. Torch-free.
+
+[Note: lifetimes] A layer's input and the gradient of its output are read by its backward and, if that is split, by its
+deferred weight gradients, whichever comes last. The input of a layer that follows another one is that layer's output,
+and its gradient that layer's gradient of the output, without copies. Everything else is read or written by eager code
+(the embedding, the loss, what stands between captured regions, the next stage), which may keep it for its own backward
+and weight gradients: it lives until the micro-batch is done in the chunk, and until it has been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.capture.coloring import Interval
+from meshwright.capture.events import Event
+from meshwright.capture.signature import Chunks, LayerSignature, TensorSignature
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, ActionKind
+from meshwright.pipeline.schedule_table import Schedule
+
+K = ActionKind
+
+
+class Role(StrEnum):
+    """What a static tensor is to its layer."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    """The output, and the input of a layer that follows."""
+    OUTPUT_GRADIENT = "gradient of the output"
+    INPUT_GRADIENT = "gradient of the input"
+    """The gradient of the input, and that of the output of the layer before it, if this one follows it."""
+    HANDED_OVER = "copy for the next stage"
+    """An output that leaves the chunk, copied because its layer may run again before the next stage is done with it."""
+    HANDED_BACK = "copy for the previous stage"
+    """The gradient of an input that leaves the chunk, copied for the same reason."""
+
+
+GRADIENTS = frozenset({Role.OUTPUT_GRADIENT, Role.INPUT_GRADIENT})
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A static tensor of one layer and micro-batch, from the event that writes it to the last that may read it."""
+
+    role: Role
+    stage: int
+    layer: int
+    microbatch: int
+    signature: TensorSignature
+    interval: Interval
+    leaves: Interval | None = None
+    """Time between the end of its computation and the last use outside the chunk, if it leaves the chunk."""
+
+
+class Lifetimes:
+    """Times of a rank's events, and what follows from them.
+
+    Args:
+        schedule: the lowered table of the events.
+        events: events of the rank.
+        chunks: captured layers of each stage on the rank.
+    """
+
+    def __init__(self, schedule: Schedule, events: Sequence[Event], chunks: Chunks) -> None:
+        self._schedule, self._chunks = schedule, chunks
+        self._at: Mapping[tuple[ActionKind, int, int, int | None], Event] = {
+            (e.kind, e.stage, e.microbatch, e.layer): e for e in events
+        }
+        self._starts: dict[tuple[int, int], int] = {}
+        self._done: dict[tuple[int, int], int] = {}
+        for event in events:
+            if event.kind in COMPUTE:
+                key = (event.stage, event.microbatch)
+                self._starts.setdefault(key, event.begin)
+                self._done[key] = max(self._done.get(key, 0), event.end)
+
+    def microbatches(self) -> dict[tuple[int, int], Interval]:
+        """Return for each stage and micro-batch the time from its first computation to its last."""
+        return {key: (begin, self._done[key]) for key, begin in self._starts.items()}
+
+    def tensors(self) -> Iterator[Lifetime]:
+        """Yield the static tensors of all layers and micro-batches."""
+        for stage, microbatch in self._starts:
+            for layer, signature in enumerate(self._chunks[stage]):
+                yield from self._of_layer(stage, microbatch, layer, signature)
+
+    def _of_layer(self, stage: int, m: int, layer: int, own: LayerSignature) -> Iterator[Lifetime]:
+        layers = self._chunks[stage]
+        forward, last = self._at[K.FORWARD, stage, m, layer], self._last_use(stage, m, layer)
+        backward = self._backward(stage, m, layer)
+        done = self._done[stage, m]
+        is_last, follows = layer == len(layers) - 1, follows_another(layers, layer)
+        is_followed = not is_last and follows_another(layers, layer + 1)
+        if not follows:
+            yield Lifetime(Role.INPUT, stage, layer, m, own.input, (forward.begin, last))
+
+        end = self._last_use(stage, m, layer + 1) if is_followed else done
+        leaves = None
+        if is_last and stage < self._schedule.num_stages - 1:
+            leaves = (forward.begin, max(done, self._outside(K.FREE_OUTPUT, stage, stage + 1, m)))
+        end = max(end, last if own.saves_output else end)
+        yield Lifetime(Role.OUTPUT, stage, layer, m, own.output, (forward.begin, end), leaves)
+        if backward is None:
+            return
+        if not is_followed:
+            yield Lifetime(Role.OUTPUT_GRADIENT, stage, layer, m, own.output, (backward.begin, last))
+        end, leaves = self._last_use(stage, m, layer - 1) if follows else done, None
+        if layer == 0 and stage > 0:
+            leaves = (backward.begin, max(done, self._outside(K.FREE_INPUT_GRADIENT, stage, stage - 1, m)))
+        yield Lifetime(Role.INPUT_GRADIENT, stage, layer, m, own.input, (backward.begin, end), leaves)
+
+    def _backward(self, stage: int, m: int, layer: int) -> Event | None:
+        found = (self._at.get((kind, stage, m, layer)) for kind in BACKWARDS)
+        return next((event for event in found if event is not None), None)
+
+    def _last_use(self, stage: int, m: int, layer: int) -> int:
+        """Return when a layer last computes: in its backward, or its deferred weight gradients."""
+        kinds = (K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT)
+        return max(event.end for kind in kinds if (event := self._at.get((kind, stage, m, layer))) is not None)
+
+    def _outside(self, free: ActionKind, stage: int, other: int, m: int) -> int:
+        """Return when a tensor that leaves the chunk has been sent, or the other chunk on this rank is done with it."""
+        freed = self._at.get((free, stage, m, None))
+        return freed.end if freed is not None else self._done.get((other, m), 0)
+
+
+def follows_another(layers: Sequence[LayerSignature], layer: int) -> bool:
+    """Return whether a layer reads the output of the layer before it as it is."""
+    return layer > 0 and layers[layer].follows and layers[layer].input == layers[layer - 1].output

@@ -1,0 +1,101 @@
+"""What a capture plan knows of the captured layers: shapes, bytes, and how they follow each other. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.errors import InputError
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """Shape, dtype and device of a static tensor. Only tensors with equal signatures share memory.
+
+    Raises:
+        InputError: the dtype is unknown.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise InputError(
+                f"unknown dtype {self.dtype!r}",
+                where="TensorSignature.dtype",
+                rule=f"dtypes are {', '.join(ITEM_BYTES)}",
+                fix="bfloat16",
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{'×'.join(map(str, self.shape))} {self.dtype} on {self.device}"
+
+
+@dataclass(frozen=True)
+class LayerSignature:
+    """What the plan knows of a captured layer, or of a region of one."""
+
+    input: TensorSignature
+    output: TensorSignature
+    follows: bool = True
+    """Whether the layer reads the output of the captured layer before it as it is. False if eager code stands between
+    them, which may change the tensor or keep it for its own backward. Ignored for the first layer of a chunk."""
+    saves_output: bool = True
+    """Whether the layer's backward may read its output. True is always safe."""
+    saved_bytes: int = 0
+    """Memory that the forward leaves to the backward, without input and output."""
+    temporary_bytes: int = 0
+    """Memory that a forward or backward needs besides while it runs."""
+
+
+Chunks = dict[int, tuple[LayerSignature, ...]]
+"""Captured layers of each stage on a rank, in the order in which they run."""
+
+
+def chunks_of(
+    stages: Sequence[int],
+    layers_per_chunk: int | Sequence[int],
+    signatures: LayerSignature | Sequence[Sequence[LayerSignature]],
+) -> Chunks:
+    """Return the captured layers of a rank's stages.
+
+    Args:
+        stages: stages of the rank, in model order.
+        layers_per_chunk: number of captured layers of each of these stages, or of each if it is one number.
+        signatures: signature of all layers, or those of each stage's layers.
+
+    Raises:
+        InputError: the numbers don't agree.
+    """
+    counts = [layers_per_chunk] * len(stages) if isinstance(layers_per_chunk, int) else list(layers_per_chunk)
+    if len(counts) != len(stages) or min(counts, default=0) < 0:
+        raise InputError(
+            f"layers_per_chunk = {tuple(counts)} for a rank with {len(stages)} stages",
+            where="plan_capture, layers_per_chunk",
+            rule="one number of layers, at least 0, for each stage of the rank",
+            fix=f"layers_per_chunk={(1,) * len(stages)}",
+        )
+    if isinstance(signatures, LayerSignature):
+        return {stage: (signatures,) * count for stage, count in zip(stages, counts, strict=True)}
+    given = [len(own) for own in signatures]
+    if given != counts:
+        raise InputError(
+            f"signatures for {given} layers, where the stages have {counts}",
+            where="plan_capture, signatures",
+            rule="one signature per captured layer of each stage",
+            fix=f"layers_per_chunk={tuple(given)}",
+        )
+    return {stage: tuple(own) for stage, own in zip(stages, signatures, strict=True)}
