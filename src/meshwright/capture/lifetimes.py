@@ -4,7 +4,8 @@
 deferred weight gradients, whichever comes last. The input of a layer that follows another one is that layer's output,
 and its gradient that layer's gradient of the output, without copies. Everything else is read or written by eager code
 (the embedding, the loss, what stands between captured regions, the next stage), which may keep it for its own backward
-and weight gradients: it lives until the micro-batch is done in the chunk, and until it has been sent.
+and weight gradients: it lives until the micro-batch is done in the chunk, and until it has been sent. So do further
+arguments and results of a layer, and their gradients. An argument that several layers take is one tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from meshwright.capture.coloring import Interval
 from meshwright.capture.events import Event
@@ -38,6 +40,23 @@ class Role(StrEnum):
 
 
 GRADIENTS = frozenset({Role.OUTPUT_GRADIENT, Role.INPUT_GRADIENT})
+COPIES = frozenset({Role.HANDED_OVER, Role.HANDED_BACK})
+"""Written by no graph, so that each micro-batch may have its own."""
+
+
+class Content(NamedTuple):
+    """A tensor of one layer and micro-batch: what a static tensor holds at a time."""
+
+    role: Role
+    stage: int
+    layer: int
+    microbatch: int
+    index: int = 0
+    """0 for the layer's input and output; else the number of an argument, or the position of a further result."""
+
+    def __str__(self) -> str:
+        which = f" (number {self.index})" if self.index else ""
+        return f"the {self.role}{which} of layer {self.layer}, stage {self.stage}, micro-batch {self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,8 @@ class Lifetime:
     microbatch: int
     signature: TensorSignature
     interval: Interval
+    index: int = 0
+    """0 for the layer's input and output; else the number of an argument, or the position of a further result."""
     leaves: Interval | None = None
     """Time between the end of its computation and the last use outside the chunk, if it leaves the chunk."""
 
@@ -85,6 +106,7 @@ class Lifetimes:
         for stage, microbatch in self._starts:
             for layer, signature in enumerate(self._chunks[stage]):
                 yield from self._of_layer(stage, microbatch, layer, signature)
+                yield from self._besides(stage, microbatch, layer, signature)
 
     def _of_layer(self, stage: int, m: int, layer: int, own: LayerSignature) -> Iterator[Lifetime]:
         layers = self._chunks[stage]
@@ -101,7 +123,7 @@ class Lifetimes:
         if is_last and stage < self._schedule.num_stages - 1:
             leaves = (forward.begin, max(done, self._outside(K.FREE_OUTPUT, stage, stage + 1, m)))
         end = max(end, last if own.saves_output else end)
-        yield Lifetime(Role.OUTPUT, stage, layer, m, own.output, (forward.begin, end), leaves)
+        yield Lifetime(Role.OUTPUT, stage, layer, m, own.output, (forward.begin, end), leaves=leaves)
         if backward is None:
             return
         if not is_followed:
@@ -109,7 +131,22 @@ class Lifetimes:
         end, leaves = self._last_use(stage, m, layer - 1) if follows else done, None
         if layer == 0 and stage > 0:
             leaves = (backward.begin, max(done, self._outside(K.FREE_INPUT_GRADIENT, stage, stage - 1, m)))
-        yield Lifetime(Role.INPUT_GRADIENT, stage, layer, m, own.input, (backward.begin, end), leaves)
+        yield Lifetime(Role.INPUT_GRADIENT, stage, layer, m, own.input, (backward.begin, end), leaves=leaves)
+
+    def _besides(self, stage: int, m: int, layer: int, own: LayerSignature) -> Iterator[Lifetime]:
+        """Yield the lifetimes of further arguments and results, and of their gradients."""
+        begin, done = self._at[K.FORWARD, stage, m, layer].begin, self._done[stage, m]
+        backward = self._backward(stage, m, layer)
+        for one in own.arguments:
+            if first_with(self._chunks[stage], one.number) == layer:
+                yield Lifetime(Role.INPUT, stage, layer, m, one.tensor, (begin, done), one.number)
+            if one.has_gradient and backward is not None:
+                interval = (backward.begin, done)
+                yield Lifetime(Role.INPUT_GRADIENT, stage, layer, m, one.tensor, interval, one.number)
+        for index, result in enumerate(own.results, 1):
+            yield Lifetime(Role.OUTPUT, stage, layer, m, result.tensor, (begin, done), index)
+            if result.has_gradient and backward is not None:
+                yield Lifetime(Role.OUTPUT_GRADIENT, stage, layer, m, result.tensor, (backward.begin, done), index)
 
     def _backward(self, stage: int, m: int, layer: int) -> Event | None:
         found = (self._at.get((kind, stage, m, layer)) for kind in BACKWARDS)
@@ -129,3 +166,8 @@ class Lifetimes:
 def follows_another(layers: Sequence[LayerSignature], layer: int) -> bool:
     """Return whether a layer reads the output of the layer before it as it is."""
     return layer > 0 and layers[layer].follows and layers[layer].input == layers[layer - 1].output
+
+
+def first_with(layers: Sequence[LayerSignature], argument: int) -> int:
+    """Return the first layer of a chunk that takes an argument, by the argument's number."""
+    return next(at for at, layer in enumerate(layers) if any(one.number == argument for one in layer.arguments))

@@ -28,7 +28,7 @@ from meshwright.pipeline.actions import COMPUTE, ActionKind
 from meshwright.pipeline.schedule_table import Schedule
 
 K = ActionKind
-FORMAT = "meshwright capture plan 1"
+FORMAT = "meshwright capture plan 2"
 
 
 class CaptureMode(StrEnum):
@@ -50,6 +50,8 @@ class StaticTensor:
     role: Role
     stage: int
     layer: int
+    index: int
+    """0 for the layer's input and output; else the number of an argument, or the position of a further result."""
     instance: int
     """Slot or micro-batch; always the micro-batch of copies for other stages, which no graph writes."""
     buffer: int
@@ -203,8 +205,8 @@ def _mode(name: str) -> CaptureMode:
 
 Instances = dict[int, tuple[int, ...]]
 """Instance of the graphs that each micro-batch replays, by stage."""
-Owner = tuple[Role, int, int, int]
-"""Role, stage, layer and instance of a static tensor."""
+Owner = tuple[Role, int, int, int, int]
+"""Role, stage, layer, index and instance of a static tensor."""
 
 
 def _slots(lifetimes: Lifetimes, chunks: Chunks, num_microbatches: int) -> Instances:
@@ -220,19 +222,19 @@ def _owned(tensors: Iterable[Lifetime], instances: Instances) -> dict[Owner, lis
     """
     groups: dict[Owner, list[Lifetime]] = defaultdict(list)
     for one in tensors:
-        groups[one.role, one.stage, one.layer, instances[one.stage][one.microbatch]].append(one)
-    copied = {owner[:3] for owner, group in groups.items() if overlaps_itself([_whole(one) for one in group])}
+        groups[one.role, one.stage, one.layer, one.index, instances[one.stage][one.microbatch]].append(one)
+    copied = {owner[:4] for owner, group in groups.items() if overlaps_itself([_whole(one) for one in group])}
     found: dict[Owner, list[Lifetime]] = {}
     for owner, group in groups.items():
-        role, stage, layer, _ = owner
-        if owner[:3] not in copied:
+        role, stage, layer, index, _ = owner
+        if owner[:4] not in copied:
             found[owner] = [_with_interval(one, one.role, _whole(one)) for one in group]
             continue
         found[owner] = group
         copy = Role.HANDED_OVER if role is Role.OUTPUT else Role.HANDED_BACK
         for one in group:
             assert one.leaves is not None, "a tensor that stays in its chunk is dead before its slot is used again"
-            found[copy, stage, layer, one.microbatch] = [_with_interval(one, copy, one.leaves)]
+            found[copy, stage, layer, index, one.microbatch] = [_with_interval(one, copy, one.leaves)]
     return found
 
 
@@ -241,7 +243,7 @@ def _whole(one: Lifetime) -> Interval:
 
 
 def _with_interval(one: Lifetime, role: Role, interval: Interval) -> Lifetime:
-    return Lifetime(role, one.stage, one.layer, one.microbatch, one.signature, interval)
+    return Lifetime(role, one.stage, one.layer, one.microbatch, one.signature, interval, one.index)
 
 
 def _place(

@@ -45,6 +45,24 @@ class TensorSignature:
 
 
 @dataclass(frozen=True)
+class ArgumentSignature:
+    """A tensor besides the input that changes with the micro-batch, such as a condition or positions."""
+
+    tensor: TensorSignature
+    number: int
+    """Number among the arguments of its chunk, at least 1; layers that take the same tensor give the same number."""
+    has_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class ResultSignature:
+    """A tensor that a layer returns besides its output."""
+
+    tensor: TensorSignature
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
 class LayerSignature:
     """What the plan knows of a captured layer, or of a region of one."""
 
@@ -59,6 +77,8 @@ class LayerSignature:
     """Memory that the forward leaves to the backward, without input and output."""
     temporary_bytes: int = 0
     """Memory that a forward or backward needs besides while it runs."""
+    arguments: tuple[ArgumentSignature, ...] = ()
+    results: tuple[ResultSignature, ...] = ()
 
 
 Chunks = dict[int, tuple[LayerSignature, ...]]

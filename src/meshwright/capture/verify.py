@@ -15,30 +15,19 @@ from itertools import groupby
 from typing import NamedTuple
 
 from meshwright.capture.events import Event
-from meshwright.capture.lifetimes import Role, follows_another
-from meshwright.capture.plan import CaptureMode, CapturePlan, StaticTensor
+from meshwright.capture.lifetimes import COPIES, Content, Role, first_with, follows_another
+from meshwright.capture.plan import CaptureMode, CapturePlan
+from meshwright.capture.signature import LayerSignature, TensorSignature
 from meshwright.errors import CaptureError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, ActionKind
 
 K = ActionKind
 
 
-class Tensor(NamedTuple):
-    """A static tensor of a micro-batch."""
-
-    role: Role
-    stage: int
-    layer: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"the {self.role} of layer {self.layer}, stage {self.stage}, micro-batch {self.microbatch}"
-
-
 class Access(NamedTuple):
     """A read or write of a tensor."""
 
-    tensor: Tensor
+    tensor: Content
     writes: bool
 
 
@@ -58,9 +47,9 @@ class _Paper:
     def __init__(self, plan: CapturePlan) -> None:
         self._plan, self._chunks, self._slots = plan, dict(plan.chunks), dict(plan.slots)
         self._by_slot = plan.mode is CaptureMode.SLOT
-        self._buffer = {(one.role, one.stage, one.layer, one.instance): one.buffer for one in plan.tensors}
-        self._copied = {(one.role, one.stage) for one in plan.tensors if one.role in _COPIES}
-        self._held: dict[int, tuple[Tensor, Event]] = {}
+        self._buffer = {(one.role, one.stage, one.layer, one.index, one.instance): one.buffer for one in plan.tensors}
+        self._copied = {(one.role, one.stage) for one in plan.tensors if one.role in COPIES}
+        self._held: dict[int, tuple[Content, Event]] = {}
         self._occupied: dict[tuple[int, int], int] = {}
         computations = [event for event in plan.events if event.kind in COMPUTE]
         self._first = {(e.stage, e.microbatch): e for e in reversed(computations)}
@@ -81,18 +70,18 @@ class _Paper:
     def _instance(self, stage: int, microbatch: int) -> int:
         return self._slots[stage][microbatch] if self._by_slot else microbatch
 
-    def _place(self, event: Event, tensor: Tensor) -> int:
-        role, stage, layer, m = tensor
-        owner = StaticTensor(role, stage, layer, m if role in _COPIES else self._instance(stage, m), -1)
-        buffer = self._buffer.get((owner.role, owner.stage, owner.layer, owner.instance))
+    def _place(self, event: Event, tensor: Content) -> int:
+        role, stage, layer, m, index = tensor
+        instance = m if role in COPIES else self._instance(stage, m)
+        buffer = self._buffer.get((role, stage, layer, index, instance))
         if buffer is None:
             raise _error(f"{tensor} has no memory", event, "every static tensor has a buffer")
         return buffer
 
-    def _write(self, event: Event, tensor: Tensor) -> None:
+    def _write(self, event: Event, tensor: Content) -> None:
         self._held[self._place(event, tensor)] = (tensor, event)
 
-    def _read(self, event: Event, tensor: Tensor) -> None:
+    def _read(self, event: Event, tensor: Content) -> None:
         buffer = self._place(event, tensor)
         found = self._held.get(buffer)
         if found is None:
@@ -164,29 +153,39 @@ class _Paper:
         layers = self._chunks[stage]
         follows = follows_another(layers, layer)
         is_followed = layer + 1 < len(layers) and follows_another(layers, layer + 1)
-        source = Tensor(Role.OUTPUT, stage, layer - 1, m) if follows else Tensor(Role.INPUT, stage, layer, m)
-        output = Tensor(Role.OUTPUT, stage, layer, m)
+        source = Content(Role.OUTPUT, stage, layer - 1, m) if follows else Content(Role.INPUT, stage, layer, m)
+        output = Content(Role.OUTPUT, stage, layer, m)
         gradient = (
-            Tensor(Role.INPUT_GRADIENT, stage, layer + 1, m)
+            Content(Role.INPUT_GRADIENT, stage, layer + 1, m)
             if is_followed
-            else Tensor(Role.OUTPUT_GRADIENT, stage, layer, m)
+            else Content(Role.OUTPUT_GRADIENT, stage, layer, m)
         )
+        others = [Content(Role.INPUT, stage, first_with(layers, a.number), m, a.number) for a in layers[layer].arguments]
         if event.kind is K.FORWARD:
+            yield from (Access(other, writes=True) for other in others if other.layer == layer)
             if not follows:
                 yield Access(source, writes=True)
-            yield Access(source, writes=False)
-            yield Access(output, writes=True)
-            yield Access(source, writes=False)  # an output in the memory of the input would have overwritten it
+            yield from (Access(tensor, writes=False) for tensor in (source, *others))
+            for index in range(1 + len(layers[layer].results)):
+                yield Access(output._replace(index=index), writes=True)
+            # An output in the memory of an input would have overwritten it.
+            yield from (Access(tensor, writes=False) for tensor in (source, *others))
             if layer == len(layers) - 1 and (Role.HANDED_OVER, stage) in self._copied:
                 yield Access(output, writes=False)
                 yield Access(self._handed_over(stage, m), writes=True)
             return
-        if event.kind in BACKWARDS and not is_followed:
-            yield Access(gradient, writes=True)
-        reads = [source, gradient, *([output] if layers[layer].saves_output else [])]
+        given = [gradient._replace(role=Role.OUTPUT_GRADIENT, layer=layer, index=index)
+                 for index, one in enumerate(layers[layer].results, 1) if one.has_gradient]  # fmt: skip
+        if event.kind in BACKWARDS:
+            yield from (Access(one, writes=True) for one in ([] if is_followed else [gradient]) + given)
+        saved = [output._replace(index=index) for index in range(1 + len(layers[layer].results))]
+        reads = [source, gradient, *others, *given, *(saved if layers[layer].saves_output else [])]
         yield from (Access(tensor, writes=False) for tensor in reads)
         if event.kind in BACKWARDS:
-            yield Access(Tensor(Role.INPUT_GRADIENT, stage, layer, m), writes=True)
+            found = Content(Role.INPUT_GRADIENT, stage, layer, m)
+            yield Access(found, writes=True)
+            own = (found._replace(index=a.number) for a in layers[layer].arguments if a.has_gradient)
+            yield from (Access(one, writes=True) for one in own)
             yield from (Access(tensor, writes=False) for tensor in reads)
             if layer == 0 and (Role.HANDED_BACK, stage) in self._copied:
                 yield Access(self._handed_back(stage, m), writes=True)
@@ -196,23 +195,25 @@ class _Paper:
         has_backward = self._done[stage, m].kind is not K.FORWARD
         for layer in range(len(layers)):
             if layer + 1 == len(layers) or not follows_another(layers, layer + 1):
-                yield Access(Tensor(Role.OUTPUT, stage, layer, m), writes=False)
+                yield Access(Content(Role.OUTPUT, stage, layer, m), writes=False)
+            for index in range(1, 1 + len(layers[layer].results)):
+                yield Access(Content(Role.OUTPUT, stage, layer, m, index), writes=False)
+            for number in (a.number for a in layers[layer].arguments if a.has_gradient and has_backward):
+                yield Access(Content(Role.INPUT_GRADIENT, stage, layer, m, number), writes=False)
             if has_backward and not follows_another(layers, layer):
-                yield Access(Tensor(Role.INPUT_GRADIENT, stage, layer, m), writes=False)
+                yield Access(Content(Role.INPUT_GRADIENT, stage, layer, m), writes=False)
 
-    def _handed_over(self, stage: int, m: int) -> Tensor:
+    def _handed_over(self, stage: int, m: int) -> Content:
         role = Role.HANDED_OVER if (Role.HANDED_OVER, stage) in self._copied else Role.OUTPUT
-        return Tensor(role, stage, len(self._chunks[stage]) - 1, m)
+        return Content(role, stage, len(self._chunks[stage]) - 1, m)
 
-    def _handed_back(self, stage: int, m: int) -> Tensor:
+    def _handed_back(self, stage: int, m: int) -> Content:
         role = Role.HANDED_BACK if (Role.HANDED_BACK, stage) in self._copied else Role.INPUT_GRADIENT
-        return Tensor(role, stage, 0, m)
+        return Content(role, stage, 0, m)
 
     def _check_signatures(self) -> None:
         for one in self._plan.tensors:
-            layer = self._chunks[one.stage][one.layer]
-            is_output = one.role in (Role.OUTPUT, Role.OUTPUT_GRADIENT, Role.HANDED_OVER)
-            expected = layer.output if is_output else layer.input
+            expected = _signature(self._chunks[one.stage][one.layer], one.role, one.index)
             if self._plan.buffers[one.buffer] != expected:
                 raise CaptureError(
                     f"buffer {one.buffer} is {self._plan.buffers[one.buffer]}, but the {one.role} of layer "
@@ -258,7 +259,10 @@ class _Paper:
                 )
 
 
-_COPIES = (Role.HANDED_OVER, Role.HANDED_BACK)
+def _signature(layer: LayerSignature, role: Role, index: int) -> TensorSignature:
+    if role in (Role.OUTPUT, Role.OUTPUT_GRADIENT, Role.HANDED_OVER):
+        return layer.results[index - 1].tensor if index else layer.output
+    return next(one.tensor for one in layer.arguments if one.number == index) if index else layer.input
 
 
 def _error(what: str, event: Event, rule: str) -> CaptureError:

@@ -161,6 +161,27 @@ class RecomputeConfig(Section):
     )
 
 
+class CaptureConfig(Section):
+    """CUDA graphs of parts of each block."""
+
+    scope: Names = Field(
+        (),
+        description="parts of each block to capture: layer, attention, mlp, moe_router, moe, or globs over the names "
+        "of its modules, such as 'attention.w*'; nothing by default",
+    )
+    mode: Literal["slot", "per_microbatch"] = Field(
+        "slot",
+        description="slot has the graphs of each layer once per micro-batch in flight; per_microbatch once per "
+        "micro-batch, in one memory pool",
+    )
+    backend: Literal["auto", "cuda", "simulate"] = Field(
+        "auto",
+        description="cuda captures graphs; simulate runs operations eagerly in memory laid out as graphs would have "
+        "it, on any device; auto is cuda on CUDA devices, else simulate",
+    )
+    strict: bool = Field(False, description="end the run if anything that capture.scope asks for can't be captured")
+
+
 class CommConfig(Section):
     """Compression of gradients and weights sent over dp_replicate and dp_shard."""
 
@@ -210,6 +231,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    capture: CaptureConfig = CaptureConfig()
     comm: CommConfig = CommConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -254,5 +276,5 @@ def _restored(kind: str, text: str) -> RunConfig:
     return run_type(kind).model_validate_json(text)
 
 
-PLANNED_SECTIONS = ("capture", "attention")
+PLANNED_SECTIONS = ("attention",)
 """Sections for features that are not implemented yet, to give a better error than `unknown key`."""

@@ -18,7 +18,8 @@ class DeferredGradient(NamedTuple):
     """A parameter's gradient, to be computed later as `compute(*tensors)`."""
 
     parameter: nn.Parameter
-    compute: Callable[..., Tensor]
+    compute: Callable[..., Tensor | None]
+    """Returns the gradient, or None after it has accumulated the gradient itself."""
     tensors: tuple[Tensor, ...]
 
 
@@ -46,7 +47,7 @@ class WeightGradStore:
         """True while backward passes should defer their weight gradients."""
         self._deferred: list[DeferredGradient] = []
 
-    def put(self, parameter: nn.Parameter, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
+    def put(self, parameter: nn.Parameter, compute: Callable[..., Tensor | None], *tensors: Tensor) -> None:
         """Store a gradient to be computed later.
 
         Args:
@@ -110,6 +111,8 @@ def compute_deferred(deferred: Iterable[DeferredGradient]) -> None:
     """Compute the deferred gradients in order and accumulate them into `.grad`."""
     for parameter, compute, tensors in deferred:
         gradient = compute(*tensors)
+        if gradient is None:
+            continue
         if parameter.grad is None:
             parameter.grad = gradient
         else:

@@ -28,6 +28,14 @@ class StepHandle(nn.Module):
         """Drop the contributions of this step's forwards."""
         raise NotImplementedError
 
+    def take_contribution(self) -> Tensor | None:
+        """Return and clear what this step's forwards contributed; None if they contributed nothing."""
+        return None
+
+    def add_contribution(self, contribution: Tensor) -> None:
+        """Add what another forward contributed, as returned by `take_contribution`."""
+        raise NotImplementedError
+
     def _trains(self) -> bool:
         """Return True if a backward will follow."""
         return self.training and torch.is_grad_enabled()
@@ -78,8 +86,7 @@ class AuxiliaryLoss(StepHandle):
         factor = self.weight * self.scale
         if not self.recomputing:
             wide = torch.promote_types(loss_sum.dtype, torch.float32)
-            value = loss_sum.detach().to(wide) * factor
-            self._sum = value if self._sum is None else self._sum + value
+            self.add_contribution(loss_sum.detach().to(wide) * factor)
         if not loss_sum.requires_grad:
             return x
         out: Tensor = _AddGradient.apply(x, loss_sum, factor)  # type: ignore[no-untyped-call]
@@ -89,6 +96,14 @@ class AuxiliaryLoss(StepHandle):
         """Return and clear the sum of `weight × scale × loss_sum`, in float32 or wider; None if nothing was added."""
         value, self._sum = self._sum, None
         return value
+
+    def take_contribution(self) -> Tensor | None:
+        """Return and clear the sum, as `take` does."""
+        return self.take()
+
+    def add_contribution(self, contribution: Tensor) -> None:
+        """Add to the sum."""
+        self._sum = contribution if self._sum is None else self._sum + contribution
 
     def discard(self) -> None:
         """Drop the sum."""
@@ -116,9 +131,18 @@ class StepBuffer(StepHandle):
         """Add this micro-batch's contribution; ignored outside training and in a recomputed forward."""
         self._check(delta)
         if self._trains() and not self.recomputing:
-            with torch.no_grad():
-                pending = torch.zeros_like(self.value) if self._pending is None else self._pending
-                self._pending = pending.add_(delta.detach())
+            self.add_contribution(delta)
+
+    @torch.no_grad()
+    def add_contribution(self, contribution: Tensor) -> None:
+        """Add to the contributions, whatever the mode."""
+        pending = torch.zeros_like(self.value) if self._pending is None else self._pending
+        self._pending = pending.add_(contribution.detach())
+
+    def take_contribution(self) -> Tensor | None:
+        """Return and clear the sum of this rank's contributions."""
+        pending, self._pending = self._pending, None
+        return pending
 
     @torch.no_grad()
     def pending(self) -> Tensor:

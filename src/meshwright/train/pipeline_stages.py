@@ -47,6 +47,8 @@ class ModelStage(ExecutableStage):
         self._module, self._is_last = part.module, part.part.is_last
         self._run = job.family.run
         self._feed, self._shared, self._tokens = feed, shared, tokens
+        self.microbatch = 0
+        """Number of the micro-batch whose forward runs, or ran last."""
         self._has_backward = True
         means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
@@ -59,6 +61,7 @@ class ModelStage(ExecutableStage):
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """Return the activations [b, t, d], or the loss if this is the last stage."""
+        self.microbatch = microbatch
         batch = self._tokens.localize(self._feed.batch(microbatch))
         out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
@@ -106,10 +109,10 @@ class Pipeline:
         self._channels = _open_channels(job)
         self.shared = _shared_gradients(job)
         self.tokens = TokenShards(job.plan, job.mesh, job.context.rank)
-        self._stages = {
+        self.stages = {
             stage: ModelStage(job, part, self.feed, self.shared, self.tokens) for stage, part in job.parts().items()
         }
-        self.overlaps = any(stage.overlaps for stage in self._stages.values())
+        self.overlaps = any(stage.overlaps for stage in self.stages.values())
         """Whether overlapped pairs of the schedule overlap on this rank; otherwise they run one after the other."""
 
     def executor(self, schedule: Schedule, *, batch_size: int) -> Executor:
@@ -130,7 +133,7 @@ class Pipeline:
         return Executor(
             schedule,
             rank=job.pipeline_rank,
-            stages=self._stages,
+            stages=self.stages,
             channels=self._channels,
             buffers=buffers,
             post=job.context.post_action,

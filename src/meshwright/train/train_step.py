@@ -21,6 +21,7 @@ from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Task
 from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build_job import Job
+from meshwright.train.graph_capture import capture_session
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
@@ -79,6 +80,8 @@ class TrainStep:
         """Timeline of the last step, if it was traced."""
         # Looked up at each step: a fault injected into a proof replaces `samples`.
         self._batches = TrainingBatches(job, task, lambda step: self.samples(step))
+        self.capture = capture_session(job, self.pipeline)
+        """Capture of CUDA graphs; None if the configuration captures nothing."""
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
 
     def __call__(self, step: int) -> StepResult:
@@ -142,11 +145,15 @@ class TrainStep:
             return loss
 
         self.pipeline.feed.batch, self.pipeline.feed.finish = self._batches.of_step(step), finish
+        if self.capture is not None:
+            self.capture.begin_step()
         with vocab_context(job):
             if train.trace and step == train.steps:
                 self.timeline = run_traced(self._executor, job)
             else:
                 self._executor.run()
+        if self.capture is not None:
+            self.capture.end_step()
         losses += self._handles.auxiliary_losses()
         # Only ranks in the last stage have task losses; their sum over all ranks is the batch loss.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)

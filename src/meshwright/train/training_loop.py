@@ -79,6 +79,9 @@ class Trainer:
                     result = self._step(step)
                 seconds = time.perf_counter() - begin
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
+                if step == steps.start and self._step.capture is not None:
+                    for note in self._step.capture.notes():
+                        self._reporter.note(note)
                 if recorder is not None:
                     recorder.record(result, seconds, validation, self._step.expert_counts())
                 self._track_finite(result, validation)

@@ -1,0 +1,1 @@
+"""Run captured layers as planned: backends, static memory, weights and gradients at fixed addresses."""

@@ -1,0 +1,84 @@
+"""Interface of a backend: the graphs of one layer, captured and replayed.
+
+A backend knows how a graph is captured and replayed, and nothing of which micro-batch or buffer it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from meshwright.capture.run.call import rebuild
+from meshwright.capture.run.observe import Observation
+from meshwright.capture.run.static_tensors import Static
+from meshwright.capture.run.static_weights import StaticWeights
+from meshwright.capture.run.weight_gradients import WeightGradients
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.step_handles import StepHandle
+
+
+@dataclass(frozen=True)
+class CapturedLayer:
+    """A layer to capture."""
+
+    stage: int
+    number: int
+    """Number among the captured layers of its chunk."""
+    name: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    """The module's forward."""
+    observed: Observation
+    weights: StaticWeights
+    gradients: WeightGradients
+    store: WeightGradStore | None
+    """Store of deferred weight gradients of its stage, if backwards are split."""
+
+    @property
+    def handles(self) -> list[StepHandle]:
+        """Step handles in the layer, whose contributions are results of its graphs."""
+        return [one for one in self.module.modules() if isinstance(one, StepHandle)]
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the forward on the tensors among its arguments."""
+        args, named = rebuild(self.observed.arguments, tensors)
+        return self.forward(*args, **named)
+
+
+class LayerGraphs(Protocol):
+    """Graphs of one layer and instance: forward, backward, and deferred weight gradients.
+
+    Capturing is a first call of each, on any values.
+    """
+
+    contributions: Mapping[StepHandle, Tensor]
+    """What the layer's step handles got in the last forward."""
+
+    def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
+        """Run the forward.
+
+        Args:
+            inputs: the input and the arguments.
+            outputs: the output and the further results.
+        """
+
+    def backward(self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool) -> None:
+        """Run the backward, and store weight gradients.
+
+        Args:
+            gradients: gradients of the output and the further results; None for those that have none.
+            found: gradients of the input and the arguments; None for those that have none.
+            defers: leave weight gradients to `weights`.
+        """
+
+    def deferred(self) -> list[int]:
+        """Return the positions of the trained weights whose gradients the backward has deferred, in its order."""
+
+    def weights(self) -> None:
+        """Compute and store the deferred weight gradients."""
+
+    def finish(self) -> None:
+        """End the micro-batch: nothing reads what it has left."""

@@ -1,0 +1,196 @@
+"""Observe a layer's forward: what it takes and returns, and whether a graph could run it.
+
+An observed forward runs eagerly and as usual. What a graph can't do is a reason to leave the layer eager: wait for the
+device to read a tensor on the host, move bytes between ranks, hold parameters that are gathered while it runs.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright.capture.run.call import flatten, storages
+from meshwright.capture.run.private import TorchDispatchMode
+from meshwright.capture.run.static_weights import TensorFacts
+from meshwright.capture.signature import ArgumentSignature, LayerSignature, ResultSignature, TensorSignature
+
+HOST_READS = frozenset({
+    "item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "__bool__", "__int__", "__float__",
+    "__index__",
+})  # fmt: skip
+"""Functions that wait for the device."""
+COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "meshwright", "fsdp")
+"""Namespaces of operators that move bytes between ranks."""
+
+
+@dataclass
+class Observation:
+    """What a layer's forward took and returned for one micro-batch."""
+
+    arguments: Any
+    """Template of the arguments; its first tensor is the layer's input."""
+    inputs: tuple[TensorFacts, ...]
+    numbers: tuple[int, ...]
+    """Numbers of the tensors after the first; the same tensor has the same number in all layers of a chunk."""
+    samples: tuple[Tensor, ...]
+    """Values of the tensors after the first."""
+    results: Any
+    """Template of the results."""
+    outputs: tuple[TensorFacts, ...]
+    main: int
+    """Position of the output among the results: the first one with a gradient."""
+    weights: dict[str, TensorFacts]
+    follows: bool
+    """Whether the input is the output of the layer observed before."""
+    saved_bytes: int
+    reasons: list[str] = field(default_factory=list)
+    """Why the layer must stay eager."""
+
+    def order(self) -> list[int]:
+        """Return the positions of the results, the output first."""
+        return sorted(range(len(self.outputs)), key=lambda at: at != self.main)
+
+    def signature(self, device: str) -> LayerSignature:
+        """Return the layer's signature."""
+        main, *others = (self.outputs[at] for at in self.order())
+        return LayerSignature(
+            _signature(self.inputs[0], device),
+            _signature(main, device),
+            follows=self.follows,
+            saved_bytes=self.saved_bytes,
+            arguments=tuple(
+                ArgumentSignature(_signature(one, device), number, one.requires_grad)
+                for one, number in zip(self.inputs[1:], self.numbers, strict=True)
+            ),
+            results=tuple(ResultSignature(_signature(one, device), one.requires_grad) for one in others),
+        )
+
+
+class Observer:
+    """Observes the layers of one chunk, in the order in which they run."""
+
+    def __init__(self) -> None:
+        self.found: list[Observation | None] = []
+        """Observations in order; None where nothing was left to observe."""
+        self._arguments: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Run a layer's forward, and record it."""
+        template, tensors = flatten((args, dict(named)))
+        saved = _SavedBytes([*tensors, *module.parameters(), *module.buffers()])
+        with _Watch() as watch, saved:
+            result = forward(*args, **named)
+        results, outputs = flatten(result)
+        reasons = list(dict.fromkeys([*_static_reasons(module, tensors, outputs), *watch.reasons]))
+        inputs = tuple(map(TensorFacts.of, tensors))
+        main = next((at for at, one in enumerate(outputs) if one.requires_grad), 0)
+        weights = {name: TensorFacts.of(p) for name, p in module.named_parameters()}
+        numbers = tuple(map(self._number, tensors[1:]))
+        samples = tuple(one.detach() for one in tensors[1:])
+        follows = bool(tensors) and _is_same(self._last, tensors[0])
+        self.found.append(
+            Observation(
+                template, inputs, numbers, samples, results, tuple(map(TensorFacts.of, outputs)), main, weights,
+                follows, saved.num_bytes, reasons,
+            )
+        )  # fmt: skip
+        self._last = outputs[main].detach() if outputs else None
+        return result
+
+    def _number(self, tensor: Tensor) -> int:
+        for number, known in enumerate(self._arguments, 1):
+            if _is_same(known, tensor) and known.shape == tensor.shape:
+                return number
+        self._arguments.append(tensor.detach())
+        return len(self._arguments)
+
+
+def _static_reasons(module: nn.Module, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[str]:
+    reasons = []
+    if not tensors:
+        reasons.append("it takes no tensor")
+    if not any(one.requires_grad for one in outputs):
+        reasons.append("nothing in it needs a gradient")
+    if inner := [name for name, one in module.named_modules() if name and isinstance(one, FSDPModule)]:
+        reasons.append(f"{inner[0]} is an FSDP unit of its own, gathered while it runs")
+    if any(type(one) not in (Tensor, nn.Parameter) for one in (*tensors, *outputs, *module.parameters())):
+        is_sharded = any(isinstance(one, DTensor) for one in (*tensors, *outputs, *module.parameters()))
+        reasons.append("it is tensor-parallel" if is_sharded else "it takes tensors of another class")
+    return reasons
+
+
+class _Watch(TorchFunctionMode):
+    """Context that notes host reads and communication."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+        self._operators = _Operators(self.reasons)
+
+    def __enter__(self) -> _Watch:
+        super().__enter__()
+        self._operators.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._operators.__exit__(*raised)
+        super().__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in HOST_READS:
+            self.reasons.append(f"it reads a tensor on the host ({func.__name__}, {_caller()})")
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__()
+        self._reasons = reasons
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COMMUNICATION:
+            self._reasons.append(f"it communicates ({func.name()})")
+        return func(*args, **(kwargs or {}))
+
+
+class _SavedBytes(saved_tensors_hooks):
+    """Context that counts the bytes of what a forward saves for its backward, except some tensors."""
+
+    def __init__(self, besides: Sequence[Tensor]) -> None:
+        self._seen = set(storages([one for one in besides if type(one) in (Tensor, nn.Parameter)]))
+        self.num_bytes = 0
+        super().__init__(self._count, lambda tensor: tensor)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        if type(tensor) in (Tensor, nn.Parameter):
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self._seen:
+                self._seen.add(address)
+                self.num_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _is_same(known: Tensor | None, tensor: Tensor) -> bool:
+    return known is not None and known.data_ptr() == tensor.data_ptr() and known.shape == tensor.shape
+
+
+def _signature(one: TensorFacts, device: str) -> TensorSignature:
+    return TensorSignature(one.shape, str(one.dtype).removeprefix("torch."), device)
+
+
+def _caller() -> str:
+    """Return the innermost line that is neither PyTorch's nor of this file."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename != __file__ and f"{torch.__name__}/" not in frame.filename:
+            return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+    return "unknown"

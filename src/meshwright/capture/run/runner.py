@@ -1,0 +1,378 @@
+"""Run captured layers by their plan: which graphs a micro-batch replays, on which memory, in the order of the table.
+
+[Note: replays in autograd] A layer's replay is one node of autograd. Its forward copies what isn't there yet into static
+memory and replays the forward's graph; its backward does the same for gradients. Deferred weight gradients are an entry
+of the stage's `WeightGradStore`, as those of any layer. Gradients of parameters reach `.grad` as
+`weight_gradients` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.lifetimes import Content, Role
+from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
+from meshwright.capture.run.binding import Binding, bind
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs
+from meshwright.capture.run.call import difference, flatten, rebuild
+from meshwright.capture.run.progress import Progress
+from meshwright.capture.run.static_tensors import Static, StaticTensors
+from meshwright.capture.run.static_weights import TensorFacts
+from meshwright.errors import CaptureError
+from meshwright.nn.deferred_weight_gradients import compute_deferred
+from meshwright.pipeline.actions import BACKWARDS, ActionKind
+
+K = ActionKind
+Place = tuple[int, int]
+"""Stage, and number of the captured layer in its chunk."""
+
+
+@dataclass
+class CaptureStats:
+    """What a runner has done."""
+
+    graphs: int = 0
+    replays: int = 0
+    copies: int = 0
+    """Tensors copied into static memory because they came from elsewhere, or out of it because they leave the chunk."""
+    pool_bytes: int = 0
+    """Memory of all pools, as far as the backend knows it."""
+    eager: Counter[str] = field(default_factory=Counter)
+    """Calls that ran eagerly, by reason."""
+
+
+class LayerFailed(CaptureError):
+    """A layer that can't be captured.
+
+    Attributes:
+        layer: its name.
+        reason: why.
+    """
+
+    def __init__(self, layer: str, reason: str) -> None:
+        super().__init__(
+            f"{layer} can't be captured: {reason}",
+            where="capture",
+            rule="a graph runs on the device alone, on memory that stays where it is",
+            fix="leave the layer eager",
+        )
+        self.layer, self.reason = layer, reason
+
+
+class Runner:
+    """Replays the graphs of a rank's captured layers. Made by `capture`.
+
+    Args:
+        plan: the plan, verified.
+        layers: captured layers by stage and number.
+        make_graphs: makes the graphs of a layer and instance.
+        statics: static tensors of the plan.
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        layers: Sequence[CapturedLayer],
+        make_graphs: Callable[[CapturedLayer, Graph], LayerGraphs],
+        statics: StaticTensors,
+    ) -> None:
+        self._plan, self._chunks, self._slots = plan, dict(plan.chunks), dict(plan.slots)
+        self._layers = {(one.stage, one.number): one for one in layers}
+        self._make_graphs, self._statics = make_graphs, statics
+        self._by_slot = plan.mode is CaptureMode.SLOT
+        self._graphs: dict[tuple[int, int, int], LayerGraphs] = {}
+        self._progress = Progress(plan)
+        self._arguments: dict[tuple[int, int, int], Tensor] = {}
+        self._bindings: dict[tuple[int, int, int], Binding] = {}
+        self._checked: tuple[Any, ...] = ()
+        self._left: list[Static] = []
+        """What the last computation of a micro-batch has left."""
+        self._stats = CaptureStats()
+
+    def __call__(self, layer: Place | int, microbatch: int, *args: Any, **named: Any) -> Any:
+        """Run a layer's forward on a micro-batch; its backward replays the backward's graph.
+
+        Without gradients, as in validation, in evaluation mode, and on arguments other than captured ones, the layer
+        runs eagerly.
+
+        Args:
+            layer: stage and number of the layer in its chunk; one number if the rank has one stage.
+            microbatch: number of the micro-batch.
+            args: arguments of the layer; the first tensor is its input.
+            named: named arguments of the layer.
+        """
+        one = self._layers[self._place(layer)]
+        if not torch.is_grad_enabled() or not one.module.training:
+            self._stats.eager["no gradients" if one.module.training else "evaluation mode"] += 1
+            return one.forward(*args, **named)
+        template, tensors = flatten((args, named))
+        if reason := self._mismatch(one, template, tensors, args):
+            self._stats.eager[reason] += 1
+            for kind in (K.FORWARD, *BACKWARDS, K.BACKWARD_WEIGHT):
+                self._progress.skip((kind, one.stage, microbatch, one.number))
+            return one.forward(*args, **named)
+        replay = _LayerReplay(self, one, microbatch, parameters := one.weights.current())
+        # Without an input that requires a gradient, a parameter connects the outputs to the graph.
+        watched = parameters if one.gradients.returns else parameters[:1]
+        outputs = _Replay.apply(replay, len(tensors), *tensors, *watched)  # type: ignore[no-untyped-call]
+        for handle, value in self._graphs_of(one, microbatch).contributions.items():
+            handle.add_contribution(value)
+        order = one.observed.order()
+        return rebuild(one.observed.results, [outputs[order.index(at)] for at in range(len(order))])
+
+    def backward_dw(self, stage: int | None = None) -> None:
+        """Compute the weight gradients that the last backward of a chunk has deferred.
+
+        Args:
+            stage: stage of the chunk; may be left out if the rank has one.
+        """
+        number = self._plan.chunks[0][0] if stage is None else stage
+        store = next(one.store for place, one in self._layers.items() if place[0] == number)
+        assert store is not None, "a backward that is split has a store"
+        compute_deferred(store.take())
+
+    def reset(self) -> None:
+        """Forget the step: the next call is the plan's first, and weights are read anew."""
+        self._progress.reset()
+        self._statics.clear()
+        self._left = []
+        self._expire()
+
+    def stats(self) -> CaptureStats:
+        """Return counts of graphs, replays, copies and eager calls."""
+        return self._stats
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return all addresses that graphs read and write, which never change."""
+        of_layers = (
+            address for one in self._layers.values() for own in (one.weights, one.gradients) for address in own.addresses()
+        )
+        return (*self._statics.addresses(), *of_layers)
+
+    def capture_all(self) -> None:
+        """Capture all graphs in the order of the plan, on inputs of zeros and the arguments that were observed."""
+        first: dict[tuple[int, int], int] = {}
+        for stage, slots in self._plan.slots:
+            for m in range(self._plan.num_microbatches):
+                first.setdefault((stage, slots[m] if self._by_slot else m), m)
+        for graph in self._plan.graphs:
+            one = self._layers[graph.stage, graph.layer]
+            self._stats.graphs += 1
+            try:
+                self._capture(graph, one, first[graph.stage, graph.instance])
+            except (RuntimeError, TypeError, NotImplementedError) as error:  # what PyTorch raises
+                raise LayerFailed(one.name, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        self._statics.clear()
+
+    def _capture(self, graph: Graph, one: CapturedLayer, m: int) -> None:
+        key = (graph.stage, graph.layer, graph.instance)
+        if key not in self._graphs:
+            self._graphs[key] = self._make_graphs(one, graph)
+        graphs, bound = self._graphs[key], self._bound(one, m)
+        if graph.kind is K.FORWARD:
+            inputs = [torch.zeros(one.observed.inputs[0].shape), *one.observed.samples]
+            for static, value in zip(bound.inputs, inputs, strict=True):
+                if static.content.role is Role.INPUT:
+                    static.hold().copy_(value)
+            graphs.forward(bound.inputs, bound.outputs)
+        elif graph.kind is K.BACKWARD_WEIGHT:
+            graphs.weights()
+            graphs.finish()
+        else:
+            for given in bound.output_gradients:
+                if given is not None and given.content.role is Role.OUTPUT_GRADIENT:
+                    given.hold().zero_()
+            defers = graph.kind is K.BACKWARD_INPUT
+            graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
+            if not defers:
+                graphs.finish()
+
+    def forward(self, one: CapturedLayer, m: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Replay a layer's forward; returns static tensors."""
+        if self._progress.at_start:
+            self._expire()
+        self._advance(K.FORWARD, one, m)
+        one.weights.refresh(f"capture, {one.name}")
+        bound = self._bound(one, m)
+        for static, value in zip(bound.inputs, tensors, strict=True):
+            self._fill(one, m, static, value)
+        self._graphs_of(one, m).forward(bound.inputs, bound.outputs)
+        self._stats.replays += 1
+        found = [static.read() for static in bound.outputs]
+        if bound.leaving_output is not None:
+            found[0] = self._copy(bound.leaving_output, found[0])
+        self._end((K.FORWARD, one.stage, m, one.number))
+        return found
+
+    def backward(
+        self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
+    ) -> list[Tensor | None]:
+        """Replay a layer's backward; returns the static gradients of input and arguments, where they have one."""
+        kind = next(kind for kind in BACKWARDS if self._progress.has((kind, one.stage, m, one.number)))
+        self._advance(kind, one, m)
+        bound = self._bound(one, m)
+        for static, value in zip(bound.output_gradients, gradients, strict=True):
+            if static is not None and value is not None and not self._statics.is_at(static.content, value):
+                # What a following layer left here has been read by whoever computed this value from it.
+                self._copy(static.content, value)
+        defers, graphs = kind is K.BACKWARD_INPUT, self._graphs_of(one, m)
+        one.gradients.prepare()
+        graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
+        self._stats.replays += 1
+        results = [None if static is None else static.read() for static in bound.input_gradients]
+        if bound.leaving_gradient is not None and results[0] is not None:
+            results[0] = self._copy(bound.leaving_gradient, results[0])
+        if not defers:
+            graphs.finish()
+        elif graphs.deferred():
+            self._put_deferred(one, m, graphs, parameters)
+        else:
+            self._progress.skip((K.BACKWARD_WEIGHT, one.stage, m, one.number))
+        self._end((kind, one.stage, m, one.number))
+        return results
+
+    def _put_deferred(
+        self, one: CapturedLayer, m: int, graphs: LayerGraphs, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Leave the deferred weight gradients to the stage's store; the first entry replays the graph."""
+        assert one.store is not None, "a backward that is split has a store"
+        positions, done = graphs.deferred(), False
+
+        def compute(position: int) -> Tensor | None:
+            nonlocal done
+            if not done:
+                done = True
+                self._advance(K.BACKWARD_WEIGHT, one, m)
+                one.gradients.prepare()
+                graphs.weights()
+                graphs.finish()
+                self._stats.replays += 1
+                self._end((K.BACKWARD_WEIGHT, one.stage, m, one.number))
+            return one.gradients.result(position)
+
+        for position in positions:
+            one.store.put(parameters[position], lambda position=position: compute(position))
+
+    def _mismatch(self, one: CapturedLayer, template: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> str | None:
+        """Return in what the arguments differ from those that were observed."""
+        facts = tuple(map(TensorFacts.of, tensors))
+        if facts != one.observed.inputs:
+            at = next((i for i, (a, b) in enumerate(zip(facts, one.observed.inputs, strict=False)) if a != b), -1)
+            return f"{one.name}: tensor {at} of its arguments is not as captured" if at else (
+                f"{one.name}: input of shape {facts[0].shape}"
+            )  # fmt: skip
+        # Layers of a chunk share their arguments, so they are compared once per micro-batch.
+        checked = (one.observed.arguments, *args[1:])
+        if len(checked) == len(self._checked) and all(a is b for a, b in zip(checked, self._checked, strict=True)):
+            return None
+        if changed := difference(one.observed.arguments, template):
+            return f"{one.name}: {changed} is not what was captured"
+        self._checked = checked
+        return None
+
+    def _fill(self, one: CapturedLayer, m: int, static: Static, value: Tensor) -> None:
+        """Copy an input or argument into static memory, unless it is there."""
+        content = static.content
+        if content.role is Role.OUTPUT:
+            if self._statics.is_at(content, value):
+                return
+            if not self._progress.is_skipped((K.FORWARD, one.stage, m, content.layer)):
+                raise CaptureError(
+                    f"{one.name} gets another tensor than {content}",
+                    where=f"capture, micro-batch {m}",
+                    rule="a layer that follows another one reads what that layer wrote, as it is",
+                    fix="LayerSignature(…, follows=False) for the layer that eager code stands before",
+                )
+        elif content.index and content.layer != one.number:
+            if self._arguments[one.stage, m, content.index] is not value:
+                self._check_same(one, m, content, value)
+            return
+        if content.index:
+            self._arguments[one.stage, m, content.index] = value
+        self._copy(content, value)
+
+    def _check_same(self, one: CapturedLayer, m: int, content: Content, value: Tensor) -> None:
+        if self._arguments[one.stage, m, content.index].data_ptr() != value.data_ptr():
+            raise CaptureError(
+                f"{one.name} gets another tensor as {content} than layer {content.layer}",
+                where=f"capture, micro-batch {m}",
+                rule="layers that shared an argument when they were observed share it always",
+                fix="ArgumentSignature(…, number=…) with a number of its own for the layer",
+            )
+
+    def _copy(self, content: Content, value: Tensor) -> Tensor:
+        self._stats.copies += 1
+        return self._statics.write(content, value)
+
+    def _bound(self, one: CapturedLayer, m: int) -> Binding:
+        key = (one.stage, one.number, m)
+        if key not in self._bindings:
+            self._bindings[key] = bind(one, m, self._chunks[one.stage], self._statics)
+        return self._bindings[key]
+
+    def _graphs_of(self, one: CapturedLayer, m: int) -> LayerGraphs:
+        return self._graphs[one.stage, one.number, self._slots[one.stage][m] if self._by_slot else m]
+
+    def _end(self, key: tuple[ActionKind, int, int, int]) -> None:
+        """Note what to release if this was a micro-batch's last computation in its chunk."""
+        if self._progress.ends(key):
+            _, stage, m, _ = key
+            layers = (self._layers[stage, number] for number in range(len(self._chunks[stage])))
+            self._left = [static for one in layers for static in self._bound(one, m).inner]
+
+    def _advance(self, kind: ActionKind, one: CapturedLayer, m: int) -> None:
+        """Start a computation. What the last one of a micro-batch has left is released only now: eager code that ran
+        since may have read it."""
+        self._progress.advance((kind, one.stage, m, one.number))
+        for static in self._left:
+            self._statics.release(static.content)
+        self._left = []
+
+    def _expire(self) -> None:
+        self._arguments.clear()
+        self._checked = ()
+        for one in self._layers.values():
+            one.weights.expire()
+
+    def _place(self, layer: Place | int) -> Place:
+        if isinstance(layer, int):
+            ((stage, _),) = self._plan.chunks
+            return stage, layer
+        return layer
+
+
+@dataclass(frozen=True)
+class _LayerReplay:
+    """A layer and a micro-batch."""
+
+    runner: Runner
+    layer: CapturedLayer
+    microbatch: int
+    parameters: list[nn.Parameter]
+    """Parameters that get the gradients of the layer's trained weights. FSDP2 has others outside of the forward."""
+
+
+class _Replay(torch.autograd.Function):
+    """A replay of a layer's graphs as one node of autograd; see [Note: replays in autograd]."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: _LayerReplay, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.replay, ctx.num_weights = replay, len(tensors) - num_inputs
+        found = replay.runner.forward(replay.layer, replay.microbatch, tensors[:num_inputs])
+        outputs = [one.detach() for one in found]
+        has_gradient = [replay.layer.observed.outputs[at].requires_grad for at in replay.layer.observed.order()]
+        ctx.mark_non_differentiable(*(one for one, has in zip(outputs, has_gradient, strict=True) if not has))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        replay: _LayerReplay = ctx.replay
+        found = replay.runner.backward(replay.layer, replay.microbatch, gradients, replay.parameters)
+        weights = (replay.layer.gradients.result(at) for at in range(ctx.num_weights))
+        return (None, None, *(None if one is None else one.detach() for one in found), *weights)

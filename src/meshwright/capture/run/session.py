@@ -1,0 +1,186 @@
+"""Capture the layers of a training run: observe them in one step, plan, capture, and replay from then on.
+
+The observed step runs eagerly and trains like any other, so it is the warm-up too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.capture.plan import CapturePlan, plan_capture
+from meshwright.capture.run.capture import Layers, LayerFailed, ObservedLayer, capture
+from meshwright.capture.run.observe import Observation, Observer
+from meshwright.capture.run.runner import Runner
+from meshwright.errors import CaptureError
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.pipeline.schedule_table import Schedule
+
+
+@dataclass
+class Chunk:
+    """A stage whose layers are captured."""
+
+    stage: int
+    modules: Mapping[str, nn.Module]
+    """Modules to capture, by name."""
+    microbatch: Callable[[], int]
+    """Returns the number of the micro-batch whose forward runs."""
+    store: WeightGradStore | None = None
+    refused: str | None = None
+    """Why the whole stage stays eager."""
+    observer: Observer = field(default_factory=Observer)
+    order: list[str] = field(default_factory=list)
+    """Names of observed modules, in the order in which they ran."""
+    forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+class CaptureSession:
+    """Graphs of a rank's stages in a run.
+
+    Args:
+        chunks: stages on the rank.
+        schedule: lowered table of a step.
+        rank: rank in the pipeline.
+        backend: backend of `capture`.
+        mode: mode of `plan_capture`.
+        strict: raise an error if anything that was asked for stays eager.
+        agree: checks that all ranks that should have the same plan do; collective.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        schedule: Schedule,
+        *,
+        rank: int,
+        backend: str,
+        mode: str,
+        strict: bool,
+        agree: Callable[[str], None],
+    ) -> None:
+        self._chunks = {chunk.stage: chunk for chunk in chunks}
+        self._schedule, self._rank, self._backend, self._mode = schedule, rank, backend, mode
+        self._strict, self._agree = strict, agree
+        self._places: dict[str, tuple[int, int]] = {}
+        self.plan: CapturePlan | None = None
+        self.runner: Runner | None = None
+        self.eager: dict[str, str] = {}
+        """Why modules stay eager, by name."""
+        for chunk in chunks:
+            for name, module in chunk.modules.items():
+                self._install(chunk, name, module)
+
+    def begin_step(self) -> None:
+        """Start a step at the first computation of the table, also after one that failed."""
+        if self.runner is not None:
+            self.runner.reset()
+
+    def end_step(self) -> None:
+        """End a step; the first one is followed by capturing.
+
+        Raises:
+            CaptureError: ranks have different plans, or something stays eager and the session is strict.
+        """
+        if self.plan is not None:
+            return
+        for chunk in self._chunks.values():
+            self._note_reasons(chunk)
+        while True:
+            layers = self._layers()
+            self.plan = self._plan(layers)
+            self._agree(self.plan.fingerprint())
+            stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
+            try:
+                runner = capture(layers, self.plan, backend=self._backend, stores=stores)
+                break
+            except LayerFailed as failed:
+                self.eager[failed.layer] = failed.reason
+        if self._strict and self.eager:
+            name, reason = next(iter(self.eager.items()))
+            raise CaptureError(
+                f"{name} stays eager: {reason}",
+                where="capture.strict",
+                rule="with capture.strict, everything that capture.scope asks for is captured",
+                fix="a smaller capture.scope, or capture.strict=false",
+            )
+        self._places = {one.name: (s, at) for s, own in layers.items() for at, one in enumerate(own)}
+        self.runner = runner if self._places else None
+        for chunk in self._chunks.values():
+            chunk.observer = Observer()  # lets go of what was observed
+
+    def notes(self) -> list[str]:
+        """Return what was captured and what stays eager, in words."""
+        if self.plan is None:
+            return []
+        names = list(self._places)
+        shown = f"{names[0]} … {names[-1]}" if len(names) > 2 else ", ".join(names)
+        graphs = len(self.plan.graphs)
+        lines = [f"CUDA graphs ({self._backend}): {len(names)} modules in {graphs} graphs: {shown}"] if names else []
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.eager.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, own in by_reason.items():
+            others = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            lines.append(f"{own[0]}{others} stays eager: {reason}")
+        return lines
+
+    def _install(self, chunk: Chunk, name: str, module: nn.Module) -> None:
+        """Route a module's forward through the session; its hooks stay where they are."""
+        forward = chunk.forwards[name] = module.forward
+
+        @functools.wraps(forward)
+        def routed(*args: Any, **named: Any) -> Any:
+            place = self._places.get(name)
+            if place is not None and self.runner is not None:
+                return self.runner(place, chunk.microbatch(), *args, **named)
+            observes = self.plan is None and chunk.microbatch() == 0
+            if observes and torch.is_grad_enabled() and module.training:
+                chunk.order.append(name)
+                return chunk.observer.run(module, forward, args, named)
+            return forward(*args, **named)
+
+        module.forward = routed
+
+    def _note_reasons(self, chunk: Chunk) -> None:
+        for name in chunk.modules:
+            observed = [o for n, o in zip(chunk.order, chunk.observer.found, strict=True) if n == name]
+            if chunk.refused is not None:
+                self.eager[name] = chunk.refused
+            elif len(observed) != 1:
+                times = f"{len(observed)} times" if observed else "never"
+                self.eager[name] = f"it ran {times} in a micro-batch's forward"
+            elif observed[0].reasons:
+                self.eager[name] = observed[0].reasons[0]
+
+    def _layers(self) -> Layers:
+        layers: dict[int, list[ObservedLayer]] = {}
+        for stage, chunk in self._chunks.items():
+            own: list[ObservedLayer] = []
+            before: str | None = None
+            for name, observed in zip(chunk.order, chunk.observer.found, strict=True):
+                if name not in self.eager:
+                    follows = observed.follows and bool(own) and own[-1].name == before
+                    own.append(_layer(chunk, name, replace(observed, follows=follows)))
+                before = name
+            layers[stage] = own
+        return layers
+
+    def _plan(self, layers: Layers) -> CapturePlan:
+        signatures = [[one.observed.signature(one.device) for one in own] for own in layers.values()]
+        return plan_capture(
+            self._schedule,
+            rank=self._rank,
+            layers_per_chunk=[len(own) for own in signatures],
+            signatures=signatures,
+            mode=self._mode,
+        )
+
+
+def _layer(chunk: Chunk, name: str, observed: Observation) -> ObservedLayer:
+    return ObservedLayer(name, chunk.modules[name], chunk.forwards[name], observed)

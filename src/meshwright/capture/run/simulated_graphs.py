@@ -1,0 +1,241 @@
+"""A layer's CUDA graphs, simulated on any device: the operations run eagerly, in memory laid out as graphs would have it.
+
+What the forward leaves to the backward lies at fixed addresses of a memory pool, temporary memory is filled with NaN on
+each replay, and static tensors are read where they lie when they are read. A wrong plan therefore computes wrong
+gradients, or NaN, here as on a device; a right one computes bitwise those of eager execution.
+
+Not simulated are tensors that a recomputed block keeps by itself: they lie in memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs
+from meshwright.capture.run.call import flatten
+from meshwright.capture.run.memory_pool import Block, MemoryPool, extent
+from meshwright.capture.run.private import TorchDispatchMode, using_parameters
+from meshwright.capture.run.static_tensors import Static
+from meshwright.nn.deferred_weight_gradients import DeferredGradient
+from meshwright.nn.step_handles import StepHandle
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A tensor that lies in a block of the pool, or in a static tensor."""
+
+    place: Block | Static
+    like: Tensor
+    """Shape, strides and dtype, without memory."""
+    offset: int = 0
+    """Elements before it in the static tensor."""
+
+
+@dataclass
+class _Region:
+    """Blocks of a captured graph, in the order in which it asks for them."""
+
+    temporary: Block | None = None
+    blocks: list[Block] = field(default_factory=list)
+
+
+class SimulatedGraphs(LayerGraphs):
+    """Graphs of one layer and instance.
+
+    Args:
+        layer: the layer.
+        pool: memory pool of the graphs.
+        frees: give the memory that the backward is done with to graphs captured later. Right in a pool of its own only
+            if the forward is never replayed again.
+    """
+
+    def __init__(self, layer: CapturedLayer, pool: MemoryPool, *, frees: bool) -> None:
+        self._layer, self._pool, self._frees = layer, pool, frees
+        self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
+        self._position = {id(weight): at for at, weight in enumerate(self._weights)}
+        owned = (*self._weights, *self._replacements.values(), *layer.module.parameters(), *layer.module.buffers())
+        self._kept = set(map(_address, owned))
+        """Storages that outlive the micro-batch."""
+        self._regions: dict[str, _Region] = {}
+        self._roots: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        self._statics: dict[int, Static] = {}
+        """Static tensors that this micro-batch uses, by address."""
+        self._deferred: list[tuple[int, Callable[..., Tensor | None], list[_Reference | Tensor]]] = []
+        self.contributions: dict[StepHandle, Tensor] = {}
+
+    def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
+        """Run the forward on the static inputs, and write the static outputs."""
+        facts, order = self._layer.observed.inputs, self._layer.observed.order()
+        self._statics = {_address(one.read()): one for one in inputs}
+        packed: list[tuple[Tensor, list[Any]]] = []
+
+        def pack(t: Tensor) -> list[Any]:
+            cell: list[Any] = [t]
+            packed.append((t, cell))
+            return cell
+
+        self._leaves = [one.read().detach().requires_grad_(f.requires_grad) for one, f in zip(inputs, facts, strict=True)]
+        with self._graph("forward"), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            with self._contributing():
+                results = flatten(self._layer.run(self._leaves))[1]
+        results = [results[at] for at in order]
+        produced = {_address(one): static for one, static in zip(results, outputs, strict=True) if one.is_contiguous()}
+        region, number = self._regions["forward"], 0
+        with torch.no_grad():
+            for one, static in zip(results, outputs, strict=True):
+                static.hold().copy_(one)
+        for saved, cell in packed:
+            address = _address(saved)
+            if address in self._statics:
+                cell[0] = self._static_reference(self._statics[address], saved)
+            elif address in produced:
+                cell[0] = self._static_reference(produced[address], saved)
+            elif address not in self._kept:
+                cell[0] = self._store(region, number, saved)
+                number += 1
+        self._statics |= {_address(one.read()): one for one in outputs}
+        self._roots = [one for one in results if one.requires_grad]
+
+    def backward(self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool) -> None:
+        """Run the backward on the static gradients of the outputs, and write those of the inputs."""
+        given = [one for one in gradients if one is not None]
+        self._statics |= {_address(one.read()): one for one in given}
+        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+        store = self._layer.store
+        if store is not None:
+            store.defers = defers
+        try:
+            with self._graph("split backward" if defers else "backward"):
+                all_found = torch.autograd.grad(
+                    self._roots, [*wanted, *self._weights], [one.read() for one in given], allow_unused=True
+                )
+        finally:
+            if store is not None:
+                store.defers = False
+        if store is not None:
+            self._defer(store.take())
+        for at, gradient in enumerate(all_found[len(wanted) :]):
+            if gradient is not None:
+                self._layer.gradients.store(at, gradient)
+        with torch.no_grad():
+            for static, gradient in zip([one for one in found if one is not None], all_found, strict=False):
+                static.hold().zero_() if gradient is None else static.hold().copy_(gradient)
+        self._roots, self._leaves = [], []
+
+    def deferred(self) -> list[int]:
+        """Return the positions of the deferred weights."""
+        return [position for position, _, _ in self._deferred]
+
+    def weights(self) -> None:
+        """Compute the weight gradients that the backward has deferred."""
+        for position, compute, tensors in self._deferred:
+            gradient = compute(*(self._unpack([t]) for t in tensors))
+            assert gradient is not None
+            self._layer.gradients.store(position, gradient)
+        self._deferred = []
+
+    def finish(self) -> None:
+        """Poison what the micro-batch has left."""
+        for name in ("forward", "deferred"):
+            region = self._regions.get(name, _Region())
+            for block in region.blocks:
+                self._pool.poison(block)
+                if self._frees:
+                    self._pool.free(block)
+        self._frees = False  # addresses stay what they are; only graphs captured from now on get them
+
+    def _defer(self, entries: Sequence[DeferredGradient]) -> None:
+        region, number = self._regions.setdefault("deferred", _Region()), 0
+        for parameter, compute, tensors in entries:
+            references: list[_Reference | Tensor] = []
+            for t in tensors:
+                address = _address(t)
+                if address in self._kept:
+                    references.append(t)
+                elif address in self._statics:
+                    references.append(self._static_reference(self._statics[address], t))
+                else:
+                    references.append(self._store(region, number, t))
+                    number += 1
+            self._deferred.append((self._position[id(parameter)], compute, references))
+
+    def _static_reference(self, static: Static, t: Tensor) -> _Reference:
+        return _Reference(static, _without_memory(t), t.storage_offset())
+
+    def _store(self, region: _Region, number: int, t: Tensor) -> _Reference:
+        """Copy a tensor to the region's block of this number, which the first call allocates."""
+        if number == len(region.blocks):
+            region.blocks.append(self._pool.allocate(_extent_bytes(t)))
+        reference = _Reference(region.blocks[number], _without_memory(t))
+        self._pool.view(region.blocks[number], t).copy_(t.detach())
+        return reference
+
+    def _unpack(self, cell: list[Any]) -> Tensor:
+        (reference,) = cell
+        if not isinstance(reference, _Reference):
+            assert isinstance(reference, Tensor)
+            return reference
+        if isinstance(reference.place, Block):
+            return self._pool.view(reference.place, reference.like)
+        like = reference.like
+        return reference.place.read().detach().as_strided(like.shape, like.stride(), reference.offset)
+
+    @contextmanager
+    def _graph(self, name: str) -> Iterator[None]:
+        """Context of the operations of a graph."""
+        with ExitStack() as stack:
+            stack.enter_context(using_parameters(self._layer.module, self._replacements))
+            stack.enter_context(_Temporary(self._pool, self._regions.setdefault(name, _Region())))
+            yield
+
+    @contextmanager
+    def _contributing(self) -> Iterator[None]:
+        """Keep what step handles get in the context as the forward's contributions."""
+        before = {handle: handle.take_contribution() for handle in self._layer.handles}
+        try:
+            yield
+        finally:
+            found = {handle: handle.take_contribution() for handle in before}
+            self.contributions = {handle: value for handle, value in found.items() if value is not None}
+            for handle, value in before.items():
+                if value is not None:
+                    handle.add_contribution(value)
+
+
+class _Temporary(TorchDispatchMode):
+    """Memory that operations use while a graph runs: a block as large as all their results, filled with NaN."""
+
+    def __init__(self, pool: MemoryPool, region: _Region) -> None:
+        super().__init__()
+        self._pool, self._region, self._bytes = pool, region, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._bytes += sum(_extent_bytes(t) for t in flatten(result)[1])
+        return result
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self._region.temporary is None:
+            self._region.temporary = self._pool.allocate(self._bytes)
+            self._pool.free(self._region.temporary)
+        self._pool.poison(self._region.temporary)
+
+
+def _address(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _without_memory(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _extent_bytes(t: Tensor) -> int:
+    return extent(t) * t.element_size()

@@ -1,0 +1,105 @@
+"""Weights that a layer's graphs read, at addresses that never change.
+
+A parameter whose storage stays where it is is read there. FSDP2 allocates gathered weights again in each step, also on
+one rank in mixed precision, so graphs read a copy in the compute dtype, which the first micro-batch of a step refreshes
+in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.run.private import copy_all
+from meshwright.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape, dtype and gradient of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorFacts:
+        """Return the facts of a tensor."""
+        return TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class StaticWeights:
+    """Weights of one layer.
+
+    Args:
+        module: the layer.
+        facts: what its forward computes with, by name, without duplicates.
+        copies: whether to keep copies.
+        device: device of the copies.
+    """
+
+    def __init__(
+        self, module: nn.Module, facts: Mapping[str, TensorFacts], *, copies: bool, device: torch.device
+    ) -> None:
+        self._module, self._facts = module, dict(facts)
+        self.copies: dict[str, nn.Parameter] = {}
+        """Copies by name; empty if graphs read the parameters themselves."""
+        if copies:
+            for name, one in facts.items():
+                memory = torch.zeros(one.shape, dtype=one.dtype, device=device)
+                self.copies[name] = nn.Parameter(memory, requires_grad=one.requires_grad)
+        self._fixed = {} if copies else {name: p.data_ptr() for name, p in module.named_parameters()}
+        self._owners = {name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in facts}
+        self._is_fresh = False
+
+    def replacements(self) -> dict[str, nn.Parameter]:
+        """Return the copies by every name in the module, names of tied parameters included."""
+        first = {id(p): name for name, p in self._module.named_parameters()}
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {name: self.copies[first[id(p)]] for name, p in every} if self.copies else {}
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the weights that graphs compute gradients of: copies if there are any."""
+        own = self.copies or self._own()
+        return [p for name, p in own.items() if self._facts[name].requires_grad]
+
+    def current(self) -> list[nn.Parameter]:
+        """Return the module's own parameters that get these gradients, in the same order."""
+        return [p for name, p in self._own().items() if self._facts[name].requires_grad]
+
+    def expire(self) -> None:
+        """Refresh the copies at the next use: the optimizer has changed the parameters, or may have."""
+        self._is_fresh = False
+
+    @torch.no_grad()
+    def refresh(self, where: str) -> None:
+        """Make sure that graphs read the parameters' values.
+
+        Raises:
+            CaptureError: a parameter is no longer where it was, or what it was.
+        """
+        if self.copies and self._is_fresh:
+            return
+        found = self._own()
+        for name, one in self._facts.items():
+            if TensorFacts.of(found[name]) != one or self._fixed.get(name, address := found[name].data_ptr()) != address:
+                raise CaptureError(
+                    f"the parameter {name} has moved since its graphs were captured",
+                    where=where,
+                    rule="graphs read parameters at fixed addresses",
+                    fix="capture again after replacing parameters; for parameters that move in each step, "
+                    "capture(…, copies_weights=True)",
+                )
+        if self.copies:
+            copy_all(list(self.copies.values()), [found[name] for name in self.copies])
+        self._is_fresh = True
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses that graphs read."""
+        return tuple(p.data_ptr() for p in (self.copies or self._own()).values())
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        return {name: getattr(owner, last) for name, (owner, last) in self._owners.items()}

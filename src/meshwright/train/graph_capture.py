@@ -1,0 +1,70 @@
+"""Capture of a job's layers as CUDA graphs: which modules, on which backend, agreed on by all ranks."""
+
+from __future__ import annotations
+
+from meshwright.capture.run.capture import BackendKind
+from meshwright.capture.run.scopes import select
+from meshwright.capture.run.session import CaptureSession, Chunk
+from meshwright.comm.collectives import all_gather_object
+from meshwright.errors import LayoutError
+from meshwright.train.build_job import Job
+from meshwright.train.pipeline_stages import ModelStage, Pipeline
+
+TAKES_TURNS = "overlapped computations of the stage take turns while it runs"
+
+
+def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
+    """Return the session of a job whose configuration captures anything; None otherwise."""
+    config = job.config.capture
+    if not config.scope:
+        return None
+    backend = config.backend
+    if backend == "auto":
+        backend = BackendKind.CUDA if job.device.type == "cuda" else BackendKind.SIMULATE
+    return CaptureSession(
+        [_chunk(job, number, stage) for number, stage in pipeline.stages.items()],
+        job.schedule,
+        rank=job.pipeline_rank,
+        backend=backend,
+        mode=config.mode,
+        strict=config.strict,
+        agree=lambda fingerprint: agree_on_capture(fingerprint, job),
+    )
+
+
+def _chunk(job: Job, number: int, stage: ModelStage) -> Chunk:
+    part = job.parts()[number]
+    modules = {}
+    for kind, layer in job.plan.held(part.stage):
+        if kind.is_block:
+            path = kind.full_name("", layer)
+            for name, module in select(part.module.get_submodule(path), job.config.capture.scope).items():
+                modules[f"{path}.{name}".rstrip(".")] = module
+    return Chunk(
+        number,
+        modules,
+        microbatch=lambda: stage.microbatch,
+        store=stage.weight_gradients,
+        refused=TAKES_TURNS if stage.overlaps else None,
+    )
+
+
+def agree_on_capture(fingerprint: str, job: Job) -> None:
+    """Check that ranks of the same pipeline rank have the same capture plan. Collective: all ranks must call it.
+
+    Raises:
+        LayoutError: two ranks' plans differ; raised on all ranks.
+    """
+    if job.axes.num_ranks() == 1:
+        return
+    found = all_gather_object((job.pipeline_rank, fingerprint))
+    first: dict[int, tuple[int, str]] = {}
+    for rank, (position, one) in enumerate(found):
+        other, expected = first.setdefault(position, (rank, one))
+        if one != expected:
+            raise LayoutError(
+                f"ranks {other} and {rank} have different capture plans: {expected[:8]} and {one[:8]}",
+                where=f"rank {rank}, capture",
+                rule="ranks that hold the same stages capture the same graphs",
+                fix="the same configuration and versions of Meshwright and PyTorch on every node",
+            )
