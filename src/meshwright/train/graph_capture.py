@@ -7,6 +7,8 @@ from meshwright.capture.run.scopes import select
 from meshwright.capture.run.session import CaptureSession, Chunk
 from meshwright.comm.collectives import all_gather_object
 from meshwright.errors import LayoutError
+from meshwright.pipeline.actions import Overlap
+from meshwright.pipeline.overlapped_pair import takes_turns
 from meshwright.train.build_job import Job
 from meshwright.train.pipeline_stages import ModelStage, Pipeline
 
@@ -21,8 +23,12 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
     backend = config.backend
     if backend == "auto":
         backend = BackendKind.CUDA if job.device.type == "cuda" else BackendKind.SIMULATE
+    overlapping = {number for number, stage in pipeline.stages.items() if stage.overlaps}
+    row = job.schedule.actions[job.pipeline_rank]
+    pairs = [one for one in row if isinstance(one, Overlap) and takes_turns(one, overlapping)]
+    turns = {part.stage for pair in pairs for part in pair.parts()}
     return CaptureSession(
-        [_chunk(job, number, stage) for number, stage in pipeline.stages.items()],
+        [_chunk(job, n, stage, takes_turns=n in turns) for n, stage in pipeline.stages.items()],
         job.schedule,
         rank=job.pipeline_rank,
         backend=backend,
@@ -32,7 +38,7 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
     )
 
 
-def _chunk(job: Job, number: int, stage: ModelStage) -> Chunk:
+def _chunk(job: Job, number: int, stage: ModelStage, *, takes_turns: bool) -> Chunk:
     part = job.parts()[number]
     modules = {}
     for kind, layer in job.plan.held(part.stage):
@@ -45,7 +51,7 @@ def _chunk(job: Job, number: int, stage: ModelStage) -> Chunk:
         modules,
         microbatch=lambda: stage.microbatch,
         store=stage.weight_gradients,
-        refused=TAKES_TURNS if stage.overlaps else None,
+        refused=TAKES_TURNS if takes_turns else None,
     )
 
 

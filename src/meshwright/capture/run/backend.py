@@ -5,7 +5,8 @@ A backend knows how a graph is captured and replayed, and nothing of which micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from meshwright.capture.run.observe import Observation
 from meshwright.capture.run.static_tensors import Static
 from meshwright.capture.run.static_weights import StaticWeights
 from meshwright.capture.run.weight_gradients import WeightGradients
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
 from meshwright.nn.step_handles import StepHandle
 
 
@@ -46,6 +47,24 @@ class CapturedLayer:
         """Run the forward on the tensors among its arguments."""
         args, named = rebuild(self.observed.arguments, tensors)
         return self.forward(*args, **named)
+
+
+@contextmanager
+def deferring(store: WeightGradStore | None, defers: bool) -> Iterator[list[DeferredGradient]]:
+    """Yield a list that gets the weight gradients deferred within the context, instead of the store."""
+    entries: list[DeferredGradient] = []
+    if store is None:
+        yield entries
+        return
+    before, earlier = store.defers, store.take()
+    store.defers = defers
+    try:
+        yield entries
+    finally:
+        entries += store.take()
+        store.defers = before
+        for one in earlier:
+            store.put(*one[:2], *one.tensors)
 
 
 class LayerGraphs(Protocol):

@@ -28,8 +28,8 @@ HOST_READS = frozenset({
     "__index__",
 })  # fmt: skip
 """Functions that wait for the device."""
-COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "meshwright", "fsdp")
-"""Namespaces of operators that move bytes between ranks."""
+COMMUNICATION = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "fsdp::", "meshwright::all_to_all")
+"""Beginnings of the names of operators that move bytes between ranks."""
 
 
 @dataclass
@@ -158,7 +158,7 @@ class _Operators(TorchDispatchMode):
         self._reasons = reasons
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in COMMUNICATION:
+        if func.name().startswith(COMMUNICATION):
             self._reasons.append(f"it communicates ({func.name()})")
         return func(*args, **(kwargs or {}))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, deferring
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.memory_pool import Block, MemoryPool, extent
 from meshwright.capture.run.private import TorchDispatchMode, using_parameters
@@ -59,7 +59,8 @@ class SimulatedGraphs(LayerGraphs):
         self._layer, self._pool, self._frees = layer, pool, frees
         self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
         self._position = {id(weight): at for at, weight in enumerate(self._weights)}
-        owned = (*self._weights, *self._replacements.values(), *layer.module.parameters(), *layer.module.buffers())
+        parameters = self._replacements.values() or layer.module.parameters()
+        owned = (*self._weights, *parameters, *layer.module.buffers())
         self._kept = set(map(_address, owned))
         """Storages that outlive the micro-batch."""
         self._regions: dict[str, _Region] = {}
@@ -108,19 +109,12 @@ class SimulatedGraphs(LayerGraphs):
         given = [one for one in gradients if one is not None]
         self._statics |= {_address(one.read()): one for one in given}
         wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
-        store = self._layer.store
-        if store is not None:
-            store.defers = defers
-        try:
-            with self._graph("split backward" if defers else "backward"):
-                all_found = torch.autograd.grad(
-                    self._roots, [*wanted, *self._weights], [one.read() for one in given], allow_unused=True
-                )
-        finally:
-            if store is not None:
-                store.defers = False
-        if store is not None:
-            self._defer(store.take())
+        name = "split backward" if defers else "backward"
+        with deferring(self._layer.store, defers) as entries, self._graph(name):
+            all_found = torch.autograd.grad(
+                self._roots, [*wanted, *self._weights], [one.read() for one in given], allow_unused=True
+            )
+        self._defer(entries)
         for at, gradient in enumerate(all_found[len(wanted) :]):
             if gradient is not None:
                 self._layer.gradients.store(at, gradient)

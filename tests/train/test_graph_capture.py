@@ -1,0 +1,88 @@
+"""Runs with captured layers compute bitwise what eager runs do, on the simulated backend: models, schedules, layouts."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import for_pictures, small_corpus
+from tests.train.jobs import make_job, run_on
+
+STEPS = 4
+MICROBATCHES = ["train.global_batch=8", "train.num_microbatches=4", "train.seq_len=16"]
+LLAMA = ["llama-tiny", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_dim=48"]
+MOE = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "model.balance_loss=0.02",
+       "model.balance_bias=true", "model.bias_rate=0.01", "model.z_loss=0.001"]  # fmt: skip
+DIT = ["dit-digits", "model.dim=32", "model.num_heads=2", "model.zero_init=false"]
+OWN = [str(Path(__file__).parents[2] / "docs/examples/own_model/gpt.toml"), "model.dim=32"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("capture"))
+
+
+def trained(rank, world_size, words):
+    """Losses, norms, parameters and buffers after some steps, and the session of captured layers."""
+    job, step = make_job(rank, world_size, words)
+    results = [step(number) for number in range(1, STEPS + 1)]
+    state = {n: getattr(t, "_local_tensor", t).detach() for n, t in job.model.named_parameters()}
+    state |= {n: b.clone() for n, b in job.model.named_buffers()}
+    found = [(one.loss, one.grad_norm) for one in results]
+    return found, state, step.capture
+
+
+def compared(rank, world_size, words, scope):
+    """Whether a captured run equals an eager one bitwise, and what was captured."""
+    results, state, _ = trained(rank, world_size, words)
+    captured, other, session = trained(rank, world_size, [*words, f"capture.scope={scope}"])
+    different = [name for name, one in state.items() if not torch.equal(one, other[name])]
+    assert session is not None and session.runner is not None, session.eager
+    stats = session.runner.stats()
+    return results == captured, different, stats.replays, dict(stats.eager), session.eager
+
+
+CASES = {
+    "llama": (LLAMA, "layer", 1, []),
+    "llama, float32": (LLAMA, "layer", 1, ["train.precision=float32"]),
+    "llama, bf16 FSDP2 on one rank": (LLAMA, "layer", 1, ["train.precision=bfloat16"]),
+    "llama, bf16 FSDP2": (LLAMA, "layer", 2, ["train.precision=bfloat16", "mesh.dp_shard=2"]),
+    "llama, HSDP": (LLAMA, "layer", 4, ["mesh.dp_shard=2", "mesh.dp_replicate=2", "train.global_batch=16"]),
+    "llama, attention and mlp": (LLAMA, "['attention','mlp']", 1, []),
+    "llama, recomputed": (LLAMA, "layer", 1, ["recompute.policy=full"]),
+    "llama, selectively recomputed": (LLAMA, "layer", 2, ["recompute.policy=selective", "mesh.dp_shard=2"]),
+    "llama, dropout": (LLAMA, "layer", 1, ["train.dropout=0.1"]),
+    "llama, frozen": (LLAMA, "layer", 1, ["train.freeze=['embed*','blocks.0.*','blocks.1.attention*']"]),
+    "llama, one pool": (LLAMA, "layer", 2, ["mesh.pp=2", "capture.mode=per_microbatch"]),
+    "moe, router": (MOE, "moe_router", 1, []),
+    "moe, router and attention, ep": (MOE, "['moe_router','attention']", 2, ["mesh.dp_shard=2", "mesh.ep=2"]),
+    "moe, capacity": (MOE, "layer", 1, ["model.capacity_factor=2.0", "model.drop=over-capacity"]),
+    "dit": (DIT, "layer", 1, []),
+    "dit, attention": (DIT, "attention", 2, ["mesh.pp=2"]),
+    "own model": (OWN, "layer", 1, []),
+}  # fmt: skip
+SCHEDULES = {"f-then-b": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2, "v-min": 2, "dualpipe-v": 2}
+for schedule in SCHEDULES:
+    words = ["mesh.pp=2", f"pipeline.schedule={schedule}"]
+    CASES[f"llama, {schedule}"] = (LLAMA, "layer", 2, words)
+    CASES[f"moe router, {schedule}"] = (MOE, "moe_router", 2, words)
+    CASES[f"dit, {schedule}"] = (DIT, "layer", 2, words)
+    CASES[f"own model, {schedule}"] = (OWN, "layer", 2, words)
+QUICK = ["llama, zb-v"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+def test_a_captured_run_is_bitwise_an_eager_one(gang, corpus, case):
+    model, scope, num_ranks, words = CASES[case]
+    precision = [] if any("precision" in word for word in words) else ["train.precision=float64"]
+    layers = "model.num_layers=4" if num_ranks > 1 else "model.num_layers=2"
+    words = [*model, layers, *([] if model is DIT else corpus), *MICROBATCHES, *precision, *words]
+    # FSDP2 has a process group also on one rank.
+    run = gang(1).run if "FSDP2 on one rank" in case else functools.partial(run_on, gang, num_ranks)
+    found = run(compared, for_pictures(words) if model is DIT else words, scope)
+    for equal, different, replays, eager, _ in found:
+        assert equal and not different
+        assert replays > 0 and not eager
