@@ -1,4 +1,4 @@
-"""Runs with captured layers compute bitwise what eager runs do, on the simulated backend: models, schedules, layouts."""
+"""Runs with captured layers compute bitwise what eager runs do, on the simulated backend."""
 
 from __future__ import annotations
 
@@ -64,7 +64,16 @@ CASES = {
     "dit, attention": (DIT, "attention", 2, ["mesh.pp=2"]),
     "own model": (OWN, "layer", 1, []),
 }  # fmt: skip
-SCHEDULES = {"f-then-b": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2, "v-min": 2, "dualpipe-v": 2}
+SCHEDULES = {
+    "f-then-b": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zb-h1": 1,
+    "zb-v": 2,
+    "v-half": 2,
+    "v-min": 2,
+    "dualpipe-v": 2,
+}
 for schedule in SCHEDULES:
     words = ["mesh.pp=2", f"pipeline.schedule={schedule}"]
     CASES[f"llama, {schedule}"] = (LLAMA, "layer", 2, words)
@@ -74,7 +83,9 @@ for schedule in SCHEDULES:
 QUICK = ["llama, zb-v"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_a_captured_run_is_bitwise_an_eager_one(gang, corpus, case):
     model, scope, num_ranks, words = CASES[case]
     precision = [] if any("precision" in word for word in words) else ["train.precision=float64"]

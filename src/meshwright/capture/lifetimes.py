@@ -51,11 +51,11 @@ class Content(NamedTuple):
     stage: int
     layer: int
     microbatch: int
-    index: int = 0
+    number: int = 0
     """0 for the layer's input and output; else the number of an argument, or the position of a further result."""
 
     def __str__(self) -> str:
-        which = f" (number {self.index})" if self.index else ""
+        which = f" (number {self.number})" if self.number else ""
         return f"the {self.role}{which} of layer {self.layer}, stage {self.stage}, micro-batch {self.microbatch}"
 
 
@@ -69,7 +69,7 @@ class Lifetime:
     microbatch: int
     signature: TensorSignature
     interval: Interval
-    index: int = 0
+    number: int = 0
     """0 for the layer's input and output; else the number of an argument, or the position of a further result."""
     leaves: Interval | None = None
     """Time between the end of its computation and the last use outside the chunk, if it leaves the chunk."""

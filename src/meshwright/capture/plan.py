@@ -50,7 +50,7 @@ class StaticTensor:
     role: Role
     stage: int
     layer: int
-    index: int
+    number: int
     """0 for the layer's input and output; else the number of an argument, or the position of a further result."""
     instance: int
     """Slot or micro-batch; always the micro-batch of copies for other stages, which no graph writes."""
@@ -222,7 +222,7 @@ def _owned(tensors: Iterable[Lifetime], instances: Instances) -> dict[Owner, lis
     """
     groups: dict[Owner, list[Lifetime]] = defaultdict(list)
     for one in tensors:
-        groups[one.role, one.stage, one.layer, one.index, instances[one.stage][one.microbatch]].append(one)
+        groups[one.role, one.stage, one.layer, one.number, instances[one.stage][one.microbatch]].append(one)
     copied = {owner[:4] for owner, group in groups.items() if overlaps_itself([_whole(one) for one in group])}
     found: dict[Owner, list[Lifetime]] = {}
     for owner, group in groups.items():
@@ -243,7 +243,7 @@ def _whole(one: Lifetime) -> Interval:
 
 
 def _with_interval(one: Lifetime, role: Role, interval: Interval) -> Lifetime:
-    return Lifetime(role, one.stage, one.layer, one.microbatch, one.signature, interval, one.index)
+    return Lifetime(role, one.stage, one.layer, one.microbatch, one.signature, interval, one.number)
 
 
 def _place(

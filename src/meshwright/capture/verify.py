@@ -47,7 +47,7 @@ class _Paper:
     def __init__(self, plan: CapturePlan) -> None:
         self._plan, self._chunks, self._slots = plan, dict(plan.chunks), dict(plan.slots)
         self._by_slot = plan.mode is CaptureMode.SLOT
-        self._buffer = {(one.role, one.stage, one.layer, one.index, one.instance): one.buffer for one in plan.tensors}
+        self._buffer = {(one.role, one.stage, one.layer, one.number, one.instance): one.buffer for one in plan.tensors}
         self._copied = {(one.role, one.stage) for one in plan.tensors if one.role in COPIES}
         self._held: dict[int, tuple[Content, Event]] = {}
         self._occupied: dict[tuple[int, int], int] = {}
@@ -160,31 +160,33 @@ class _Paper:
             if is_followed
             else Content(Role.OUTPUT_GRADIENT, stage, layer, m)
         )
-        others = [Content(Role.INPUT, stage, first_with(layers, a.number), m, a.number) for a in layers[layer].arguments]
+        others = [
+            Content(Role.INPUT, stage, first_with(layers, a.number), m, a.number) for a in layers[layer].arguments
+        ]
         if event.kind is K.FORWARD:
             yield from (Access(other, writes=True) for other in others if other.layer == layer)
             if not follows:
                 yield Access(source, writes=True)
             yield from (Access(tensor, writes=False) for tensor in (source, *others))
             for index in range(1 + len(layers[layer].results)):
-                yield Access(output._replace(index=index), writes=True)
+                yield Access(output._replace(number=index), writes=True)
             # An output in the memory of an input would have overwritten it.
             yield from (Access(tensor, writes=False) for tensor in (source, *others))
             if layer == len(layers) - 1 and (Role.HANDED_OVER, stage) in self._copied:
                 yield Access(output, writes=False)
                 yield Access(self._handed_over(stage, m), writes=True)
             return
-        given = [gradient._replace(role=Role.OUTPUT_GRADIENT, layer=layer, index=index)
+        given = [gradient._replace(role=Role.OUTPUT_GRADIENT, layer=layer, number=index)
                  for index, one in enumerate(layers[layer].results, 1) if one.has_gradient]  # fmt: skip
         if event.kind in BACKWARDS:
             yield from (Access(one, writes=True) for one in ([] if is_followed else [gradient]) + given)
-        saved = [output._replace(index=index) for index in range(1 + len(layers[layer].results))]
+        saved = [output._replace(number=index) for index in range(1 + len(layers[layer].results))]
         reads = [source, gradient, *others, *given, *(saved if layers[layer].saves_output else [])]
         yield from (Access(tensor, writes=False) for tensor in reads)
         if event.kind in BACKWARDS:
             found = Content(Role.INPUT_GRADIENT, stage, layer, m)
             yield Access(found, writes=True)
-            own = (found._replace(index=a.number) for a in layers[layer].arguments if a.has_gradient)
+            own = (found._replace(number=a.number) for a in layers[layer].arguments if a.has_gradient)
             yield from (Access(one, writes=True) for one in own)
             yield from (Access(tensor, writes=False) for tensor in reads)
             if layer == 0 and (Role.HANDED_BACK, stage) in self._copied:
@@ -213,7 +215,7 @@ class _Paper:
 
     def _check_signatures(self) -> None:
         for one in self._plan.tensors:
-            expected = _signature(self._chunks[one.stage][one.layer], one.role, one.index)
+            expected = _signature(self._chunks[one.stage][one.layer], one.role, one.number)
             if self._plan.buffers[one.buffer] != expected:
                 raise CaptureError(
                     f"buffer {one.buffer} is {self._plan.buffers[one.buffer]}, but the {one.role} of layer "

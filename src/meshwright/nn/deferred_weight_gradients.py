@@ -34,9 +34,14 @@ class LocalShardOwner(NamedTuple):
     wrap: Callable[[Tensor], Tensor]
     """Convert the shard's gradient to the parameter's."""
 
-    def wrapped(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrapped(self, compute: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
         """Return `compute` with its result converted."""
-        return lambda *tensors: self.wrap(compute(*tensors))
+
+        def converted(*tensors: Tensor) -> Tensor | None:
+            gradient = compute(*tensors)
+            return None if gradient is None else self.wrap(gradient)
+
+        return converted
 
 
 class WeightGradStore:

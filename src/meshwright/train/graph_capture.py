@@ -20,7 +20,7 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
     config = job.config.capture
     if not config.scope:
         return None
-    backend = config.backend
+    backend: str = config.backend
     if backend == "auto":
         backend = BackendKind.CUDA if job.device.type == "cuda" else BackendKind.SIMULATE
     overlapping = {number for number, stage in pipeline.stages.items() if stage.overlaps}

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from meshwright.capture.plan import Graph
 from meshwright.capture.run.call import rebuild
 from meshwright.capture.run.observe import Observation
 from meshwright.capture.run.static_tensors import Static
 from meshwright.capture.run.static_weights import StaticWeights
 from meshwright.capture.run.weight_gradients import WeightGradients
+from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
 from meshwright.nn.step_handles import StepHandle
 
@@ -67,6 +69,21 @@ def deferring(store: WeightGradStore | None, defers: bool) -> Iterator[list[Defe
             store.put(*one[:2], *one.tensors)
 
 
+@contextmanager
+def contributing(handles: Sequence[StepHandle]) -> Iterator[dict[StepHandle, Tensor]]:
+    """Yield a dict that gets what step handles are given within the context, instead of the handles."""
+    found: dict[StepHandle, Tensor] = {}
+    before = {handle: handle.take_contribution() for handle in handles}
+    try:
+        yield found
+    finally:
+        for handle, earlier in before.items():
+            if (value := handle.take_contribution()) is not None:
+                found[handle] = value
+            if earlier is not None:
+                handle.add_contribution(earlier)
+
+
 class LayerGraphs(Protocol):
     """Graphs of one layer and instance: forward, backward, and deferred weight gradients.
 
@@ -101,3 +118,31 @@ class LayerGraphs(Protocol):
 
     def finish(self) -> None:
         """End the micro-batch: nothing reads what it has left."""
+
+
+@dataclass(frozen=True)
+class MakeGraphs:
+    """A backend with the memory pools of a plan."""
+
+    make: Callable[[CapturedLayer, Graph], LayerGraphs]
+    """Makes the graphs of a layer and instance."""
+    close: Callable[[], int]
+    """Ends capturing, and returns the bytes of all pools."""
+
+
+class LayerFailed(CaptureError):
+    """A layer that can't be captured.
+
+    Attributes:
+        layer: its name.
+        reason: why.
+    """
+
+    def __init__(self, layer: str, reason: str) -> None:
+        super().__init__(
+            f"{layer} can't be captured: {reason}",
+            where="capture",
+            rule="a graph runs on the device alone, on memory that stays where it is",
+            fix="leave the layer eager",
+        )
+        self.layer, self.reason = layer, reason

@@ -41,14 +41,14 @@ def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: 
     observed, number = one.observed, one.number
     own = Content(Role.INPUT, one.stage, number, m)
     source = own._replace(role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
-    arguments = [own._replace(layer=first_with(layers, n), index=n) for n in observed.numbers]
+    arguments = [own._replace(layer=first_with(layers, n), number=n) for n in observed.numbers]
     inputs = [source, *arguments]
-    outputs = [own._replace(role=Role.OUTPUT, index=at) for at in range(len(observed.outputs))]
+    outputs = [own._replace(role=Role.OUTPUT, number=at) for at in range(len(observed.outputs))]
     gradients = [content._replace(role=Role.OUTPUT_GRADIENT) for content in outputs]
     if number + 1 < len(layers) and follows_another(layers, number + 1):
         gradients[0] = own._replace(role=Role.INPUT_GRADIENT, layer=number + 1)
     has_gradient = [observed.outputs[at].requires_grad for at in observed.order()]
-    found = [own._replace(role=Role.INPUT_GRADIENT, index=n) for n in (0, *observed.numbers)]
+    found = [own._replace(role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
     wanted = [facts.requires_grad for facts in observed.inputs]
     given = [statics.at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
     returned = [statics.at(c) if has else None for c, has in zip(found, wanted, strict=True)]
@@ -59,6 +59,11 @@ def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: 
     leaving = [own._replace(role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
     copies = [content if statics.has(content) else None for content in leaving]
     return Binding(
-        tuple(map(statics.at, inputs)), tuple(map(statics.at, outputs)), tuple(given), tuple(returned), *copies,
+        tuple(map(statics.at, inputs)),
+        tuple(map(statics.at, outputs)),
+        tuple(given),
+        tuple(returned),
+        leaving_output=copies[0],
+        leaving_gradient=copies[1],
         inner=tuple(inner),
-    )  # fmt: skip
+    )

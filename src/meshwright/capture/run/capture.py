@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs
+from meshwright.capture.run.backend import CapturedLayer, MakeGraphs
+from meshwright.capture.run.call import flatten
 from meshwright.capture.run.memory_pool import MemoryPool
 from meshwright.capture.run.observe import Observation, Observer
-from meshwright.capture.run.runner import LayerFailed as LayerFailed
 from meshwright.capture.run.runner import Runner
 from meshwright.capture.run.simulated_graphs import SimulatedGraphs
 from meshwright.capture.run.snapshot import unchanged
@@ -27,9 +27,11 @@ from meshwright.capture.run.weight_gradients import (
     SharedOutputs,
     WeightGradients,
 )
+from meshwright.capture.signature import LayerSignature
 from meshwright.capture.verify import verify_capture
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.pipeline.actions import BACKWARDS, ActionKind
 
 
 class BackendKind(StrEnum):
@@ -64,8 +66,8 @@ def observe(modules: Mapping[int, Sequence[nn.Module]], samples: Mapping[int, Se
 
     Args:
         modules: layers of each stage on the rank, in the order in which they run.
-        samples: arguments of each layer. Give a layer the output of the layer before it, the same object, if it reads
-            that output as it is; tensors that several layers get must be the same object too.
+        samples: arguments of each layer; None as the first one stands for the output of the layer before it, which the
+            layer then reads as it is. Tensors that several layers get must be the same objects.
 
     Raises:
         CaptureError: a graph can't run a layer; the message says why.
@@ -73,9 +75,10 @@ def observe(modules: Mapping[int, Sequence[nn.Module]], samples: Mapping[int, Se
     layers: dict[int, list[ObservedLayer]] = {}
     with unchanged(module for own in modules.values() for module in own):
         for stage, own in modules.items():
-            observer, layers[stage] = Observer(), []
+            observer, layers[stage], last = Observer(), [], None
             for number, (module, args) in enumerate(zip(own, samples[stage], strict=True)):
-                observer.run(module, module.forward, args, {})
+                filled = (last, *args[1:]) if args[0] is None else args
+                results = flatten(observer.run(module, module.forward, filled, {}))[1]
                 observed, name = observer.found[-1], f"layer {number} of stage {stage}"
                 if observed.reasons:
                     raise CaptureError(
@@ -84,6 +87,7 @@ def observe(modules: Mapping[int, Sequence[nn.Module]], samples: Mapping[int, Se
                         rule="a graph neither waits for the device nor moves bytes between ranks",
                         fix="capture a smaller part, or leave the layer eager",
                     )
+                last = results[observed.main]
                 layers[stage].append(ObservedLayer(name, module, module.forward, observed))
     return layers
 
@@ -114,7 +118,8 @@ def capture(
         LayerFailed: a layer can't be captured.
     """
     verify_capture(plan)
-    kind, device = _backend(backend), _device(layers)
+    device = _device(layers)
+    kind = _backend(backend, device)
     _check_fit(layers, plan)
     outputs = SharedOutputs()
     captured = []
@@ -139,14 +144,31 @@ def capture(
     return runner
 
 
-def _maker(kind: BackendKind, plan: CapturePlan, device: torch.device) -> Callable[[CapturedLayer, Graph], LayerGraphs]:
+def _maker(kind: BackendKind, plan: CapturePlan, device: torch.device) -> MakeGraphs:
     """Return what makes the graphs of a layer and instance, in the memory pool that the plan gives them."""
+    kinds: dict[tuple[int, int, int], set[ActionKind]] = {}
+    for graph in plan.graphs:
+        kinds.setdefault((graph.stage, graph.layer, graph.instance), set()).add(graph.kind)
+
+    def backwards(graph: Graph) -> int:
+        return len(kinds[graph.stage, graph.layer, graph.instance] & BACKWARDS)
+
+    if kind is BackendKind.CUDA:
+        from meshwright.capture.run.cuda_graphs import CudaGraphs, CudaPools
+
+        cuda = CudaPools(device)
+        return MakeGraphs(
+            lambda layer, graph: CudaGraphs(layer, cuda, graph.pool, backwards=backwards(graph)), cuda.num_bytes
+        )
     pools = {graph.pool: MemoryPool() for graph in plan.graphs}
     frees = plan.mode is not CaptureMode.SLOT
-    return lambda layer, graph: SimulatedGraphs(layer, pools[graph.pool], frees=frees)
+    return MakeGraphs(
+        lambda layer, graph: SimulatedGraphs(layer, pools[graph.pool], frees=frees, backwards=backwards(graph)),
+        lambda: sum(pool.close() for pool in pools.values()),
+    )
 
 
-def _backend(name: str) -> BackendKind:
+def _backend(name: str, device: torch.device) -> BackendKind:
     if name not in set(BackendKind):
         raise CaptureError(
             f"{name} is not a backend",
@@ -154,16 +176,21 @@ def _backend(name: str) -> BackendKind:
             rule=f"the backends are {', '.join(BackendKind)}",
             fix="backend='simulate'",
         )
+    if name == BackendKind.CUDA and device.type != "cuda":
+        raise CaptureError(
+            f"the layers are on {device.type}",
+            where="capture, backend",
+            rule="the backend cuda captures layers on a CUDA device",
+            fix="backend='simulate', or layers on a CUDA device",
+        )
     return BackendKind(name)
 
 
 def _check_fit(layers: Layers, plan: CapturePlan) -> None:
     for stage, expected in plan.chunks:
         own = layers.get(stage, ())
-        found = tuple(one.observed.signature(_any(expected)) for one in own)
-        if [(s.input, s.output, s.follows, s.arguments, s.results) for s in found] != [
-            (s.input, s.output, s.follows, s.arguments, s.results) for s in expected
-        ]:
+        pairs = zip(own, expected, strict=False)
+        if len(own) != len(expected) or not all(_fits(one, due, at) for at, (one, due) in enumerate(pairs)):
             raise CaptureError(
                 f"the layers of stage {stage} are not those of the plan: {len(own)} and {len(expected)} layers, or "
                 "layers of other shapes",
@@ -173,8 +200,13 @@ def _check_fit(layers: Layers, plan: CapturePlan) -> None:
             )
 
 
-def _any(signatures: Sequence[Any]) -> str:
-    return signatures[0].input.device if signatures else "cuda"
+def _fits(one: ObservedLayer, due: LayerSignature, at: int) -> bool:
+    """Return whether a layer was seen to be what the plan says; a plan may assume eager code where there is none."""
+    found = one.observed.signature(due.input.device)
+    follows = at > 0 and due.follows and due.input == due.output
+    return (found.input, found.output, found.arguments, found.results) == (
+        (due.input, due.output, due.arguments, due.results)
+    ) and (found.follows or not follows)
 
 
 def _device(layers: Layers) -> torch.device:

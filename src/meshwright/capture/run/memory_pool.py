@@ -1,9 +1,9 @@
 """Memory pools of simulated CUDA graphs: an arena per pool, with addresses, in which all lies as on a device.
 
-While graphs are captured, a pool hands out blocks first fit, and takes back what a graph frees. From then on each replay
-writes to the same addresses. A block that an earlier graph had freed may thus be given to a later graph: on replay, the
-earlier graph overwrites it. That is right if the later graph always runs after the earlier one and before its next
-replay, and silent corruption if not. The simulation fills temporary memory with NaN, so that corruption shows.
+While graphs are captured, a pool hands out blocks first fit, and takes back what a graph frees. From then on each
+replay writes to the same addresses. A block that an earlier graph had freed may thus be given to a later graph: on
+replay, the earlier graph overwrites it. That is right if the later graph always runs after the earlier one and before
+its next replay, and silent corruption if not. The simulation fills temporary memory with NaN, so that corruption shows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ class MemoryPool:
 
     num_bytes: int = 0
     """Size reserved so far."""
+    is_closed: bool = False
+    """Whether all graphs are captured: replays use the memory that they were captured with."""
     _free: list[Block] = field(default_factory=list)
     _arena: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def allocate(self, num_bytes: int) -> Block:
         """Return a block, the first free one that is large enough, or a new one."""
+        assert not self.is_closed, "a replay allocates nothing"
         size = -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT
         for index, free in enumerate(self._free):
             if free.num_bytes >= size:
@@ -45,6 +48,11 @@ class MemoryPool:
         self.num_bytes += size
         self._arena = torch.cat([self._arena, torch.zeros(size, dtype=torch.uint8)])
         return block
+
+    def close(self) -> int:
+        """End capturing, and return the size: from now on, nothing is allocated."""
+        self.is_closed = True
+        return self.num_bytes
 
     def free(self, block: Block) -> None:
         """Take a block back for graphs that are captured later; neighbouring free blocks become one."""

@@ -79,12 +79,14 @@ class Observer:
     """Observes the layers of one chunk, in the order in which they run."""
 
     def __init__(self) -> None:
-        self.found: list[Observation | None] = []
-        """Observations in order; None where nothing was left to observe."""
+        self.found: list[Observation] = []
+        """Observations in order."""
         self._arguments: list[Tensor] = []
         self._last: Tensor | None = None
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
         """Run a layer's forward, and record it."""
         template, tensors = flatten((args, dict(named)))
         saved = _SavedBytes([*tensors, *module.parameters(), *module.buffers()])
@@ -138,13 +140,13 @@ class _Watch(TorchFunctionMode):
         self._operators = _Operators(self.reasons)
 
     def __enter__(self) -> _Watch:
-        super().__enter__()
-        self._operators.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._operators.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._operators.__exit__(*raised)
-        super().__exit__(*raised)
+        self._operators.__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in HOST_READS:
@@ -152,9 +154,9 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, reasons: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._reasons = reasons
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,15 +1,15 @@
 """Run captured layers by their plan: which graphs a micro-batch replays, on which memory, in the order of the table.
 
-[Note: replays in autograd] A layer's replay is one node of autograd. Its forward copies what isn't there yet into static
-memory and replays the forward's graph; its backward does the same for gradients. Deferred weight gradients are an entry
-of the stage's `WeightGradStore`, as those of any layer. Gradients of parameters reach `.grad` as
+[Note: replays in autograd] A layer's replay is one node of autograd. Its forward copies what isn't there yet into
+static memory and replays the forward's graph; its backward does the same for gradients. Deferred weight gradients are
+an entry of the stage's `WeightGradStore`, as those of any layer. Gradients of parameters reach `.grad` as
 `weight_gradients` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from meshwright.capture.lifetimes import Content, Role
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
+from meshwright.capture.run.backend import CapturedLayer, LayerFailed, LayerGraphs, MakeGraphs
 from meshwright.capture.run.binding import Binding, bind
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs
 from meshwright.capture.run.call import difference, flatten, rebuild
 from meshwright.capture.run.progress import Progress
+from meshwright.capture.run.replay import LayerReplay, Replay
 from meshwright.capture.run.static_tensors import Static, StaticTensors
 from meshwright.capture.run.static_weights import TensorFacts
 from meshwright.errors import CaptureError
@@ -42,27 +43,9 @@ class CaptureStats:
     copies: int = 0
     """Tensors copied into static memory because they came from elsewhere, or out of it because they leave the chunk."""
     pool_bytes: int = 0
-    """Memory of all pools, as far as the backend knows it."""
+    """Memory of all pools."""
     eager: Counter[str] = field(default_factory=Counter)
     """Calls that ran eagerly, by reason."""
-
-
-class LayerFailed(CaptureError):
-    """A layer that can't be captured.
-
-    Attributes:
-        layer: its name.
-        reason: why.
-    """
-
-    def __init__(self, layer: str, reason: str) -> None:
-        super().__init__(
-            f"{layer} can't be captured: {reason}",
-            where="capture",
-            rule="a graph runs on the device alone, on memory that stays where it is",
-            fix="leave the layer eager",
-        )
-        self.layer, self.reason = layer, reason
 
 
 class Runner:
@@ -71,7 +54,7 @@ class Runner:
     Args:
         plan: the plan, verified.
         layers: captured layers by stage and number.
-        make_graphs: makes the graphs of a layer and instance.
+        graphs: makes the graphs.
         statics: static tensors of the plan.
     """
 
@@ -79,12 +62,12 @@ class Runner:
         self,
         plan: CapturePlan,
         layers: Sequence[CapturedLayer],
-        make_graphs: Callable[[CapturedLayer, Graph], LayerGraphs],
+        graphs: MakeGraphs,
         statics: StaticTensors,
     ) -> None:
         self._plan, self._chunks, self._slots = plan, dict(plan.chunks), dict(plan.slots)
         self._layers = {(one.stage, one.number): one for one in layers}
-        self._make_graphs, self._statics = make_graphs, statics
+        self._backend, self._statics = graphs, statics
         self._by_slot = plan.mode is CaptureMode.SLOT
         self._graphs: dict[tuple[int, int, int], LayerGraphs] = {}
         self._progress = Progress(plan)
@@ -117,10 +100,10 @@ class Runner:
             for kind in (K.FORWARD, *BACKWARDS, K.BACKWARD_WEIGHT):
                 self._progress.skip((kind, one.stage, microbatch, one.number))
             return one.forward(*args, **named)
-        replay = _LayerReplay(self, one, microbatch, parameters := one.weights.current())
+        replay = LayerReplay(self, one, microbatch, parameters := one.weights.current())
         # Without an input that requires a gradient, a parameter connects the outputs to the graph.
         watched = parameters if one.gradients.returns else parameters[:1]
-        outputs = _Replay.apply(replay, len(tensors), *tensors, *watched)  # type: ignore[no-untyped-call]
+        outputs = Replay.apply(replay, len(tensors), *tensors, *watched)  # type: ignore[no-untyped-call]
         for handle, value in self._graphs_of(one, microbatch).contributions.items():
             handle.add_contribution(value)
         order = one.observed.order()
@@ -151,7 +134,10 @@ class Runner:
     def addresses(self) -> tuple[int, ...]:
         """Return all addresses that graphs read and write, which never change."""
         of_layers = (
-            address for one in self._layers.values() for own in (one.weights, one.gradients) for address in own.addresses()
+            address
+            for one in self._layers.values()
+            for own in (one.weights, one.gradients)
+            for address in own.addresses()
         )
         return (*self._statics.addresses(), *of_layers)
 
@@ -169,12 +155,17 @@ class Runner:
             except (RuntimeError, TypeError, NotImplementedError) as error:  # what PyTorch raises
                 raise LayerFailed(one.name, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         self._statics.clear()
+        self._stats.pool_bytes = self._backend.close()
 
     def _capture(self, graph: Graph, one: CapturedLayer, m: int) -> None:
         key = (graph.stage, graph.layer, graph.instance)
         if key not in self._graphs:
-            self._graphs[key] = self._make_graphs(one, graph)
+            self._graphs[key] = self._backend.make(one, graph)
         graphs, bound = self._graphs[key], self._bound(one, m)
+        if graph.kind is not K.FORWARD:
+            # Captures skip micro-batches that have their graphs already; values don't matter here.
+            for static in (*bound.inputs, *bound.outputs, *filter(None, bound.output_gradients)):
+                static.hold()
         if graph.kind is K.FORWARD:
             inputs = [torch.zeros(one.observed.inputs[0].shape), *one.observed.samples]
             for static, value in zip(bound.inputs, inputs, strict=True):
@@ -289,16 +280,16 @@ class Runner:
                     rule="a layer that follows another one reads what that layer wrote, as it is",
                     fix="LayerSignature(…, follows=False) for the layer that eager code stands before",
                 )
-        elif content.index and content.layer != one.number:
-            if self._arguments[one.stage, m, content.index] is not value:
+        elif content.number and content.layer != one.number:
+            if self._arguments[one.stage, m, content.number] is not value:
                 self._check_same(one, m, content, value)
             return
-        if content.index:
-            self._arguments[one.stage, m, content.index] = value
+        if content.number:
+            self._arguments[one.stage, m, content.number] = value
         self._copy(content, value)
 
     def _check_same(self, one: CapturedLayer, m: int, content: Content, value: Tensor) -> None:
-        if self._arguments[one.stage, m, content.index].data_ptr() != value.data_ptr():
+        if self._arguments[one.stage, m, content.number].data_ptr() != value.data_ptr():
             raise CaptureError(
                 f"{one.name} gets another tensor as {content} than layer {content.layer}",
                 where=f"capture, micro-batch {m}",
@@ -345,34 +336,3 @@ class Runner:
             ((stage, _),) = self._plan.chunks
             return stage, layer
         return layer
-
-
-@dataclass(frozen=True)
-class _LayerReplay:
-    """A layer and a micro-batch."""
-
-    runner: Runner
-    layer: CapturedLayer
-    microbatch: int
-    parameters: list[nn.Parameter]
-    """Parameters that get the gradients of the layer's trained weights. FSDP2 has others outside of the forward."""
-
-
-class _Replay(torch.autograd.Function):
-    """A replay of a layer's graphs as one node of autograd; see [Note: replays in autograd]."""
-
-    @staticmethod
-    def forward(ctx: Any, replay: _LayerReplay, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.replay, ctx.num_weights = replay, len(tensors) - num_inputs
-        found = replay.runner.forward(replay.layer, replay.microbatch, tensors[:num_inputs])
-        outputs = [one.detach() for one in found]
-        has_gradient = [replay.layer.observed.outputs[at].requires_grad for at in replay.layer.observed.order()]
-        ctx.mark_non_differentiable(*(one for one, has in zip(outputs, has_gradient, strict=True) if not has))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        replay: _LayerReplay = ctx.replay
-        found = replay.runner.backward(replay.layer, replay.microbatch, gradients, replay.parameters)
-        weights = (replay.layer.gradients.result(at) for at in range(ctx.num_weights))
-        return (None, None, *(None if one is None else one.detach() for one in found), *weights)

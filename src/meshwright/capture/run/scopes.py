@@ -1,7 +1,7 @@
 """Find the modules that a scope captures, in any model: models contain no graph code.
 
-A scope is a name of this file, a glob over the names of modules in a block, or `region:NAME` for what a model's own code
-marks with `graph_region`.
+A scope is a name of this file, a glob over the names of modules in a block, or `region:NAME` for what a model's own
+code marks with `graph_region`.
 """
 
 from __future__ import annotations

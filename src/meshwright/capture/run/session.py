@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from meshwright.capture.plan import CapturePlan, plan_capture
-from meshwright.capture.run.capture import Layers, LayerFailed, ObservedLayer, capture
+from meshwright.capture.run.backend import LayerFailed
+from meshwright.capture.run.capture import Layers, ObservedLayer, capture
 from meshwright.capture.run.observe import Observation, Observer
 from meshwright.capture.run.runner import Runner
 from meshwright.errors import CaptureError

@@ -1,4 +1,4 @@
-"""A layer's CUDA graphs, simulated on any device: the operations run eagerly, in memory laid out as graphs would have it.
+"""A layer's CUDA graphs, simulated on any device: operations run eagerly, in memory laid out as graphs would have it.
 
 What the forward leaves to the backward lies at fixed addresses of a memory pool, temporary memory is filled with NaN on
 each replay, and static tensors are read where they lie when they are read. A wrong plan therefore computes wrong
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, deferring
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.memory_pool import Block, MemoryPool, extent
 from meshwright.capture.run.private import TorchDispatchMode, using_parameters
@@ -53,10 +53,11 @@ class SimulatedGraphs(LayerGraphs):
         pool: memory pool of the graphs.
         frees: give the memory that the backward is done with to graphs captured later. Right in a pool of its own only
             if the forward is never replayed again.
+        backwards: number of the forward's backwards to capture; each micro-batch replays one of them.
     """
 
-    def __init__(self, layer: CapturedLayer, pool: MemoryPool, *, frees: bool) -> None:
-        self._layer, self._pool, self._frees = layer, pool, frees
+    def __init__(self, layer: CapturedLayer, pool: MemoryPool, *, frees: bool, backwards: int) -> None:
+        self._layer, self._pool, self._frees, self._to_capture = layer, pool, frees, backwards
         self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
         self._position = {id(weight): at for at, weight in enumerate(self._weights)}
         parameters = self._replacements.values() or layer.module.parameters()
@@ -82,10 +83,13 @@ class SimulatedGraphs(LayerGraphs):
             packed.append((t, cell))
             return cell
 
-        self._leaves = [one.read().detach().requires_grad_(f.requires_grad) for one, f in zip(inputs, facts, strict=True)]
-        with self._graph("forward"), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            with self._contributing():
-                results = flatten(self._layer.run(self._leaves))[1]
+        self._leaves = [
+            one.read().detach().requires_grad_(f.requires_grad) for one, f in zip(inputs, facts, strict=True)
+        ]
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        with self._graph("forward"), torch.enable_grad(), saving, contributing(self._layer.handles) as contributions:
+            results = flatten(self._layer.run(self._leaves))[1]
+        self.contributions = contributions
         results = [results[at] for at in order]
         produced = {_address(one): static for one, static in zip(results, outputs, strict=True) if one.is_contiguous()}
         region, number = self._regions["forward"], 0
@@ -112,7 +116,11 @@ class SimulatedGraphs(LayerGraphs):
         name = "split backward" if defers else "backward"
         with deferring(self._layer.store, defers) as entries, self._graph(name):
             all_found = torch.autograd.grad(
-                self._roots, [*wanted, *self._weights], [one.read() for one in given], allow_unused=True
+                self._roots,
+                [*wanted, *self._weights],
+                [one.read() for one in given],
+                allow_unused=True,
+                retain_graph=self._to_capture > 1,
             )
         self._defer(entries)
         for at, gradient in enumerate(all_found[len(wanted) :]):
@@ -121,7 +129,9 @@ class SimulatedGraphs(LayerGraphs):
         with torch.no_grad():
             for static, gradient in zip([one for one in found if one is not None], all_found, strict=False):
                 static.hold().zero_() if gradient is None else static.hold().copy_(gradient)
-        self._roots, self._leaves = [], []
+        self._to_capture -= 1
+        if self._to_capture <= 0:
+            self._roots, self._leaves = [], []
 
     def deferred(self) -> list[int]:
         """Return the positions of the deferred weights."""
@@ -161,7 +171,7 @@ class SimulatedGraphs(LayerGraphs):
             self._deferred.append((self._position[id(parameter)], compute, references))
 
     def _static_reference(self, static: Static, t: Tensor) -> _Reference:
-        return _Reference(static, _without_memory(t), t.storage_offset())
+        return _Reference(static, _without_memory(t), int(t.storage_offset()))
 
     def _store(self, region: _Region, number: int, t: Tensor) -> _Reference:
         """Copy a tensor to the region's block of this number, which the first call allocates."""
@@ -189,25 +199,12 @@ class SimulatedGraphs(LayerGraphs):
             stack.enter_context(_Temporary(self._pool, self._regions.setdefault(name, _Region())))
             yield
 
-    @contextmanager
-    def _contributing(self) -> Iterator[None]:
-        """Keep what step handles get in the context as the forward's contributions."""
-        before = {handle: handle.take_contribution() for handle in self._layer.handles}
-        try:
-            yield
-        finally:
-            found = {handle: handle.take_contribution() for handle in before}
-            self.contributions = {handle: value for handle, value in found.items() if value is not None}
-            for handle, value in before.items():
-                if value is not None:
-                    handle.add_contribution(value)
-
 
 class _Temporary(TorchDispatchMode):
     """Memory that operations use while a graph runs: a block as large as all their results, filled with NaN."""
 
     def __init__(self, pool: MemoryPool, region: _Region) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._pool, self._region, self._bytes = pool, region, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +213,7 @@ class _Temporary(TorchDispatchMode):
         return result
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if self._region.temporary is None:
             self._region.temporary = self._pool.allocate(self._bytes)
             self._pool.free(self._region.temporary)

@@ -38,10 +38,8 @@ class StaticTensors:
 
     def __init__(self, plan: CapturePlan, *, device: torch.device) -> None:
         self._slots, self._by_slot = dict(plan.slots), plan.mode is CaptureMode.SLOT
-        self._index = {(one.role, one.stage, one.layer, one.index, one.instance): one.buffer for one in plan.tensors}
-        self._buffers = [
-            torch.zeros(one.shape, dtype=getattr(torch, one.dtype), device=device) for one in plan.buffers
-        ]
+        self._index = {(one.role, one.stage, one.layer, one.number, one.instance): one.buffer for one in plan.tensors}
+        self._buffers = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype), device=device) for one in plan.buffers]
         self._held: list[Content | None] = [None] * len(self._buffers)
 
     def has(self, content: Content) -> bool:

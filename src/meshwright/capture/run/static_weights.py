@@ -52,7 +52,9 @@ class StaticWeights:
                 memory = torch.zeros(one.shape, dtype=one.dtype, device=device)
                 self.copies[name] = nn.Parameter(memory, requires_grad=one.requires_grad)
         self._fixed = {} if copies else {name: p.data_ptr() for name, p in module.named_parameters()}
-        self._owners = {name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in facts}
+        self._owners = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in facts
+        }
         self._is_fresh = False
 
     def replacements(self) -> dict[str, nn.Parameter]:
@@ -85,7 +87,10 @@ class StaticWeights:
             return
         found = self._own()
         for name, one in self._facts.items():
-            if TensorFacts.of(found[name]) != one or self._fixed.get(name, address := found[name].data_ptr()) != address:
+            if (
+                TensorFacts.of(found[name]) != one
+                or self._fixed.get(name, address := found[name].data_ptr()) != address
+            ):
                 raise CaptureError(
                     f"the parameter {name} has moved since its graphs were captured",
                     where=where,

@@ -1,0 +1,178 @@
+"""A layer's CUDA graphs: captured at the first call, replayed at later ones.
+
+[Note: memory of a pool] What a forward saves stays allocated while its autograd graph is alive, which is until the
+backward is captured. Then, and whenever a temporary tensor of a capture is freed, its memory goes to graphs that are
+captured later in the same pool. They run later in each replay too, because graphs are captured in the order of the
+table.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring
+from meshwright.capture.run.call import flatten
+from meshwright.capture.run.private import using_parameters
+from meshwright.capture.run.static_tensors import Static
+from meshwright.nn.step_handles import StepHandle
+
+
+class CudaPools:
+    """Memory pools of a plan, and the stream that graphs are captured on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handles: dict[int, Any] = {}
+        self._warm: set[int] = set()
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
+
+    def handle(self, pool: int) -> Any:
+        """Return the handle of a pool, by its number in the plan."""
+        if pool not in self._handles:
+            self._handles[pool] = torch.cuda.graph_pool_handle()
+        return self._handles[pool]
+
+    def is_first(self, layer: CapturedLayer) -> bool:
+        """Return whether this is the first question for a layer."""
+        is_first = id(layer) not in self._warm
+        self._warm.add(id(layer))
+        return is_first
+
+    def num_bytes(self) -> int:
+        """Return the memory reserved since these pools were made."""
+        return max(0, torch.cuda.memory_reserved(self.device) - self._before)
+
+
+class CudaGraphs(LayerGraphs):
+    """Graphs of one layer and instance.
+
+    Args:
+        layer: the layer.
+        pools: memory pools of the plan.
+        pool: number of the pool.
+        backwards: number of the forward's backwards to capture; each micro-batch replays one of them.
+    """
+
+    def __init__(self, layer: CapturedLayer, pools: CudaPools, pool: int, *, backwards: int) -> None:
+        self._to_capture = backwards
+        self._layer, self._pools, self._pool = layer, pools, pools.handle(pool)
+        self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
+        self._position = {id(weight): at for at, weight in enumerate(self._weights)}
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._leaves: list[Tensor] = []
+        self._roots: list[Tensor] = []
+        self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
+        self._positions: list[int] = []
+        self.contributions: dict[StepHandle, Tensor] = {}
+
+    def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
+        """Replay the forward; the first call captures it."""
+        sources, targets = [one.read() for one in inputs], [one.hold() for one in outputs]
+        if "forward" in self._graphs:
+            self._graphs["forward"].replay()
+            return
+        if self._pools.is_first(self._layer):
+            self._warm_up(sources)
+        with self._capturing("forward"), contributing(self._layer.handles) as found:
+            results = self._run(sources)
+            for target, result in zip(targets, results, strict=True):
+                target.detach().copy_(result.detach())
+        self.contributions = found
+        self._roots = [one for one in results if one.requires_grad]
+
+    def backward(self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool) -> None:
+        """Replay the backward; the first call captures it."""
+        given = [one.read() for one in gradients if one is not None]
+        targets = [one.hold() for one in found if one is not None]
+        name = "split backward" if defers else "backward"
+        if name in self._graphs:
+            self._graphs[name].replay()
+            return
+        self._to_capture -= 1
+        with deferring(self._layer.store, defers) as entries, self._capturing(name):
+            of_inputs = self._differentiate(given)
+            for target, gradient in zip(targets, of_inputs, strict=True):
+                target.zero_() if gradient is None else target.copy_(gradient)
+        if defers:
+            self._deferred = [(self._position[id(one.parameter)], one.compute, one.tensors) for one in entries]
+            self._positions = [position for position, _, _ in self._deferred]
+        if not self._to_capture:
+            self._roots, self._leaves = [], []
+
+    def deferred(self) -> list[int]:
+        """Return the positions of the deferred weights."""
+        return self._positions
+
+    def weights(self) -> None:
+        """Replay the deferred weight gradients; the first call captures them."""
+        if "weights" in self._graphs:
+            self._graphs["weights"].replay()
+            return
+        with self._capturing("weights"):
+            for position, compute, tensors in self._deferred:
+                gradient = compute(*tensors)
+                assert gradient is not None
+                self._layer.gradients.store(position, gradient)
+        self._deferred = []
+
+    def finish(self) -> None:
+        """Do nothing: replays overwrite what they need."""
+
+    def _run(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Run the forward on the static inputs; returns the results, the output first."""
+        observed = self._layer.observed
+        pairs = zip(sources, observed.inputs, strict=True)
+        self._leaves = [one.detach().requires_grad_(facts.requires_grad) for one, facts in pairs]
+        with torch.enable_grad(), using_parameters(self._layer.module, self._replacements):
+            results = flatten(self._layer.run(self._leaves))[1]
+        return [results[at] for at in observed.order()]
+
+    def _differentiate(self, given: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run the backward and store weight gradients; returns the gradients of the inputs that have one."""
+        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+        with using_parameters(self._layer.module, self._replacements):
+            found = torch.autograd.grad(
+                self._roots,
+                [*wanted, *self._weights],
+                list(given),
+                allow_unused=True,
+                retain_graph=self._to_capture > 0,
+            )
+        for at, gradient in enumerate(found[len(wanted) :]):
+            if gradient is not None:
+                self._layer.gradients.store(at, gradient)
+        return list(found[: len(wanted)])
+
+    def _warm_up(self, sources: Sequence[Tensor]) -> None:
+        """Run forward and backward once: libraries allocate and choose algorithms in their first calls."""
+        stream = self._pools.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), contributing(self._layer.handles), deferring(self._layer.store, False):
+            self._roots = [one for one in self._run(sources) if one.requires_grad]
+            self._differentiate([torch.zeros_like(root) for root in self._roots])
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize(self._pools.device)
+        self._roots, self._leaves = [], []
+
+    @contextmanager
+    def _capturing(self, name: str) -> Iterator[None]:
+        """Capture what runs in the context. Other threads may use the device meanwhile."""
+        graph, stream = torch.cuda.CUDAGraph(), self._pools.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graphs[name] = graph
