@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from meshwright.capture.plan import CapturePlan, plan_capture
-from meshwright.capture.signature import LayerSignature, TensorSignature
+from meshwright.capture.signature import ArgumentSignature, LayerSignature, ResultSignature, TensorSignature
 from meshwright.pipeline import Schedule, generate, lower
 
 STREAM = TensorSignature((2, 8, 4))
@@ -30,9 +31,10 @@ def plan(
 
 
 def random_layers(random: Random) -> tuple[LayerSignature, ...]:
-    """Zero to three layers; shapes, and what stands between layers, differ."""
+    """Zero to three layers; shapes, arguments, results, and what stands between layers, differ."""
+    arguments = [ArgumentSignature(TensorSignature((2, 4)), at, random.random() < 0.5) for at in (1, 2)]
     edges = [random.choice((STREAM, STREAM, WIDE)) for _ in range(random.randint(1, 4))]
-    return tuple(
+    layers = tuple(
         LayerSignature(
             source,
             target,
@@ -40,6 +42,16 @@ def random_layers(random: Random) -> tuple[LayerSignature, ...]:
             saves_output=random.random() < 0.5,
             saved_bytes=random.randint(0, 99),
             temporary_bytes=random.randint(0, 99),
+            arguments=tuple(one for one in arguments if random.random() < 0.5),
+            results=(ResultSignature(TensorSignature((2, 8))),) * random.randint(0, 1),
         )
         for source, target in zip(edges, edges[1:], strict=False)
+    )
+    # Arguments are numbered as they come.
+    numbers: dict[int, int] = {}
+    for argument in (one for layer in layers for one in layer.arguments):
+        numbers.setdefault(argument.number, len(numbers) + 1)
+    return tuple(
+        replace(layer, arguments=tuple(replace(one, number=numbers[one.number]) for one in layer.arguments))
+        for layer in layers
     )

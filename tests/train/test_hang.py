@@ -68,7 +68,9 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
         launch(sleepy_body, (spec, out), num_ranks=num_ranks, threads=1, on_interrupt=lambda: None)
     error = caught.value
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
-    told = rf"rank [03] timed out [after\d. s]*in {collective} in the group of ranks (0, 1|1, 3), of (float|uint8)"
+    # Where others wait for those that wait for rank 1, any of them may be the first to give up.
+    groups = "(0, 1|1, 3|0, 2|2, 3)"
+    told = rf"rank \d timed out [after\d. s]*in {collective} in the group of ranks {groups}, of (float|uint8)"
     assert re.match(told, error.what), error.what
     assert re.search(rf"called at\n.*{file}:\d+ in \w+\n", error.where, re.DOTALL)
     assert "rank 1: reported no failed collective" in error.where

@@ -101,8 +101,10 @@ class LayerGraphs(Protocol):
             outputs: the output and the further results.
         """
 
-    def backward(self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool) -> None:
-        """Run the backward, and store weight gradients.
+    def backward(
+        self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
+    ) -> Sequence[int]:
+        """Run the backward, and store weight gradients; returns the positions of those trained weights.
 
         Args:
             gradients: gradients of the output and the further results; None for those that have none.

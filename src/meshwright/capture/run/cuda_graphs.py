@@ -68,6 +68,7 @@ class CudaGraphs(LayerGraphs):
         self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
         self._position = {id(weight): at for at, weight in enumerate(self._weights)}
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._stored: dict[str, list[int]] = {}
         self._leaves: list[Tensor] = []
         self._roots: list[Tensor] = []
         self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
@@ -89,17 +90,19 @@ class CudaGraphs(LayerGraphs):
         self.contributions = found
         self._roots = [one for one in results if one.requires_grad]
 
-    def backward(self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool) -> None:
+    def backward(
+        self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
+    ) -> Sequence[int]:
         """Replay the backward; the first call captures it."""
         given = [one.read() for one in gradients if one is not None]
         targets = [one.hold() for one in found if one is not None]
         name = "split backward" if defers else "backward"
         if name in self._graphs:
             self._graphs[name].replay()
-            return
+            return self._stored[name]
         self._to_capture -= 1
         with deferring(self._layer.store, defers) as entries, self._capturing(name):
-            of_inputs = self._differentiate(given)
+            of_inputs, self._stored[name] = self._differentiate(given)
             for target, gradient in zip(targets, of_inputs, strict=True):
                 target.zero_() if gradient is None else target.copy_(gradient)
         if defers:
@@ -107,6 +110,7 @@ class CudaGraphs(LayerGraphs):
             self._positions = [position for position, _, _ in self._deferred]
         if not self._to_capture:
             self._roots, self._leaves = [], []
+        return self._stored[name]
 
     def deferred(self) -> list[int]:
         """Return the positions of the deferred weights."""
@@ -136,8 +140,8 @@ class CudaGraphs(LayerGraphs):
             results = flatten(self._layer.run(self._leaves))[1]
         return [results[at] for at in observed.order()]
 
-    def _differentiate(self, given: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run the backward and store weight gradients; returns the gradients of the inputs that have one."""
+    def _differentiate(self, given: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
+        """Run the backward and store weight gradients; returns the gradients of the inputs, and stored positions."""
         wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
         with using_parameters(self._layer.module, self._replacements):
             found = torch.autograd.grad(
@@ -147,10 +151,10 @@ class CudaGraphs(LayerGraphs):
                 allow_unused=True,
                 retain_graph=self._to_capture > 0,
             )
-        for at, gradient in enumerate(found[len(wanted) :]):
-            if gradient is not None:
-                self._layer.gradients.store(at, gradient)
-        return list(found[: len(wanted)])
+        of_weights = {at: one for at, one in enumerate(found[len(wanted) :]) if one is not None}
+        for at, gradient in of_weights.items():
+            self._layer.gradients.store(at, gradient)
+        return list(found[: len(wanted)]), list(of_weights)
 
     def _warm_up(self, sources: Sequence[Tensor]) -> None:
         """Run forward and backward once: libraries allocate and choose algorithms in their first calls."""

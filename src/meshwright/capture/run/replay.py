@@ -20,8 +20,8 @@ class Replays(Protocol):
 
     def backward(
         self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> list[Tensor | None]:
-        """Replay a layer's backward; returns the static gradients of input and arguments, where they have one."""
+    ) -> tuple[list[Tensor | None], Sequence[int]]:
+        """Replay a layer's backward; returns static gradients, and the positions of weights that have got one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         replay: LayerReplay = ctx.replay
-        found = replay.runner.backward(replay.layer, replay.microbatch, gradients, replay.parameters)
-        weights = (replay.layer.gradients.result(at) for at in range(ctx.num_weights))
+        found, stored = replay.runner.backward(replay.layer, replay.microbatch, gradients, replay.parameters)
+        result = replay.layer.gradients.result
+        weights = (result(at) if at in stored else None for at in range(ctx.num_weights))
         return (None, None, *(None if one is None else one.detach() for one in found), *weights)

@@ -203,8 +203,13 @@ class Runner:
 
     def backward(
         self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> list[Tensor | None]:
-        """Replay a layer's backward; returns the static gradients of input and arguments, where they have one."""
+    ) -> tuple[list[Tensor | None], Sequence[int]]:
+        """Replay a layer's backward.
+
+        Returns:
+            Static gradients of input and arguments, where they have one, and the positions of the trained weights that
+            have got a gradient.
+        """
         kind = next(kind for kind in BACKWARDS if self._progress.has((kind, one.stage, m, one.number)))
         self._advance(kind, one, m)
         bound = self._bound(one, m)
@@ -214,7 +219,7 @@ class Runner:
                 self._copy(static.content, value)
         defers, graphs = kind is K.BACKWARD_INPUT, self._graphs_of(one, m)
         one.gradients.prepare()
-        graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
+        stored = graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
         self._stats.replays += 1
         results = [None if static is None else static.read() for static in bound.input_gradients]
         if bound.leaving_gradient is not None and results[0] is not None:
@@ -226,7 +231,7 @@ class Runner:
         else:
             self._progress.skip((K.BACKWARD_WEIGHT, one.stage, m, one.number))
         self._end((kind, one.stage, m, one.number))
-        return results
+        return results, stored
 
     def _put_deferred(
         self, one: CapturedLayer, m: int, graphs: LayerGraphs, parameters: Sequence[nn.Parameter]

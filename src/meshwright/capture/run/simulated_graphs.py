@@ -22,6 +22,7 @@ from meshwright.capture.run.call import flatten
 from meshwright.capture.run.memory_pool import Block, MemoryPool, extent
 from meshwright.capture.run.private import TorchDispatchMode, using_parameters
 from meshwright.capture.run.static_tensors import Static
+from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import DeferredGradient
 from meshwright.nn.step_handles import StepHandle
 
@@ -65,6 +66,7 @@ class SimulatedGraphs(LayerGraphs):
         self._kept = set(map(_address, owned))
         """Storages that outlive the micro-batch."""
         self._regions: dict[str, _Region] = {}
+        self._addresses: dict[str, tuple[int, ...]] = {}
         self._roots: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._statics: dict[int, Static] = {}
@@ -74,6 +76,7 @@ class SimulatedGraphs(LayerGraphs):
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Run the forward on the static inputs, and write the static outputs."""
+        self._check("forward", [one.read() for one in inputs])
         facts, order = self._layer.observed.inputs, self._layer.observed.order()
         self._statics = {_address(one.read()): one for one in inputs}
         packed: list[tuple[Tensor, list[Any]]] = []
@@ -108,9 +111,12 @@ class SimulatedGraphs(LayerGraphs):
         self._statics |= {_address(one.read()): one for one in outputs}
         self._roots = [one for one in results if one.requires_grad]
 
-    def backward(self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool) -> None:
+    def backward(
+        self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
+    ) -> Sequence[int]:
         """Run the backward on the static gradients of the outputs, and write those of the inputs."""
         given = [one for one in gradients if one is not None]
+        self._check("backward", [one.read() for one in given])
         self._statics |= {_address(one.read()): one for one in given}
         wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
         name = "split backward" if defers else "backward"
@@ -123,15 +129,16 @@ class SimulatedGraphs(LayerGraphs):
                 retain_graph=self._to_capture > 1,
             )
         self._defer(entries)
-        for at, gradient in enumerate(all_found[len(wanted) :]):
-            if gradient is not None:
-                self._layer.gradients.store(at, gradient)
+        of_weights = {at: one for at, one in enumerate(all_found[len(wanted) :]) if one is not None}
+        for at, gradient in of_weights.items():
+            self._layer.gradients.store(at, gradient)
         with torch.no_grad():
             for static, gradient in zip([one for one in found if one is not None], all_found, strict=False):
                 static.hold().zero_() if gradient is None else static.hold().copy_(gradient)
         self._to_capture -= 1
         if self._to_capture <= 0:
             self._roots, self._leaves = [], []
+        return list(of_weights)
 
     def deferred(self) -> list[int]:
         """Return the positions of the deferred weights."""
@@ -154,6 +161,16 @@ class SimulatedGraphs(LayerGraphs):
                 if self._frees:
                     self._pool.free(block)
         self._frees = False  # addresses stay what they are; only graphs captured from now on get them
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Check that a graph finds its tensors where it was captured with them."""
+        found = tuple(t.data_ptr() for t in tensors)
+        if self._addresses.setdefault(name, found) != found:
+            raise CaptureError(
+                f"the {name} of {self._layer.name} gets tensors at other addresses than it was captured with",
+                where="capture, simulate",
+                rule="a graph reads and writes fixed addresses",
+            )
 
     def _defer(self, entries: Sequence[DeferredGradient]) -> None:
         region, number = self._regions.setdefault("deferred", _Region()), 0

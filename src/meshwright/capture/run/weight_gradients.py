@@ -109,7 +109,6 @@ class ReturnedGradients(WeightGradients):
 
     def __init__(self, parameters: Sequence[Tensor], outputs: SharedOutputs) -> None:
         self._outputs = outputs.of(parameters)
-        self._stored: set[int] = set()
 
     def prepare(self) -> None:
         """Do nothing."""
@@ -117,12 +116,11 @@ class ReturnedGradients(WeightGradients):
     @torch.no_grad()
     def store(self, position: int, gradient: Tensor) -> None:
         """Keep a gradient until autograd gets it."""
-        self._stored.add(position)
         self._outputs[position].copy_(gradient)
 
-    def result(self, position: int) -> Tensor | None:
+    def result(self, position: int) -> Tensor:
         """Return a clone of the gradient: autograd may keep it as `.grad`, and the next replay overwrites it."""
-        return self._outputs[position].clone() if position in self._stored else None
+        return self._outputs[position].clone()
 
     def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the memory."""
