@@ -95,13 +95,13 @@ class CaptureSession:
         while True:
             layers = self._layers()
             self.plan = self._plan(layers)
-            self._agree(self.plan.fingerprint())
             stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
             try:
                 runner = capture(layers, self.plan, backend=self._backend, stores=stores)
                 break
             except LayerFailed as failed:
                 self.eager[failed.layer] = failed.reason
+        self._agree(self.plan.fingerprint())
         if self._strict and self.eager:
             name, reason = next(iter(self.eager.items()))
             raise CaptureError(

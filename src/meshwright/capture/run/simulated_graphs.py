@@ -153,7 +153,9 @@ class SimulatedGraphs(LayerGraphs):
         self._deferred = []
 
     def finish(self) -> None:
-        """Poison what the micro-batch has left."""
+        """Poison what the micro-batch has left, unless another backward of it is still to be captured."""
+        if self._to_capture > 0:
+            return
         for name in ("forward", "deferred"):
             region = self._regions.get(name, _Region())
             for block in region.blocks:
