@@ -166,8 +166,8 @@ class CaptureConfig(Section):
 
     scope: Names = Field(
         (),
-        description="parts of each block to capture: layer, attention, mlp, moe_router, moe, or globs over the names "
-        "of its modules, such as 'attention.w*'; nothing by default",
+        description="parts of each block to capture: layer, attention, mlp, moe_router, moe, globs over the names of "
+        "its modules, such as attention.w*, or region:NAME for what its code marks; nothing by default",
     )
     mode: Literal["slot", "per_microbatch"] = Field(
         "slot",

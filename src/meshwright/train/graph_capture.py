@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.capture.run.capture import BackendKind
-from meshwright.capture.run.scopes import select
+from meshwright.capture.run.scopes import REGION, select
 from meshwright.capture.run.session import CaptureSession, Chunk
 from meshwright.comm.collectives import all_gather_object
 from meshwright.errors import LayoutError
@@ -48,8 +48,10 @@ def _chunk(job: Job, number: int, stage: ModelStage, *, takes_turns: bool) -> Ch
                 modules[f"{path}.{name}".rstrip(".")] = module
     return Chunk(
         number,
+        part.module,
         modules,
         microbatch=lambda: stage.microbatch,
+        regions=tuple(scope for scope in job.config.capture.scope if scope.startswith(REGION)),
         store=stage.weight_gradients,
         refused=TAKES_TURNS if takes_turns else None,
     )

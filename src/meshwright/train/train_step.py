@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -145,15 +145,11 @@ class TrainStep:
             return loss
 
         self.pipeline.feed.batch, self.pipeline.feed.finish = self._batches.of_step(step), finish
-        if self.capture is not None:
-            self.capture.begin_step()
-        with vocab_context(job):
+        with vocab_context(job), nullcontext() if self.capture is None else self.capture.step():
             if train.trace and step == train.steps:
                 self.timeline = run_traced(self._executor, job)
             else:
                 self._executor.run()
-        if self.capture is not None:
-            self.capture.end_step()
         losses += self._handles.auxiliary_losses()
         # Only ranks in the last stage have task losses; their sum over all ranks is the batch loss.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)

@@ -54,7 +54,7 @@ class Trainer:
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
         self._all_to_alls = AllToAllTraffic(job)
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row, self._has_noted_capture = 0, False
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
 
@@ -79,9 +79,7 @@ class Trainer:
                     result = self._step(step)
                 seconds = time.perf_counter() - begin
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
-                if step == steps.start and self._step.capture is not None:
-                    for note in self._step.capture.notes():
-                        self._reporter.note(note)
+                self._note_capture()
                 if recorder is not None:
                     recorder.record(result, seconds, validation, self._step.expert_counts())
                 self._track_finite(result, validation)
@@ -95,6 +93,14 @@ class Trainer:
             recorder.close()
         self._check_end(max(done, train.steps), validation)
         self._finish(validation, time.perf_counter() - started, done=done)
+
+    def _note_capture(self) -> None:
+        """Report what was captured, once."""
+        session = self._step.capture
+        if session is not None and session.is_done and not self._has_noted_capture:
+            self._has_noted_capture = True
+            for note in session.notes():
+                self._reporter.note(note)
 
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether `step` is the last step or a multiple of `every`; 0 means the last step only."""

@@ -6,7 +6,8 @@ The observed step runs eagerly and trains like any other, so it is the warm-up t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshwright.capture.run.backend import LayerFailed
 from meshwright.capture.run.capture import Layers, ObservedLayer, capture
 from meshwright.capture.run.observe import Observation, Observer
 from meshwright.capture.run.runner import Runner
+from meshwright.capture.run.scopes import finding_regions
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline.schedule_table import Schedule
@@ -28,10 +30,13 @@ class Chunk:
     """A stage whose layers are captured."""
 
     stage: int
-    modules: Mapping[str, nn.Module]
-    """Modules to capture, by name."""
+    root: nn.Module
+    modules: dict[str, nn.Module]
+    """Modules to capture, by name in the root."""
     microbatch: Callable[[], int]
     """Returns the number of the micro-batch whose forward runs."""
+    regions: tuple[str, ...] = ()
+    """Scopes of regions, whose modules are found in the first step."""
     store: WeightGradStore | None = None
     refused: str | None = None
     """Why the whole stage stays eager."""
@@ -77,19 +82,44 @@ class CaptureSession:
             for name, module in chunk.modules.items():
                 self._install(chunk, name, module)
 
-    def begin_step(self) -> None:
-        """Start a step at the first computation of the table, also after one that failed."""
-        if self.runner is not None:
-            self.runner.reset()
+    @property
+    def is_done(self) -> bool:
+        """Whether everything has been captured that will be."""
+        return self.plan is not None
 
-    def end_step(self) -> None:
-        """End a step; the first one is followed by capturing.
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step; the first one, or the second one if there are regions, is followed by capturing.
 
         Raises:
             CaptureError: ranks have different plans, or something stays eager and the session is strict.
         """
-        if self.plan is not None:
-            return
+        if self.is_done:
+            if self.runner is not None:
+                self.runner.reset()  # the step before may have failed
+            yield
+        elif any(chunk.regions for chunk in self._chunks.values()):
+            with ExitStack() as stack:
+                chunks = [chunk for chunk in self._chunks.values() if chunk.regions]
+                found = [stack.enter_context(finding_regions(one.root, one.regions)) for one in chunks]
+                yield
+            for chunk, modules in zip(chunks, found, strict=True):
+                self._add(chunk, modules)
+        else:
+            yield
+            self._capture()
+
+    def _add(self, chunk: Chunk, modules: Mapping[str, nn.Module]) -> None:
+        """Capture what was found in regions too; it is observed in the next step, with everything else."""
+        if not modules:
+            self.eager[", ".join(chunk.regions)] = "no module was called in it"
+        for name, module in modules.items():
+            if not any(name == other or name.startswith(f"{other}.") for other in chunk.modules):
+                chunk.modules[name] = module
+                self._install(chunk, name, module)
+        chunk.regions, chunk.observer, chunk.order = (), Observer(), []
+
+    def _capture(self) -> None:
         for chunk in self._chunks.values():
             self._note_reasons(chunk)
         while True:
