@@ -121,7 +121,7 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     ),
     "the sum over cp is missing in zb-v": Fault(sums(own), ZB_V, ("the sum over cp is missing",), UP),
     "the sum over cp is done twice in zb-v": Fault(
-        sums(all_times(2.0)), ZB_V, ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP
+        sums(all_times(2.0)), ZB_V, ("2.000 × the reference", "or over cp (2 ranks)"), UP
     ),
     "the last cp rank is left out": Fault(
         sums(last_times(0.0)), RING4, ("the contribution of cp rank 3 is missing",), UP
