@@ -70,6 +70,16 @@ def test_it_agrees_with_the_softmax_on_cpu_forward():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
+def test_it_agrees_with_the_softmax_in_half_precision_on_cpu_forward(dtype, tolerance):
+    q, k, v = (torch.randn(2, 300, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+    expected, _ = softmax_attention(q, k, v, dense_batch(SPECS[0], 300, 2))
+    found = attention(q, k, v, mask=SPECS[0], backend="flex")
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
 def test_another_mix_of_documents_does_not_recompile():
     torch._dynamo.reset()
     counters.clear()
