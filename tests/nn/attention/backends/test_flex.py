@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
+from meshwright.errors import ConfigError
 from meshwright.nn.attention.attention import attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
@@ -69,14 +70,13 @@ def test_it_agrees_with_the_softmax_on_cpu_forward():
             assert (attention(q, k, v, mask=wrong, backend="flex") - expected).abs().max() > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
-def test_it_agrees_with_the_softmax_in_half_precision_on_cpu_forward(dtype, tolerance):
-    q, k, v = (torch.randn(2, 300, heads, 16, dtype=dtype) for heads in (4, 2, 2))
-    expected, _ = softmax_attention(q, k, v, dense_batch(SPECS[0], 300, 2))
-    found = attention(q, k, v, mask=SPECS[0], backend="flex")
-    assert found.dtype is dtype
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_cpu_is_refused(dtype):
+    """PyTorch may fail to compile it: see what the backend says."""
+    q, k, v = torch.randn(3, 2, 8, 2, 16, dtype=dtype)
+    with pytest.raises(ConfigError, match="some shapes only on CPU") as error:
+        attention(q, k, v, mask=SPECS[1], backend="flex")
+    assert error.value.fix.endswith(": reference, sdpa")
 
 
 @pytest.mark.slow
