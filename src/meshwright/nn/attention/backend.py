@@ -132,9 +132,6 @@ def _flex(request: AttentionRequest) -> str:
         return f"not on {request.device}"
     if request.device == "cpu" and (request.needs_grad or request.needs_lse):
         return "has no backward and no lse on CPU"
-    if request.device == "cpu" and request.dtype in HALF:
-        # PyTorch 2.13 compiles the first shapes; for others it generates C++ with names that don't exist.
-        return f"compiles {request.dtype} for some shapes only on CPU"
     if request.dtype not in ("float32", *HALF):
         return f"has no {request.dtype}"
     if request.device == "cuda" and request.head_dim < 16:
