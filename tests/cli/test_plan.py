@@ -116,14 +116,14 @@ def test_context_parallelism_is_explained(here):
     most = max(context_bytes(plan, rank) for rank in range(4))
     assert format_bytes(most) in sent, "the busiest rank"
     chosen = here("plan", "llama-tiny", *WINDOWS, "mesh.cp_method=ring").stdout
-    assert "block × 2 · ring, as requested; cheaper is heads: " in " ".join(chosen.split())
+    assert "block × 2 · ring, as requested; auto takes heads: " in " ".join(chosen.split())
 
 
 def test_packed_documents_are_priced_as_one(here, tmp_path):
     words = ["llama-tiny", "mesh.cp=2", "data.packing=documents"]
     done = here("plan", *words, "-o", tmp_path / "plan.json", "--json", tmp_path / "figures.json")
     assert "as if each sample were one document; packed ones send less or more" in done.stdout
-    assert "priced as if each sample were one document" in " ".join(done.stdout.split())
+    assert "of one document, and never more than packed documents need; heads" in " ".join(done.stdout.split())
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["traffic"]["context"] == context_bytes(make_plan(load(words[0], words[1:])), 0) > 0
     other = here("plan", tmp_path / "plan.json", "--diff", " ".join([*words, "mesh.cp_method=heads"]))

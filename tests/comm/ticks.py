@@ -28,7 +28,7 @@ class Ticks:
 
     @property
     def is_free(self) -> bool:
-        """Whether it ticked at the required rate."""
+        """Whether it ticked at the required rate: at 50 Hz, or at half of the idle rate where that is below 100 Hz."""
         return self.count >= min(REQUIRED_HZ, LOADED * self.idle_hz) * self.seconds
 
 

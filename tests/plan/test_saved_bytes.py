@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.context.kept_bytes import kept_by_context
 from meshwright.plan.make_plan import make_plan
 from meshwright_bench.recompute.live_bytes import inputs_of_last_block, live_bytes
 from tests.helpers import small_corpus
@@ -21,7 +22,7 @@ def measured(rank, world_size, words):
     found = []
     for policy in RecomputePolicy:
         job, step = make_job(rank, world_size, [*words, f"recompute.policy={policy}"])
-        batch = step._task.batch(step.samples(1)[0])
+        batch = step.pipeline.tokens.localize(step._task.batch(step.samples(1)[0]))
         found.append(live_bytes(*inputs_of_last_block(job.parts()[0].module, batch.inputs, *batch.conditions)))
     return found
 
@@ -30,6 +31,7 @@ BF16, F64 = "train.precision=bfloat16", "train.precision=float64"
 DIT, MOE = ("dit-digits", "data.source=digits"), ("moe-tiny",)
 UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
+DROPOUT = "train.dropout=0.1"
 QUICK = [
     (1, ("model.num_kv_heads=4", "train.seq_len=32")),
     (1, (BF16,)),
@@ -49,6 +51,12 @@ SLOW = [
     (1, (*MOE, *CAPACITY, "model.num_shared_experts=1")),
     (2, (*MOE, "mesh.tp=2", WHOLE, "model.num_shared_experts=1")),
     (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", *CAPACITY, BF16)),
+    (1, (DROPOUT, BF16)),
+    (2, (DROPOUT, "mesh.tp=2")),
+    (1, (*DIT, DROPOUT)),
+    (2, (*MOE, DROPOUT, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
+    (2, ("mesh.cp=2", "mesh.cp_method=ring", DROPOUT)),
+    (2, ("mesh.cp=2", "mesh.cp_method=heads", BF16)),
 ]
 
 
@@ -58,7 +66,8 @@ SLOW = [
 def test_saved_bytes_are_right_within_a_twentieth(gang, corpus, world_size, words):
     words = words if any(word.startswith("data.source") for word in words) else (*words, *corpus)
     plan = make_plan(load_words(words))
-    saved = plan.kind(plan.stages[0].kinds[-1]).saved
-    expected = [plan.batch.samples * saved.under(policy) for policy in RecomputePolicy]
+    kind = plan.kind(plan.stages[0].kinds[-1])
+    parts = kind.saved, kept_by_context(plan, kind)
+    expected = [plan.batch.samples * sum(part.under(policy) for part in parts) for policy in RecomputePolicy]
     for found in gang(world_size).run(measured, words):
         assert found == pytest.approx(expected, rel=0.05)

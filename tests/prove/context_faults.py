@@ -46,6 +46,7 @@ HEADS = ("mesh.cp=2", "mesh.cp_method=heads")
 SHARDED = (*RING, "mesh.dp_shard=2")
 RING4 = ("mesh.cp=4", "mesh.cp_method=ring")
 PIPELINE = (*RING, "mesh.pp=2", "pipeline.schedule=1f1b", "train.num_microbatches=2")
+ZB_V = (*RING, "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4")
 TWICE = (*RING, "train.num_microbatches=2")
 DOCUMENTS = (*RING, "data.packing=documents")
 UP, WQ, NORM = "blocks.1.ffn.up.weight", "blocks.0.attention.wq.weight", "blocks.1.ffn_norm.weight"
@@ -105,6 +106,22 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     ),
     "the sum over cp of one norm is done twice": Fault(
         times(NORM, 2.0), RING, (f"✗ {NORM} 2.000 × the reference", "summed over cp (2 ranks) once more"), NORM
+    ),
+    "the sum over cp is missing, by heads": Fault(
+        sums(own), HEADS, ("the sum over cp is missing", "each rank holds only its local contribution"), UP
+    ),
+    "the sum over cp is done twice, by heads with documents": Fault(
+        sums(all_times(2.0)),
+        (*HEADS, "data.packing=documents"),
+        ("2.000 × the reference", "summed over cp (2 ranks) once more"),
+        UP,
+    ),
+    "the sum over cp is missing, with documents": Fault(
+        sums(own), DOCUMENTS, ("the sum over cp is missing", "each rank holds only its local contribution"), UP
+    ),
+    "the sum over cp is missing in zb-v": Fault(sums(own), ZB_V, ("the sum over cp is missing",), UP),
+    "the sum over cp is done twice in zb-v": Fault(
+        sums(all_times(2.0)), ZB_V, ("2.000 × the reference", "or over cp (2 ranks)"), UP
     ),
     "the last cp rank is left out": Fault(
         sums(last_times(0.0)), RING4, ("the contribution of cp rank 3 is missing",), UP

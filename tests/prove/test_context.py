@@ -108,6 +108,7 @@ PIPES = {
 RUNS = {
     "plain": (),
     "recomputed": ("recompute.policy=full",),
+    "selectively recomputed": ("recompute.policy=selective",),
     "frozen": ('train.freeze=["embed.*", "blocks.0.*"]',),
     "kept gathered": ("mesh.reshard_after_forward=false",),
 }
@@ -170,6 +171,26 @@ EXPERT_MATRIX = [
     if not ("1f1b" in case[0] and case[1] == "of the global batch")  # counts are of one micro-batch
 ]
 QUICK_EXPERTS = [("ep over cp", "of the global batch", "z loss")]
+
+
+SELECTIVE = "recompute.policy=selective"
+FOUR_STAGES = ("mesh.pp=2", "model.num_layers=4", "train.num_microbatches=4")
+MORE_EXPERTS = {
+    "ep over cp 4": ("mesh.cp=4", "mesh.ep=4"),
+    "ep inside cp 4, selective": ("mesh.cp=4", "mesh.ep=2", SELECTIVE, "data.packing=documents"),
+    "zb-v, selective": ("mesh.cp=2", "mesh.ep=2", *FOUR_STAGES, "pipeline.schedule=zb-v", SELECTIVE),
+    "dualpipe-v, heads": ("mesh.cp=2", "mesh.cp_method=heads", *FOUR_STAGES, "pipeline.schedule=dualpipe-v"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_EXPERTS)
+def test_experts_are_proved_on_more_ranks_and_split_backwards(gang: GangPool, documents: list[str], name: str) -> None:
+    """Layouts beside the matrix below, whose pairs with each of its other values would cost more than they show."""
+    words = MORE_EXPERTS[name]
+    words = (*words, "train.global_batch=16", *(documents if "data.packing=documents" in words else ()))
+    result = proof(gang, small_expert_config(*words))
+    assert result.passed, "\n".join(render(result))
 
 
 @pytest.mark.parametrize(("experts", "balance", "more"), _marked(EXPERT_MATRIX, QUICK_EXPERTS))

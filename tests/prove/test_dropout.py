@@ -28,6 +28,10 @@ SLOW = {
         "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4",
         "recompute.policy=full",
     ),
+    "cp, zb-v, selectively recomputed": (
+        "mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4",
+        "recompute.policy=selective",
+    ),
     "interleaved": ("mesh.pp=2", "pipeline.chunks=2", "model.num_layers=4", "train.num_microbatches=2"),
 }  # fmt: skip
 

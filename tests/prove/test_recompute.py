@@ -57,10 +57,29 @@ def test_policies_are_proved(gang, family, policy, schedule, shards, frozen):
     others = ("norm.*",) if family == "dit" else ("label_embed.*", "time_embed.*")
     globs = [glob for glob in FROZEN[frozen] if glob not in others]
     words = [*LAYOUT, f"pipeline.schedule={schedule}", f"mesh.dp_shard={shards}", f"train.freeze={globs}"]
+    assert_proved_with_the_bits_of_none(gang, family, words, policy)
+
+
+DROPOUT = {
+    "decoder": (*LAYOUT, "pipeline.schedule=zb-v"),
+    "experts": ("mesh.dp_shard=2", "mesh.ep=2"),
+    "dit": ("mesh.dp_shard=2",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_selective_recomputation_drops_the_same_elements(gang, family):
+    assert_proved_with_the_bits_of_none(gang, family, [*DROPOUT[family], "train.dropout=0.25"], "selective")
+
+
+def assert_proved_with_the_bits_of_none(gang, family, words, policy):
+    """A policy is proved, and its gradients are bitwise those without recomputation."""
     records = {}
     for name, own in (("none", ()), (policy, POLICIES[policy])):
         config = FAMILIES[family](*words, *own)
-        records[name] = gang(2 * shards).run(record_on_rank, config, "", "", "", few_pictures(config))
+        ranks = config.mesh.axes().num_ranks()
+        records[name] = gang(ranks).run(record_on_rank, config, "", "", "", few_pictures(config))
     result = prove_with(records[policy], config)
     assert result.passed, "\n".join(render(result))
     for found, expected in zip(records[policy], records["none"], strict=True):

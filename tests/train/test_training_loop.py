@@ -17,7 +17,7 @@ from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.train_step import TrainStep
 from tests.helpers import small_corpus
-from tests.train.runs import STEPS, choose, metrics
+from tests.train.runs import DETERMINISTIC, STEPS, choose, metrics
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,25 @@ def test_a_stop_in_a_skipped_step_saves_nothing(run, tmp_path):
     assert "there is no checkpoint" in error.what
     run(tmp_path / "b", resume=options_in(error.fix)["resume"].rstrip(","))
     assert kept(tmp_path / "b") == [7, 8]
+
+
+@pytest.mark.slow
+def test_a_packed_run_goes_on_where_it_stopped(run, tmp_path):
+    """Twice, from the middle of the documents, with batches prepared ahead: the bits of a run that was not stopped."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number in range(400):
+        (folder / f"{number}.txt").write_text(f"{number * 37 % 91} " * (1 + number * number % 9), "utf-8")
+    words = ["data.packing=documents", f"data.source={folder}/*.txt", "data.prefetch=3", "train.num_microbatches=2"]
+    for number, stop in enumerate((3, 6)):
+        fails(run, tmp_path / "stopped", *words, stop=(stop,), resume="auto" if number else None)
+    run(tmp_path / "stopped", *words, resume="auto")
+    run(tmp_path / "whole", *words, "data.prefetch=0")
+    found, expected = (
+        [{name: line.get(name) for name in DETERMINISTIC} for line in metrics(tmp_path / name)]
+        for name in ("stopped", "whole")
+    )
+    assert found == expected and len({line["loss"] for line in found}) == 8
 
 
 def test_a_run_whose_last_step_is_skipped_fails(run, tmp_path):

@@ -84,6 +84,9 @@ def num_stages(config: RunConfig) -> int:
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     """Return the number of layers per stage, as configured or balanced by FLOPs including the ends.
 
+    FLOPs are those of samples that are one document. Packed ones take fewer, by as much in each block with the same
+    mask, so blocks are overrated beside the ends.
+
     Raises:
         ScheduleError: there are more stages than layers.
     """

@@ -24,8 +24,11 @@ def batch_of(number, shape=(3,)):
     return torch.full(shape, number), torch.full(shape, 100 + number)
 
 
-def consume(streams, *, reuse=False, progress=(0,) * NUM_BATCHES, ahead=2):
-    """Copy batches `ahead` of the compute stream's reads, as a prefetcher does; what the reads found, by batch."""
+def consume(streams, *, reuse=False, progress=(0,) * NUM_BATCHES, ahead=2, synced=False):
+    """Copy batches `ahead` of the compute stream's reads, as a prefetcher does; what the reads found, by batch.
+
+    With `synced`, the host waits for the device after each batch, as it does for a step's loss.
+    """
     copies, found, waiting = StreamCopies(streams), [], []
     slots = [Destination(torch.full((3,), -1) for _ in range(2)) for _ in range(ahead + 1)]
 
@@ -43,6 +46,8 @@ def consume(streams, *, reuse=False, progress=(0,) * NUM_BATCHES, ahead=2):
         streams.progress(steps)
         if len(waiting) > ahead:
             use(*waiting.pop(0))
+            if synced:
+                streams.finish()
     while waiting:
         use(*waiting.pop(0))
     streams.finish()
@@ -63,6 +68,28 @@ def test_each_read_finds_its_batch_in_any_order(order, seed, progress, reuse, ah
     streams = FakeStreams(order, seed=seed)
     assert consume(streams, reuse=reuse, progress=progress, ahead=ahead) == EXPECTED
     assert streams.num_pinned <= NUM_STAGINGS * 2
+
+
+@given(
+    order=st.sampled_from(Order),
+    seed=st.integers(0, 2**31),
+    progress=st.lists(st.integers(0, 12), min_size=NUM_BATCHES, max_size=NUM_BATCHES),
+    ahead=st.integers(0, 4),
+)
+def test_device_memory_is_that_of_the_batches_ahead_and_in_use(order, seed, progress, ahead):
+    streams = FakeStreams(order, seed=seed)
+    assert consume(streams, progress=progress, ahead=ahead, synced=True) == EXPECTED
+    assert streams.num_blocks <= 2 * (ahead + 1), "two tensors a batch"
+    assert streams.num_pinned <= NUM_STAGINGS * 2
+
+
+def test_batches_that_are_kept_would_show_as_memory():
+    streams = FakeStreams(Order.COMPUTE_LAST)
+    copies, kept = StreamCopies(streams), []
+    for number in range(NUM_BATCHES):
+        kept.append(copies.start(batch_of(number)).wait_stream())
+        streams.finish()
+    assert streams.num_blocks == 2 * NUM_BATCHES
 
 
 @pytest.mark.parametrize("wait", list(Wait))

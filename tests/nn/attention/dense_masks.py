@@ -35,8 +35,11 @@ def dense_batch(spec, seq_len, batch):
     return torch.tensor([dense(spec, seq_len, sample) for sample in range(batch)])
 
 
-def softmax_attention(q_bsnh, k_btmh, v_btmh, visible_bst, scale=None):
-    """Attention head by head in float64: outputs and lse, zero and -inf for rows without keys."""
+def softmax_attention(q_bsnh, k_btmh, v_btmh, visible_bst, scale=None, kept_bnst=None):
+    """Attention head by head in float64: outputs and lse, zero and -inf for rows without keys.
+
+    With `kept_bnst`, weights are multiplied by it, as by dropout.
+    """
     scale = 1 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
     groups = q_bsnh.shape[2] // k_btmh.shape[2]
     outs, lses = [], []
@@ -48,7 +51,8 @@ def softmax_attention(q_bsnh, k_btmh, v_btmh, visible_bst, scale=None):
         )
         weights = torch.where(visible_bst, (scale * q @ k.mT).exp(), 0.0)
         total = weights.sum(-1, keepdim=True)
-        outs.append(torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0) @ v)
+        weights = torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0)
+        outs.append((weights if kept_bnst is None else weights * kept_bnst[:, head]) @ v)
         lses.append(torch.where(total > 0, total.clamp(min=1e-300).log(), -math.inf).squeeze(-1))
     return torch.stack(outs, 2), torch.stack(lses, 1)
 

@@ -22,7 +22,7 @@ from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_a
 
 CPU = torch.device("cpu")
 BACKENDS = ["reference", "sdpa"]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 """Of values and gradients of about 1: a few rounding errors of each dtype."""
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 
@@ -208,6 +208,23 @@ def test_dropout_keeps_the_mean_and_scales_what_is_kept():
     runs = torch.stack([attention(q, k, v, mask=MaskSpec(), dropout_p=0.5) for _ in range(400)])
     assert set((runs * 8).unique().tolist()) == {0, 2}
     assert abs(runs.mean().item() * 8 - 1) < 0.05
+
+
+@settings(max_examples=20)
+@given(case=cases(), dropout_p=st.sampled_from([0.2, 0.7]))
+def test_dropout_is_that_of_the_weights(case, dropout_p):
+    """Values and gradients are those of softmax weights times the mask that PyTorch's generator draws."""
+    inputs = case.inputs()
+    torch.manual_seed(case.seed)
+    found = attention(*inputs, mask=case.spec, scale=case.scale, dropout_p=dropout_p, backend="reference")
+    torch.manual_seed(case.seed)
+    (batch, seq_len), (heads, kv_heads) = (case.batch, case.seq_len), case.heads
+    exact = torch.promote_types(case.dtype, torch.float32)
+    shape = batch, kv_heads, heads // kv_heads, seq_len, seq_len
+    kept = F.dropout(torch.ones(shape, dtype=exact), dropout_p).flatten(1, 2).double()
+    visible = dense_batch(case.spec, seq_len, batch)
+    expected, _ = softmax_attention(*inputs, visible, case.scale, kept)
+    check([found], [expected], inputs)
 
 
 @pytest.mark.parametrize(("options", "named"), [

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.mask_spec import Documents, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
 from meshwright.plan.context.intervals import Intervals, union
+from meshwright.plan.context.layers import batch_shards
+from meshwright.plan.run_plan import BYTES, Kind, RunPlan
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,24 @@ def dense(mask: MaskSpec, seq_len: int, sample: int = 0) -> list[list[bool]]:
         ]
         for document, query in place
     ]
+
+
+def least_bytes(plan: RunPlan, rank: int, kind: Kind, documents: Documents | None) -> int:
+    """What a rank must send for a layer and micro-batch so that keys and values meet their queries, and gradients their
+    keys, in the plan's order of tokens."""
+    layer = kind.attention
+    assert layer is not None
+    line, shards, num_rows = plan.mesh.line(rank, layer.axes), batch_shards(plan, documents), 0
+    own = line.index(rank)
+    mask = replace(layer.mask, documents=documents)
+    for sample in range(plan.batch.samples):
+        visible = dense(mask, plan.batch.tokens, sample if documents else 0)
+        held = [set(tokens(shard[min(sample, len(shard) - 1)])) for shard in shards]
+        needed = [{key for query in queries for key, seen in enumerate(visible[query]) if seen} for queries in held]
+        sent = sum(len(needed[index] & held[own]) for index in range(len(line)) if index != own)
+        num_rows += sent * (2 if kind.recompute == "full" else 1) + len(needed[own] - held[own])
+    num_kv_heads = layer.num_kv_heads // plan.mesh.size("tp")
+    return num_rows * 2 * num_kv_heads * layer.head_dim * BYTES[plan.edge.dtype]
 
 
 @st.composite

@@ -76,11 +76,19 @@ def test_more_ranks_favour_heads_and_shared_key_value_heads_the_ring() -> None:
 def test_window_favours_the_ring() -> None:
     mask = MaskSpec(causal=True, window=64)
     exchange = make_exchange(mask, context_shards([mask], 4096, 4), 4096)
-    found = choose(exchange, replace(DIMS, num_kv_heads=8), num_tokens=1024, recompute=True, packed=True)
+    found = choose(exchange, replace(DIMS, num_kv_heads=8), num_tokens=1024, recompute=True)
+    assert found.reason == "ring: the busiest rank sends 378 KiB per layer and sample against 9.00 MiB for heads"
+
+
+def test_packed_documents_mean_ring() -> None:
+    found = choose(causal(4), replace(DIMS, num_kv_heads=8), num_tokens=1024, packed=True)
+    assert found.method is ContextMethod.RING
     assert found.reason == (
-        "ring: the busiest rank sends 378 KiB per layer and sample against 9.00 MiB for heads"
-        ", priced as if each sample were one document"
+        "ring: each rank sends 9.00 MiB per layer and sample of one document, and never more than packed documents need"
+        "; heads sends 6.00 MiB whatever they are"
     )
+    found = choose(causal(4), replace(DIMS, num_kv_heads=2), num_tokens=1024, packed=True)
+    assert found.reason.startswith("ring: each rank sends 2.25 MiB per layer and sample of one document; heads is")
 
 
 def test_equal_bytes_mean_ring() -> None:

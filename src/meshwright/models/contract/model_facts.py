@@ -181,7 +181,7 @@ class KindFacts:
     output_divided: bool = False
     """Whether the output is sharded over tp."""
     flops: float = 0.0
-    """Forward floating-point operations per token."""
+    """Forward floating-point operations per token of a sample that is one document."""
     unit: tuple[str, ...] = ()
     """Modules of an end, such as an embedding or head, that form a separate FSDP unit if their largest matrix has more
     elements than a block and is therefore worth a separate collective."""
@@ -231,7 +231,8 @@ class ModelFacts:
     last: tuple[KindFacts, ...] = ()
     """Ends on the last stage only, after its blocks."""
     flops_per_token: float = 0.0
-    """Forward and backward floating-point operations per token."""
+    """Forward and backward floating-point operations per token of a sample that is one document. Packed documents take
+    fewer, which a description cannot know: it is an upper bound with them."""
     has_dropout: bool = False
     """Whether blocks apply `train.dropout`, with masks that don't depend on the layout (`nn.dropout_add`)."""
     unread: Mapping[str, str] = field(default_factory=dict)

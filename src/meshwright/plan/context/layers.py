@@ -28,7 +28,7 @@ def make_attention_layer(
         dtype: dtype of activations.
         packed: whether samples are packed documents.
         recompute: whether the backward repeats the forward, with what it sends.
-        method: name of a `ContextMethod`, or `auto` for the one with which the busiest rank sends less.
+        method: name of a `ContextMethod`, or `auto` for the one that `choose` takes.
     """
     layer = AttentionLayer(
         facts.module, facts.mask, facts.num_heads, facts.num_kv_heads, facts.head_dim, axes=mesh.view("cp")
@@ -51,14 +51,14 @@ def _choose(
 
 
 def explain_method(plan: RunPlan, kind: Kind) -> str:
-    """Return why the method of a kind's attention is the cheaper one, or that it was chosen by hand."""
+    """Return why `auto` takes the method of a kind's attention, or that it was requested and what `auto` would take."""
     layer = kind.attention
     assert layer is not None and layer.axes
     dims, again = attention_dims(layer, plan.mesh, plan.edge.dtype), kind.recompute == "full"
     choice = _choose(layer.mask, batch_shards(plan, None), plan.batch.tokens, dims, again, plan.batch.packed)
     if choice.method is layer.method:
         return choice.reason
-    return f"{layer.method}, as requested; cheaper is {choice.reason}"
+    return f"{layer.method}, as requested; auto takes {choice.reason}"
 
 
 def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...]:

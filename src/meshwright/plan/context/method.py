@@ -56,7 +56,7 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """The cheaper method for a layer, and the bytes of both."""
+    """The method of a layer that `auto` stands for, and the bytes of both."""
 
     method: ContextMethod
     ring: tuple[SentBytes, ...]
@@ -109,25 +109,35 @@ def why_no_heads(num_ranks: int, dims: AttentionDims) -> str:
 def choose(
     exchange: Exchange, dims: AttentionDims, *, num_tokens: int, recompute: bool = False, packed: bool = False
 ) -> ContextChoice:
-    """Choose the method whose busiest rank sends less for a layer; the ring if they are equal.
+    """Choose the method whose busiest rank sends less for a layer; the ring for equal bytes and for packed documents.
+
+    A ring sends each key and value to the ranks that need it and to no others, whatever the documents of a sample are.
+    Heads send every token, even where no document reaches another rank. Documents are not known to a plan, so a choice
+    of heads by the price of one document would have no bound on what documents need.
 
     Args:
         exchange: tokens that ranks need under the layer's mask.
         dims: sizes of the layer's attention.
         num_tokens: tokens of a sample on a rank.
         recompute: whether the backward repeats the forward.
-        packed: whether samples will consist of documents that the exchange doesn't know; the reason says so.
+        packed: whether samples will consist of documents that the exchange doesn't know.
     """
     ring = ring_bytes(exchange, dims, recompute=recompute)
-    note = ", priced as if each sample were one document" if packed else ""
+    sample = "sample of one document" if packed else "sample"
     if why := why_no_heads(exchange.num_ranks, dims):
-        reason = f"ring: {_sent(ring)} per layer and sample{note}; heads is unavailable, since {why}"
+        reason = f"ring: {_sent(ring)} per layer and {sample}; heads is unavailable, since {why}"
         return ContextChoice(ContextMethod.RING, ring, None, reason)
     heads = heads_bytes(num_tokens * exchange.num_entries, exchange.num_ranks, dims, recompute=recompute)
+    if packed:
+        reason = (
+            f"ring: {_sent(ring)} per layer and {sample}, and never more than packed documents need"
+            f"; heads sends {format_bytes(_most(heads))} whatever they are"
+        )
+        return ContextChoice(ContextMethod.RING, ring, heads, reason)
     if _most(heads) < _most(ring):
-        reason = f"heads: {_sent(heads)} per layer and sample against {format_bytes(_most(ring))} for ring{note}"
+        reason = f"heads: {_sent(heads)} per layer and sample against {format_bytes(_most(ring))} for ring"
         return ContextChoice(ContextMethod.HEADS, ring, heads, reason)
-    reason = f"ring: {_sent(ring)} per layer and sample against {format_bytes(_most(heads))} for heads{note}"
+    reason = f"ring: {_sent(ring)} per layer and sample against {format_bytes(_most(heads))} for heads"
     return ContextChoice(ContextMethod.RING, ring, heads, reason)
 
 

@@ -10,16 +10,25 @@ import ast
 import dataclasses
 import json
 import math
+import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.nn.attention import backend
+from meshwright.nn.attention.attention import attention
+from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
+from meshwright.nn.attention.backends import splash
 from meshwright.nn.attention.backends.splash import config_fields, document_numbers, splash_attention
 from meshwright.nn.attention.mask_spec import MaskSpec
-from tests.nn.attention.dense_masks import dense_batch, softmax_attention
+from tests.helpers import clean_environment
+from tests.nn.attention.dense_masks import dense_batch, softmax_attention, wrong_masks
 
 SEQ_LEN, HEAD_DIM = 128, 8
 
@@ -47,21 +56,38 @@ class SplashAttentionConfig:
         return json.dumps(dataclasses.asdict(self))
 
 
-class Removed(ModuleType):
-    """A module whose removed functions fail the test that calls them."""
+REMOVED = ("xrt_world_size", "get_ordinal", "get_local_ordinal")
+
+
+class StandIn(ModuleType):
+    """A module that records which of its names are used, and fails the test that uses a removed one."""
+
+    def __init__(self, name, used, **functions):
+        super().__init__(name)
+        self._used, self._functions = used, functions
 
     def __getattr__(self, name):
-        if name in ("xrt_world_size", "get_ordinal", "get_local_ordinal"):
+        if name in REMOVED:
             raise AssertionError(f"torch_xla removed {name}; torch_xla.runtime has world_size and global_ordinal")
-        raise AttributeError(name)
+        if name not in self._functions:
+            raise AttributeError(name)
+        self._used.add(f"{self.__name__}.{name}")
+        return self._functions[name]
+
+
+class Calls(list):
+    """Configurations that the stand-in was called with, and the names that were used."""
+
+    def __init__(self):
+        self.used = set()
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The stand-in's modules are imported in place of torch_xla's; the configurations it was called with."""
-    seen = []
+    """The stand-in's modules are imported in place of torch_xla's."""
+    seen = Calls()
 
-    def splash(q, k, v, config, decoder_segment_ids=None, causal=True, attn_logits_soft_cap=None):
+    def kernel(q, k, v, config, decoder_segment_ids=None, causal=True, attn_logits_soft_cap=None):
         fields = json.loads(config)
         mesh = ast.literal_eval(fields["mesh"])
         assert mesh == {"device_ids": [3], "mesh_shape": (1, 1), "axis_names": ("data", "fsdp")}
@@ -77,17 +103,23 @@ def calls(monkeypatch):
         scores = (q @ k.mT).masked_fill(~visible[:, None], -math.inf)
         return scores.softmax(-1) @ v
 
-    modules = {name: Removed(name) for name in (
-        "torch_xla", "torch_xla.core", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.experimental",
-        "torch_xla.experimental.splash_attention",
-    )}  # fmt: skip
-    modules["torch_xla.runtime"].world_size = lambda: 4
-    modules["torch_xla.runtime"].global_ordinal = lambda: 3
-    modules["torch_xla.experimental.splash_attention"].splash_attention = splash
-    modules["torch_xla.experimental.splash_attention"].SplashAttentionConfig = SplashAttentionConfig
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    functions = {
+        "torch_xla": {}, "torch_xla.core": {}, "torch_xla.core.xla_model": {}, "torch_xla.experimental": {},
+        "torch_xla.runtime": {"world_size": lambda: 4, "global_ordinal": lambda: 3},
+        "torch_xla.experimental.splash_attention": {
+            "splash_attention": kernel, "SplashAttentionConfig": SplashAttentionConfig,
+        },
+    }  # fmt: skip
+    for name, own in functions.items():
+        monkeypatch.setitem(sys.modules, name, StandIn(name, seen.used, **own))
     return seen
+
+
+@pytest.fixture
+def on_xla(monkeypatch):
+    """Tensors on the CPU count as those of a TPU where the backend says what it supports; all other claims stand."""
+    claims = backend._REFUSALS[Backend.SPLASH]
+    monkeypatch.setitem(backend._REFUSALS, Backend.SPLASH, lambda request: claims(replace(request, device="xla")))
 
 
 @pytest.mark.parametrize("spec", [
@@ -120,15 +152,107 @@ def test_other_lengths_are_refused():
         config_fields(MaskSpec(), 200, device=0)
 
 
-def test_the_stand_in_fails_on_removed_calls(calls):
-    xla_model = sys.modules["torch_xla.core.xla_model"]
-    for name in ("xrt_world_size", "get_ordinal"):
-        with pytest.raises(AssertionError):
-            getattr(xla_model, name)()
+SPECS = [
+    MaskSpec(), MaskSpec(causal=True, window=9), MaskSpec(window=20, documents=((100, 28), (1, 127))),
+    MaskSpec(causal=True, documents=((64, 32, 32), (128,))),
+]  # fmt: skip
 
 
-def test_torch_xla_is_imported_on_request_only(monkeypatch):
-    assert "torch_xla" not in sys.modules
+def inputs():
+    return [torch.randn(2, SEQ_LEN, heads, 128, requires_grad=True) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_attention_by_this_backend(calls, on_xla, spec, is_prepared):
+    """From the mask's rules and documents to the kernel's arguments, as a model calls it; wrong masks are seen."""
+    q, k, v = inputs()
+
+    def mask_of(spec):
+        request = AttentionRequest("cpu", "float32", head_dim=128)
+        return AttentionMask(spec, SEQ_LEN, device=q.device, backend="splash", request=request) if is_prepared else spec
+
+    found = attention(q, k, v, mask=mask_of(spec), backend="splash")
+    expected, _ = softmax_attention(q, k, v, dense_batch(spec, SEQ_LEN, 2))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    wrong = {name: one for name, one in wrong_masks(spec, SEQ_LEN).items() if not one.prefix}
+    assert wrong
+    for name, one in wrong.items():
+        difference = (attention(q, k, v, mask=mask_of(one), backend="splash") - expected).abs().max()
+        assert difference > 1e-3, name
+
+
+def test_documents_are_numbered_for_the_kernel(on_xla):
+    request = AttentionRequest("cpu", "float32", head_dim=128)
+    spec = MaskSpec(documents=((3, 1, 4), (8,)))
+    mask = AttentionMask(spec, 8, device=torch.device("cpu"), backend="splash", request=request)
+    assert mask.segments_bt.tolist() == [[0, 0, 0, 1, 2, 2, 2, 2], [0] * 8] and mask.segments_bt.dtype is torch.int32
+    assert (
+        AttentionMask(MaskSpec(), 8, device=torch.device("cpu"), backend="splash", request=request).segments_bt is None
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_only_these_names_of_torch_xla_are_used(calls, on_xla, spec):
+    """None of those that it removed; the stand-in would not have them either."""
+    attention(*inputs(), mask=spec, backend="splash")
+    assert calls.used == {
+        "torch_xla.runtime.global_ordinal",
+        "torch_xla.experimental.splash_attention.SplashAttentionConfig",
+        "torch_xla.experimental.splash_attention.splash_attention",
+    }
+    for path in Path(splash.__file__).parents[1].rglob("*.py"):
+        assert not [name for name in REMOVED if name in path.read_text("utf-8")], path
+
+
+def test_other_backends_use_nothing_of_torch_xla(calls):
+    """Installed as it is: the choice of `auto` and calls of the others take no name from it."""
+    q, k, v = inputs()
+    for name in ("auto", "reference", "sdpa"):
+        attention(q, k, v, mask=MaskSpec(causal=True, documents=((64, 64), (128,))), backend=name)
+    for device in ("cpu", "cuda", "xla"):
+        choose_backend(Backend.AUTO, AttentionRequest(device, "float32", head_dim=128))
+    assert not calls and not calls.used
+
+
+IMPORTS = """
+import sys
+from importlib import import_module
+from pkgutil import walk_packages
+from meshwright.errors import ConfigError
+import meshwright.nn.attention as package
+
+found = []
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch_xla":
+            found.append(name)
+sys.meta_path.insert(0, Finder())
+modules = [one.name for one in walk_packages(package.__path__, package.__name__ + ".")]
+assert package.__name__ + ".backends.splash" in modules
+for name in modules:
+    import_module(name)
+assert not found, found
+import torch
+from meshwright.nn.attention.backends.splash import splash_attention
+from meshwright.nn.attention.mask_spec import MaskSpec
+x = torch.zeros(1, 128, 1, 128)
+try:
+    splash_attention(x, x, x, segments_bs=None, rules=MaskSpec(), scale=1.0)
+except ConfigError:
+    assert found, "the finder sees imports"
+"""
+
+
+@pytest.mark.slow
+def test_importing_attention_does_not_import_torch_xla():
+    """Not even try to, in a new process, whatever is installed."""
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=clean_environment())
+
+
+def test_torch_xla_that_is_not_installed_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     q = torch.zeros(1, SEQ_LEN, 1, HEAD_DIM)
     with pytest.raises(ConfigError) as error:

@@ -62,7 +62,7 @@ def flex_with_lse(
 
 
 def _run(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: FlexBlockMask, scale: float, aux: Any) -> Any:
-    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(q_bsnh.device.type)
     return run(
         q_bsnh.transpose(1, 2), k_btmh.transpose(1, 2), v_btmh.transpose(1, 2), block_mask=mask, scale=scale,
         enable_gqa=q_bsnh.shape[2] != k_btmh.shape[2], return_aux=aux,
@@ -70,9 +70,12 @@ def _run(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: FlexBlockMask, sc
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    """Return compiled flex_attention; called as it is, it would compute all scores."""
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
+def _compiled(device: str) -> Callable[..., Any]:
+    """Return compiled flex_attention; called as it is, it would compute all scores.
+
+    On CPU each shape is compiled for itself: for symbolic ones, PyTorch 2.13 may generate C++ with undeclared names.
+    """
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
     return compiled
 
 
