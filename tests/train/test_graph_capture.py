@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ LLAMA = ["llama-tiny", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=
 MOE = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "model.balance_loss=0.02",
        "model.balance_bias=true", "model.bias_rate=0.01", "model.z_loss=0.001"]  # fmt: skip
 DIT = ["dit-digits", "model.dim=32", "model.num_heads=2", "model.zero_init=false"]
-OWN = [str(Path(__file__).parents[2] / "docs/examples/own_model/gpt.toml"), "model.dim=32"]
+OWN_FOLDER = Path(__file__).parents[2] / "docs/examples/own_model"
+OWN = [str(OWN_FOLDER / "gpt.toml"), "model.dim=32"]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,8 @@ def corpus(tmp_path_factory):
 
 def trained(rank, world_size, words):
     """Losses, norms, parameters and buffers after some steps, and the session of captured layers."""
+    if OWN[0] in words and str(OWN_FOLDER) not in sys.path:
+        sys.path.insert(0, str(OWN_FOLDER))
     job, step = make_job(rank, world_size, words)
     results = [step(number) for number in range(1, STEPS + 1)]
     state = {n: getattr(t, "_local_tensor", t).detach() for n, t in job.model.named_parameters()}

@@ -50,7 +50,7 @@ def capture_violations(config: RunConfig) -> Iterator[Violation]:
             ConfigError,
             found,
             SCOPE,
-            "sorting and counting rows waits for the device, except under a capacity, where it is part of the scope moe",
+            "rows are sorted and counted within the scope moe, which a graph can run unless it waits for the device",
             [{SCOPE: (*others, "moe_router")}],
         )
     if capture.backend == "cuda" and config.train.device == "cpu":

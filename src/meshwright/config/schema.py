@@ -58,7 +58,7 @@ class MeshConfig(Section):
     cp_method: Literal["auto", "ring", "heads"] = Field(
         "auto",
         description="how attention reaches the tokens of other cp ranks: ring sends keys and values, heads exchanges "
-        "tokens for heads; auto is the one that sends less",
+        "tokens for heads; auto is the one that sends less, and ring for packed documents",
     )
     tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that each matrix product is split over")
     ep: int = Field(1, ge=1, description="expert-parallel size: ranks of dp_shard × cp that experts are sharded over")
