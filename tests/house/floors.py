@@ -61,7 +61,7 @@ TORCH_FREE = (
     "pipeline/lower.py", "pipeline/verify*.py", "pipeline/costs.py", "pipeline/simulate.py", "pipeline/timeline.py",
     "pipeline/draw.py", "pipeline/split_layers.py",
     "capture/__init__.py", "capture/signature.py", "capture/events.py", "capture/coloring.py", "capture/lifetimes.py",
-    "capture/plan.py", "capture/verify.py", "capture/draw.py",
+    "capture/plan.py", "capture/verify.py", "capture/draw.py", "capture/predict.py", "capture/run/__init__.py",
     "reshard/__init__.py", "reshard/planner/*", "reshard/verify/*", "reshard/draw/*",
     "reshard/run/__init__.py", "reshard/run/shard_exchange.py", "reshard/run/strided_windows.py",
     "reshard/run/program.py", "reshard/run/compile_step.py",

@@ -16,6 +16,7 @@ from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 
 if TYPE_CHECKING:
+    from meshwright.config.schema import RunConfig
     from meshwright.plan.run_plan import RunPlan
 
 STDOUT = Path("-")
@@ -42,7 +43,7 @@ def plan(
     for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
         if path is not None and path != STDOUT:
             check_output(path, where=where)
-    name, made = _plan_of(words)
+    name, made, config = _plan_of(words)
     verify(made, where=name)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
     # Write files first: closing a pager may end the command before the page is complete.
@@ -56,7 +57,7 @@ def plan(
     elif json_path != STDOUT:
         from meshwright.cli.plan_page import page
 
-        for line in page(name, made):
+        for line in page(name, made, capture=config.capture if config is not None else None):
             print(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
     if json_path == STDOUT:
         print(figures)
@@ -74,8 +75,11 @@ def _words(text: str) -> list[str]:
         ) from None
 
 
-def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan]:
-    """Return the name and plan for the given arguments: a preset, a configuration file, overrides, or a plan file."""
+def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan, RunConfig | None]:
+    """Return the name and plan for the given arguments: a preset, a configuration file, overrides, or a plan file.
+
+    The configuration comes with them, unless it is a plan file.
+    """
     from meshwright.plan.load_config import load
     from meshwright.plan.load_plan import read_plan
     from meshwright.plan.make_plan import make_plan
@@ -89,9 +93,9 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
                 rule="a plan is complete; words change a preset or a configuration file",
                 fix=f"{source} alone, or the preset and words that it was made from",
             )
-        return source, read_plan(Path(source), where=where)
+        return source, read_plan(Path(source), where=where), None
     config = load(source, overrides)
-    return config.name, make_plan(config)
+    return config.name, make_plan(config), config
 
 
 def _figures(name: str, made: RunPlan) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
+from meshwright.capture.predict import predict_capture
+from meshwright.config.schema import CaptureConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
@@ -26,13 +28,15 @@ MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
-def page(name: str, plan: RunPlan) -> Iterator[str]:
+def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> Iterator[str]:
     """Yield the lines of the page; headings are not indented."""
     yield f"{name} · {format_count(_num_params(plan))} parameters"
     yield from _batch(plan)
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
+    if capture is not None and capture.scope:
+        yield from _capture(plan, capture)
     yield from _traffic(plan, predict_traffic(plan))
     yield "stages" if len(plan.stages) > 1 else "stage"
     yield from _stages(plan)
@@ -74,6 +78,17 @@ def _batch(plan: RunPlan) -> Iterator[str]:
             f"schedule {plan.schedule.kind}",
         )
     )
+
+
+def _capture(plan: RunPlan, capture: CaptureConfig) -> Iterator[str]:
+    if capture.scope != ("layer",):
+        yield f"CUDA graphs of {', '.join(capture.scope)}: planned in the first step, which runs eagerly"
+        return
+    found = predict_capture(plan, mode=capture.mode)
+    yield f"CUDA graphs of a rank, at most  {found.graphs} in {found.pools} memory pool{'s' * (found.pools > 1)}"
+    sizes = {"static tensors": found.static, "copies of weights": found.weights}
+    words = [f"{what} {format_bytes(size)} more" for what, size in sizes.items() if size]
+    yield from _items([*words, f"{format_bytes(found.saved)} of the activations in pools"])
 
 
 def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
