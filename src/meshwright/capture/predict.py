@@ -36,7 +36,7 @@ def predict_capture(plan: RunPlan, *, mode: str = "slot") -> CaptureEstimate:
         plan: the run's plan.
         mode: a `CaptureMode`.
     """
-    estimates = [_on_rank(plan, rank, mode) for rank in range(plan.mesh.size(*plan.mesh.view("pp")))]
+    estimates = [_on_rank(plan, rank, mode) for rank in range(plan.mesh.size("pp"))]
     return max(estimates, key=lambda one: one.static + one.weights)
 
 
