@@ -10,11 +10,12 @@ TESTERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
-.PHONY: help demo test test-slow lint docs setup clean redo-setup
+.PHONY: help demo test test-slow gpu lint docs setup clean redo-setup
 help:
 	@echo "make demo       train a small Llama on 2 processes (2 minutes or so), and verify its checkpoint"
 	@echo "make test       all tests but the slow ones"
 	@echo "make test-slow  the end-to-end tests that take tens of seconds"
+	@echo "make gpu        the tests that need a CUDA device, and bench capture, whose results go to bench/results"
 	@echo "make lint       ruff, and mypy on src"
 	@echo "make docs       the documentation with its reference, as a site in build/docs; a broken link is an error"
 	@echo "make setup      only the .venv that the others make by themselves"
@@ -32,6 +33,12 @@ test: $(READY)
 test-slow: $(READY)
 	@echo "test-slow: end-to-end tests (some minutes on 2 cores) …"
 	@$(PYTEST) -m slow
+
+# One tester: they share the device. The environment needs a CUDA build of PyTorch.
+gpu: $(READY)
+	@echo "gpu: tests that need a CUDA device, then bench capture …"
+	@$(PYTEST) -n 0 -m gpu
+	@$(PY) -m meshwright bench capture --device cuda --json bench/results/capture-cuda.json
 
 lint: $(READY)
 	@echo "lint: ruff, then mypy on src (a minute the first time) …"

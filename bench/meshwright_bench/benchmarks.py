@@ -54,6 +54,7 @@ class Benchmark(StrEnum):
     PACKING = "packing"
     LOADER = "loader"
     RECOMPUTE = "recompute"
+    CAPTURE = "capture"
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ BENCHMARKS = {
     ),
     Benchmark.RECOMPUTE: BenchmarkEntry(
         "saved bytes and step time of recomputation policies", "meshwright_bench.recompute.benchmark:bench_recompute"
+    ),
+    Benchmark.CAPTURE: BenchmarkEntry(
+        "captured layers against eager ones, and the memory of graphs",
+        "meshwright_bench.capture.benchmark:bench_capture",
     ),
 }
 

@@ -74,6 +74,8 @@ class CaptureSession:
         self._schedule, self._rank, self._backend, self._mode = schedule, rank, backend, mode
         self._strict, self._agree = strict, agree
         self._places: dict[str, tuple[int, int]] = {}
+        self.capture_with = capture
+        """What captures layers by a plan."""
         self.plan: CapturePlan | None = None
         self.runner: Runner | None = None
         self.eager: dict[str, str] = {}
@@ -127,7 +129,7 @@ class CaptureSession:
             self.plan = self._plan(layers)
             stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
             try:
-                runner = capture(layers, self.plan, backend=self._backend, stores=stores)
+                runner = self.capture_with(layers, self.plan, backend=self._backend, stores=stores)
                 break
             except LayerFailed as failed:
                 self.eager[failed.layer] = failed.reason

@@ -1,0 +1,1 @@
+"""`bench capture`: captured layers against eager ones, and the memory of graphs."""

@@ -1,0 +1,99 @@
+"""Run the blocks of a pipeline rank in the order of its row, on inputs and gradients that stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.run.capture import BackendKind
+from meshwright.capture.run.scopes import select
+from meshwright.capture.run.session import CaptureSession, Chunk
+from meshwright.models.decoder.description import DecoderSpec
+from meshwright.models.decoder.module import make_block
+from meshwright.models.moe.description import MoeSpec
+from meshwright.models.moe.module import MoeBlock
+from meshwright.nn.attention.module import TokenContext, token_contexts
+from meshwright.nn.attention.rope import RotaryEmbedding
+from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT
+from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.pipeline import generate, lower
+from meshwright.pipeline.actions import ActionKind
+from meshwright_bench.capture.cases import CaptureCase
+
+HEAD_DIM = 64
+
+
+class RankOrder:
+    """Blocks of rank 0 of a 1F1B pipeline."""
+
+    def __init__(self, case: CaptureCase, device: torch.device) -> None:
+        torch.manual_seed(0)
+        dtype = getattr(torch, case.dtype)
+        self.blocks = nn.ModuleList(_block(case, layer) for layer in range(case.num_layers)).to(device, dtype)
+        self.contexts = _contexts(case, self.blocks, device, dtype)
+        shape = (case.samples, case.seq_len, case.dim)
+        self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        self._gradient = torch.randn(shape, device=device, dtype=dtype)
+        self.schedule = lower(generate("1f1b", num_stages=case.stages, num_microbatches=case.microbatches))
+        self._row = [a for a in self.schedule.actions[0] if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+        self.calls: list[Callable[..., Tensor]] = list(self.blocks)
+        self.session: CaptureSession | None = None
+        self._microbatch = 0
+
+    def capture(self, scope: tuple[str, ...], mode: str) -> None:
+        """Capture parts of the blocks: after the next step."""
+        modules = {
+            f"{at}.{name}".rstrip("."): module
+            for at, block in enumerate(self.blocks)
+            for name, module in select(block, scope).items()
+        }
+        backend = BackendKind.CUDA if self.x.is_cuda else BackendKind.SIMULATE
+        self.session = CaptureSession(
+            [Chunk(0, self.blocks, modules, lambda: self._microbatch)],
+            self.schedule,
+            rank=0,
+            backend=backend,
+            mode=mode,
+            strict=True,
+            agree=lambda fingerprint: None,
+        )
+
+    def step(self) -> None:
+        """Run all micro-batches, from gradients that are None."""
+        self.blocks.zero_grad(set_to_none=True)
+        self.x.grad = None
+        if self.session is None:
+            self._run()
+            return
+        with self.session.step():
+            self._run()
+
+    def _run(self) -> None:
+        outputs: dict[int, Tensor] = {}
+        for action in self._row:
+            self._microbatch = action.microbatch
+            if action.kind is ActionKind.FORWARD:
+                y: Tensor = self.x
+                for call, context in zip(self.calls, self.contexts, strict=True):
+                    y = call(y, context)
+                outputs[action.microbatch] = y
+            else:
+                torch.autograd.backward(outputs.pop(action.microbatch), self._gradient)
+
+
+def _block(case: CaptureCase, layer: int) -> nn.Module:
+    heads = case.dim // HEAD_DIM if case.dim >= HEAD_DIM else 1
+    shape = {"num_layers": case.num_layers, "dim": case.dim, "num_heads": heads, "num_kv_heads": heads,
+             "ffn_dim": 4 * case.dim, "vocab_size": 256, "head_dim": case.dim // heads}  # fmt: skip
+    if not case.num_experts:
+        return make_block(DecoderSpec(**shape), layer, NO_DROPOUT)
+    spec = MoeSpec(**shape, num_experts=case.num_experts, expert_dim=case.dim // 2)
+    return MoeBlock(spec, RouterConfig(case.num_experts, top_k=2), layer)
+
+
+def _contexts(case: CaptureCase, blocks: nn.ModuleList, device: torch.device, dtype: torch.dtype) -> list[TokenContext]:
+    rotary = RotaryEmbedding(blocks[0].attention.head_dim, 10_000.0, None)
+    return token_contexts(blocks, TokenLayout(case.seq_len), rotary=rotary, device=device, dtype=dtype)
