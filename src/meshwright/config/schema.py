@@ -161,6 +161,26 @@ class RecomputeConfig(Section):
     )
 
 
+class Float8Config(Section):
+    """Float8 products of the blocks' linear layers."""
+
+    recipe: Literal["none", "current", "delayed", "torchao"] = Field(
+        "none",
+        description="scales of float8 layers: current, from the tensor itself; delayed, from the largest magnitudes of "
+        "earlier steps; torchao, current scaling by torchao's layer; none uses no float8",
+    )
+    layers: Names = Field(
+        ("*",),
+        description="globs over the names of linear layers in blocks, such as blocks.3.ffn.up, that run in float8",
+    )
+    keep_first: int = Field(0, ge=0, description="first blocks that stay in train.precision")
+    keep_last: int = Field(0, ge=0, description="last blocks that stay in train.precision")
+    amax_history: int = Field(16, ge=1, le=4096, description="steps that the scales of recipe=delayed look back on")
+    cache_weights: bool = Field(
+        False, description="keep weights in float8 for a whole step, instead of casting them for every micro-batch"
+    )
+
+
 class CommConfig(Section):
     """Compression of gradients and weights sent over dp_replicate and dp_shard."""
 
@@ -210,6 +230,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    float8: Float8Config = Float8Config()
     comm: CommConfig = CommConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

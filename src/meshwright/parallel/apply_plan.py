@@ -1,5 +1,5 @@
-"""Parallelize a stage's plain module as planned: expert, context and tensor parallelism, recomputation, compilation,
-FSDP units.
+"""Parallelize a stage's plain module as planned: expert, context and tensor parallelism, float8 layers, recomputation,
+compilation, FSDP units.
 
 The order matters: recomputation preserves a block's names and hooks, a compiled graph contains exactly one block and
 its recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
@@ -18,6 +18,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.context.apply import apply_context
 from meshwright.parallel.data_parallel import apply_units
 from meshwright.parallel.expert import apply_experts
+from meshwright.parallel.float8 import apply_float8
 from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
 from meshwright.plan.run_plan import RunPlan, Stage
 
@@ -49,6 +50,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
     if mesh is not None and plan.mesh.view("tp") and (not blocks or any(kind.compiled for kind, _ in blocks)):
         wait_for_embeddings(module, plan, stage)
     for kind, block in blocks:
+        if kind.float8 is not None:
+            apply_float8(block, kind.float8)
         recompute(block, RecomputePolicy(kind.recompute))
         if kind.compiled:
             block.compile()

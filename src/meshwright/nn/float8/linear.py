@@ -10,6 +10,7 @@ Shapes: d input features, e output features, … any leading dims.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,12 +43,15 @@ class Float8Linear(Linear):
         return layer.train(linear.training)
 
     @torch.no_grad()
-    def refresh_cached_weight(self) -> None:
+    def refresh_cached_weight(self, weight: Tensor) -> None:
         """Cast the weight for the coming step, in place from the second call on; call before its first forward.
 
         Its scale is that of the current weight, which no history changes.
+
+        Args:
+            weight: the whole weight in the compute dtype; the layer's own may be sharded between steps.
         """
-        values = cast(self.weight, scale_for(amax_of(self.weight), E4M3), E4M3)
+        values = cast(weight, scale_for(amax_of(weight), E4M3), E4M3)
         if self.cached is None:
             self.cached = values
             return
@@ -80,7 +84,12 @@ class _Casts(NamedTuple):
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, casts: _Casts, store: WeightGradStore | None
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        casts: _Casts,
+        store: WeightGradStore | None,
     ) -> Tensor:
         x8, _ = scaled_cast(x.flatten(0, -2), E4M3, casts.slot("input"), records=casts.records)
         w8, scale = casts.weight, None
@@ -91,7 +100,7 @@ class _Float8Linear(torch.autograd.Function):
         # The parameter itself: a saved tensor would be detached under recomputation, and its `.grad` lost.
         ctx.weight, ctx.casts, ctx.store, ctx.shape = weight, casts, store, x.shape
         out = product(x8, w8.T, x.dtype, fast=True)
-        return (out if bias is None else out + bias).unflatten(0, x.shape[:-1])
+        return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,9 +112,9 @@ class _Float8Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x:
             w8 = cast(weight, scale, E4M3) if casts.weight is None else casts.weight
-            grad_x = product(g8, w8, gradient.dtype).unflatten(0, ctx.shape[:-1])
+            grad_x = product(g8, w8, gradient.dtype).view(ctx.shape)
         if needs_weight:
-            compute = partial(_weight_gradient, dtype=weight.dtype)
+            compute: Callable[..., Tensor] = partial(_weight_gradient, dtype=weight.dtype)
             if ctx.store is not None and ctx.store.defers:
                 ctx.store.put(weight, compute, *x8, *g8)
             else:

@@ -23,9 +23,7 @@ def product(a: Float8Values, b: Float8Values, dtype: torch.dtype, *, fast: bool 
 
 
 @torch.library.custom_op("meshwright::float8_mm", mutates_args=())
-def float8_mm(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
+def float8_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """Return `(a @ b) · inverse_a · inverse_b`, by float8 products where the device has them, else in float32."""
     if has_scaled_mm(a.device):
         return scaled_mm(a, b, inverse_a, inverse_b, dtype, fast=fast)
