@@ -24,7 +24,7 @@ def layers_in_float8(config: Float8Config, kind: KindFacts, layer: int | None, *
     if layer < config.keep_first or layer >= num_layers - config.keep_last:
         return ()
     paths = (path for one in kind.linear_inputs for path in one.layers)
-    return tuple(path for path in paths if _matches(config.layers, kind.full_name(path, layer)))
+    return tuple(path for path in paths if _matches(config.modules, kind.full_name(path, layer)))
 
 
 def _matches(globs: tuple[str, ...], name: str) -> bool:
@@ -56,21 +56,21 @@ def _layers(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
         rule = "float8 is for the linear layers that a family describes in KindFacts.linear_inputs"
         yield Violation(ConfigError, f"{recipe}, but this model describes none", "float8.recipe", rule, [OFF])
         return
-    for glob in float8.layers:
+    for glob in float8.modules:
         if not any(fnmatchcase(name, glob) for name in names):
-            rest = tuple(other for other in float8.layers if other != glob)
-            what = f"float8.layers has {glob}, which matches no linear layer of a block"
+            rest = tuple(other for other in float8.modules if other != glob)
+            what = f"float8.modules has {glob}, which matches no linear layer of a block"
             rule = f"globs match names such as {names[0]}; embeddings, heads, routers and experts have no float8"
-            yield Violation(ConfigError, what, "float8.layers", rule, [{"float8.layers": rest or ("*",)}])
+            yield Violation(ConfigError, what, "float8.modules", rule, [{"float8.modules": rest or ("*",)}])
     if float8.keep_first + float8.keep_last >= facts.num_layers:
         what = f"float8.keep_first = {float8.keep_first} and float8.keep_last = {float8.keep_last} keep all blocks"
         key = "float8.keep_first" if float8.keep_first else "float8.keep_last"
         rule = f"a block of the model's {facts.num_layers} has layers in float8"
         yield Violation(ConfigError, what, key, rule, [{"float8.keep_first": 0, "float8.keep_last": 0}, OFF])
     elif not _chosen(config, facts):
-        what = f"float8.layers = {format_value(float8.layers)} matches layers of kept blocks only"
+        what = f"float8.modules = {format_value(float8.modules)} matches layers of kept blocks only"
         rule = "a block that is not kept has layers in float8"
-        yield Violation(ConfigError, what, "float8.layers", rule, [{"float8.layers": ("*",)}, OFF])
+        yield Violation(ConfigError, what, "float8.modules", rule, [{"float8.modules": ("*",)}, OFF])
 
 
 def _recipe(config: RunConfig) -> Iterator[Violation]:
@@ -118,7 +118,7 @@ def _sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
         if any(size % SIZE_UNIT for size in shape):
             what = f"{kind.full_name(path, layer)} has {shape[1]} input and {shape[0]} output features"
             rule = f"float8 products take multiples of {SIZE_UNIT}"
-            otherwise = f"sizes that are multiples of {SIZE_UNIT}, or float8.layers without this one"
+            otherwise = f"sizes that are multiples of {SIZE_UNIT}, or float8.modules without this one"
             yield Violation(ConfigError, what, "float8.recipe", rule, [OFF], otherwise)
             return
     train, axes = config.train, config.mesh.axes()

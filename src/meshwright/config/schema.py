@@ -169,7 +169,7 @@ class Float8Config(Section):
         description="scales of float8 layers: current, from the tensor itself; delayed, from the largest magnitudes of "
         "earlier steps; torchao, current scaling by torchao's layer; none uses no float8",
     )
-    layers: Names = Field(
+    modules: Names = Field(
         ("*",),
         description="globs over the names of linear layers in blocks, such as blocks.3.ffn.up, that run in float8",
     )
