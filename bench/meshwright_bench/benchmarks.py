@@ -54,6 +54,7 @@ class Benchmark(StrEnum):
     PACKING = "packing"
     LOADER = "loader"
     RECOMPUTE = "recompute"
+    FLOAT8 = "float8"
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ BENCHMARKS = {
     ),
     Benchmark.RECOMPUTE: BenchmarkEntry(
         "saved bytes and step time of recomputation policies", "meshwright_bench.recompute.benchmark:bench_recompute"
+    ),
+    Benchmark.FLOAT8: BenchmarkEntry(
+        "losses of training in float8, and the speed of its linear layers on GPUs",
+        "meshwright_bench.float8.benchmark:bench_float8",
     ),
 }
 

@@ -26,7 +26,6 @@ SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
         ([CURRENT, "float8.keep_first=3", "float8.keep_last=1"], ConfigError, "keep all blocks"),
         ([CURRENT, "float8.keep_first=1", "float8.modules=blocks.0.*"], ConfigError, "layers of kept blocks only"),
         ([CURRENT, "train.precision=float64"], ConfigError, "with train.precision = float64"),
-        ([CURRENT, "train.compile=true"], ConfigError, "train.compile with float8.recipe = current"),
         ([CURRENT, "float8.cache_weights=true", "mesh.dp_shard=2"], LayoutError, "with mesh.dp_shard = 2"),
         ([CURRENT, "float8.cache_weights=true", "mesh.cp=2"], LayoutError, "with mesh.cp = 2"),
         (["float8.recipe=torchao", "float8.cache_weights=true"], ConfigError, "float8.cache_weights with"),

@@ -49,7 +49,6 @@ FAULTS = {
     "no history": (lambda p: with_float8(p, history=0), "delayed scaling of block with an amax history of 0 steps"),
     "a history": (lambda p: with_float8(p, recipe=Float8Recipe.CURRENT), "current scaling of block with an amax"),
     "cached and sharded": (lambda p: with_float8(p, cached=True), "which dp_shard shard"),
-    "compiled": (lambda p: with_kind(p, "block", compiled=True), "which runs compiled"),
     "in float64": (lambda p: replace(p, edge=replace(p.edge, dtype="float64")), "which runs in float64"),
     "an odd size": (lambda p: with_parameter(p, "block/ffn.up.weight", shape=(8, 128)), "has shape [8, 128]"),
     "sharded in use": (

@@ -213,6 +213,17 @@ def test_torchao_trains_close_to_ours(corpus):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", [(CURRENT, CACHED), (DELAYED,), ("float8.recipe=torchao",)], ids=lambda one: one[0])
+def test_compiled_it_trains_the_same(corpus, recipe):
+    """To the rounding of fused operators, which may move a number to the next one in float8."""
+    words = [*corpus, *recipe, "model.num_layers=1"]
+    ((found, state), (expected, eager)) = (state_of(0, 1, [*words, f"train.compile={c}"]) for c in ("true", "false"))
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], abs=1e-3)
+    assert all((state[name] > 0).any() for name in state)
+    assert all(torch.allclose(state[name], eager[name], rtol=0.05) for name in state)
+
+
+@pytest.mark.slow
 def test_experts_attention_runs_in_float8(gang, corpus):
     words = ["moe-tiny", *corpus, DELAYED, "mesh.dp_shard=2", "mesh.ep=2", "model.num_shared_experts=1"]
     for results, _ in run_on(gang, 2, state_of, words):

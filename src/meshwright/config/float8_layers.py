@@ -89,11 +89,6 @@ def _recipe(config: RunConfig) -> Iterator[Violation]:
         rule = "torchao's layer casts its weight in every forward and backward"
         fixes = [in_house, {"float8.cache_weights": False}]
         yield Violation(ConfigError, f"float8.cache_weights with {what}", "float8.cache_weights", rule, fixes)
-    if train.compile:
-        rule = "float8 layers run eagerly"
-        yield Violation(
-            ConfigError, f"train.compile with {what}", "train.compile", rule, [{"train.compile": False}, OFF]
-        )
 
 
 def _layout(config: RunConfig) -> Iterator[Violation]:

@@ -58,10 +58,8 @@ def _recipe(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
             what = f"torchao's layers in {kind.name}, and a backward that is split"
             rule = "torchao's layers can't defer the gradients of their weights"
             yield Fault(what, rule, f"{field}.recipe", stages=(number,))
-    if kind.compiled or plan.edge.dtype == "float64":
-        how = "compiled" if kind.compiled else "in float64"
-        what = f"float8 layers in {kind.name}, which runs {how}"
-        yield Fault(what, "float8 layers run eagerly, in float32 or bfloat16", field)
+    if plan.edge.dtype == "float64":
+        yield Fault(f"float8 layers in {kind.name}, which runs in float64", "float8 is for float32 and bfloat16", field)
 
 
 def _weights(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
