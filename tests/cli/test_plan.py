@@ -123,12 +123,15 @@ def test_context_parallelism_is_explained(here):
 def test_float8_layers_are_listed(here):
     done = here("plan", "llama-tiny", "float8.recipe=delayed", "float8.modules=*.ffn.*", "float8.keep_first=1")
     assert done.returncode == 0, done.stderr
-    assert """
+    assert (
+        """
 linear layers in float8
   block × 1 · none
   block.2 × 3 · delayed scaling · amax over 16 steps · ffn.gate · ffn.up
     ffn.down
-""" in done.stdout
+"""
+        in done.stdout
+    )
 
 
 def test_packed_documents_are_priced_as_one(here, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from meshwright.config import float8_layers
@@ -11,11 +13,14 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from tests.helpers import assert_every_fix_works, outcome
 
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+
 CURRENT = "float8.recipe=current"
 ATTENTION = {"attention.wq", "attention.wk", "attention.wv", "attention.wo"}
 SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
 
 
+@needs_torchao
 @pytest.mark.parametrize(
     ("words", "kind", "what"),
     [
@@ -35,7 +40,6 @@ SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
     ],
 )
 def test_a_violation_is_explained_and_every_fix_works(words, kind, what):
-    pytest.importorskip("torchao")
     error = outcome(words)
     assert type(error) is kind and what in error.what
     assert_every_fix_works(error, words)
