@@ -171,6 +171,8 @@ def alone(body, *args):
         (2, (DELAYED, "mesh.dp_shard=2")),
         pytest.param(2, (CURRENT, "mesh.dp_shard=2", "recompute.policy=full"), marks=pytest.mark.slow),
         pytest.param(2, (CURRENT, CACHED, "mesh.dp_replicate=2"), marks=pytest.mark.slow),
+        pytest.param(2, ("float8.recipe=torchao", "mesh.dp_shard=2"), marks=pytest.mark.slow),
+        pytest.param(2, ("float8.recipe=torchao", "mesh.pp=2", PARTS), marks=pytest.mark.slow),
     ],
 )
 def test_fsdp_in_bfloat16_trains_close_to_bfloat16(gang, corpus, world_size, words):
