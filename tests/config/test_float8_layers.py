@@ -24,7 +24,9 @@ SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
 @pytest.mark.parametrize(
     ("words", "kind", "what"),
     [
-        ([CURRENT, "mesh.tp=2"], LayoutError, "with mesh.tp = 2"),
+        (["float8.recipe=torchao", "mesh.tp=2"], LayoutError, "float8.recipe = torchao with mesh.tp = 2"),
+        ([CURRENT, "mesh.tp=2", "train.compile=true"], LayoutError, "with mesh.tp = 2 and train.compile"),
+        ([CURRENT, "mesh.tp=2", "model.ffn_dim=368"], ConfigError, "128 input and 368 output features"),
         ([CURRENT, "float8.modules=['head','*']"], ConfigError, "float8.modules has head"),
         ([CURRENT, "float8.modules=embed"], ConfigError, "float8.modules has embed"),
         ([CURRENT, "float8.modules=*_norm"], ConfigError, "float8.modules has *_norm"),
@@ -52,11 +54,19 @@ def test_a_violation_is_explained_and_every_fix_works(words, kind, what):
         [CURRENT, "float8.cache_weights=true", "mesh.dp_replicate=2"],
         [CURRENT, "model.ffn_dim=200", "float8.modules=*.attention.*"],
         [CURRENT, "mesh.cp=2", "recompute.policy=selective"],
+        [CURRENT, "mesh.tp=2", "float8.cache_weights=true"],
         ["float8.modules=nonsense", "mesh.tp=2", "train.precision=float64"],
     ],
 )
 def test_what_is_fine(words):
     assert isinstance(outcome(words), RunConfig)
+
+
+def test_biases_and_tensor_parallelism_are_refused():
+    words = [CURRENT, "mesh.tp=2", "mesh.sequence_parallel=false"]
+    with pytest.raises(LayoutError, match=r"blocks.0.attention.wq has a bias and runs in float8, with mesh.tp = 2"):
+        load("dit-digits", words)
+    assert load("dit-digits", [*words, "float8.modules=*.wk"])
 
 
 def test_torchao_must_be_installed(monkeypatch):

@@ -12,7 +12,7 @@ from meshwright.plan.compare import hashes
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
-from meshwright.plan.run_plan import Shard
+from meshwright.plan.run_plan import Parameter, Shard
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.verify import faults
 from tests.plan.plans import with_kind, with_parameter
@@ -51,10 +51,10 @@ FAULTS = {
     "a history": (lambda p: with_float8(p, recipe=Float8Recipe.CURRENT), "current scaling of block with an amax"),
     "cached and sharded": (lambda p: with_float8(p, cached=True), "which dp_shard shard"),
     "in float64": (lambda p: replace(p, edge=replace(p.edge, dtype="float64")), "which runs in float64"),
-    "an odd size": (lambda p: with_parameter(p, "block/ffn.up.weight", shape=(8, 128)), "has shape [8, 128]"),
+    "an odd size": (lambda p: with_parameter(p, "block/ffn.up.weight", shape=(8, 128)), "has shape [8, 128] on a rank"),
     "sharded in use": (
         lambda p: with_parameter(p, "block/ffn.up.weight", used=(Shard(0, ("dp_shard",)),), work=()),
-        "is sharded along dim 0 in use",
+        "is sharded along dim 0 over dp_shard in use",
     ),
     "odd tokens": (lambda p: replace(p, batch=replace(p.batch, samples=1, tokens=8)), "has 8 tokens"),
     "split backwards": (
@@ -69,6 +69,29 @@ FAULTS = {
         "cached weights of torchao's layers",
     ),
 }  # fmt: skip
+
+
+TP_FAULTS = {
+    "compiled": (lambda p: with_kind(p, "block", compiled=True), "compiled layers in block, in float8 with tp"),
+    "torchao's": (
+        lambda p: with_float8(p, recipe=Float8Recipe.TORCHAO, history=0),
+        "torchao's layers in block, in float8 with tp",
+    ),
+    "a bias": (
+        lambda p: with_kind(
+            p, "block", parameters=(*p.kind("block").parameters, Parameter("ffn.up.bias", (384,), "vector"))
+        ),
+        "the bias ffn.up.bias in block, in float8 with tp",
+    ),
+    "odd shards": (lambda p: with_parameter(p, "block/ffn.up.weight", shape=(16, 128)), "has shape [8, 128] on a rank"),
+}
+
+
+@pytest.mark.parametrize("name", TP_FAULTS)
+def test_faults_of_shards_are_found(name):
+    plan = plan_of(("float8.recipe=delayed", "mesh.tp=2"))
+    change, what = TP_FAULTS[name]
+    assert faults(plan) == [] and any(what in fault.what for fault in faults(change(plan)))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -8,17 +8,20 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.tensor import Replicate
 
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.float8.linear import Float8Linear
 from meshwright.nn.linear import Linear
+from meshwright.parallel import float8 as parallel_float8
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.train import float8_scaling
 from tests.helpers import small_corpus
-from tests.train.jobs import make_job, run_on, trace
+from tests.train.jobs import make_job, pieces, run_on, trace
 
 DELAYED, CURRENT, CACHED = "float8.recipe=delayed", "float8.recipe=current", "float8.cache_weights=true"
 BF16, PARTS = "train.precision=bfloat16", "train.num_microbatches=4"
+TP = "mesh.tp=2"
 FOUR_LAYERS = "model.num_layers=4"
 STEPS = 3
 
@@ -65,6 +68,7 @@ AMAX_LAYOUTS = {
     "dp_shard 2": (2, ("mesh.dp_shard=2",)),
     "pp 2": (2, ("mesh.pp=2", PARTS)),
     "cp 2": (2, ("mesh.cp=2",)),
+    "tp 2": (2, ("mesh.tp=2",)),
     "HSDP, pp 2": (8, ("mesh.dp_shard=2", "mesh.dp_replicate=2", "mesh.pp=2", PARTS, "train.global_batch=16")),
 }
 QUICK = ("dp_shard 2", "pp 2")
@@ -113,12 +117,14 @@ def assert_same(found, expected):
         ("zb-h1", (DELAYED,)),
         pytest.param("zb-h1", (CURRENT,), marks=pytest.mark.slow),
         pytest.param("zb-h1", (DELAYED, CACHED), marks=pytest.mark.slow),
+        pytest.param("zb-h1", (DELAYED, TP), marks=pytest.mark.slow),
     ],
 )
 def test_split_backwards_are_bitwise_1f1b(gang, corpus, schedule, recipe):
     """In float32: with bfloat16, FSDP2 adds up whole gradients in float32, but deferred ones in bfloat16."""
     words = [*corpus, *recipe, "mesh.pp=2", PARTS]
-    one, other = (gang(2).run(state_of, [*words, f"pipeline.schedule={s}"]) for s in ("1f1b", schedule))
+    ranks = gang(4 if TP in recipe else 2)
+    one, other = (ranks.run(state_of, [*words, f"pipeline.schedule={s}"]) for s in ("1f1b", schedule))
     assert_same(other, one)
 
 
@@ -156,6 +162,50 @@ def test_blocks_that_are_kept_have_plain_layers(corpus):
     assert type(module.head) is not Float8Linear and torch.isfinite(torch.tensor(step(1).loss))
     names = [kind.name for kind in job.plan.kinds if kind.is_block]
     assert len(names) == 2 and job.plan.stages[0].kinds == (names[0], names[1], names[1], names[0])
+
+
+def gradients_under_known_scales(rank, world_size, words, fault=False):
+    """Loss and gradients of a step whose scales are the same on every layout."""
+    unsummed = mock.patch.object(parallel_float8, "Partial", Replicate) if fault else nullcontext()
+    with unsummed:
+        return gradients_of_step(*make_job(rank, world_size, words))
+
+
+def gradients_of_step(job, step):
+    job.float8._history.history.copy_(torch.tensor([8.0, 1.0, 2.0**-9]).repeat(2 * 7))
+    job.float8._history.refresh()
+    loss = step.accumulate(1)
+    return float(loss), pieces(job, gradients=True)
+
+
+SHARDED = {
+    "tp 2": (2, (TP,)),
+    "tp 2, whole sequences": (2, (TP, "mesh.sequence_parallel=false")),
+    "tp 2, dp_shard 2": (4, (TP, "mesh.dp_shard=2")),
+    "tp 2, selective": (2, (TP, "recompute.policy=selective")),
+    "dp_shard 2": (2, ("mesh.dp_shard=2",)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tp 2" else pytest.mark.slow) for n in SHARDED])
+def test_under_the_same_scales_gradients_do_not_depend_on_the_layout(gang, corpus, name):
+    """Up to float32 sums in another order, which may move a number to the next one in float8."""
+    world_size, layout = SHARDED[name]
+    assert_close_to_whole(gang(world_size), [*corpus, DELAYED], layout)
+
+
+def test_products_of_shards_that_are_not_summed_are_caught(gang, corpus):
+    with pytest.raises(AssertionError):
+        assert_close_to_whole(gang(2), [*corpus, DELAYED], (TP,), fault=True)
+
+
+def assert_close_to_whole(ranks, words, layout, *, fault=False):
+    _, whole = gradients_under_known_scales(0, 1, words)
+    for _, found in ranks.run(gradients_under_known_scales, [*words, *layout], fault, timeout_s=120):
+        assert found.keys() == whole.keys()
+        for key, piece in found.items():
+            expected = piece.of(whole[key].values)
+            assert (piece.values - expected).norm() <= 0.02 * expected.norm(), key
 
 
 def alone(body, *args):
@@ -226,7 +276,8 @@ def test_compiled_it_trains_the_same(corpus, recipe):
 
 
 @pytest.mark.slow
-def test_experts_attention_runs_in_float8(gang, corpus):
-    words = ["moe-tiny", *corpus, DELAYED, "mesh.dp_shard=2", "mesh.ep=2", "model.num_shared_experts=1"]
+@pytest.mark.parametrize("layout", [("mesh.dp_shard=2", "mesh.ep=2"), (TP,)], ids=" ".join)
+def test_attention_and_shared_experts_run_in_float8(gang, corpus, layout):
+    words = ["moe-tiny", *corpus, DELAYED, *layout, "model.num_shared_experts=1"]
     for results, _ in run_on(gang, 2, state_of, words):
         assert results[-1][0] < results[0][0]

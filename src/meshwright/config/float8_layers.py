@@ -15,6 +15,7 @@ from meshwright.settings.nearby_sizes import round_up
 from meshwright.settings.violation import Fix, Violation, format_value
 
 OFF: Fix = {"float8.recipe": "none"}
+CURRENT: Fix = {"float8.recipe": "current"}
 
 
 def layers_in_float8(config: Float8Config, kind: KindFacts, layer: int | None, *, num_layers: int) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ def float8_violations(config: RunConfig) -> Iterator[Violation]:
     facts = model_facts(config)
     yield from _layers(config, facts)
     yield from _recipe(config)
-    yield from _layout(config)
+    yield from _layout(config, facts)
     yield from _sizes(config, facts)
 
 
@@ -76,7 +77,6 @@ def _layers(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
 def _recipe(config: RunConfig) -> Iterator[Violation]:
     float8, train = config.float8, config.train
     what = f"float8.recipe = {float8.recipe}"
-    in_house: Fix = {"float8.recipe": "current"}
     is_torchao = float8.recipe == "torchao"
     if train.precision == "float64":
         rule = "float8 is for training in float32 and bfloat16"
@@ -84,23 +84,33 @@ def _recipe(config: RunConfig) -> Iterator[Violation]:
         yield Violation(ConfigError, f"{what} with train.precision = float64", "float8.recipe", rule, fixes)
     if is_torchao and importlib.util.find_spec("torchao") is None:
         rule, install = "this recipe uses the package torchao", "pip install 'meshwright[torchao]'"
-        yield Violation(ConfigError, f"{what}, but torchao isn't installed", "float8.recipe", rule, [in_house], install)
+        yield Violation(ConfigError, f"{what}, but torchao isn't installed", "float8.recipe", rule, [CURRENT], install)
     if is_torchao and float8.cache_weights:
         rule = "torchao's layer casts its weight in every forward and backward"
-        fixes = [in_house, {"float8.cache_weights": False}]
+        fixes = [CURRENT, {"float8.cache_weights": False}]
         yield Violation(ConfigError, f"float8.cache_weights with {what}", "float8.cache_weights", rule, fixes)
 
 
-def _layout(config: RunConfig) -> Iterator[Violation]:
+def _layout(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
     mesh, float8 = config.mesh, config.float8
     what = f"float8.recipe = {float8.recipe}"
-    if mesh.tp > 1:
-        rule = "float8 layers multiply whole matrices: they have no sharded products, nor scales shared over tp"
-        fixes: list[Fix] = [{"mesh.tp": 1, "mesh.dp_shard": mesh.dp_shard * mesh.tp}, {"mesh.tp": 1}, OFF]
-        yield Violation(LayoutError, f"{what} with mesh.tp = {mesh.tp}", "mesh.tp", rule, fixes)
+    one_rank: Fix = {"mesh.tp": 1}
+    if mesh.tp > 1 and float8.recipe == "torchao":
+        rule = "torchao's layers have no tensor-parallel shards here; those of the other recipes have"
+        yield Violation(LayoutError, f"{what} with mesh.tp = {mesh.tp}", "mesh.tp", rule, [CURRENT, one_rank])
+    if mesh.tp > 1 and config.train.compile:
+        rule = "float8 layers with tensor-parallel shards run eagerly"
+        fixes: list[Fix] = [{"train.compile": False}, one_rank, OFF]
+        yield Violation(LayoutError, f"{what} with mesh.tp = {mesh.tp} and train.compile", "mesh.tp", rule, fixes)
+    for kind, layer, path in _chosen(config, facts) if mesh.tp > 1 else ():
+        if any(p.name == f"{path}.bias" for p in kind.parameters):
+            what = f"{kind.full_name(path, layer)} has a bias and runs in float8, with mesh.tp = {mesh.tp}"
+            rule = "float8 layers with tensor-parallel shards have no bias"
+            yield Violation(LayoutError, what, "mesh.tp", rule, [one_rank, OFF])
+            break
     if float8.cache_weights and mesh.dp_shard * mesh.cp > 1:
         axis = "mesh.dp_shard" if mesh.dp_shard > 1 else "mesh.cp"
-        rule = "a cached weight is whole on every rank, so parameters can't be sharded; dp_replicate and pp can be used"
+        rule = "a cached weight is whole on every rank, so dp_shard and cp can't shard parameters; tp can"
         fixes = [{"float8.cache_weights": False}, {axis: 1}]
         where = f"{axis} = {getattr(mesh, axis.removeprefix('mesh.'))}"
         yield Violation(LayoutError, f"float8.cache_weights with {where}", "float8.cache_weights", rule, fixes)
@@ -110,9 +120,9 @@ def _sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
     """Check that products have sizes that GPUs multiply in float8, also on a CPU, which would take any."""
     for kind, layer, path in _chosen(config, facts):
         shape = next(p.shape for p in kind.parameters if p.name == f"{path}.weight")
-        if any(size % SIZE_UNIT for size in shape):
+        if any(size % (SIZE_UNIT * config.mesh.tp) for size in shape):
             what = f"{kind.full_name(path, layer)} has {shape[1]} input and {shape[0]} output features"
-            rule = f"float8 products take multiples of {SIZE_UNIT}"
+            rule = f"float8 products take multiples of {SIZE_UNIT}{' × mesh.tp' if config.mesh.tp > 1 else ''}"
             otherwise = f"sizes that are multiples of {SIZE_UNIT}, or float8.modules without this one"
             yield Violation(ConfigError, what, "float8.recipe", rule, [OFF], otherwise)
             return

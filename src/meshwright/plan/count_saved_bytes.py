@@ -58,7 +58,7 @@ def saved_bytes(
         return round(tokens * sum(sizes))
 
     results = sum(one.forward * _result_elements(one, tp) * BYTES[one.dtype] for one in collectives)
-    saved = [facts.saved, order, *_float8(facts, float8)]
+    saved = [facts.saved, order, *_float8(facts, float8, tp)]
     return SavedBytes(total(*saved), total(inputs, kept) + results, total(inputs))
 
 
@@ -85,7 +85,7 @@ def _dispatched(layer: ExpertLayer | None, tokens: int, ep: int) -> tuple[Saved,
     return Saved(fixed_bytes=8.0 * indices), rows
 
 
-def _float8(facts: KindFacts, float8: Float8Layers | None) -> Iterator[Saved]:
+def _float8(facts: KindFacts, float8: Float8Layers | None, tp: int) -> Iterator[Saved]:
     """Yield what float8 layers change: each saves its input in float8, and none the original.
 
     torchao's layer saves the original.
@@ -94,6 +94,6 @@ def _float8(facts: KindFacts, float8: Float8Layers | None) -> Iterator[Saved]:
         return
     for one in facts.linear_inputs:
         copies = sum(layer in float8.layers for layer in one.layers)
-        yield Saved(fixed_bytes=float(copies * one.width))
+        yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
         if copies == len(one.layers):
             yield Saved(**{name: -value for name, value in vars(one.freed).items()})

@@ -77,7 +77,7 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 def _cached_weights(plan: RunPlan, stage: Stage) -> int:
     """Return the bytes of weights kept in float8, whole."""
     return sum(
-        math.prod(parameter.shape)
+        plan.elements(parameter)
         for kind, _, parameter in plan.parameters(stage)
         if kind.float8 is not None and kind.float8.cached
         if parameter.name.removesuffix(".weight") in kind.float8.layers

@@ -111,6 +111,8 @@ class LinearInput:
     """Paths of all linear layers inside the block that read the tensor."""
     width: int
     """Elements per token."""
+    divided: bool = False
+    """Whether tp shards it, as it does the inputs of row-parallel layers."""
     freed: Saved = Saved()
     """What is saved for these layers only: nothing keeps it if all of them save float8 copies instead."""
 

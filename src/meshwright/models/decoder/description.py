@@ -120,7 +120,7 @@ def kept_of_attention(dim: int, queries: int, keys: int, num_heads: int) -> Save
 def attention_inputs(dim: int, queries: int) -> tuple[LinearInput, ...]:
     """Return the inputs of an attention layer's projections; its backward needs its own output anyway."""
     projections = ("attention.wq", "attention.wk", "attention.wv")
-    return LinearInput(projections, dim, freed=Saved(full=dim)), LinearInput(("attention.wo",), queries)
+    return LinearInput(projections, dim, freed=Saved(full=dim)), LinearInput(("attention.wo",), queries, divided=True)
 
 
 def block_name(spec: DecoderSpec, layer: int) -> str:
@@ -167,7 +167,7 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
         linear_inputs=(
             *attention_inputs(dim, queries),
             LinearInput(("ffn.gate", "ffn.up"), dim, freed=Saved(full=dim)),
-            LinearInput(("ffn.down",), spec.ffn_dim, freed=Saved(divided=spec.ffn_dim)),
+            LinearInput(("ffn.down",), spec.ffn_dim, divided=True, freed=Saved(divided=spec.ffn_dim)),
         ),
         flops=2.0 * matrices + attention.flops(seq_len),
         attention=attention,

@@ -159,9 +159,9 @@ def _block(spec: DiTSpec) -> KindFacts:
         # Modulation multiplies one row per sample, too few for float8.
         linear_inputs=(
             LinearInput(("attention.wq", "attention.wk", "attention.wv"), dim, freed=Saved(full=dim)),
-            LinearInput(("attention.wo",), inner),
+            LinearInput(("attention.wo",), inner, divided=True),
             LinearInput(("mlp.fc1",), dim, freed=Saved(full=dim)),
-            LinearInput(("mlp.fc2",), ffn, freed=Saved(divided=ffn)),
+            LinearInput(("mlp.fc2",), ffn, divided=True, freed=Saved(divided=ffn)),
         ),
         flops=matmuls + attention.flops(tokens) + 12.0 * dim**2 / tokens,
         attention=attention,

@@ -128,7 +128,7 @@ def _shared_inputs(spec: MoeSpec) -> tuple[LinearInput, ...]:
         return ()
     return (
         LinearInput(("moe.shared.gate", "moe.shared.up"), spec.dim),
-        LinearInput(("moe.shared.down",), spec.shared_dim, freed=Saved(divided=spec.shared_dim)),
+        LinearInput(("moe.shared.down",), spec.shared_dim, divided=True, freed=Saved(divided=spec.shared_dim)),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from meshwright.nn.float8.recipe import SIZE_UNIT, Float8Recipe
 from meshwright.plan.block_layers import Float8Layers
 from meshwright.plan.run_plan import Kind, RunPlan
-from meshwright.plan.verify.error import Fault, format_count, qualified_name
+from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
 
 MATRIX = "matrix"
 """Role of a linear layer's weight."""
@@ -21,6 +21,7 @@ def float8_faults(plan: RunPlan) -> Iterator[Fault]:
         if kind.float8 is not None:
             yield from _layers(kind, kind.float8)
             yield from _recipe(plan, kind, kind.float8)
+            yield from _shards(plan, kind, kind.float8)
             yield from _weights(plan, kind, kind.float8)
             if len(lengths) > 1 and kind.float8.history == max(lengths):
                 what = f"amax histories of {', '.join(map(str, sorted(lengths)))} steps"
@@ -62,19 +63,34 @@ def _recipe(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
         yield Fault(f"float8 layers in {kind.name}, which runs in float64", "float8 is for float32 and bfloat16", field)
 
 
+def _shards(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+    """Check what layers with tensor-parallel shards can't do."""
+    field, biases = f"kinds[{kind.name}].float8", [f"{path}.bias" for path in float8.layers]
+    found = [f"the bias {p.name}" for p in kind.parameters if p.name in biases]
+    found += ["torchao's layers"] if float8.recipe is Float8Recipe.TORCHAO else []
+    found += ["compiled layers"] if kind.compiled else []
+    for what in found if plan.mesh.view("tp") else ():
+        rule = "float8 layers with tensor-parallel shards are not torchao's, run eagerly, and have no bias"
+        yield Fault(f"{what} in {kind.name}, in float8 with tp", rule, field, axis="tp")
+
+
 def _weights(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
     for parameter in kind.parameters:
         if parameter.name.removesuffix(".weight") not in float8.layers:
             continue
         name, field = qualified_name(kind, parameter), f"kinds[{kind.name}].float8"
-        if any(size % SIZE_UNIT for size in parameter.shape):
-            what = f"{name} has shape {list(parameter.shape)}"
+        local = list(parameter.shape)
+        for shard in parameter.used:
+            local[shard.dim] //= plan.mesh.size(*shard.axes)
+        if any(size % SIZE_UNIT for size in local):
+            what = f"{name} has shape {local} on a rank"
             rule = f"float8 products take multiples of {SIZE_UNIT}"
             yield Fault(what, rule, f"{field}.layers", parameter=name)
         for shard in parameter.used:
-            what = f"{name} is sharded along dim {shard.dim} in use"
-            rule = "float8 layers multiply whole matrices"
-            yield Fault(what, rule, f"{field}.layers", parameter=name, axis=shard.axes[0])
+            if shard.axes != plan.mesh.view("tp"):
+                what = f"{name} is sharded along dim {shard.dim} over {join_names(shard.axes)} in use"
+                rule = "float8 layers multiply whole matrices, or shards over tp"
+                yield Fault(what, rule, f"{field}.layers", parameter=name, axis=shard.axes[0])
         sharded = tuple(axis for axis in plan.mesh.view("fsdp") if plan.mesh.size(axis) > 1)
         if float8.cached and sharded:
             what = f"the float8 copy of {name}, which {', '.join(sharded)} shard"
