@@ -55,6 +55,7 @@ class Benchmark(StrEnum):
     LOADER = "loader"
     RECOMPUTE = "recompute"
     CAPTURE = "capture"
+    FLOAT8 = "float8"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ BENCHMARKS = {
     Benchmark.CAPTURE: BenchmarkEntry(
         "captured layers against eager ones, and the memory of graphs",
         "meshwright_bench.capture.benchmark:bench_capture",
+    ),
+    Benchmark.FLOAT8: BenchmarkEntry(
+        "losses of training in float8, and the speed of its linear layers on GPUs",
+        "meshwright_bench.float8.benchmark:bench_float8",
     ),
 }
 

@@ -25,7 +25,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
-from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64
+from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import Interrupts, launch
 from meshwright.train.launch.machine_limits import check_machine
 from meshwright.train.launch.run_spec import RunSpec
@@ -186,7 +186,8 @@ def prove(
         launch(compare_body, spec, num_ranks=1, threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
-    return Proof(answer["report"]["passed"], tuple(answer["lines"]), answer["report"])
+    notes, report = set_aside(config), answer["report"]
+    return Proof(report["passed"], (*answer["lines"], *notes), {**report, "set_aside": list(notes)})
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:

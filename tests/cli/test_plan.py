@@ -29,6 +29,7 @@ LAYOUTS = [
     ("llama-tiny", ["mesh.cp=8", "mesh.tp=2", "data.packing=documents", "recompute.policy=full"]),
     ("llama3-8b", ["mesh.cp=16", "train.freeze=blocks.1.*", "model.window=256", "model.global_every=4"]),
     ("moe-tiny", ["mesh.cp=4", "mesh.ep=2", "mesh.cp_method=ring"]),
+    ("llama3-8b", ["float8.recipe=delayed", "float8.keep_last=1"]),
 ]  # fmt: skip
 
 
@@ -117,6 +118,20 @@ def test_context_parallelism_is_explained(here):
     assert format_bytes(most) in sent, "the busiest rank"
     chosen = here("plan", "llama-tiny", *WINDOWS, "mesh.cp_method=ring").stdout
     assert "block × 2 · ring, as requested; auto takes heads: " in " ".join(chosen.split())
+
+
+def test_float8_layers_are_listed(here):
+    done = here("plan", "llama-tiny", "float8.recipe=delayed", "float8.modules=*.ffn.*", "float8.keep_first=1")
+    assert done.returncode == 0, done.stderr
+    assert (
+        """
+linear layers in float8
+  block × 1 · none
+  block.2 × 3 · delayed scaling · amax over 16 steps · ffn.gate · ffn.up
+    ffn.down
+"""
+        in done.stdout
+    )
 
 
 def test_packed_documents_are_priced_as_one(here, tmp_path):

@@ -43,7 +43,7 @@ TORCH_FREE = (
     "settings/*",
     "nn/__init__.py", "nn/attention/__init__.py", "nn/attention/mask_spec.py", "nn/attention/token_layout.py",
     "nn/attention/backend.py", "nn/attention/block_mask.py", "nn/attention/backends/__init__.py",
-    "nn/recompute_policy.py",
+    "nn/recompute_policy.py", "nn/float8/__init__.py", "nn/float8/recipe.py",
     "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py",
     "models/contract/family.py", "models/contract/initial_values.py", "models/contract/attention_head_rule.py",
     "models/contract/loss_unit.py", "models/contract/run_facts.py", "models/contract/tp_styles.py",

@@ -37,6 +37,7 @@ QUICK = [
     (1, (BF16,)),
     (2, ("mesh.tp=2",)),
     (1, (*DIT, BF16)),
+    (1, (BF16, "float8.recipe=current")),
     (1, (*MOE, BF16, "model.num_shared_experts=1")),
     (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
     (2, (*MOE, "mesh.tp=2")),
@@ -44,6 +45,10 @@ QUICK = [
 SLOW = [
     (1, (F64, "model.dim=64", "model.ffn_dim=100")),
     (2, ("mesh.tp=2", WHOLE, BF16)),
+    (1, (BF16, "float8.recipe=delayed", "float8.modules=['*.ffn.*','*.wq']")),
+    (1, (*DIT, BF16, "float8.recipe=current")),
+    (2, (BF16, "mesh.tp=2", "float8.recipe=current")),
+    (1, (*MOE, BF16, "float8.recipe=current", "model.num_shared_experts=1")),
     (2, (*DIT, "mesh.tp=2")),
     (1, ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.num_heads=2")),
     (1, (*MOE, F64)),

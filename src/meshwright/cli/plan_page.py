@@ -42,6 +42,9 @@ def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> I
     yield from _stages(plan)
     yield "FSDP units"
     yield from _units(plan)
+    if any(kind.float8 is not None for kind in plan.kinds):
+        yield "linear layers in float8"
+        yield from _float8(plan)
     if collectives := list(_collectives(plan)):
         yield "operator collectives, per micro-batch"
         yield from collectives
@@ -160,6 +163,19 @@ def _unit_words(unit: Unit) -> str:
     sent = [f"{what} {method}" for what, method in (("gradients", unit.gradients), ("weights", unit.weights))
             if method != "exact"]  # fmt: skip
     return " · ".join([over, *([after] if unit.sharded else []), *sent])
+
+
+def _float8(plan: RunPlan) -> Iterator[str]:
+    """Yield each kind's float8 layers and their scales; a kind of blocks without any is listed, too."""
+    layers = Counter(name for stage in plan.stages for name in stage.kinds)
+    for kind in (kind for kind in plan.kinds if kind.is_block):
+        float8, name = kind.float8, f"{kind.name} × {layers[kind.name]}"
+        if float8 is None:
+            yield from _item(name, "none")
+            continue
+        back = f"amax over {float8.history} steps" if float8.history else ""
+        cached = "weights cast once per step" if float8.cached else ""
+        yield from _items(part for part in (name, f"{float8.recipe} scaling", back, cached, *float8.layers) if part)
 
 
 def _collectives(plan: RunPlan) -> Iterator[str]:

@@ -63,6 +63,14 @@ def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     return x
 
 
+def all_reduce_max(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Take the elementwise maximum of `x` (any shape) over `group` in place, and return it."""
+    if world_size(group) > 1:
+        with track_collective("all_reduce", x, group):
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
 def broadcast(x: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
     """Broadcast the contiguous tensor `x` (any shape) from the global rank `src`, in place, and return it."""
     if world_size(group) > 1:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.config.float8_layers import float8_violations
 from meshwright.config.recompute_blocks import recompute_violations
 from meshwright.config.rules_capture import capture_violations
 from meshwright.config.rules_compression import comm_violations
@@ -88,6 +89,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from comm_violations(config)
     yield from recompute_violations(config)
     yield from capture_violations(config)
+    yield from float8_violations(config)
     yield from _unread_keys(config)
 
 

@@ -182,6 +182,26 @@ class CaptureConfig(Section):
     strict: bool = Field(False, description="end the run if anything that capture.scope asks for can't be captured")
 
 
+class Float8Config(Section):
+    """Float8 products of the blocks' linear layers."""
+
+    recipe: Literal["none", "current", "delayed", "torchao"] = Field(
+        "none",
+        description="scales of float8 layers: current, from the tensor itself; delayed, from the largest magnitudes of "
+        "earlier steps; torchao, current scaling by torchao's layer; none uses no float8",
+    )
+    modules: Names = Field(
+        ("*",),
+        description="globs over the names of linear layers in blocks, such as blocks.3.ffn.up, that run in float8",
+    )
+    keep_first: int = Field(0, ge=0, description="first blocks that stay in train.precision")
+    keep_last: int = Field(0, ge=0, description="last blocks that stay in train.precision")
+    amax_history: int = Field(16, ge=1, le=4096, description="steps that the scales of recipe=delayed look back on")
+    cache_weights: bool = Field(
+        False, description="keep weights in float8 for a whole step, instead of casting them for every micro-batch"
+    )
+
+
 class CommConfig(Section):
     """Compression of gradients and weights sent over dp_replicate and dp_shard."""
 
@@ -232,6 +252,7 @@ class RunConfig(Section):
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     capture: CaptureConfig = CaptureConfig()
+    float8: Float8Config = Float8Config()
     comm: CommConfig = CommConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -1,8 +1,9 @@
-"""Parallelize a stage's plain module as planned: expert, context and tensor parallelism, recomputation, compilation,
-FSDP units.
+"""Parallelize a stage's plain module as planned: expert and context parallelism, float8 layers, tensor parallelism,
+recomputation, compilation, FSDP units.
 
-The order matters: recomputation preserves a block's names and hooks, a compiled graph contains exactly one block and
-its recomputation, and FSDP2 shards the tensor-parallel shards and installs its hooks on the compiled modules.
+The order matters: float8 layers get the hooks of tensor parallelism, recomputation preserves a block's names and hooks,
+a compiled graph contains exactly one block and its recomputation, and FSDP2 shards the tensor-parallel shards and
+installs its hooks on the compiled modules.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.context.apply import apply_context
 from meshwright.parallel.data_parallel import apply_units
 from meshwright.parallel.expert import apply_experts
+from meshwright.parallel.float8 import apply_float8, multiply_shards
 from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
 from meshwright.plan.run_plan import RunPlan, Stage
 
@@ -40,12 +42,18 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
     if mesh is not None:
         apply_experts(module, mesh, plan, stage)
         apply_context(module, mesh, plan, stage)
-    if mesh is not None and plan.mesh.view("tp"):
-        apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
-        tie_parameters(module, facts)
     blocks = [
         (kind, module.get_submodule(kind.full_name("", layer))) for kind, layer in plan.held(stage) if kind.is_block
     ]
+    for kind, block in blocks:
+        if kind.float8 is not None:
+            apply_float8(block, kind.float8)
+    if mesh is not None and plan.mesh.view("tp"):
+        apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
+        tie_parameters(module, facts)
+        for kind, block in blocks:
+            if kind.float8 is not None:
+                multiply_shards(block, kind.float8)
     if mesh is not None and plan.mesh.view("tp") and (not blocks or any(kind.compiled for kind, _ in blocks)):
         wait_for_embeddings(module, plan, stage)
     for kind, block in blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.plan.context.method import ContextMethod
 from meshwright.plan.mesh_views import Atoms
 
@@ -49,3 +50,16 @@ class ExpertLayer:
     """Whether tokens go to experts in turn, so that the dispatch is known."""
     sample_counted: Atoms = ()
     """Atoms over which each forward sums the experts' counts of each sample."""
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """The linear layers of a kind that run in float8."""
+
+    recipe: Float8Recipe
+    layers: tuple[str, ...]
+    """Paths of the layers inside the block."""
+    history: int = 0
+    """Steps that scales look back on; 0 unless they are delayed."""
+    cached: bool = False
+    """Whether weights are cast once per step instead of in every forward and backward."""

@@ -8,8 +8,11 @@ rotary angles, are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshwright.models.contract.model_facts import KindFacts, Saved
-from meshwright.plan.block_layers import ExpertLayer
+from meshwright.nn.float8.recipe import Float8Recipe
+from meshwright.plan.block_layers import ExpertLayer, Float8Layers
 from meshwright.plan.expert_traffic import predicted_load
 from meshwright.plan.run_plan import BYTES, Collective
 from meshwright.plan.saved_bytes import SavedBytes
@@ -19,6 +22,7 @@ def saved_bytes(
     facts: KindFacts,
     experts: ExpertLayer | None,
     collectives: tuple[Collective, ...],
+    float8: Float8Layers | None = None,
     *,
     element_bytes: int,
     tokens: int,
@@ -33,6 +37,7 @@ def saved_bytes(
         facts: the family's description.
         experts: layer of experts of the kind.
         collectives: collectives of the kind's operators.
+        float8: linear layers that run in float8.
         element_bytes: size of an element of the compute dtype.
         tokens: tokens per sample in a tp group.
         tp: size of tp.
@@ -53,7 +58,8 @@ def saved_bytes(
         return round(tokens * sum(sizes))
 
     results = sum(one.forward * _result_elements(one, tp) * BYTES[one.dtype] for one in collectives)
-    return SavedBytes(total(facts.saved, order), total(inputs, kept) + results, total(inputs))
+    saved = [facts.saved, order, *_float8(facts, float8, tp)]
+    return SavedBytes(total(*saved), total(inputs, kept) + results, total(inputs))
 
 
 def _result_elements(one: Collective, ranks: int) -> int:
@@ -77,3 +83,17 @@ def _dispatched(layer: ExpertLayer | None, tokens: int, ep: int) -> tuple[Saved,
     # Rows by token and by rank, and choices by row; slots of a capacity have a fixed order instead.
     indices = 2.0 * layer.top_k + rows + 1.0 if layer.capacity is None else 0.0
     return Saved(fixed_bytes=8.0 * indices), rows
+
+
+def _float8(facts: KindFacts, float8: Float8Layers | None, tp: int) -> Iterator[Saved]:
+    """Yield what float8 layers change: each saves its input in float8, and none the original.
+
+    torchao's layer saves the original.
+    """
+    if float8 is None or float8.recipe is Float8Recipe.TORCHAO:
+        return
+    for one in facts.linear_inputs:
+        copies = sum(layer in float8.layers for layer in one.layers)
+        yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
+        if copies == len(one.layers):
+            yield Saved(**{name: -value for name, value in vars(one.freed).items()})

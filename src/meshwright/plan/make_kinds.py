@@ -13,13 +13,15 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.config.float8_layers import layers_in_float8
 from meshwright.config.recompute_blocks import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
+from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers
 from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.count_saved_bytes import saved_bytes
 from meshwright.plan.mesh_views import Atoms, Mesh
@@ -61,7 +63,8 @@ class KindMaker:
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
         trained = tuple(not any(fnmatchcase(name, glob) for glob in self._config.train.freeze) for name in names)
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
-        identity = (facts.name, facts.path, trained, untied, units, policy)
+        float8 = self._float8(facts, layer)
+        identity = (facts.name, facts.path, trained, untied, units, policy, float8)
         if identity not in self._kinds:
             taken = sum(kind.described == facts.name for kind in self._kinds.values())
             name = facts.name if not taken else f"{facts.name}.{taken + 1}"
@@ -69,12 +72,18 @@ class KindMaker:
                 self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
             )
             tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            kind, attention = self._kind(name, facts, parameters, units, layer), self._attention(facts, policy)
+            kind, attention = self._kind(name, facts, parameters, units, float8, layer), self._attention(facts, policy)
             self._kinds[identity] = replace(kind, tied=tied, recompute=policy, attention=attention)
         return self._kinds[identity]
 
     def _kind(
-        self, name: str, facts: KindFacts, parameters: tuple[Parameter, ...], units: tuple[Unit, ...], layer: int | None
+        self,
+        name: str,
+        facts: KindFacts,
+        parameters: tuple[Parameter, ...],
+        units: tuple[Unit, ...],
+        float8: Float8Layers | None,
+        layer: int | None,
     ) -> Kind:
         is_block = layer is not None
         output = facts.output / (self._mesh.size(*self._tp) if facts.output_divided else 1)
@@ -93,11 +102,13 @@ class KindMaker:
                 for one in facts.auxiliary
             ),
             experts=self._experts(facts),
+            float8=float8,
             compiled=self._config.train.compile and is_block,
             saved=saved_bytes(
                 facts,
                 self._experts(facts),
                 collectives,
+                float8,
                 element_bytes=BYTES[self._config.train.precision],
                 tokens=self._tokens,
                 tp=self._mesh.size(*self._tp),
@@ -145,6 +156,15 @@ class KindMaker:
             recompute=policy is RecomputePolicy.FULL,
             method=config.mesh.cp_method,
         )
+
+    def _float8(self, facts: KindFacts, layer: int | None) -> Float8Layers | None:
+        config = self._config.float8
+        layers = layers_in_float8(config, facts, layer, num_layers=self._facts.num_layers)
+        if not layers:
+            return None
+        recipe = Float8Recipe(config.recipe)
+        history = config.amax_history if recipe is Float8Recipe.DELAYED else 0
+        return Float8Layers(recipe, layers, history, config.cache_weights)
 
     def stream_part(self) -> float:
         """Return the fraction of the stream's tokens held by a rank."""

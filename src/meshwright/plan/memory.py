@@ -64,13 +64,23 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
                 state += elements * moments[parameter.role]
     saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
     return MemoryEstimate(
-        parameters=stored * master + saved,
+        parameters=stored * master + saved + sum(_cached_weights(plan, stage) for stage in stages),
         gradients=trained * master,
         optimizer=state,
         gathered=_gathered(plan, stages),
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
         errors=feedback_bytes(plan, rank),
+    )
+
+
+def _cached_weights(plan: RunPlan, stage: Stage) -> int:
+    """Return the bytes of weights kept in float8, whole."""
+    return sum(
+        plan.elements(parameter)
+        for kind, _, parameter in plan.parameters(stage)
+        if kind.float8 is not None and kind.float8.cached
+        if parameter.name.removesuffix(".weight") in kind.float8.layers
     )
 
 

@@ -52,6 +52,14 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
             "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
         )
+    if config.float8.recipe == "torchao" and table.splits_backward:
+        yield Violation(
+            ConfigError,
+            f"float8.recipe = torchao with {schedule_name(config)}, which splits the backward",
+            "float8.recipe",
+            "torchao's float8 layer can't defer the gradients of its weights",
+            [{"float8.recipe": "current"}, *_other_schedules(config)[-1:]],
+        )
 
 
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:

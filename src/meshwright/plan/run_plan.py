@@ -18,11 +18,11 @@ from meshwright.models.contract.tp_styles import Style
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
-from meshwright.plan.block_layers import AttentionLayer, ExpertLayer
+from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.saved_bytes import SavedBytes
 
-FORMAT = 3
+FORMAT = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
 
 
@@ -155,8 +155,8 @@ class Auxiliary:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation or compilation are
-    different kinds."""
+    """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation, compilation or
+    float8 layers are different kinds."""
 
     name: str
     described: str
@@ -177,6 +177,7 @@ class Kind:
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     experts: ExpertLayer | None = None
     attention: AttentionLayer | None = None
+    float8: Float8Layers | None = None
     tied: tuple[str, ...] = ()
     """Parameters tied to a parameter of another kind on the same stage."""
     everywhere: bool = False

@@ -36,7 +36,7 @@ class ProofSpec:
 
 
 def as_proof(config: RunConfig) -> RunConfig:
-    """Return the configuration to prove: in float64 on the CPU, otherwise unchanged.
+    """Return the configuration to prove: in float64 on the CPU, without float8, otherwise unchanged.
 
     The model family may override other keys. For example, gates initialized to zero make nearly all gradients of the
     first step zero, and comparing zeros proves nothing.
@@ -46,11 +46,17 @@ def as_proof(config: RunConfig) -> RunConfig:
     """
     _refuse_lossy(lossy_keys(config))
     train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False}
-    return config.with_keys({**train, **config.family.proof})
+    return config.with_keys({**train, "float8.recipe": "none", **config.family.proof})
+
+
+def set_aside(config: RunConfig) -> tuple[str, ...]:
+    """Return a line for each lossy setting that a proof leaves out, as it does every precision below float64."""
+    recipe = config.float8.recipe
+    return () if recipe == "none" else (f"float8.recipe={recipe} is set aside: a proof computes in float64",)
 
 
 def plan_in_float64(plan: RunPlan) -> RunPlan:
-    """Return the plan to prove: all dtypes are float64, and nothing is compiled.
+    """Return the plan to prove: all dtypes are float64, and nothing is compiled or in float8.
 
     Raises:
         ConfigError: gradients or weights are communicated with lossy compression.
@@ -59,7 +65,7 @@ def plan_in_float64(plan: RunPlan) -> RunPlan:
     lossy = [f"comm.{use}" for use in ("gradients", "weights") if any(is_lossy(getattr(u, use)) for u in units)]
     _refuse_lossy(lossy)
     proved: RunPlan = _in_float64(plan)
-    return replace(proved, kinds=tuple(replace(kind, compiled=False) for kind in proved.kinds))
+    return replace(proved, kinds=tuple(replace(kind, compiled=False, float8=None) for kind in proved.kinds))
 
 
 def _in_float64(value: Any) -> Any:

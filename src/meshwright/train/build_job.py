@@ -30,6 +30,7 @@ from meshwright.parallel.check_applied import check_placements
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
+from meshwright.train.float8_scaling import RunFloat8
 from meshwright.train.gradient_compression import RunCompression
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.optimizer import STATE_NAMES, build_optimizer
@@ -48,6 +49,7 @@ class Job:
     """Pipeline stages on this rank."""
     optimizer: torch.optim.AdamW
     compression: RunCompression
+    float8: RunFloat8
 
     @cached_property
     def axes(self) -> Axes:
@@ -142,6 +144,7 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         model=model,
         optimizer=build_optimizer(model, config.train),
         compression=RunCompression(config, plan, parts, mesh, rank=context.rank),
+        float8=RunFloat8(plan, parts, device),
     )
 
 

@@ -117,6 +117,7 @@ class TrainStep:
             self._optimize(lr, grad_norm)
         self._handles.settle(taken=finite)
         job.compression.settle(taken=finite)
+        job.float8.settle(taken=finite)
         job.optimizer.zero_grad(set_to_none=True)
         return StepResult(
             step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0, num_units=self._num_units
@@ -138,6 +139,7 @@ class TrainStep:
         num_units = self._num_units = self._count_units(samples)
         losses: list[Tensor] = []
         self._handles.begin(train.global_batch)
+        job.float8.begin()
 
         def finish(out: Tensor, targets: Tensor) -> Tensor:
             loss = self._task.loss_sum(out, targets) / num_units

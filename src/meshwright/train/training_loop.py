@@ -137,8 +137,9 @@ class Trainer:
             return 0
         save_load.load(path, tensors)
         refresh_shared_parameters(self._job)
-        if lost := self._job.compression.restore(path, manifest):
-            self._reporter.note(lost)
+        for lost in (one.restore(path, manifest) for one in (self._job.compression, self._job.float8)):
+            if lost:
+                self._reporter.note(lost)
         self._finite = FiniteSteps(manifest.step - 1, started=False)
         return manifest.step
 
@@ -170,12 +171,15 @@ class Trainer:
         self._saved = save_load.save(
             self._folder.checkpoints,
             step,
-            named_state(self._job.model, self._job.optimizer) | self._job.compression.state(),
+            named_state(self._job.model, self._job.optimizer)
+            | self._job.compression.state()
+            | self._job.float8.state(),
             model=dict(model_facts(self._job.config).identity),
             run={
                 "config": self._job.config.model_dump(),
                 "corpus": self._corpus,
                 "comm": self._job.compression.identity,
+                "float8": self._job.float8.identity,
                 "plan": vars(hashes(self._job.plan)),
                 "skipped_in_a_row": 0,  # nothing is saved between skipped steps; earlier versions read this
             },

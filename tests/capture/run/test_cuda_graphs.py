@@ -33,9 +33,8 @@ class Block(nn.Module):
 
 def schedule_of(kind):
     if kind == "split":
-        order = [(K.FORWARD, 0), (K.FORWARD, 1), (K.BACKWARD_INPUT, 0), (K.FORWARD, 2), (K.BACKWARD_WEIGHT, 0),
-                 (K.BACKWARD_INPUT, 1), (K.BACKWARD_INPUT, 2), (K.BACKWARD_WEIGHT, 1), (K.BACKWARD_WEIGHT, 2)]  # fmt: skip
-        return Schedule("by hand", 3, (0,), (tuple(Action(kind, 0, m) for kind, m in order),))
+        order = "F0 F1 I0 F2 W0 I1 I2 W1 W2".split()
+        return Schedule("by hand", 3, (0,), (tuple(Action(K(one[0]), 0, int(one[1])) for one in order),))
     return lower(generate("f-then-b", num_stages=1, num_microbatches=3))
 
 
@@ -108,7 +107,7 @@ def test_a_layer_that_reads_on_the_host_is_named():
 def test_the_backend_cuda_needs_layers_on_a_device():
     made = plan(ranks=1, microbatches=2)
     bench = Bench(made)
-    layers = {0: [one for one in bench.captured.layers[0]]}
+    layers = {0: list(bench.captured.layers[0])}
     x = torch.zeros(2, 8, 4, dtype=torch.bfloat16, requires_grad=True)
     observed = observe(layers, {0: [(x,), (None,)]})
     with pytest.raises(CaptureError, match="the layers are on cpu"):

@@ -104,6 +104,20 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class LinearInput:
+    """A tensor of a block that linear layers (`nn.linear.Linear`) multiply, by which the block supports float8."""
+
+    layers: tuple[str, ...]
+    """Paths of all linear layers inside the block that read the tensor."""
+    width: int
+    """Elements per token."""
+    divided: bool = False
+    """Whether tp shards it, as it does the inputs of row-parallel layers."""
+    freed: Saved = Saved()
+    """What is saved for these layers only: nothing keeps it if all of them save float8 copies instead."""
+
+
+@dataclass(frozen=True)
 class AuxiliaryLoss:
     """A loss computed inside a block and added to the task's loss, averaged over samples (scope *sample*)."""
 
@@ -185,6 +199,8 @@ class KindFacts:
     unit: tuple[str, ...] = ()
     """Modules of an end, such as an embedding or head, that form a separate FSDP unit if their largest matrix has more
     elements than a block and is therefore worth a separate collective."""
+    linear_inputs: tuple[LinearInput, ...] = ()
+    """Inputs of the linear layers that can run in float8; empty if none can."""
     auxiliary: tuple[AuxiliaryLoss, ...] = ()
     experts: ExpertFacts | None = None
     attention: AttentionFacts | None = None

@@ -9,6 +9,7 @@ from meshwright.models.contract.model_facts import (
     AttentionFacts,
     EdgeFacts,
     KindFacts,
+    LinearInput,
     ModelFacts,
     Role,
     Saved,
@@ -116,6 +117,12 @@ def kept_of_attention(dim: int, queries: int, keys: int, num_heads: int) -> Save
     return Saved(full=dim, divided=2.0 * queries + 2.0 * keys, wide_divided=num_heads)
 
 
+def attention_inputs(dim: int, queries: int) -> tuple[LinearInput, ...]:
+    """Return the inputs of an attention layer's projections; its backward needs its own output anyway."""
+    projections = ("attention.wq", "attention.wk", "attention.wv")
+    return LinearInput(projections, dim, freed=Saved(full=dim)), LinearInput(("attention.wo",), queries, divided=True)
+
+
 def block_name(spec: DecoderSpec, layer: int) -> str:
     """Return the name of a layer's kind."""
     return BLOCK if spec.window_of(layer) is None else WINDOW_BLOCK
@@ -157,6 +164,11 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
         + Saved(divided=2.0 * queries + 2.0 * keys + 4.0 * spec.ffn_dim, wide_divided=spec.num_heads),
         # Queries and keys before rotation, and the outputs of row-parallel layers, which tp ranks sum afterwards.
         kept=kept_of_attention(dim, queries, keys, spec.num_heads) + Saved(full=float(dim), divided=2.0 * spec.ffn_dim),
+        linear_inputs=(
+            *attention_inputs(dim, queries),
+            LinearInput(("ffn.gate", "ffn.up"), dim, freed=Saved(full=dim)),
+            LinearInput(("ffn.down",), spec.ffn_dim, divided=True, freed=Saved(divided=spec.ffn_dim)),
+        ),
         flops=2.0 * matrices + attention.flops(seq_len),
         attention=attention,
     )

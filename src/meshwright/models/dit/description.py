@@ -12,6 +12,7 @@ from meshwright.models.contract.model_facts import (
     AttentionFacts,
     EdgeFacts,
     KindFacts,
+    LinearInput,
     ModelFacts,
     ParameterFacts,
     Role,
@@ -155,6 +156,13 @@ def _block(spec: DiTSpec) -> KindFacts:
             full=8.0 * dim + 4.0 + 9.0 * dim / tokens, divided=4.0 * inner + 2.0 * ffn, wide_divided=spec.num_heads
         ),
         kept=Saved(full=2.0 * dim + 6.0 * dim / tokens, divided=4.0 * inner + float(ffn), wide_divided=spec.num_heads),
+        # Modulation multiplies one row per sample, too few for float8.
+        linear_inputs=(
+            LinearInput(("attention.wq", "attention.wk", "attention.wv"), dim, freed=Saved(full=dim)),
+            LinearInput(("attention.wo",), inner, divided=True),
+            LinearInput(("mlp.fc1",), dim, freed=Saved(full=dim)),
+            LinearInput(("mlp.fc2",), ffn, divided=True, freed=Saved(divided=ffn)),
+        ),
         flops=matmuls + attention.flops(tokens) + 12.0 * dim**2 / tokens,
         attention=attention,
     )

@@ -10,6 +10,7 @@ from meshwright.models.contract.model_facts import (
     BufferFacts,
     ExpertFacts,
     KindFacts,
+    LinearInput,
     ModelFacts,
     ParameterFacts,
     Role,
@@ -17,7 +18,7 @@ from meshwright.models.contract.model_facts import (
     linear,
 )
 from meshwright.models.decoder.description import BLOCK as DENSE_BLOCK
-from meshwright.models.decoder.description import DecoderSpec, kept_of_attention
+from meshwright.models.decoder.description import DecoderSpec, attention_inputs, kept_of_attention
 from meshwright.models.decoder.description import describe as describe_dense
 from meshwright.nn.experts.router_config import RouterConfig, Score
 
@@ -97,6 +98,7 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             wide_full=spec.num_experts,
         ),
         recalled=recalled,
+        linear_inputs=(*attention_inputs(dim, spec.num_heads * spec.head_dim), *_shared_inputs(spec)),
         flops=block.flops - 6.0 * dim * spec.ffn_dim + 2.0 * experts,
         attention=block.attention,
         auxiliary=tuple(
@@ -117,6 +119,16 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
             over_sample=bool(router.balance_loss) and not router.over_batch,
             uniform=router.uniform,
         ),
+    )
+
+
+def _shared_inputs(spec: MoeSpec) -> tuple[LinearInput, ...]:
+    """Return the inputs of shared experts' layers; routed experts read the first one, too."""
+    if not spec.num_shared_experts:
+        return ()
+    return (
+        LinearInput(("moe.shared.gate", "moe.shared.up"), spec.dim),
+        LinearInput(("moe.shared.down",), spec.shared_dim, divided=True, freed=Saved(divided=spec.shared_dim)),
     )
 
 

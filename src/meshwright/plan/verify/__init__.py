@@ -19,6 +19,7 @@ from meshwright.plan.verify.attention import attention_faults
 from meshwright.plan.verify.batch_and_loss import step_faults
 from meshwright.plan.verify.error import Fault, merge_faults
 from meshwright.plan.verify.experts import expert_faults
+from meshwright.plan.verify.float8 import float8_faults
 from meshwright.plan.verify.fsdp_units import unit_faults
 from meshwright.plan.verify.gradient_sums import sum_faults
 from meshwright.plan.verify.kinds import kind_faults
@@ -34,6 +35,7 @@ CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
         kind_faults,
         attention_faults,
         expert_faults,
+        float8_faults,
         unit_faults,
         stage_faults,
         shared_faults,

@@ -1,0 +1,53 @@
+"""Tests of `bench float8`: its sides train on the same batches, and its figures compare them with bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.mesh.process_groups import process_group
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright_bench.float8.benchmark import layer_figures, loss_figures
+from meshwright_bench.float8.cases import ARMS, LayerTask
+from meshwright_bench.float8.layer_times import sides, time_sides
+from meshwright_bench.float8.train_arms import train_arms
+from tests.helpers import small_corpus
+
+
+def test_figures_of_losses():
+    losses = {"bfloat16": [[9.0, *[2.0] * 20]], "current": [[9.0, *[2.01] * 20]], "delayed": [[9.0, *[2.1] * 20]]}
+    figures = {figure.name: figure for figure in loss_figures(losses)}
+    assert figures["loss.bfloat16"].value == 2 and figures["loss.delayed"].value == 2.1
+    assert figures["loss.current.over_bfloat16"].value == pytest.approx(0.005)
+    assert figures["loss.current.over_bfloat16"].is_met and not figures["loss.delayed.over_bfloat16"].is_met
+
+
+def test_layers_are_unmeasured_without_a_gpu():
+    figures = layer_figures(None)
+    assert len(figures) == 8 and all(figure.value is None and "CUDA" in figure.note for figure in figures)
+
+
+def test_sides_train_on_the_same_batches(tmp_path):
+    words = ("llama-tiny", "train.precision=bfloat16", "train.num_microbatches=2", "train.steps=3", "train.seq_len=32",
+             "train.global_batch=4", "model.num_layers=1", *small_corpus(tmp_path))  # fmt: skip
+    context = RankContext(0, 1, 0, 1, None, StatusBoard([0] * StatusBoard.length(1)))
+    device = torch.device("cpu")
+    with process_group(rank=0, num_ranks=1, device=device, timeout_s=60, store_path=None):
+        losses = train_arms(context, words, device, seed=0)
+    assert losses.keys() == ARMS.keys() and all(len(found) == 3 for found in losses.values())
+    assert losses["cached"] == losses["current"] != losses["bfloat16"]
+    assert all(found[0] == pytest.approx(losses["bfloat16"][0], abs=0.02) for found in losses.values())
+
+
+def test_layers_of_all_sides_have_the_same_weight():
+    pytest.importorskip("torchao")
+    layers = sides(32, 16, torch.device("cpu"))
+    weights = [next(iter(layer.parameters())) for layer in layers.values()]
+    assert all(torch.equal(weight, weights[0]) for weight in weights) and len(weights) == 5
+
+
+@pytest.mark.gpu
+def test_layers_are_timed_on_a_gpu(tmp_path):
+    task = LayerTask(tmp_path / "result.json", rounds=1, steps=2)
+    times = time_sides(256, 128, 128, device=torch.device("cuda"), task=task)
+    assert all(found[0] > 0 for found in times.values())
