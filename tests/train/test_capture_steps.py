@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -117,6 +118,13 @@ def test_ranks_with_different_plans_stop_at_the_start(gang, words):
     assert told[0] == told[1] and "ranks 0 and 1 have different capture plans" in told[0]
 
 
+@dataclass
+class Slot:
+    """A tensor that a layer updates, and that is not a buffer."""
+
+    largest: torch.Tensor
+
+
 class Counting(nn.Module):
     """A layer that draws random numbers, counts its calls and averages its inputs."""
 
@@ -124,11 +132,13 @@ class Counting(nn.Module):
         super().__init__()
         self.linear, self.drop, self.count = nn.Linear(4, 4), nn.Dropout(0.5), StepBuffer((), torch.int64)
         self.register_buffer("mean", torch.zeros(4))
+        self.slot = Slot(torch.zeros(()))
 
     def forward(self, x):
         self.count.add(torch.ones((), dtype=torch.int64))
         with torch.no_grad():
             self.mean.add_(x.mean(0))
+            self.slot.largest.fill_(torch.maximum(self.slot.largest, x.abs().max() + 1))
         return self.drop(self.linear(x))
 
 
@@ -146,6 +156,7 @@ def test_capturing_leaves_gradients_generators_and_buffers_alone(fails, monkeypa
     module(torch.ones(3, 4)).sum().backward()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     gradient, kept = module.linear.weight.grad, module.linear.weight.grad.clone()
+    largest = module.slot.largest.clone()
     pending, generator = module.count.pending().clone(), torch.get_rng_state()
 
     def failing(self, *args, **named):
@@ -159,6 +170,7 @@ def test_capturing_leaves_gradients_generators_and_buffers_alone(fails, monkeypa
             capture(observed, plan, backend="simulate")
     else:
         capture(observed, plan, backend="simulate")
+    assert torch.equal(module.slot.largest, largest)
     assert module.linear.weight.grad is gradient and torch.equal(gradient, kept)
     assert torch.equal(torch.get_rng_state(), generator) and torch.equal(module.count.pending(), pending)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

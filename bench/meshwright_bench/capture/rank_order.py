@@ -20,10 +20,10 @@ from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT
 from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.pipeline import generate, lower
-from meshwright.pipeline.actions import ActionKind
+from meshwright.pipeline.actions import COMPUTE, ActionKind
 from meshwright_bench.capture.cases import CaptureCase
 
-HEAD_DIM = 64
+HEAD_DIM, VOCABULARY = 64, 256
 
 
 class RankOrder:
@@ -38,7 +38,7 @@ class RankOrder:
         self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         self._gradient = torch.randn(shape, device=device, dtype=dtype)
         self.schedule = lower(generate("1f1b", num_stages=case.stages, num_microbatches=case.microbatches))
-        self._row = [a for a in self.schedule.actions[0] if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+        self._row = [part for rank, _, part in self.schedule.positions() if rank == 0 and part.kind in COMPUTE]
         self.calls: list[Callable[..., Tensor]] = list(self.blocks)
         self.session: CaptureSession | None = None
         self._microbatch = 0
@@ -85,15 +85,14 @@ class RankOrder:
 
 
 def _block(case: CaptureCase, layer: int) -> nn.Module:
-    heads = case.dim // HEAD_DIM if case.dim >= HEAD_DIM else 1
-    shape = {"num_layers": case.num_layers, "dim": case.dim, "num_heads": heads, "num_kv_heads": heads,
-             "ffn_dim": 4 * case.dim, "vocab_size": 256, "head_dim": case.dim // heads}  # fmt: skip
+    heads = case.dim // HEAD_DIM
+    size = (case.num_layers, case.dim, heads, heads, 4 * case.dim, VOCABULARY, case.dim // heads)
     if not case.num_experts:
-        return make_block(DecoderSpec(**shape), layer, NO_DROPOUT)
-    spec = MoeSpec(**shape, num_experts=case.num_experts, expert_dim=case.dim // 2)
+        return make_block(DecoderSpec(*size), layer, NO_DROPOUT)
+    spec = MoeSpec(*size, num_experts=case.num_experts, expert_dim=case.dim // 2)
     return MoeBlock(spec, RouterConfig(case.num_experts, top_k=2), layer)
 
 
 def _contexts(case: CaptureCase, blocks: nn.ModuleList, device: torch.device, dtype: torch.dtype) -> list[TokenContext]:
-    rotary = RotaryEmbedding(blocks[0].attention.head_dim, 10_000.0, None)
+    rotary = RotaryEmbedding(HEAD_DIM, 10_000.0, None)
     return token_contexts(blocks, TokenLayout(case.seq_len), rotary=rotary, device=device, dtype=dtype)

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 def schedule_of(kind):
     if kind == "split":
-        order = "F0 F1 I0 F2 W0 I1 I2 W1 W2".split()
+        order = ["F0", "F1", "I0", "F2", "W0", "I1", "I2", "W1", "W2"]
         return Schedule("by hand", 3, (0,), (tuple(Action(K(one[0]), 0, int(one[1])) for one in order),))
     return lower(generate("f-then-b", num_stages=1, num_microbatches=3))
 

@@ -1,4 +1,4 @@
-"""Restore what warm-up and capturing change: gradients, random number generators, buffers, step handles."""
+"""Restore what warm-up and capturing change: gradients, random number generators, buffers, step handles, amaxes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.run.call import flatten
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.nn.step_handles import StepHandle
 
@@ -16,15 +17,16 @@ from meshwright.nn.step_handles import StepHandle
 def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = ()) -> Iterator[None]:
     """Context that leaves no trace in modules and generators, however it ends.
 
-    Gradients, values of buffers, what step handles got, deferred weight gradients, and the state of the CPU's and the
-    devices' random number generators are put back. Gradients are set aside, not copied.
+    Gradients, values of buffers and of other tensors that modules hold in plain objects (such as the amax of float8
+    layers), what step handles got, deferred weight gradients, and the state of the CPU's and the devices' random number
+    generators are put back. Gradients are set aside, not copied.
     """
     modules, stores = list(modules), list(stores)
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    buffers = {id(b): b for module in modules for b in module.buffers()}.values()
+    tensors = {id(t): t for module in modules for one in module.modules() for t in _held(one)}.values()
     handles = {id(h): h for module in modules for h in module.modules() if isinstance(h, StepHandle)}.values()
     gradients = [(parameter, parameter.grad) for parameter in parameters]
-    values = [(buffer, buffer.clone()) for buffer in buffers]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     contributions = [(handle, handle.take_contribution()) for handle in handles]
     deferred = [(store, store.take()) for store in stores]
     generators = _generator_states()
@@ -36,8 +38,8 @@ def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = 
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for tensor, value in values:
+                tensor.detach().copy_(value)
         for handle, contribution in contributions:
             handle.take_contribution()
             if contribution is not None:
@@ -48,6 +50,11 @@ def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = 
             for entry in entries:
                 store.put(entry.parameter, entry.compute, *entry.tensors)
         _restore_generators(generators)
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that a module itself holds, except parameters."""
+    return [one for one in flatten(dict(vars(module)))[1] if not isinstance(one, nn.Parameter)]
 
 
 def _generator_states() -> tuple[Tensor, list[Tensor]]:
