@@ -33,6 +33,8 @@ class RankOrder:
         torch.manual_seed(0)
         dtype = getattr(torch, case.dtype)
         self.blocks = nn.ModuleList(_block(case, layer) for layer in range(case.num_layers)).to(device, dtype)
+        for parameter in self.blocks.parameters():  # families initialize them by name, and experts not at all
+            nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
         self.contexts = _contexts(case, self.blocks, device, dtype)
         shape = (case.samples, case.seq_len, case.dim)
         self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
