@@ -10,7 +10,7 @@ Not simulated are tensors that a recomputed block keeps by itself: they lie in m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,30 +213,30 @@ class SimulatedGraphs(LayerGraphs):
     @contextmanager
     def _graph(self, name: str) -> Iterator[None]:
         """Context of the operations of a graph."""
-        with ExitStack() as stack:
-            stack.enter_context(using_parameters(self._layer.module, self._replacements))
-            stack.enter_context(_Temporary(self._pool, self._regions.setdefault(name, _Region())))
-            yield
+        region = self._regions.setdefault(name, _Region())
+        with using_parameters(self._layer.module, self._replacements):
+            if region.temporary is not None:
+                yield
+            else:
+                with _Results() as results:
+                    yield
+                # A block as large as all results: at once is the worst case.
+                region.temporary = self._pool.allocate(results.num_bytes)
+                self._pool.free(region.temporary)
+        self._pool.poison(region.temporary)
 
 
-class _Temporary(TorchDispatchMode):
-    """Memory that operations use while a graph runs: a block as large as all their results, filled with NaN."""
+class _Results(TorchDispatchMode):
+    """Context that adds up the bytes of the results of all operations."""
 
-    def __init__(self, pool: MemoryPool, region: _Region) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pool, self._region, self._bytes = pool, region, 0
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._bytes += sum(_extent_bytes(t) for t in flatten(result)[1])
+        self.num_bytes += sum(_extent_bytes(t) for t in flatten(result)[1])
         return result
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        if self._region.temporary is None:
-            self._region.temporary = self._pool.allocate(self._bytes)
-            self._pool.free(self._region.temporary)
-        self._pool.poison(self._region.temporary)
 
 
 def _address(t: Tensor) -> int:
