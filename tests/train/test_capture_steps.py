@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.capture.plan import plan_capture
+from meshwright.capture.run.backend import Times
 from meshwright.capture.run.capture import capture, observe
 from meshwright.capture.run.scopes import finding_regions, graph_region
 from meshwright.capture.run.simulated_graphs import SimulatedGraphs
@@ -21,7 +22,7 @@ from meshwright.nn.transformer_block import TransformerBlock
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import unsharded_parameters
 from meshwright.pipeline import generate, lower
-from meshwright.train.graph_capture import agree_on_capture
+from meshwright.train.graph_capture import agree_on_capture, average_over_ranks
 from meshwright.train.validation_loss import validate
 from tests.helpers import small_corpus
 from tests.train.jobs import generate_on, make_job, make_task, run_on
@@ -231,6 +232,28 @@ def test_what_stays_eager_is_said(words, tmp_path):
     assert "blocks.0 and 1 more stays eager: it reads a tensor on the host (tolist, " in line
     with pytest.raises(CaptureError, match=r"blocks.0 stays eager: it reads a tensor on the host"):
         notes([*moe, "train.precision=float64", "capture.strict=true"])
+
+
+def test_a_scope_that_is_slower_than_eager_is_turned_off(words, monkeypatch):
+    def times(self):
+        is_attention = self._layer.name.endswith("attention")
+        return Times(eager=3.0, replayed=4.0 if is_attention else 2.0)
+
+    monkeypatch.setattr(SimulatedGraphs, "times", times)
+    session = notes([*words, "capture.scope=['attention','mlp']"])
+    captured, eager = session.notes()
+    assert captured.endswith("2 modules in 4 graphs: blocks.0.ffn, blocks.1.ffn")
+    assert eager == "blocks.0.attention and 1 more stays eager: attention measured 0.75× eager execution"
+
+
+def test_speeds_are_averaged_over_ranks(gang, words):
+    found = gang(2).run(averaged, [*words, "mesh.dp_shard=2"])
+    assert found == [{"attention": 0.75, "mlp": 2.0}] * 2
+
+
+def averaged(rank, world_size, words):
+    job, _ = make_job(rank, world_size, words)
+    return average_over_ranks({"attention": 0.5 + 0.5 * rank, **({"mlp": 2.0} if rank else {})}, job)
 
 
 def test_what_is_captured_is_said(words):

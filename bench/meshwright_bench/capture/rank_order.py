@@ -47,14 +47,15 @@ class RankOrder:
 
     def capture(self, scope: tuple[str, ...], mode: str) -> None:
         """Capture parts of the blocks: after the next step."""
-        modules = {
-            f"{at}.{name}".rstrip("."): module
+        found = {
+            f"{at}.{name}".rstrip("."): one
             for at, block in enumerate(self.blocks)
-            for name, module in select(block, scope).items()
+            for name, one in select(block, scope).items()
         }
+        modules, scopes = {name: one for name, (one, _) in found.items()}, {n: own for n, (_, own) in found.items()}
         backend = BackendKind.CUDA if self.x.is_cuda else BackendKind.SIMULATE
         self.session = CaptureSession(
-            [Chunk(0, self.blocks, modules, lambda: self._microbatch)],
+            [Chunk(0, self.blocks, modules, scopes, lambda: self._microbatch)],
             self.schedule,
             rank=0,
             backend=backend,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
 from meshwright.capture.run.capture import BackendKind
 from meshwright.capture.run.scopes import REGION, select
 from meshwright.capture.run.session import CaptureSession, Chunk
@@ -35,26 +37,38 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
         mode=config.mode,
         strict=config.strict,
         agree=lambda fingerprint: agree_on_capture(fingerprint, job),
+        average=lambda numbers: average_over_ranks(numbers, job),
     )
 
 
 def _chunk(job: Job, number: int, stage: ModelStage, *, takes_turns: bool) -> Chunk:
     part = job.parts()[number]
-    modules = {}
+    modules, scopes = {}, {}
     for kind, layer in job.plan.held(part.stage):
         if kind.is_block:
             path = kind.full_name("", layer)
-            for name, module in select(part.module.get_submodule(path), job.config.capture.scope).items():
-                modules[f"{path}.{name}".rstrip(".")] = module
+            for name, (module, scope) in select(part.module.get_submodule(path), job.config.capture.scope).items():
+                full = f"{path}.{name}".rstrip(".")
+                modules[full], scopes[full] = module, scope
     return Chunk(
         number,
         part.module,
         modules,
+        scopes,
         microbatch=lambda: stage.microbatch,
         regions=tuple(scope for scope in job.config.capture.scope if scope.startswith(REGION)),
         store=stage.weight_gradients,
         refused=TAKES_TURNS if takes_turns else None,
     )
+
+
+def average_over_ranks(numbers: dict[str, float], job: Job) -> dict[str, float]:
+    """Return the means of numbers by name, over the ranks that have them. Collective: all ranks must call it."""
+    if job.axes.num_ranks() == 1:
+        return numbers
+    found = all_gather_object(numbers)
+    names = dict.fromkeys(name for own in found for name in own)
+    return {name: mean(own[name] for own in found if name in own) for name in names}
 
 
 def agree_on_capture(fingerprint: str, job: Job) -> None:

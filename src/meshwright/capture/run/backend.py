@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -84,6 +84,13 @@ def contributing(handles: Sequence[StepHandle]) -> Iterator[dict[StepHandle, Ten
                 handle.add_contribution(earlier)
 
 
+class Times(NamedTuple):
+    """Time of a layer's forward and backward, in seconds."""
+
+    eager: float
+    replayed: float
+
+
 class LayerGraphs(Protocol):
     """Graphs of one layer and instance: forward, backward, and deferred weight gradients.
 
@@ -120,6 +127,9 @@ class LayerGraphs(Protocol):
 
     def finish(self) -> None:
         """End the micro-batch: nothing reads what it has left."""
+
+    def times(self) -> Times | None:
+        """Measure the layer, after capturing and between steps; None if its time says nothing about graphs."""
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, Times, contributing, deferring
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.private import using_parameters
 from meshwright.capture.run.static_tensors import Static
 from meshwright.nn.step_handles import StepHandle
+
+ROUNDS, REPEATS = 5, 10
+"""Rounds of a measurement, and calls in each."""
 
 
 class CudaPools:
@@ -69,6 +73,7 @@ class CudaGraphs(LayerGraphs):
         self._position = {id(weight): at for at, weight in enumerate(self._weights)}
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._stored: dict[str, list[int]] = {}
+        self._sources: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._roots: list[Tensor] = []
         self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
@@ -81,8 +86,9 @@ class CudaGraphs(LayerGraphs):
         if "forward" in self._graphs:
             self._graphs["forward"].replay()
             return
+        self._sources = sources
         if self._pools.is_first(self._layer):
-            self._warm_up(sources)
+            self._warm_up()
         with self._capturing("forward"), contributing(self._layer.handles) as found:
             results = self._run(sources)
             for target, result in zip(targets, results, strict=True):
@@ -131,6 +137,36 @@ class CudaGraphs(LayerGraphs):
     def finish(self) -> None:
         """Do nothing: replays overwrite what they need."""
 
+    def times(self) -> Times:
+        """Measure forward and backward on what lies in static memory, alternating; medians."""
+        eager, replayed = [], []
+        for _ in range(ROUNDS):
+            eager.append(self._seconds(self._run_eagerly))
+            replayed.append(self._seconds(self._replay))
+        return Times(median(eager), median(replayed))
+
+    def _seconds(self, work: Callable[[], None]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self._pools.device)
+        begin.record()
+        for _ in range(REPEATS):
+            work()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000 / REPEATS
+
+    def _replay(self) -> None:
+        for graph in self._graphs.values():
+            graph.replay()
+
+    def _run_eagerly(self) -> None:
+        with contributing(self._layer.handles), deferring(self._layer.store, False):
+            roots = [one for one in self._run(self._sources) if one.requires_grad]
+            self._roots = roots
+            self._differentiate([torch.zeros_like(root) for root in roots])
+        self._roots, self._leaves = [], []
+
     def _run(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward on the static inputs; returns the results, the output first."""
         observed = self._layer.observed
@@ -156,16 +192,14 @@ class CudaGraphs(LayerGraphs):
             self._layer.gradients.store(at, gradient)
         return list(found[: len(wanted)]), list(of_weights)
 
-    def _warm_up(self, sources: Sequence[Tensor]) -> None:
+    def _warm_up(self) -> None:
         """Run forward and backward once: libraries allocate and choose algorithms in their first calls."""
         stream = self._pools.stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), contributing(self._layer.handles), deferring(self._layer.store, False):
-            self._roots = [one for one in self._run(sources) if one.requires_grad]
-            self._differentiate([torch.zeros_like(root) for root in self._roots])
+        with torch.cuda.stream(stream):
+            self._run_eagerly()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize(self._pools.device)
-        self._roots, self._leaves = [], []
 
     @contextmanager
     def _capturing(self, name: str) -> Iterator[None]:

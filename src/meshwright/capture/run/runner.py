@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.lifetimes import Content, Role
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
-from meshwright.capture.run.backend import CapturedLayer, LayerFailed, LayerGraphs, MakeGraphs
+from meshwright.capture.run.backend import CapturedLayer, LayerFailed, LayerGraphs, MakeGraphs, Times
 from meshwright.capture.run.binding import Binding, bind
 from meshwright.capture.run.call import difference, flatten, rebuild
 from meshwright.capture.run.progress import Progress
@@ -140,6 +140,14 @@ class Runner:
             for address in own.addresses()
         )
         return (*self._statics.addresses(), *of_layers)
+
+    def times(self) -> dict[str, Times]:
+        """Measure each layer eagerly and replayed, by name; empty if the backend's times say nothing about graphs."""
+        first: dict[str, LayerGraphs] = {}
+        for (stage, number, _), graphs in self._graphs.items():
+            first.setdefault(self._layers[stage, number].name, graphs)
+        found = {name: graphs.times() for name, graphs in first.items()}
+        return {name: times for name, times in found.items() if times is not None}
 
     def capture_all(self) -> None:
         """Capture all graphs in the order of the plan, on inputs of zeros and the arguments that were observed."""

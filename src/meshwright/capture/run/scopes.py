@@ -85,13 +85,14 @@ def finding_regions(module: nn.Module, scopes: tuple[str, ...]) -> Iterator[dict
             handle.remove()
 
 
-def select(block: nn.Module, scopes: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the modules of a block that scopes capture, by name in the block; outermost ones only."""
-    found: dict[str, nn.Module] = {}
+def select(block: nn.Module, scopes: tuple[str, ...]) -> dict[str, tuple[nn.Module, str]]:
+    """Return the modules of a block that scopes capture, with their scope, by name; outermost ones only."""
+    found: dict[str, tuple[nn.Module, str]] = {}
     for name, module in block.named_modules():
         inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
-        if not inside and any(_matches(scope, name, module) for scope in scopes):
-            found[name] = module
+        scope = next((scope for scope in scopes if _matches(scope, name, module)), None)
+        if not inside and scope is not None:
+            found[name] = module, scope
     return found
 
 

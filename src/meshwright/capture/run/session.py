@@ -33,6 +33,8 @@ class Chunk:
     root: nn.Module
     modules: dict[str, nn.Module]
     """Modules to capture, by name in the root."""
+    scopes: dict[str, str]
+    """Scope of each of these modules."""
     microbatch: Callable[[], int]
     """Returns the number of the micro-batch whose forward runs."""
     regions: tuple[str, ...] = ()
@@ -57,6 +59,7 @@ class CaptureSession:
         mode: mode of `plan_capture`.
         strict: raise an error if anything that was asked for stays eager.
         agree: checks that all ranks that should have the same plan do; collective.
+        average: averages numbers by name over all ranks; collective.
     """
 
     def __init__(
@@ -69,10 +72,11 @@ class CaptureSession:
         mode: str,
         strict: bool,
         agree: Callable[[str], None],
+        average: Callable[[dict[str, float]], dict[str, float]] = dict,
     ) -> None:
         self._chunks = {chunk.stage: chunk for chunk in chunks}
         self._schedule, self._rank, self._backend, self._mode = schedule, rank, backend, mode
-        self._strict, self._agree = strict, agree
+        self._strict, self._agree, self._average = strict, agree, average
         self._places: dict[str, tuple[int, int]] = {}
         self.capture_with = capture
         """What captures layers by a plan."""
@@ -117,23 +121,19 @@ class CaptureSession:
             self.eager[", ".join(chunk.regions)] = "no module was called in it"
         for name, module in modules.items():
             if not any(name == other or name.startswith(f"{other}.") for other in chunk.modules):
-                chunk.modules[name] = module
+                chunk.modules[name], chunk.scopes[name] = module, " ".join(chunk.regions)
                 self._install(chunk, name, module)
         chunk.regions, chunk.observer, chunk.order = (), Observer(), []
 
     def _capture(self) -> None:
         for chunk in self._chunks.values():
             self._note_reasons(chunk)
-        while True:
-            layers = self._layers()
-            self.plan = self._plan(layers)
-            stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
-            try:
-                runner = self.capture_with(layers, self.plan, backend=self._backend, stores=stores)
-                break
-            except LayerFailed as failed:
-                self.eager[failed.layer] = failed.reason
-        self._agree(self.plan.fingerprint())
+        layers, plan, runner = self._capture_what_can_be()
+        if slower := self._slower_scopes(runner):
+            self.eager |= slower
+            layers, plan, runner = self._capture_what_can_be()
+        self.plan = plan
+        self._agree(plan.fingerprint())
         if self._strict and self.eager:
             name, reason = next(iter(self.eager.items()))
             raise CaptureError(
@@ -146,6 +146,31 @@ class CaptureSession:
         self.runner = runner if self._places else None
         for chunk in self._chunks.values():
             chunk.observer = Observer()  # lets go of what was observed
+
+    def _capture_what_can_be(self) -> tuple[Layers, CapturePlan, Runner]:
+        stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
+        while True:
+            layers = self._layers()
+            plan = self._plan(layers)
+            try:
+                return layers, plan, self.capture_with(layers, plan, backend=self._backend, stores=stores)
+            except LayerFailed as failed:
+                self.eager[failed.layer] = failed.reason
+
+    def _slower_scopes(self, runner: Runner) -> dict[str, str]:
+        """Return why modules of scopes that are slower replayed than eager are left eager, by name."""
+        scope_of = {name: scope for chunk in self._chunks.values() for name, scope in chunk.scopes.items()}
+        sums: dict[str, list[float]] = {}
+        for name, times in runner.times().items():
+            both = sums.setdefault(scope_of[name], [0.0, 0.0])
+            both[0] += times.eager
+            both[1] += times.replayed
+        speeds = self._average({scope: eager / replayed for scope, (eager, replayed) in sums.items()})
+        return {
+            name: f"{scope} measured {speeds[scope]:.2f}× eager execution"
+            for name, scope in scope_of.items()
+            if name not in self.eager and speeds.get(scope, 1.0) < 1.0
+        }
 
     def notes(self) -> list[str]:
         """Return what was captured and what stays eager, in words."""

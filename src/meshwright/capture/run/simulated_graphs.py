@@ -174,6 +174,9 @@ class SimulatedGraphs(LayerGraphs):
                 rule="a graph reads and writes fixed addresses",
             )
 
+    def times(self) -> None:
+        """Return None: replays run eagerly."""
+
     def _defer(self, entries: Sequence[DeferredGradient]) -> None:
         region, number = self._regions.setdefault("deferred", _Region()), 0
         for parameter, compute, tensors in entries:
