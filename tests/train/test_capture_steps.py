@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.capture.plan import plan_capture
+from meshwright.capture.predict import predict_capture
 from meshwright.capture.run.backend import Times
 from meshwright.capture.run.capture import capture, observe
 from meshwright.capture.run.scopes import finding_regions, graph_region
@@ -22,10 +23,11 @@ from meshwright.nn.transformer_block import TransformerBlock
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import unsharded_parameters
 from meshwright.pipeline import generate, lower
+from meshwright.plan.make_plan import make_plan
 from meshwright.train.graph_capture import agree_on_capture, average_over_ranks
 from meshwright.train.validation_loss import validate
 from tests.helpers import small_corpus
-from tests.train.jobs import generate_on, make_job, make_task, run_on
+from tests.train.jobs import generate_on, load_words, make_job, make_task, run_on
 
 SMALL = ["llama-tiny", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_dim=48",
          "train.global_batch=8", "train.num_microbatches=4", "train.seq_len=16"]  # fmt: skip
@@ -259,6 +261,19 @@ def averaged(rank, world_size, words):
 def test_what_is_captured_is_said(words):
     (line,) = notes([*words, LAYER]).notes()
     assert line == "CUDA graphs (simulate): 2 modules in 4 graphs: blocks.0, blocks.1"
+
+
+@pytest.mark.parametrize("mode", ["slot", "per_microbatch"])
+def test_graphs_and_memory_are_predicted(words, mode):
+    """Saved bytes are those of the blocks' descriptions; pools also hold temporary memory, in blocks of 64 bytes."""
+    layout = [*words, LAYER, f"capture.mode={mode}", "train.precision=float32", "model.dim=64", "train.seq_len=64"]
+    session = notes(layout)
+    found, plan = predict_capture(make_plan(load_words(layout)), mode=mode), session.plan
+    assert found.graphs == len(plan.graphs) and found.pools == plan.num_pools and not found.weights
+    assert found.static <= plan.buffer_bytes <= 1.2 * found.static
+    assert found.saved <= session.runner.stats().pool_bytes
+    observed = sum(plan.pool_bytes().values())
+    assert found.saved == pytest.approx(observed, rel=0.1)
 
 
 def test_a_scope_may_be_a_glob(words):

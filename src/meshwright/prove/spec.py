@@ -38,6 +38,8 @@ class ProofSpec:
 def as_proof(config: RunConfig) -> RunConfig:
     """Return the configuration to prove: in float64 on the CPU, without float8, otherwise unchanged.
 
+    Captured layers are simulated, from the second step on.
+
     The model family may override other keys. For example, gates initialized to zero make nearly all gradients of the
     first step zero, and comparing zeros proves nothing.
 
@@ -45,7 +47,7 @@ def as_proof(config: RunConfig) -> RunConfig:
         ConfigError: gradients or weights are communicated with lossy compression.
     """
     _refuse_lossy(lossy_keys(config))
-    train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False}
+    train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False, "capture.backend": "auto"}
     return config.with_keys({**train, "float8.recipe": "none", **config.family.proof})
 
 

@@ -146,7 +146,7 @@ class CudaGraphs(LayerGraphs):
         return Times(median(eager), median(replayed))
 
     def _seconds(self, work: Callable[[], None]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._pools.device)
         begin.record()
         for _ in range(REPEATS):
