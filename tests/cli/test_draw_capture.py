@@ -41,7 +41,9 @@ def test_the_plan_is_written(draws, tmp_path):
 
 
 def test_the_docs_show_what_the_command_prints(draws, tmp_path):
-    command, shown = re.findall(r"```\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[:2]
+    blocks = re.findall(r"```\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    at = next(at for at, block in enumerate(blocks) if block.startswith("meshwright draw capture"))
+    command, shown = blocks[at : at + 2]
     drawn = draws(*command.split()[3:]).stdout
     assert [line.rstrip() for line in drawn.splitlines()] == shown.splitlines()
     picture = next(tmp_path.glob("*.svg")).read_text("utf-8")

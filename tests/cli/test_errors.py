@@ -127,7 +127,7 @@ def test_axis_that_a_model_has_no_use_for(fails_here):
 
 
 def test_section_that_is_not_there_yet(fails_here):
-    assert "not available yet" in fails_here("run", "capture.kind=graph")["error"]
+    assert "not available yet" in fails_here("run", "attention.kind=flex")["error"]
 
 
 def test_missing_data_file(fails):

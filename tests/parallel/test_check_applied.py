@@ -81,7 +81,7 @@ def test_other_placements_and_units_are_named(gang, corpus, case):
 def first_gradients(rank, world_size, words, name, work):
     """Run a step with a plan that has another placement for a parameter's gradient over tp."""
     job, step = make_job(rank, world_size, words)
-    (stage,) = step.pipeline._stages.values()
+    (stage,) = step.pipeline.stages.values()
     if name:
         stage._first = FirstGradientCheck(StagePart(edited(job.plan, name, work=work), 0, job.parts()[0].module))
     try:

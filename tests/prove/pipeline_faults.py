@@ -139,7 +139,7 @@ def channel(damage: type[OtherPayload], kind: ActionKind, *, pp: int, number: in
 
 def sync_shared(times: int) -> Tamper:
     def tamper(job: Job, step: TrainStep) -> None:
-        for stage in step.pipeline._stages.values():
+        for stage in step.pipeline.stages.values():
             real = stage.sync_shared
             stage.sync_shared = lambda n, real=real: [real(n) for _ in range(times)]  # type: ignore[method-assign]
         run_row(job, step)
@@ -162,7 +162,7 @@ def copy_starts_elsewhere(job: Job, step: TrainStep) -> None:
 def swap_chunks(job: Job, step: TrainStep) -> None:
     """What stage 1 gives goes to stage 3's layers, and on to stage 2's."""
     if job.pipeline_rank == 1:
-        stages = step.pipeline._stages
+        stages = step.pipeline.stages
         first, second = sorted(stages)
         ours, theirs = stages[first], stages[second]
         ours._module, theirs._module = theirs._module, ours._module
@@ -209,7 +209,7 @@ def loss_on_every_rank(job: Job, step: TrainStep) -> None:
 def targets_of_the_next(job: Job, step: TrainStep) -> None:
     """The last stage reads the targets of another micro-batch."""
     if job.pipeline_rank == 1:
-        num, [stage] = job.config.train.num_microbatches, step.pipeline._stages.values()
+        num, [stage] = job.config.train.num_microbatches, step.pipeline.stages.values()
         real = stage.forward
         stage.forward = lambda m, x: real((m + 1) % num, x)  # type: ignore[method-assign]
         run_row(job, step)

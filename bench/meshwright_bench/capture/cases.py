@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 EAGER, COMPILED, CALLABLES = "eager", "compiled", "pytorch"
@@ -19,8 +20,10 @@ class CaptureCase:
     dim: int
     num_layers: int
     seq_len: int
+    preset: str = "llama-tiny"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Further keys of the section `model`."""
     samples: int = 1
-    num_experts: int = 0
     stages: int = 1
     microbatches: int = 4
     scope: tuple[str, ...] = ("layer",)
@@ -28,17 +31,40 @@ class CaptureCase:
     faster_than: float | None = None
     """Target for the speed over eager execution."""
 
+    def words(self) -> tuple[str, ...]:
+        """Return the overrides of a configuration besides the model's."""
+        return (f"train.seq_len={self.seq_len}", f"train.global_batch={self.samples}")
 
+
+EXPERTS = "moe-tiny"
 ON_CUDA = (
-    CaptureCase("launch-bound", 1024, 24, 512, faster_than=2.0),
-    CaptureCase("gpu-bound", 4096, 4, 4096, faster_than=0.99),
-    CaptureCase("experts", 1024, 8, 512, num_experts=64, scope=("attention", "moe_router"), faster_than=1.1),
-    CaptureCase("pipeline", 1024, 8, 512, stages=4, microbatches=16),
+    CaptureCase("launch-bound", 1024, 24, 512, sizes={"ffn_dim": 4096}, faster_than=2.0),
+    CaptureCase("gpu-bound", 4096, 4, 4096, sizes={"ffn_dim": 16384}, faster_than=0.99),
+    CaptureCase(
+        "experts",
+        1024,
+        8,
+        512,
+        preset=EXPERTS,
+        sizes={"num_experts": 64, "expert_dim": 512},
+        scope=("attention", "moe_router"),
+        faster_than=1.1,
+    ),
+    CaptureCase("pipeline", 1024, 8, 512, sizes={"ffn_dim": 4096}, stages=4, microbatches=16),
 )
 ON_CPU = (
-    CaptureCase("launch-bound", 64, 4, 64, dtype="float32"),
-    CaptureCase("experts", 64, 2, 64, num_experts=8, scope=("attention", "moe_router"), dtype="float32"),
-    CaptureCase("pipeline", 64, 4, 64, stages=4, microbatches=16, dtype="float32"),
+    CaptureCase("launch-bound", 64, 4, 64, sizes={"ffn_dim": 256}, dtype="float32"),
+    CaptureCase(
+        "experts",
+        64,
+        2,
+        64,
+        preset=EXPERTS,
+        sizes={"num_experts": 8, "expert_dim": 32},
+        scope=("attention", "moe_router"),
+        dtype="float32",
+    ),
+    CaptureCase("pipeline", 64, 4, 64, sizes={"ffn_dim": 256}, stages=4, microbatches=16, dtype="float32"),
 )
 """Small: on a CPU graphs are simulated, which shows their number and memory, and no speed."""
 

@@ -88,7 +88,7 @@ def _other_arms(case: CaptureCase, device: torch.device) -> dict[str, RankOrder]
     compiled = RankOrder(case, device)
     compiled.calls = [torch.compile(block) for block in compiled.blocks]
     arms = {COMPILED: compiled}
-    if case.stages == 1 and not case.num_experts:
+    if case.stages == 1 and case.scope == ("layer",):
         graphed = RankOrder(case, device)
         wrapped = tuple(map(_OnTensors, graphed.blocks, graphed.contexts))
         samples = tuple((torch.zeros_like(graphed.x, requires_grad=True),) for _ in wrapped)

@@ -10,20 +10,18 @@ from torch import Tensor, nn
 from meshwright.capture.run.capture import BackendKind
 from meshwright.capture.run.scopes import select
 from meshwright.capture.run.session import CaptureSession, Chunk
-from meshwright.models.decoder.description import DecoderSpec
-from meshwright.models.decoder.module import make_block
-from meshwright.models.moe.description import MoeSpec
-from meshwright.models.moe.module import MoeBlock
+from meshwright.config.facts_for_family import run_facts
+from meshwright.models.contract.build_module import build_part
+from meshwright.models.contract.model_facts import Part
 from meshwright.nn.attention.module import TokenContext, token_contexts
 from meshwright.nn.attention.rope import RotaryEmbedding
 from meshwright.nn.attention.token_layout import TokenLayout
-from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT
-from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.pipeline import generate, lower
 from meshwright.pipeline.actions import COMPUTE, ActionKind
+from meshwright.plan.load_config import load
 from meshwright_bench.capture.cases import CaptureCase
 
-HEAD_DIM, VOCABULARY = 64, 256
+HEAD_DIM = 64
 
 
 class RankOrder:
@@ -32,8 +30,8 @@ class RankOrder:
     def __init__(self, case: CaptureCase, device: torch.device) -> None:
         torch.manual_seed(0)
         dtype = getattr(torch, case.dtype)
-        self.blocks = nn.ModuleList(_block(case, layer) for layer in range(case.num_layers)).to(device, dtype)
-        for parameter in self.blocks.parameters():  # families initialize them by name, and experts not at all
+        self.blocks = _blocks(case).to_empty(device=device)
+        for parameter in self.blocks.parameters():
             nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
         self.contexts = _contexts(case, self.blocks, device, dtype)
         shape = (case.samples, case.seq_len, case.dim)
@@ -87,13 +85,14 @@ class RankOrder:
                 torch.autograd.backward(outputs.pop(action.microbatch), self._gradient)
 
 
-def _block(case: CaptureCase, layer: int) -> nn.Module:
+def _blocks(case: CaptureCase) -> nn.ModuleList:
+    """Return the blocks of the case's model, on the meta device."""
     heads = case.dim // HEAD_DIM
-    size = (case.num_layers, case.dim, heads, heads, 4 * case.dim, VOCABULARY, case.dim // heads)
-    if not case.num_experts:
-        return make_block(DecoderSpec(*size), layer, NO_DROPOUT)
-    spec = MoeSpec(*size, num_experts=case.num_experts, expert_dim=case.dim // 2)
-    return MoeBlock(spec, RouterConfig(case.num_experts, top_k=2), layer)
+    words = {"num_layers": case.num_layers, "dim": case.dim, "num_heads": heads, "num_kv_heads": heads, **case.sizes}
+    config = load(case.preset, [*(f"model.{key}={value}" for key, value in words.items()), *case.words()])
+    part = Part(range(case.num_layers), stage=0, num_stages=1)
+    module = build_part(config.family, run_facts(config), dtype=getattr(torch, case.dtype), part=part)
+    return nn.ModuleList(module.get_submodule("blocks").children())
 
 
 def _contexts(case: CaptureCase, blocks: nn.ModuleList, device: torch.device, dtype: torch.dtype) -> list[TokenContext]:

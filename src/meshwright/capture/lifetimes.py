@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from meshwright.capture.coloring import Interval
 from meshwright.capture.events import Event
@@ -44,7 +43,8 @@ COPIES = frozenset({Role.HANDED_OVER, Role.HANDED_BACK})
 """Written by no graph, so that each micro-batch may have its own."""
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True)
+class Content:
     """A tensor of one layer and micro-batch: what a static tensor holds at a time."""
 
     role: Role

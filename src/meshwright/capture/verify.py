@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -71,9 +72,8 @@ class _Paper:
         return self._slots[stage][microbatch] if self._by_slot else microbatch
 
     def _place(self, event: Event, tensor: Content) -> int:
-        role, stage, layer, m, index = tensor
-        instance = m if role in COPIES else self._instance(stage, m)
-        buffer = self._buffer.get((role, stage, layer, index, instance))
+        instance = tensor.microbatch if tensor.role in COPIES else self._instance(tensor.stage, tensor.microbatch)
+        buffer = self._buffer.get((tensor.role, tensor.stage, tensor.layer, tensor.number, instance))
         if buffer is None:
             raise _error(f"{tensor} has no memory", event, "every static tensor has a buffer")
         return buffer
@@ -169,24 +169,24 @@ class _Paper:
                 yield Access(source, writes=True)
             yield from (Access(tensor, writes=False) for tensor in (source, *others))
             for index in range(1 + len(layers[layer].results)):
-                yield Access(output._replace(number=index), writes=True)
+                yield Access(replace(output, number=index), writes=True)
             # An output in the memory of an input would have overwritten it.
             yield from (Access(tensor, writes=False) for tensor in (source, *others))
             if layer == len(layers) - 1 and (Role.HANDED_OVER, stage) in self._copied:
                 yield Access(output, writes=False)
                 yield Access(self._handed_over(stage, m), writes=True)
             return
-        given = [gradient._replace(role=Role.OUTPUT_GRADIENT, layer=layer, number=index)
+        given = [replace(gradient, role=Role.OUTPUT_GRADIENT, layer=layer, number=index)
                  for index, one in enumerate(layers[layer].results, 1) if one.has_gradient]  # fmt: skip
         if event.kind in BACKWARDS:
             yield from (Access(one, writes=True) for one in ([] if is_followed else [gradient]) + given)
-        saved = [output._replace(number=index) for index in range(1 + len(layers[layer].results))]
+        saved = [replace(output, number=index) for index in range(1 + len(layers[layer].results))]
         reads = [source, gradient, *others, *given, *(saved if layers[layer].saves_output else [])]
         yield from (Access(tensor, writes=False) for tensor in reads)
         if event.kind in BACKWARDS:
             found = Content(Role.INPUT_GRADIENT, stage, layer, m)
             yield Access(found, writes=True)
-            own = (found._replace(number=a.number) for a in layers[layer].arguments if a.has_gradient)
+            own = (replace(found, number=a.number) for a in layers[layer].arguments if a.has_gradient)
             yield from (Access(one, writes=True) for one in own)
             yield from (Access(tensor, writes=False) for tensor in reads)
             if layer == 0 and (Role.HANDED_BACK, stage) in self._copied:

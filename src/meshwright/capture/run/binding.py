@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.capture.lifetimes import Content, Role, first_with, follows_another
 from meshwright.capture.run.backend import CapturedLayer
@@ -40,15 +40,15 @@ def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: 
     """
     observed, number = one.observed, one.number
     own = Content(Role.INPUT, one.stage, number, m)
-    source = own._replace(role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
-    arguments = [own._replace(layer=first_with(layers, n), number=n) for n in observed.numbers]
+    source = replace(own, role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
+    arguments = [replace(own, layer=first_with(layers, n), number=n) for n in observed.numbers]
     inputs = [source, *arguments]
-    outputs = [own._replace(role=Role.OUTPUT, number=at) for at in range(len(observed.outputs))]
-    gradients = [content._replace(role=Role.OUTPUT_GRADIENT) for content in outputs]
+    outputs = [replace(own, role=Role.OUTPUT, number=at) for at in range(len(observed.outputs))]
+    gradients = [replace(content, role=Role.OUTPUT_GRADIENT) for content in outputs]
     if number + 1 < len(layers) and follows_another(layers, number + 1):
-        gradients[0] = own._replace(role=Role.INPUT_GRADIENT, layer=number + 1)
+        gradients[0] = replace(own, role=Role.INPUT_GRADIENT, layer=number + 1)
     has_gradient = [observed.outputs[at].requires_grad for at in observed.order()]
-    found = [own._replace(role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
+    found = [replace(own, role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
     wanted = [facts.requires_grad for facts in observed.inputs]
     given = [statics.at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
     returned = [statics.at(c) if has else None for c, has in zip(found, wanted, strict=True)]
@@ -56,7 +56,7 @@ def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: 
     inner = [statics.at(c) for c in inputs if c.role is Role.INPUT]
     inner += [statics.at(c) for c in outputs[1 if is_last else 0 :]]
     inner += [static for static in (*given, *returned[1 if is_first else 0 :]) if static is not None]
-    leaving = [own._replace(role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
+    leaving = [replace(own, role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
     copies = [content if statics.has(content) else None for content in leaving]
     return Binding(
         tuple(map(statics.at, inputs)),

@@ -111,9 +111,9 @@ class StaticTensors:
         return tuple(buffer.data_ptr() for buffer in self._buffers)
 
     def _owner(self, content: Content) -> tuple[Role, int, int, int, int]:
-        role, stage, layer, m, index = content
-        by_slot = self._by_slot and role not in COPIES
-        return role, stage, layer, index, self._slots[stage][m] if by_slot else m
+        by_slot, m = self._by_slot and content.role not in COPIES, content.microbatch
+        instance = self._slots[content.stage][m] if by_slot else m
+        return content.role, content.stage, content.layer, content.number, instance
 
     def _find(self, content: Content) -> int:
         index = self._index.get(self._owner(content))

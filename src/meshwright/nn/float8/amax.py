@@ -42,7 +42,7 @@ class LayerSlots(NamedTuple):
     gradient: AmaxSlot
 
 
-SLOTS_PER_LAYER = len(LayerSlots._fields)
+SLOTS_PER_LAYER = len(LayerSlots.__annotations__)
 
 
 class AmaxHistory:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.nn.float8.private import has_scaled_mm, scaled_mm
 from meshwright.nn.float8.scaling import Float8Values
+from meshwright.nn.private import has_scaled_mm, scaled_mm
 
 
 def product(a: Float8Values, b: Float8Values, dtype: torch.dtype, *, fast: bool = False) -> Tensor:

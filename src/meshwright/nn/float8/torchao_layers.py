@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from meshwright.nn.float8.private import has_scaled_mm
+from meshwright.nn.private import has_scaled_mm
 
 
 def convert_to_torchao(module: nn.Module, paths: Collection[str]) -> None:
