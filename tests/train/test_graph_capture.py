@@ -111,4 +111,5 @@ def test_a_captured_run_is_bitwise_an_eager_one(gang, corpus, case):
     found = run(compared, for_pictures(words) if model is DIT else words, scope)
     for equal, different, replays, eager, reasons in found:
         assert equal and not different
-        assert replays > 0 and not eager and not reasons
+        assert replays > 0 and not eager
+        assert set(reasons.values()) <= ({"nothing in it needs a gradient"} if "frozen" in case else set())

@@ -56,6 +56,7 @@ class RankOrder:
             [Chunk(0, self.blocks, modules, scopes, lambda: self._microbatch)],
             self.schedule,
             rank=0,
+            scopes=scope,
             backend=backend,
             mode=mode,
             strict=True,

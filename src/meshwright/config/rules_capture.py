@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
+from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.settings.violation import Fix, Violation, format_value
 
 SCOPE = "capture.scope"
+NAMES = ("layer", "attention", "mlp", "moe_router", "moe")
+REGION = "region:"
+UNAVAILABLE = {
+    "moe_preprocess": "rows are sorted and counted within the scope moe, which a graph can run unless it waits for the "
+    "device",
+    "chunk": "graphs contain at most one block",
+    "full_step": "graphs contain at most one block",
+}
+"""Scopes that other frameworks have, and why there are none of that name."""
 OFF: Fix = {SCOPE: ()}
 
 
@@ -18,6 +30,7 @@ def capture_violations(config: RunConfig) -> Iterator[Violation]:
     if not capture.scope:
         return
     found = f"{SCOPE} = {format_value(capture.scope)}"
+    yield from _unknown_scopes(config)
     for axis in ("tp", "cp"):
         if getattr(mesh, axis) > 1:
             yield Violation(
@@ -44,15 +57,6 @@ def capture_violations(config: RunConfig) -> Iterator[Violation]:
             "a recomputed block is captured as a whole: a part of it would be replayed twice",
             [{SCOPE: ("layer",)}, {"recompute.policy": "none", "recompute.blocks": ()}, OFF],
         )
-    if "moe_preprocess" in capture.scope:
-        others = tuple(one for one in capture.scope if one != "moe_preprocess")
-        yield Violation(
-            ConfigError,
-            found,
-            SCOPE,
-            "rows are sorted and counted within the scope moe, which a graph can run unless it waits for the device",
-            [{SCOPE: (*others, "moe_router")}],
-        )
     if capture.backend == "cuda" and config.train.device == "cpu":
         yield Violation(
             ConfigError,
@@ -60,4 +64,23 @@ def capture_violations(config: RunConfig) -> Iterator[Violation]:
             "capture.backend",
             "graphs are captured on a CUDA device",
             [{"capture.backend": "simulate"}, {"train.device": "cuda"}],
+        )
+
+
+def _unknown_scopes(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation for each scope that is neither a name, a region, nor a module with parameters of a block."""
+    parameters = {p.name for kind in model_facts(config).kinds for p in kind.parameters}
+    modules = {name.rsplit(".", depth)[0] for name in parameters for depth in range(1, name.count(".") + 1)}
+    for scope in config.capture.scope:
+        if scope in NAMES or scope.startswith(REGION) or any(fnmatchcase(name, scope) for name in modules):
+            continue
+        near = difflib.get_close_matches(scope, (*NAMES, *modules), n=1) or ["layer"]
+        others = tuple(one for one in config.capture.scope if one != scope)
+        rule = f"scopes are {', '.join(NAMES)}, globs over the names of a block's modules, and {REGION}NAME"
+        yield Violation(
+            ConfigError,
+            f"{SCOPE} has {scope}, which is no module of a block",
+            SCOPE,
+            UNAVAILABLE.get(scope, rule),
+            [{SCOPE: (*others, near[0])}],
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from statistics import mean
 
 from meshwright.capture.run.capture import BackendKind
-from meshwright.capture.run.scopes import REGION, select
+from meshwright.capture.run.scopes import select
 from meshwright.capture.run.session import CaptureSession, Chunk
 from meshwright.comm.collectives import all_gather_object
+from meshwright.config.rules_capture import REGION
 from meshwright.errors import LayoutError
 from meshwright.pipeline.actions import Overlap
 from meshwright.pipeline.overlapped_pair import takes_turns
@@ -33,6 +34,7 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
         [_chunk(job, n, stage, takes_turns=n in turns) for n, stage in pipeline.stages.items()],
         job.schedule,
         rank=job.pipeline_rank,
+        scopes=config.scope,
         backend=backend,
         mode=config.mode,
         strict=config.strict,

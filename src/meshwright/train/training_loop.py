@@ -95,12 +95,13 @@ class Trainer:
         self._finish(validation, time.perf_counter() - started, done=done)
 
     def _note_capture(self) -> None:
-        """Report what was captured, once."""
+        """Report what was captured, once, and what has run eagerly nevertheless."""
         session = self._step.capture
-        if session is not None and session.is_done and not self._has_noted_capture:
-            self._has_noted_capture = True
-            for note in session.notes():
-                self._reporter.note(note)
+        if session is None or not session.is_done:
+            return
+        for note in (*(() if self._has_noted_capture else session.notes()), *session.fallbacks()):
+            self._reporter.note(note)
+        self._has_noted_capture = True
 
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether `step` is the last step or a multiple of `every`; 0 means the last step only."""

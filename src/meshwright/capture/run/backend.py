@@ -5,7 +5,7 @@ A backend knows how a graph is captured and replayed, and nothing of which micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -82,6 +82,16 @@ def contributing(handles: Sequence[StepHandle]) -> Iterator[dict[StepHandle, Ten
                 found[handle] = value
             if earlier is not None:
                 handle.add_contribution(earlier)
+
+
+def store_sums(gradients: WeightGradients, computed: Iterable[tuple[int, Tensor | None]]) -> None:
+    """Store deferred weight gradients by position, each once: a tied weight may have several."""
+    sums: dict[int, Tensor] = {}
+    for position, gradient in computed:
+        assert gradient is not None, "a captured layer's own gradients are computed here"
+        sums[position] = sums[position] + gradient if position in sums else gradient
+    for position, gradient in sums.items():
+        gradients.store(position, gradient)
 
 
 class Times(NamedTuple):

@@ -6,7 +6,6 @@ has it baked in, so it must be equal whenever the graph is replayed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,8 +27,7 @@ class Hole:
 class ObjectTemplate:
     """A plain object with its attributes as templates."""
 
-    example: Any
-    """An object of the class, whose attributes are replaced in a copy."""
+    kind: type
     attributes: dict[str, Any]
 
 
@@ -46,7 +44,7 @@ def flatten(value: Any) -> tuple[Any, list[Tensor]]:
         if type(part) is dict:
             return {key: walk(item) for key, item in part.items()}
         if _is_plain_object(part):
-            return ObjectTemplate(part, {name: walk(item) for name, item in vars(part).items()})
+            return ObjectTemplate(type(part), {name: walk(item) for name, item in vars(part).items()})
         return part
 
     return walk(value), tensors
@@ -61,7 +59,7 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
     if type(template) is dict:
         return {key: rebuild(part, tensors) for key, part in template.items()}
     if isinstance(template, ObjectTemplate):
-        made = copy.copy(template.example)
+        made: Any = object.__new__(template.kind)
         for name, part in template.attributes.items():
             object.__setattr__(made, name, rebuild(part, tensors))  # also of a frozen dataclass
         return made
@@ -71,7 +69,7 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
 def difference(one: Any, other: Any, path: str = "") -> str | None:
     """Return the path of the first constant in which two templates differ; None if they are equal."""
     if isinstance(one, ObjectTemplate) and isinstance(other, ObjectTemplate):
-        if type(one.example) is not type(other.example):
+        if one.kind is not other.kind:
             return path or "the arguments"
         one, other = one.attributes, other.attributes
     if type(one) is not type(other):

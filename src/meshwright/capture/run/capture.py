@@ -138,7 +138,8 @@ def capture(
                 stage, number, one.name, one.module, one.forward, one.observed, weights, gradients, store
             )
             captured.append(layer)
-    runner = Runner(plan, captured, _maker(kind, plan, device), StaticTensors(plan, device=device))
+    statics = StaticTensors(plan, device=device, poisons=kind is BackendKind.SIMULATE)
+    runner = Runner(plan, captured, _maker(kind, plan, device), statics)
     with unchanged((one.module for one in captured), (stores or {}).values()):
         runner.capture_all()
     return runner

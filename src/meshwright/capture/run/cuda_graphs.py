@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, Times, contributing, deferring
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, Times, contributing, deferring, store_sums
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.private import using_parameters
 from meshwright.capture.run.static_tensors import Static
@@ -128,10 +128,8 @@ class CudaGraphs(LayerGraphs):
             self._graphs["weights"].replay()
             return
         with self._capturing("weights"):
-            for position, compute, tensors in self._deferred:
-                gradient = compute(*tensors)
-                assert gradient is not None
-                self._layer.gradients.store(position, gradient)
+            computed = ((at, compute(*tensors)) for at, compute, tensors in self._deferred)
+            store_sums(self._layer.gradients, computed)
         self._deferred = []
 
     def finish(self) -> None:
@@ -210,7 +208,10 @@ class CudaGraphs(LayerGraphs):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except Exception:
+                with suppress(RuntimeError):  # it only says that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[name] = graph

@@ -20,14 +20,25 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.capture.run.call import flatten, storages
 from meshwright.capture.run.private import TorchDispatchMode
+from meshwright.capture.run.static_tensors import is_same
 from meshwright.capture.run.static_weights import TensorFacts
-from meshwright.capture.signature import ArgumentSignature, LayerSignature, ResultSignature, TensorSignature
+from meshwright.capture.signature import (
+    ITEM_BYTES,
+    ArgumentSignature,
+    LayerSignature,
+    ResultSignature,
+    TensorSignature,
+)
 
 HOST_READS = frozenset({
-    "item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "__bool__", "__int__", "__float__",
-    "__index__",
+    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "tensor", "allclose",
 })  # fmt: skip
-"""Functions that wait for the device."""
+"""Functions that wait for the device, of which not all are operators on a CPU."""
+WAITING = frozenset({
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::equal", "aten::repeat_interleave.Tensor",
+})  # fmt: skip
+"""Operators that wait for the device: the shape of their results depends on values, or the host reads them."""
 COMMUNICATION = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "fsdp::", "meshwright::all_to_all")
 """Beginnings of the names of operators that move bytes between ranks."""
 
@@ -89,17 +100,22 @@ class Observer:
     ) -> Any:
         """Run a layer's forward, and record it."""
         template, tensors = flatten((args, dict(named)))
+        buffers = dict(module.named_buffers())
         saved = _SavedBytes([*tensors, *module.parameters(), *module.buffers()])
         with _Watch() as watch, saved:
             result = forward(*args, **named)
         results, outputs = flatten(result)
-        reasons = list(dict.fromkeys([*_static_reasons(module, tensors, outputs), *watch.reasons]))
+        replaced = [name for name, one in module.named_buffers() if buffers.get(name) is not one]
+        reasons = [f"it replaces its buffer {name}" for name in replaced]
+        reasons = list(dict.fromkeys([*_static_reasons(module, tensors, outputs), *reasons, *watch.reasons]))
         inputs = tuple(map(TensorFacts.of, tensors))
         main = next((at for at, one in enumerate(outputs) if one.requires_grad), 0)
         weights = {name: TensorFacts.of(p) for name, p in module.named_parameters()}
-        numbers = tuple(map(self._number, tensors[1:]))
+        numbers: tuple[int, ...] = ()
+        for tensor in tensors[1:]:
+            numbers = (*numbers, self._number(tensor, besides=numbers))
         samples = tuple(one.detach() for one in tensors[1:])
-        follows = bool(tensors) and _is_same(self._last, tensors[0])
+        follows = bool(tensors) and self._last is not None and is_same(self._last, tensors[0])
         self.found.append(
             Observation(
                 template, inputs, numbers, samples, results, tuple(map(TensorFacts.of, outputs)), main, weights,
@@ -109,9 +125,9 @@ class Observer:
         self._last = outputs[main].detach() if outputs else None
         return result
 
-    def _number(self, tensor: Tensor) -> int:
+    def _number(self, tensor: Tensor, *, besides: tuple[int, ...]) -> int:
         for number, known in enumerate(self._arguments, 1):
-            if _is_same(known, tensor) and known.shape == tensor.shape:
+            if number not in besides and is_same(known, tensor):
                 return number
         self._arguments.append(tensor.detach())
         return len(self._arguments)
@@ -123,6 +139,12 @@ def _static_reasons(module: nn.Module, tensors: Sequence[Tensor], outputs: Seque
         reasons.append("it takes no tensor")
     if not any(one.requires_grad for one in outputs):
         reasons.append("nothing in it needs a gradient")
+    plain = [one for one in (*tensors, *outputs) if type(one) is Tensor]
+    if unknown := [one.dtype for one in plain if _name(one.dtype) not in ITEM_BYTES]:
+        reasons.append(f"it takes or returns a tensor of {unknown[0]}")
+    taken = {one.untyped_storage().data_ptr() for one in tensors if type(one) is Tensor}
+    if any(one.untyped_storage().data_ptr() in taken for one in outputs if type(one) is Tensor):
+        reasons.append("it returns one of its arguments, or a view of it")
     if inner := [name for name, one in module.named_modules() if name and isinstance(one, FSDPModule)]:
         reasons.append(f"{inner[0]} is an FSDP unit of its own, gathered while it runs")
     if any(type(one) not in (Tensor, nn.Parameter) for one in (*tensors, *outputs, *module.parameters())):
@@ -160,8 +182,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reasons = reasons
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().startswith(COMMUNICATION):
-            self._reasons.append(f"it communicates ({func.name()})")
+        name = func.name()
+        if name.startswith(COMMUNICATION):
+            self._reasons.append(f"it communicates ({name})")
+        masks = name == "aten::index.Tensor" and any(one.dtype is torch.bool for one in args[1] if one is not None)
+        if name in WAITING or masks:
+            self._reasons.append(f"it waits for the device ({name}, {_caller()})")
         return func(*args, **(kwargs or {}))
 
 
@@ -182,12 +208,12 @@ class _SavedBytes(saved_tensors_hooks):
         return tensor
 
 
-def _is_same(known: Tensor | None, tensor: Tensor) -> bool:
-    return known is not None and known.data_ptr() == tensor.data_ptr() and known.shape == tensor.shape
-
-
 def _signature(one: TensorFacts, device: str) -> TensorSignature:
-    return TensorSignature(one.shape, str(one.dtype).removeprefix("torch."), device)
+    return TensorSignature(one.shape, _name(one.dtype), device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _caller() -> str:

@@ -29,18 +29,16 @@ class Progress:
         ]
         self._last = {(e.stage, e.microbatch): (e.kind, e.stage, e.microbatch, e.layer) for e in found}
         self._all = {key for group in self._groups for key in group}
+        self.num_steps = 0
+        """Number of steps that were begun."""
         self.reset()
 
     def reset(self) -> None:
         """Go back to the start of a step."""
+        self.num_steps += 1
         self._position = 0
         self._done: set[Key] = set()
         self._skipped: set[Key] = set()
-
-    @property
-    def at_start(self) -> bool:
-        """Whether no computation of the step has run."""
-        return not self._done and not self._skipped
 
     def has(self, key: Key) -> bool:
         """Return whether the plan has a computation."""

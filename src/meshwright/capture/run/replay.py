@@ -53,4 +53,4 @@ class Replay(torch.autograd.Function):
         found, stored = replay.runner.backward(replay.layer, replay.microbatch, gradients, replay.parameters)
         result = replay.layer.gradients.result
         weights = (result(at) if at in stored else None for at in range(ctx.num_weights))
-        return (None, None, *(None if one is None else one.detach() for one in found), *weights)
+        return (None, None, *found, *weights)

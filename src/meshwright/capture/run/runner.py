@@ -30,6 +30,8 @@ from meshwright.nn.deferred_weight_gradients import compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 
 K = ActionKind
+NO_GRADIENTS, EVALUATION = "no gradients", "evaluation mode"
+"""Reasons for eager calls."""
 Place = tuple[int, int]
 """Stage, and number of the captured layer in its chunk."""
 
@@ -71,9 +73,9 @@ class Runner:
         self._by_slot = plan.mode is CaptureMode.SLOT
         self._graphs: dict[tuple[int, int, int], LayerGraphs] = {}
         self._progress = Progress(plan)
+        self._step = self._progress.num_steps
         self._arguments: dict[tuple[int, int, int], Tensor] = {}
         self._bindings: dict[tuple[int, int, int], Binding] = {}
-        self._checked: tuple[Any, ...] = ()
         self._left: list[Static] = []
         """What the last computation of a micro-batch has left."""
         self._stats = CaptureStats()
@@ -92,10 +94,10 @@ class Runner:
         """
         one = self._layers[self._place(layer)]
         if not torch.is_grad_enabled() or not one.module.training:
-            self._stats.eager["no gradients" if one.module.training else "evaluation mode"] += 1
+            self._stats.eager[NO_GRADIENTS if one.module.training else EVALUATION] += 1
             return one.forward(*args, **named)
         template, tensors = flatten((args, named))
-        if reason := self._mismatch(one, template, tensors, args):
+        if reason := self._mismatch(one, template, tensors):
             self._stats.eager[reason] += 1
             for kind in (K.FORWARD, *BACKWARDS, K.BACKWARD_WEIGHT):
                 self._progress.skip((kind, one.stage, microbatch, one.number))
@@ -105,7 +107,7 @@ class Runner:
         watched = parameters if one.gradients.returns else parameters[:1]
         outputs = Replay.apply(replay, len(tensors), *tensors, *watched)  # type: ignore[no-untyped-call]
         for handle, value in self._graphs_of(one, microbatch).contributions.items():
-            handle.add_contribution(value)
+            handle.add_contribution(value.clone())  # the next replay overwrites it
         order = one.observed.order()
         return rebuild(one.observed.results, [outputs[order.index(at)] for at in range(len(order))])
 
@@ -160,7 +162,7 @@ class Runner:
             self._stats.graphs += 1
             try:
                 self._capture(graph, one, first[graph.stage, graph.instance])
-            except (RuntimeError, TypeError, NotImplementedError) as error:  # what PyTorch raises
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
                 raise LayerFailed(one.name, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         self._statics.clear()
         self._stats.pool_bytes = self._backend.close()
@@ -194,7 +196,8 @@ class Runner:
 
     def forward(self, one: CapturedLayer, m: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replay a layer's forward; returns static tensors."""
-        if self._progress.at_start:
+        if self._progress.num_steps != self._step:
+            self._step = self._progress.num_steps
             self._expire()
         self._advance(K.FORWARD, one, m)
         one.weights.refresh(f"capture, {one.name}")
@@ -232,6 +235,14 @@ class Runner:
         results = [None if static is None else static.read() for static in bound.input_gradients]
         if bound.leaving_gradient is not None and results[0] is not None:
             results[0] = self._copy(bound.leaving_gradient, results[0])
+        # Autograd may keep what it gets as a `.grad`. Only a captured layer before this one, or the transfer to the
+        # stage before, takes it where it lies.
+        follows = bound.inputs[0].content.role is Role.OUTPUT
+        leaves = one.number == 0 and one.stage > 0
+        results = [
+            x if x is None else x.detach() if not at and (follows or leaves) else x.clone()
+            for at, x in enumerate(results)
+        ]
         if not defers:
             graphs.finish()
         elif graphs.deferred():
@@ -260,10 +271,10 @@ class Runner:
                 self._end((K.BACKWARD_WEIGHT, one.stage, m, one.number))
             return one.gradients.result(position)
 
-        for position in positions:
+        for position in dict.fromkeys(positions):
             one.store.put(parameters[position], lambda position=position: compute(position))
 
-    def _mismatch(self, one: CapturedLayer, template: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> str | None:
+    def _mismatch(self, one: CapturedLayer, template: Any, tensors: list[Tensor]) -> str | None:
         """Return in what the arguments differ from those that were observed."""
         facts = tuple(map(TensorFacts.of, tensors))
         if facts != one.observed.inputs:
@@ -271,14 +282,8 @@ class Runner:
             return f"{one.name}: tensor {at} of its arguments is not as captured" if at else (
                 f"{one.name}: input of shape {facts[0].shape}"
             )  # fmt: skip
-        # Layers of a chunk share their arguments, so they are compared once per micro-batch.
-        checked = (one.observed.arguments, *args[1:])
-        if len(checked) == len(self._checked) and all(a is b for a, b in zip(checked, self._checked, strict=True)):
-            return None
-        if changed := difference(one.observed.arguments, template):
-            return f"{one.name}: {changed} is not what was captured"
-        self._checked = checked
-        return None
+        changed = difference(one.observed.arguments, template)
+        return f"{one.name}: {changed} is not what was captured" if changed else None
 
     def _fill(self, one: CapturedLayer, m: int, static: Static, value: Tensor) -> None:
         """Copy an input or argument into static memory, unless it is there."""
@@ -340,7 +345,6 @@ class Runner:
 
     def _expire(self) -> None:
         self._arguments.clear()
-        self._checked = ()
         for one in self._layers.values():
             one.weights.expire()
 

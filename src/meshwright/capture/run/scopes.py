@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.config.rules_capture import REGION
 from meshwright.nn.attention.module import Attention
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router import Router
 
-REGION = "region:"
 FEED_FORWARD_NAMES = ("ffn", "mlp", "feed_forward")
 
 Matches = Callable[[str, nn.Module], bool]

@@ -18,11 +18,14 @@ from meshwright.capture.plan import CapturePlan, plan_capture
 from meshwright.capture.run.backend import LayerFailed
 from meshwright.capture.run.capture import Layers, ObservedLayer, capture
 from meshwright.capture.run.observe import Observation, Observer
-from meshwright.capture.run.runner import Runner
+from meshwright.capture.run.runner import EVALUATION, NO_GRADIENTS, Runner
 from meshwright.capture.run.scopes import finding_regions
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline.schedule_table import Schedule
+
+EXPECTED = frozenset({NO_GRADIENTS, EVALUATION})
+"""Reasons for eager calls that every run has."""
 
 
 @dataclass
@@ -55,6 +58,7 @@ class CaptureSession:
         chunks: stages on the rank.
         schedule: lowered table of a step.
         rank: rank in the pipeline.
+        scopes: what was asked for.
         backend: backend of `capture`.
         mode: mode of `plan_capture`.
         strict: raise an error if anything that was asked for stays eager.
@@ -68,6 +72,7 @@ class CaptureSession:
         schedule: Schedule,
         *,
         rank: int,
+        scopes: Sequence[str],
         backend: str,
         mode: str,
         strict: bool,
@@ -80,10 +85,14 @@ class CaptureSession:
         self._places: dict[str, tuple[int, int]] = {}
         self.capture_with = capture
         """What captures layers by a plan."""
+        self._known_fallbacks: set[str] = set()
         self.plan: CapturePlan | None = None
         self.runner: Runner | None = None
         self.eager: dict[str, str] = {}
         """Why modules stay eager, by name."""
+        matched = {scope for chunk in chunks for scope in (*chunk.scopes.values(), *chunk.regions)}
+        for scope in (one for one in scopes if one not in matched):
+            self.eager[f"the scope {scope}"] = "no module of this rank's blocks is it"
         for chunk in chunks:
             for name, module in chunk.modules.items():
                 self._install(chunk, name, module)
@@ -100,9 +109,11 @@ class CaptureSession:
         Raises:
             CaptureError: ranks have different plans, or something stays eager and the session is strict.
         """
+        for chunk in self._chunks.values():
+            chunk.observer, chunk.order = Observer(), []  # the step before may have failed
         if self.is_done:
             if self.runner is not None:
-                self.runner.reset()  # the step before may have failed
+                self.runner.reset()
             yield
         elif any(chunk.regions for chunk in self._chunks.values()):
             with ExitStack() as stack:
@@ -123,7 +134,7 @@ class CaptureSession:
             if not any(name == other or name.startswith(f"{other}.") for other in chunk.modules):
                 chunk.modules[name], chunk.scopes[name] = module, " ".join(chunk.regions)
                 self._install(chunk, name, module)
-        chunk.regions, chunk.observer, chunk.order = (), Observer(), []
+        chunk.regions = ()
 
     def _capture(self) -> None:
         for chunk in self._chunks.values():
@@ -143,25 +154,27 @@ class CaptureSession:
                 fix="a smaller capture.scope, or capture.strict=false",
             )
         self._places = {one.name: (s, at) for s, own in layers.items() for at, one in enumerate(own)}
-        self.runner = runner if self._places else None
+        self.runner = runner
         for chunk in self._chunks.values():
             chunk.observer = Observer()  # lets go of what was observed
 
-    def _capture_what_can_be(self) -> tuple[Layers, CapturePlan, Runner]:
+    def _capture_what_can_be(self) -> tuple[Layers, CapturePlan, Runner | None]:
         stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
         while True:
             layers = self._layers()
             plan = self._plan(layers)
+            if not any(layers.values()):
+                return layers, plan, None
             try:
                 return layers, plan, self.capture_with(layers, plan, backend=self._backend, stores=stores)
             except LayerFailed as failed:
                 self.eager[failed.layer] = failed.reason
 
-    def _slower_scopes(self, runner: Runner) -> dict[str, str]:
+    def _slower_scopes(self, runner: Runner | None) -> dict[str, str]:
         """Return why modules of scopes that are slower replayed than eager are left eager, by name."""
         scope_of = {name: scope for chunk in self._chunks.values() for name, scope in chunk.scopes.items()}
         sums: dict[str, list[float]] = {}
-        for name, times in runner.times().items():
+        for name, times in (runner.times() if runner is not None else {}).items():
             both = sums.setdefault(scope_of[name], [0.0, 0.0])
             both[0] += times.eager
             both[1] += times.replayed
@@ -171,6 +184,12 @@ class CaptureSession:
             for name, scope in scope_of.items()
             if name not in self.eager and speeds.get(scope, 1.0) < 1.0
         }
+
+    def fallbacks(self) -> list[str]:
+        """Return why captured modules have run eagerly since the last call, in words."""
+        found = set(self.runner.stats().eager) - EXPECTED if self.runner is not None else set()
+        new, self._known_fallbacks = found - self._known_fallbacks, found
+        return [f"{reason}, so it ran eagerly" for reason in sorted(new)]
 
     def notes(self) -> list[str]:
         """Return what was captured and what stays eager, in words."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring, store_sums
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.memory_pool import Block, MemoryPool, extent
 from meshwright.capture.run.private import TorchDispatchMode, using_parameters
@@ -61,8 +61,7 @@ class SimulatedGraphs(LayerGraphs):
         self._layer, self._pool, self._frees, self._to_capture = layer, pool, frees, backwards
         self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
         self._position = {id(weight): at for at, weight in enumerate(self._weights)}
-        parameters = self._replacements.values() or layer.module.parameters()
-        owned = (*self._weights, *parameters, *layer.module.buffers())
+        owned = (*self._replacements.values(), *layer.module.buffers())
         self._kept = set(map(_address, owned))
         """Storages that outlive the micro-batch."""
         self._regions: dict[str, _Region] = {}
@@ -92,7 +91,8 @@ class SimulatedGraphs(LayerGraphs):
         saving = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         with self._graph("forward"), torch.enable_grad(), saving, contributing(self._layer.handles) as contributions:
             results = flatten(self._layer.run(self._leaves))[1]
-        self.contributions = contributions
+        for handle, value in contributions.items():
+            self.contributions.setdefault(handle, torch.empty_like(value)).copy_(value)
         results = [results[at] for at in order]
         produced = {_address(one): static for one, static in zip(results, outputs, strict=True) if one.is_contiguous()}
         region, number = self._regions["forward"], 0
@@ -146,10 +146,8 @@ class SimulatedGraphs(LayerGraphs):
 
     def weights(self) -> None:
         """Compute the weight gradients that the backward has deferred."""
-        for position, compute, tensors in self._deferred:
-            gradient = compute(*(self._unpack([t]) for t in tensors))
-            assert gradient is not None
-            self._layer.gradients.store(position, gradient)
+        computed = ((at, compute(*(self._unpack([t]) for t in tensors))) for at, compute, tensors in self._deferred)
+        store_sums(self._layer.gradients, computed)
         self._deferred = []
 
     def finish(self) -> None:

@@ -12,6 +12,12 @@ from meshwright.capture.plan import CaptureMode, CapturePlan
 from meshwright.errors import CaptureError
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same numbers at the same addresses."""
+    places = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other))
+    return next(places) == next(places)
+
+
 @dataclass(frozen=True)
 class Static:
     """A tensor of a micro-batch in the static memory of a plan."""
@@ -34,9 +40,11 @@ class StaticTensors:
     Args:
         plan: the plan.
         device: device of the buffers.
+        poisons: whether to fill what is released with NaN.
     """
 
-    def __init__(self, plan: CapturePlan, *, device: torch.device) -> None:
+    def __init__(self, plan: CapturePlan, *, device: torch.device, poisons: bool) -> None:
+        self._poisons = poisons
         self._slots, self._by_slot = dict(plan.slots), plan.mode is CaptureMode.SLOT
         self._index = {(one.role, one.stage, one.layer, one.number, one.instance): one.buffer for one in plan.tensors}
         self._buffers = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype), device=device) for one in plan.buffers]
@@ -91,14 +99,14 @@ class StaticTensors:
     def is_at(self, content: Content, x: Tensor) -> bool:
         """Return whether `x` is the buffer of `content` itself."""
         index = self._index.get(self._owner(content))
-        return index is not None and self._buffers[index].data_ptr() == x.data_ptr()
+        return index is not None and is_same(self._buffers[index], x)
 
     def release(self, content: Content) -> None:
-        """Forget `content`, and fill its buffer with NaN, unless it holds something else by now."""
+        """Forget `content`, unless its buffer holds something else by now."""
         index = self._find(content)
         if self._held[index] == content:
             self._held[index] = None
-            if self._buffers[index].is_floating_point():
+            if self._poisons and self._buffers[index].is_floating_point():
                 with torch.no_grad():
                     self._buffers[index].fill_(float("nan"))
 

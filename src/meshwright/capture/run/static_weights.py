@@ -45,28 +45,28 @@ class StaticWeights:
         self, module: nn.Module, facts: Mapping[str, TensorFacts], *, copies: bool, device: torch.device
     ) -> None:
         self._module, self._facts = module, dict(facts)
-        self.copies: dict[str, nn.Parameter] = {}
-        """Copies by name; empty if graphs read the parameters themselves."""
-        if copies:
-            for name, one in facts.items():
-                memory = torch.zeros(one.shape, dtype=one.dtype, device=device)
-                self.copies[name] = nn.Parameter(memory, requires_grad=one.requires_grad)
-        self._fixed = {} if copies else {name: p.data_ptr() for name, p in module.named_parameters()}
+        own = dict(module.named_parameters())
+        self._leaves: dict[str, nn.Parameter] = {}
+        """What graphs read: copies, or aliases of the parameters, whose own nodes belong to other streams."""
+        for name, one in facts.items():
+            memory = torch.zeros(one.shape, dtype=one.dtype, device=device) if copies else own[name].detach()
+            self._leaves[name] = nn.Parameter(memory, requires_grad=one.requires_grad)
+        self._copies = copies
+        self._fixed = {} if copies else {name: p.data_ptr() for name, p in own.items()}
         self._owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in facts
         }
         self._is_fresh = False
 
     def replacements(self) -> dict[str, nn.Parameter]:
-        """Return the copies by every name in the module, names of tied parameters included."""
+        """Return what graphs read by every name in the module, names of tied parameters included."""
         first = {id(p): name for name, p in self._module.named_parameters()}
         every = self._module.named_parameters(remove_duplicate=False)
-        return {name: self.copies[first[id(p)]] for name, p in every} if self.copies else {}
+        return {name: self._leaves[first[id(p)]] for name, p in every}
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the weights that graphs compute gradients of: copies if there are any."""
-        own = self.copies or self._own()
-        return [p for name, p in own.items() if self._facts[name].requires_grad]
+        """Return the weights that graphs compute gradients of."""
+        return [p for name, p in self._leaves.items() if self._facts[name].requires_grad]
 
     def current(self) -> list[nn.Parameter]:
         """Return the module's own parameters that get these gradients, in the same order."""
@@ -83,7 +83,7 @@ class StaticWeights:
         Raises:
             CaptureError: a parameter is no longer where it was, or what it was.
         """
-        if self.copies and self._is_fresh:
+        if self._copies and self._is_fresh:
             return
         found = self._own()
         for name, one in self._facts.items():
@@ -98,13 +98,13 @@ class StaticWeights:
                     fix="capture again after replacing parameters; for parameters that move in each step, "
                     "capture(…, copies_weights=True)",
                 )
-        if self.copies:
-            copy_all(list(self.copies.values()), [found[name] for name in self.copies])
+        if self._copies:
+            copy_all(list(self._leaves.values()), [found[name] for name in self._leaves])
         self._is_fresh = True
 
     def addresses(self) -> tuple[int, ...]:
         """Return the addresses that graphs read."""
-        return tuple(p.data_ptr() for p in (self.copies or self._own()).values())
+        return tuple(p.data_ptr() for p in self._leaves.values())
 
     def _own(self) -> dict[str, nn.Parameter]:
         return {name: getattr(owner, last) for name, (owner, last) in self._owners.items()}
