@@ -23,6 +23,7 @@ from meshwright.capture.run.binding import Binding, bind
 from meshwright.capture.run.call import difference, flatten, rebuild
 from meshwright.capture.run.progress import Progress
 from meshwright.capture.run.replay import LayerReplay, Replay
+from meshwright.capture.run.snapshot import unchanged
 from meshwright.capture.run.static_tensors import Static, StaticTensors
 from meshwright.capture.run.static_weights import TensorFacts
 from meshwright.errors import CaptureError
@@ -148,7 +149,8 @@ class Runner:
         first: dict[str, LayerGraphs] = {}
         for (stage, number, _), graphs in self._graphs.items():
             first.setdefault(self._layers[stage, number].name, graphs)
-        found = {name: graphs.times() for name, graphs in first.items()}
+        with unchanged(one.module for one in self._layers.values()):
+            found = {name: graphs.times() for name, graphs in first.items()}
         return {name: times for name, times in found.items() if times is not None}
 
     def capture_all(self) -> None:
@@ -276,14 +278,12 @@ class Runner:
 
     def _mismatch(self, one: CapturedLayer, template: Any, tensors: list[Tensor]) -> str | None:
         """Return in what the arguments differ from those that were observed."""
-        facts = tuple(map(TensorFacts.of, tensors))
-        if facts != one.observed.inputs:
-            at = next((i for i, (a, b) in enumerate(zip(facts, one.observed.inputs, strict=False)) if a != b), -1)
-            return f"{one.name}: tensor {at} of its arguments is not as captured" if at else (
-                f"{one.name}: input of shape {facts[0].shape}"
-            )  # fmt: skip
-        changed = difference(one.observed.arguments, template)
-        return f"{one.name}: {changed} is not what was captured" if changed else None
+        if changed := difference(one.observed.arguments, template):
+            return f"{one.name}: {changed} is not what was captured"
+        pairs = enumerate(zip(map(TensorFacts.of, tensors), one.observed.inputs, strict=True))
+        at, found = next(((at, found) for at, (found, due) in pairs if found != due), (0, None))
+        what = f"tensor {at} of its arguments" if at else "its input"
+        return f"{one.name}: {what} is {found}, not as captured" if found is not None else None
 
     def _fill(self, one: CapturedLayer, m: int, static: Static, value: Tensor) -> None:
         """Copy an input or argument into static memory, unless it is there."""

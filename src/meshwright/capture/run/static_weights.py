@@ -25,6 +25,10 @@ class TensorFacts:
     dtype: torch.dtype
     requires_grad: bool
 
+    def __str__(self) -> str:
+        what = f"{'×'.join(map(str, self.shape)) or 'a scalar'} {str(self.dtype).removeprefix('torch.')}"
+        return f"{what} {'with' if self.requires_grad else 'without'} a gradient"
+
     @staticmethod
     def of(tensor: Tensor) -> TensorFacts:
         """Return the facts of a tensor."""
