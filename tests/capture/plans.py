@@ -12,6 +12,7 @@ from meshwright.pipeline import Schedule, generate, lower
 STREAM = TensorSignature((2, 8, 4))
 WIDE = TensorSignature((2, 8, 16))
 LAYER = LayerSignature(STREAM, STREAM, saved_bytes=1000, temporary_bytes=100)
+SCALED = LayerSignature(STREAM, STREAM, arguments=(ArgumentSignature(TensorSignature((2, 4)), 1, True),))
 
 
 def table(kind, *, ranks, microbatches, chunks=None) -> Schedule:

@@ -18,17 +18,16 @@ from meshwright.capture.run.simulated_graphs import SimulatedGraphs
 from meshwright.capture.run.static_tensors import StaticTensors
 from meshwright.capture.run.static_weights import StaticWeights
 from meshwright.capture.run.weight_gradients import AccumulatedGradients, ReturnedGradients
-from meshwright.capture.signature import ArgumentSignature, LayerSignature, TensorSignature
+from meshwright.capture.signature import LayerSignature
 from meshwright.errors import CaptureError
 from meshwright.pipeline import Action, ActionKind, Overlap, Schedule, lower
 from meshwright.pipeline.generate import ScheduleKind
 from tests.capture import test_verify
-from tests.capture.plans import LAYER, STREAM, WIDE, plan, random_layers, table
+from tests.capture.plans import LAYER, SCALED, STREAM, WIDE, plan, random_layers, table
 from tests.capture.simulated import Bench
 from tests.pipeline.random_tables import random_table
 
 K = ActionKind
-SCALED = LayerSignature(STREAM, STREAM, arguments=(ArgumentSignature(TensorSignature((2, 4)), 1, True),))
 RETURNS = {"returns_gradients": True}
 
 

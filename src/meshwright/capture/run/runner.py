@@ -181,7 +181,8 @@ class Runner:
         if graph.kind is K.FORWARD:
             inputs = [torch.zeros(one.observed.inputs[0].shape), *one.observed.samples]
             for static, value in zip(bound.inputs, inputs, strict=True):
-                if static.content.role is Role.INPUT:
+                # An argument of a layer before is there already: its autograd graph would miss the value it has saved.
+                if static.content.role is Role.INPUT and static.content.layer == one.number:
                     static.hold().copy_(value)
             graphs.forward(bound.inputs, bound.outputs)
         elif graph.kind is K.BACKWARD_WEIGHT:
