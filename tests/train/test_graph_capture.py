@@ -12,7 +12,7 @@ import torch
 from tests.helpers import for_pictures, small_corpus
 from tests.train.jobs import make_job, run_on
 
-STEPS = 4
+STEPS = 3
 MICROBATCHES = ["train.global_batch=8", "train.num_microbatches=4", "train.seq_len=16"]
 LLAMA = ["llama-tiny", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_dim=48"]
 MOE = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "model.balance_loss=0.02",
