@@ -39,7 +39,7 @@ def most_in_flight(schedule, rank, stage):
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(["slot", "per_microbatch"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_order_has_as_few_slots_as_micro_batches_in_flight(random: Random, mode):
     schedule = lower(random_table(random))
     rank = random.randrange(schedule.num_ranks)
@@ -53,7 +53,7 @@ def test_any_order_has_as_few_slots_as_micro_batches_in_flight(random: Random, m
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_reuse_saves_memory_and_nothing_else(random: Random):
     schedule = lower(random_table(random))
     rank = random.randrange(schedule.num_ranks)

@@ -140,8 +140,10 @@ def test_zb_v_is_bitwise_its_unsplit_placement(gang, corpus, recipe):
         assert all(torch.equal(found_state[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("recipe", [(DELAYED,), (CURRENT, CACHED)], ids=lambda words: words[0])
+@pytest.mark.parametrize("policy", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", [(DELAYED,), pytest.param((CURRENT, CACHED), marks=pytest.mark.slow)], ids=lambda words: words[0]
+)
 def test_recomputation_is_bitwise_none(corpus, policy, recipe):
     words = [*corpus, *recipe, "train.num_microbatches=2"]
     assert_same([state_of(0, 1, [*words, f"recompute.policy={policy}"])], [state_of(0, 1, words)])
@@ -218,7 +220,7 @@ def alone(body, *args):
     ("world_size", "words"),
     [
         (1, (DELAYED, CACHED)),
-        (2, (DELAYED, "mesh.dp_shard=2")),
+        pytest.param(2, (DELAYED, "mesh.dp_shard=2"), marks=pytest.mark.slow),
         pytest.param(2, (CURRENT, "mesh.dp_shard=2", "recompute.policy=full"), marks=pytest.mark.slow),
         pytest.param(2, (CURRENT, CACHED, "mesh.dp_replicate=2"), marks=pytest.mark.slow),
         pytest.param(2, ("float8.recipe=torchao", "mesh.dp_shard=2"), marks=pytest.mark.slow),

@@ -96,6 +96,7 @@ def test_the_bounds_catch_faults(fault):
         check_bounds(layer, x, g)
 
 
+@pytest.mark.slow
 def test_the_bounds_hold_for_torchao_too():
     torchao = pytest.importorskip("torchao.float8")
     for dtype in (torch.float32, torch.bfloat16):
