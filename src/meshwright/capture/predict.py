@@ -26,7 +26,7 @@ class CaptureEstimate:
     weights: int
     """Copies of weights that FSDP2 frees, in the compute dtype, and memory for one layer's gradients."""
     saved: int
-    """What forwards leave to backwards, in the pools; part of the plan's activations."""
+    """Bytes that forwards leave to backwards, in the pools; part of the plan's activations."""
 
 
 def predict_capture(plan: RunPlan, *, mode: str = "slot") -> CaptureEstimate:

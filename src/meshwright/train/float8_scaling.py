@@ -45,7 +45,7 @@ class RunFloat8:
         if delayed:
             self._history = AmaxHistory(len(delayed), length=max(lengths), device=device)
         self.identity: dict[str, Any] = {"delayed": delayed, "history": max(lengths, default=0)}
-        """What a saved amax history must agree with; it does not depend on the layout."""
+        """Facts that a saved amax history must agree with; they do not depend on the layout."""
         numbers = {name: number for number, name in enumerate(delayed)}
         for part in parts.values():
             for name, one in _layers(plan, part.stage):

@@ -108,7 +108,7 @@ class LayerGraphs(Protocol):
     """
 
     contributions: Mapping[StepHandle, Tensor]
-    """What the layer's step handles got in the last forward."""
+    """Contributions that the layer's step handles got in the last forward."""
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Run the forward.

@@ -45,7 +45,7 @@ COMMUNICATION = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", 
 
 @dataclass
 class Observation:
-    """What a layer's forward took and returned for one micro-batch."""
+    """Arguments and results of a layer's forward for one micro-batch."""
 
     arguments: Any
     """Template of the arguments; its first tensor is the layer's input."""

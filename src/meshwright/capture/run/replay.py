@@ -13,7 +13,7 @@ from meshwright.capture.run.backend import CapturedLayer
 
 
 class Replays(Protocol):
-    """What replays graphs."""
+    """Interface of whatever replays graphs."""
 
     def forward(self, one: CapturedLayer, m: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replay a layer's forward; returns static tensors."""

@@ -39,7 +39,7 @@ Place = tuple[int, int]
 
 @dataclass
 class CaptureStats:
-    """What a runner has done."""
+    """Counts of what a runner has done."""
 
     graphs: int = 0
     replays: int = 0
@@ -78,7 +78,7 @@ class Runner:
         self._arguments: dict[tuple[int, int, int], Tensor] = {}
         self._bindings: dict[tuple[int, int, int], Binding] = {}
         self._left: list[Static] = []
-        """What the last computation of a micro-batch has left."""
+        """Static tensors that the last computation of a micro-batch has left."""
         self._stats = CaptureStats()
 
     def __call__(self, layer: Place | int, microbatch: int, *args: Any, **named: Any) -> Any:
@@ -124,7 +124,7 @@ class Runner:
         compute_deferred(store.take())
 
     def reset(self) -> None:
-        """Forget the step: the next call is the plan's first, and weights are read anew."""
+        """Forget the step: the next call is the plan's first, and weights are read again."""
         self._progress.reset()
         self._statics.clear()
         self._left = []

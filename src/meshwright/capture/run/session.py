@@ -84,7 +84,7 @@ class CaptureSession:
         self._strict, self._agree, self._average = strict, agree, average
         self._places: dict[str, tuple[int, int]] = {}
         self.capture_with = capture
-        """What captures layers by a plan."""
+        """Function that captures layers by a plan."""
         self._known_fallbacks: set[str] = set()
         self.plan: CapturePlan | None = None
         self.runner: Runner | None = None

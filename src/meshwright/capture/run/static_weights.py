@@ -51,7 +51,7 @@ class StaticWeights:
         self._module, self._facts = module, dict(facts)
         own = dict(module.named_parameters())
         self._leaves: dict[str, nn.Parameter] = {}
-        """What graphs read: copies, or aliases of the parameters, whose own nodes belong to other streams."""
+        """Tensors that graphs read: copies, or aliases of the parameters, whose own nodes belong to other streams."""
         for name, one in facts.items():
             memory = torch.zeros(one.shape, dtype=one.dtype, device=device) if copies else own[name].detach()
             self._leaves[name] = nn.Parameter(memory, requires_grad=one.requires_grad)

@@ -114,7 +114,7 @@ class LinearInput:
     divided: bool = False
     """Whether tp shards it, as it does the inputs of row-parallel layers."""
     freed: Saved = Saved()
-    """What is saved for these layers only: nothing keeps it if all of them save float8 copies instead."""
+    """Elements saved for these layers only: nothing keeps it if all of them save float8 copies instead."""
 
 
 @dataclass(frozen=True)
