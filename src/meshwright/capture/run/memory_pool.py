@@ -26,7 +26,7 @@ class Block:
 
 @dataclass
 class MemoryPool:
-    """Arena with a first-fit allocator. It grows while graphs are captured, so views are taken again for each access."""
+    """Arena with a first-fit allocator. It grows while graphs are captured, so each access takes a view of its own."""
 
     num_bytes: int = 0
     """Size reserved so far."""
