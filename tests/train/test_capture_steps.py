@@ -121,6 +121,63 @@ def test_ranks_with_different_plans_stop_at_the_start(gang, words):
     assert told[0] == told[1] and "ranks 0 and 1 have different capture plans" in told[0]
 
 
+def capture_other_layers(rank, world_size, words):
+    """Steps in which rank 1 leaves a block eager that rank 0 captures."""
+    _, step = make_job(rank, world_size, words)
+    if rank == 1:
+        step.capture.eager["blocks.0"] = "as this test wants"
+    try:
+        step(1)
+    except LayoutError as error:
+        return error.what
+    return None
+
+
+def test_ranks_compare_what_they_capture(gang, words):
+    told = gang(2).run(capture_other_layers, [*words, LAYER, "mesh.dp_shard=2"])
+    assert told[0] == told[1] and told[0].startswith("ranks 0 and 1 have different capture plans")
+
+
+def test_a_step_after_one_that_failed_starts_from_its_first_computation(words, monkeypatch):
+    job, step = make_job(0, 1, [*words, LAYER])
+    other, eager = make_job(0, 1, words)
+    for number in (1, 2):
+        assert step(number).loss == eager(number).loss
+    loss_sum = step._task.loss_sum
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="out of luck"):
+        patch.setattr(step._task, "loss_sum", raising_at(loss_sum, 2))
+        step(3)
+    job.optimizer.zero_grad(set_to_none=True)
+    assert step(3).loss == eager(3).loss
+    pairs = zip(job.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def raising_at(loss_sum, call):
+    calls = iter(range(1, 100))
+
+    def raising(out, targets):
+        if next(calls) == call:
+            raise ValueError("out of luck")
+        return loss_sum(out, targets)
+
+    return raising
+
+
+def refusals(rank, world_size, words):
+    _, step = make_job(rank, world_size, words)
+    step(1)
+    return step.capture.runner is None, set(step.capture.eager.values())
+
+
+@pytest.mark.slow
+def test_stages_whose_pairs_take_turns_stay_eager(gang, words):
+    moe = ["moe-tiny", *words[1:3], "model.expert_dim=24", *words[5:], "model.num_layers=4", "mesh.pp=2"]
+    overlapped = ["mesh.dp_shard=2", "mesh.ep=2", "pipeline.schedule=dualpipe-v", "capture.scope=attention"]
+    for is_eager, reasons in gang(4).run(refusals, [*moe, *overlapped]):
+        assert is_eager and reasons == {"overlapped computations of the stage take turns while it runs"}
+
+
 @dataclass
 class Slot:
     """A tensor that a layer updates, and that is not a buffer."""

@@ -118,6 +118,27 @@ def test_a_tied_weight_has_the_sum_of_its_deferred_gradients(returns):
     torch.testing.assert_close(layer.first.weight.grad, eager.first.weight.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_weight_that_two_layers_share_has_the_sum_of_its_deferred_gradients(returns):
+    """The gradient that one layer's graphs add to is not where the other's add, when their turn comes."""
+    layers = [Linear(4, 4), Linear(4, 4)]
+    layers[1].weight = layers[0].weight
+    eager = copy.deepcopy(nn.ModuleList(layers))
+    stores = [defer_weight_gradients(one) for one in (nn.ModuleList(layers), eager)]
+    options = {"stores": {0: stores[0]}, "returns_gradients": returns}
+    run = runner_of(layers, [(zeros(3, 4),), (None,)], "zb-h1", **options)
+    compute = (run.backward_dw, lambda: compute_deferred(stores[1].take()))
+    for m in range(M):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(m))
+        calls = (lambda x, m=m: run(1, m, run(0, m, x)), lambda x: eager[1](eager[0](x)))
+        for store, call, weights in zip(stores, calls, compute, strict=True):
+            store.defers = True
+            call(x.clone().requires_grad_()).square().sum().backward()
+            store.defers = False
+            weights()
+    torch.testing.assert_close(layers[0].weight.grad, eager[0].weight.grad, rtol=1e-6, atol=1e-6)
+
+
 def test_copies_of_weights_are_refreshed_though_a_step_begins_eagerly():
     layer = Added()
     eager = copy.deepcopy(layer)
