@@ -77,10 +77,11 @@ class Bench:
     Args:
         plan: the plan; it is not verified.
         edit: changes the runner before the first step.
+        backend: of `capture`.
         options: of `capture`.
     """
 
-    def __init__(self, plan, *, edit=None, **options):
+    def __init__(self, plan, *, edit=None, backend="simulate", **options):
         torch.manual_seed(0)
         self.plan = plan
         dtype = getattr(torch, plan.buffers[0].dtype)
@@ -93,7 +94,7 @@ class Bench:
         )
         observed = observe(layers, {stage: self._samples(stage) for stage in layers})
         with patch.object(capture_module, "verify_capture", lambda plan: None):
-            runner = capture(observed, plan, backend="simulate", stores=stores, **options)
+            runner = capture(observed, plan, backend=backend, stores=stores, **options)
         self.runner = runner
         if edit is not None:
             edit(runner)

@@ -17,8 +17,10 @@ REGION = "region:"
 UNAVAILABLE = {
     "moe_preprocess": "rows are sorted and counted within the scope moe, which a graph can run unless it waits for the "
     "device",
-    "chunk": "graphs contain at most one block",
-    "full_step": "graphs contain at most one block",
+    "chunk": "FSDP2 gathers the weights of one block at a time, and models build masks on the host before their "
+    "blocks; layer captures all blocks, with a launch for each",
+    "full_step": "reductions, transfers and the loss run between graphs; layer captures all blocks, with a launch for "
+    "each",
 }
 """Scopes that other frameworks have, and why there are none of that name."""
 OFF: Fix = {SCOPE: ()}
@@ -40,23 +42,30 @@ def capture_violations(config: RunConfig) -> Iterator[Violation]:
                 f"a graph moves no bytes between ranks, as the layers of a block do over {axis}",
                 [OFF, {f"mesh.{axis}": 1}],
             )
-    if config.train.compile:
+    if config.train.compile and capture.backend == "simulate":
         yield Violation(
             ConfigError,
-            f"{found} with train.compile",
-            SCOPE,
-            "captured layers run uncompiled",
-            [OFF, {"train.compile": False}],
+            f"{found} with train.compile and capture.backend = simulate",
+            "capture.backend",
+            "the simulation runs a block's operators one by one",
+            [{"capture.backend": "eager"}, {"train.compile": False}, OFF],
         )
-    recomputes = config.recompute.policy != "none" or bool(config.recompute.blocks)
-    if recomputes and capture.scope != ("layer",):
-        yield Violation(
-            ConfigError,
-            f"{found} with recomputation",
-            SCOPE,
-            "a recomputed block is captured as a whole: a part of it would be replayed twice",
-            [{SCOPE: ("layer",)}, {"recompute.policy": "none", "recompute.blocks": ()}, OFF],
-        )
+    reasons = {
+        "train.compile": ("compiled", config.train.compile),
+        "recomputation": ("recomputed", config.recompute.policy != "none" or bool(config.recompute.blocks)),
+    }
+    for what, (how, is_so) in reasons.items():
+        if is_so and capture.scope != ("layer",):
+            undone: Fix = (
+                {"train.compile": False} if how == "compiled" else {"recompute.policy": "none", "recompute.blocks": ()}
+            )
+            yield Violation(
+                ConfigError,
+                f"{found} with {what}",
+                SCOPE,
+                f"a {how} block is captured as a whole",
+                [{SCOPE: ("layer",)}, undone, OFF],
+            )
     if capture.backend == "cuda" and config.train.device == "cpu":
         yield Violation(
             ConfigError,

@@ -174,10 +174,11 @@ class CaptureConfig(Section):
         description="slot has the graphs of each layer once per micro-batch in flight; per_microbatch once per "
         "micro-batch, in one memory pool",
     )
-    backend: Literal["auto", "cuda", "simulate"] = Field(
+    backend: Literal["auto", "cuda", "eager", "simulate"] = Field(
         "auto",
-        description="cuda captures graphs; simulate runs operations eagerly in memory laid out as graphs would have "
-        "it, on any device; auto is cuda on CUDA devices, else simulate",
+        description="cuda captures graphs; on any device, simulate runs operations eagerly in memory laid out as "
+        "graphs would have it, and eager runs them on the graphs' inputs and outputs; auto is cuda on CUDA devices, "
+        "else simulate",
     )
     strict: bool = Field(False, description="end the run if anything that capture.scope asks for can't be captured")
 

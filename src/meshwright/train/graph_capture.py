@@ -16,6 +16,7 @@ from meshwright.train.build_job import Job
 from meshwright.train.pipeline_stages import ModelStage, Pipeline
 
 TAKES_TURNS = "overlapped computations of the stage take turns while it runs"
+COMPILED = "the simulation runs operators one by one, and a compiled block has none (capture.backend=eager)"
 
 
 def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
@@ -29,9 +30,11 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
     overlapping = {number for number, stage in pipeline.stages.items() if stage.overlaps}
     row = job.schedule.actions[job.pipeline_rank]
     pairs = [one for one in row if isinstance(one, Overlap) and takes_turns(one, overlapping)]
-    turns = {part.stage for pair in pairs for part in pair.parts()}
+    refused = {part.stage: TAKES_TURNS for pair in pairs for part in pair.parts()}
+    if job.config.train.compile and backend == BackendKind.SIMULATE:
+        refused = dict.fromkeys(pipeline.stages, COMPILED)
     return CaptureSession(
-        [_chunk(job, n, stage, takes_turns=n in turns) for n, stage in pipeline.stages.items()],
+        [_chunk(job, n, stage, refused.get(n)) for n, stage in pipeline.stages.items()],
         job.schedule,
         rank=job.pipeline_rank,
         scopes=config.scope,
@@ -43,7 +46,7 @@ def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
     )
 
 
-def _chunk(job: Job, number: int, stage: ModelStage, *, takes_turns: bool) -> Chunk:
+def _chunk(job: Job, number: int, stage: ModelStage, refused: str | None) -> Chunk:
     part = job.parts()[number]
     modules, scopes = {}, {}
     for kind, layer in job.plan.held(part.stage):
@@ -60,7 +63,7 @@ def _chunk(job: Job, number: int, stage: ModelStage, *, takes_turns: bool) -> Ch
         microbatch=lambda: stage.microbatch,
         regions=tuple(scope for scope in job.config.capture.scope if scope.startswith(REGION)),
         store=stage.weight_gradients,
-        refused=TAKES_TURNS if takes_turns else None,
+        refused=refused,
     )
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from meshwright.capture import capture, observe, plan_capture
-from meshwright.capture.run import capture as capture_module
-from meshwright.capture.run.backend import MakeGraphs
-from meshwright.capture.run.cuda_graphs import CudaGraphs
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.linear import Linear
 from meshwright.pipeline import Action, ActionKind, Schedule, generate, lower
-from meshwright.pipeline.actions import BACKWARDS
 from tests.capture.plans import SCALED, plan
 from tests.capture.simulated import Bench
 
@@ -109,35 +104,6 @@ def test_a_layer_that_reads_on_the_host_is_named():
         observe({0: [Reads()]}, {0: [(torch.zeros(2, 4, device="cuda", requires_grad=True),)]})
 
 
-class NoPools:
-    """Pools of graphs that are never captured."""
-
-    def handle(self, pool):
-        return None
-
-    def is_first(self, layer):
-        return False
-
-
-@contextmanager
-def running(self, name):
-    """Run what would be captured; without a graph to replay, each call runs it again."""
-    with torch.no_grad():
-        yield
-
-
-def without_a_device(kind, plan, device):
-    kinds = {}
-    for graph in plan.graphs:
-        kinds.setdefault((graph.stage, graph.layer, graph.instance), set()).add(graph.kind)
-
-    def make(layer, graph):
-        backwards = len(kinds[graph.stage, graph.layer, graph.instance] & BACKWARDS)
-        return CudaGraphs(layer, NoPools(), graph.pool, backwards=backwards)
-
-    return MakeGraphs(make, lambda: 0)
-
-
 @pytest.mark.parametrize(
     "changes, options",
     [
@@ -148,11 +114,9 @@ def without_a_device(kind, plan, device):
         ({"mode": "per_microbatch"}, {}),
     ],
 )
-def test_what_is_captured_computes_what_eager_layers_do(monkeypatch, changes, options):
-    """All of the backend but PyTorch's capture and replay, on a CPU."""
-    monkeypatch.setattr(capture_module, "_maker", without_a_device)
-    monkeypatch.setattr(CudaGraphs, "_capturing", running)
-    bench = Bench(plan(**{"ranks": 2, "microbatches": 4, **changes}), **options)
+def test_the_backend_eager_computes_what_eager_layers_do(changes, options):
+    """All of the backend cuda but PyTorch's capture and replay, on a CPU."""
+    bench = Bench(plan(**{"ranks": 2, "microbatches": 4, **changes}), backend="eager", **options)
     for number in range(2):
         bench.step(number)
         bench.update()

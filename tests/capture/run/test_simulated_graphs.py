@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from unittest.mock import patch
@@ -144,6 +145,13 @@ for fault in (
 def test_a_wrong_plan_is_caught(fault):
     with pytest.raises((CaptureError, AssertionError)):
         run_steps(PLANS[fault]())
+
+
+@pytest.mark.parametrize("fault", PLANS)
+def test_the_backend_eager_shows_faults_of_static_tensors_and_not_of_pools(fault):
+    expected = nullcontext() if "pool" in fault else pytest.raises((CaptureError, AssertionError))
+    with expected:
+        run_steps(PLANS[fault](), backend="eager")
 
 
 def doubled(method):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
 from meshwright.capture.run.backend import CapturedLayer, MakeGraphs
 from meshwright.capture.run.call import flatten
+from meshwright.capture.run.eager_graphs import EagerGraphs
 from meshwright.capture.run.memory_pool import MemoryPool
 from meshwright.capture.run.observe import Observation, Observer
 from meshwright.capture.run.runner import Runner
@@ -38,6 +39,8 @@ class BackendKind(StrEnum):
     """How graphs are run."""
 
     CUDA = "cuda"
+    EAGER = "eager"
+    """Operations run eagerly on static tensors, so that faults of static tensors and of capturing are told apart."""
     SIMULATE = "simulate"
     """Operations run eagerly, in memory laid out as graphs would have it; on any device."""
 
@@ -106,7 +109,7 @@ def capture(
     Args:
         layers: observed layers (see `observe`).
         plan: plan of the rank; it is verified first.
-        backend: `cuda`, or `simulate` on any device.
+        backend: `cuda`, or on any device `eager` or `simulate`; see `BackendKind`.
         stores: store of deferred weight gradients of each stage whose backward is split.
         copies_weights: whether graphs read copies of the weights, which the first micro-batch of a step refreshes. By
             default, if FSDP2 manages the parameters: it allocates gathered weights again in each step.
@@ -161,6 +164,8 @@ def _maker(kind: BackendKind, plan: CapturePlan, device: torch.device) -> MakeGr
         return MakeGraphs(
             lambda layer, graph: CudaGraphs(layer, cuda, graph.pool, backwards=backwards(graph)), cuda.num_bytes
         )
+    if kind is BackendKind.EAGER:
+        return MakeGraphs(lambda layer, graph: EagerGraphs(layer, backwards=backwards(graph)), lambda: 0)
     pools = {graph.pool: MemoryPool() for graph in plan.graphs}
     frees = plan.mode is not CaptureMode.SLOT
     return MakeGraphs(

@@ -9,19 +9,17 @@ table.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, Times, contributing, deferring, store_sums
-from meshwright.capture.run.call import flatten
-from meshwright.capture.run.private import using_parameters
+from meshwright.capture.run.backend import CapturedLayer, Times
+from meshwright.capture.run.eager_graphs import EagerGraphs
 from meshwright.capture.run.static_tensors import Static
-from meshwright.nn.step_handles import StepHandle
 
 ROUNDS, REPEATS = 5, 10
 """Rounds of a measurement, and calls in each."""
@@ -56,7 +54,7 @@ class CudaPools:
         return max(0, torch.cuda.memory_reserved(self.device) - self._before)
 
 
-class CudaGraphs(LayerGraphs):
+class CudaGraphs(EagerGraphs):
     """Graphs of one layer and instance.
 
     Args:
@@ -67,79 +65,43 @@ class CudaGraphs(LayerGraphs):
     """
 
     def __init__(self, layer: CapturedLayer, pools: CudaPools, pool: int, *, backwards: int) -> None:
-        self._to_capture = backwards
-        self._layer, self._pools, self._pool = layer, pools, pools.handle(pool)
-        self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
-        self._position = {id(weight): at for at, weight in enumerate(self._weights)}
+        super().__init__(layer, backwards=backwards)
+        self._pools, self._pool = pools, pools.handle(pool)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self._stored: dict[str, list[int]] = {}
         self._sources: list[Tensor] = []
-        self._leaves: list[Tensor] = []
-        self._roots: list[Tensor] = []
-        self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
-        self._positions: list[int] = []
-        self.contributions: dict[StepHandle, Tensor] = {}
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Replay the forward; the first call captures it."""
-        sources, targets = [one.read() for one in inputs], [one.hold() for one in outputs]
-        if "forward" in self._graphs:
-            self._graphs["forward"].replay()
-            return
-        self._sources = sources
-        if self._pools.is_first(self._layer):
-            self._warm_up()
-        with self._capturing("forward"), contributing(self._layer.handles) as found:
-            results = self._run(sources)
-            for target, result in zip(targets, results, strict=True):
-                target.detach().copy_(result.detach())
-        self.contributions = found
-        self._roots = [one for one in results if one.requires_grad]
+        if not self._graphs:
+            self._sources = [one.read() for one in inputs]
+            if self._pools.is_first(self._layer):
+                self._warm_up()
+        super().forward(inputs, outputs)
 
-    def backward(
-        self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
-    ) -> Sequence[int]:
-        """Replay the backward; the first call captures it."""
-        given = [one.read() for one in gradients if one is not None]
-        targets = [one.hold() for one in found if one is not None]
-        name = "split backward" if defers else "backward"
+    def run(self, name: str, computation: Callable[[], None]) -> None:
+        """Replay a computation's graph; the first call captures it. Other threads may use the device meanwhile."""
         if name in self._graphs:
             self._graphs[name].replay()
-            return self._stored[name]
-        self._to_capture -= 1
-        with deferring(self._layer.store, defers) as entries, self._capturing(name):
-            of_inputs, self._stored[name] = self._differentiate(given)
-            for target, gradient in zip(targets, of_inputs, strict=True):
-                target.zero_() if gradient is None else target.copy_(gradient)
-        if defers:
-            self._deferred = [(self._position[id(one.parameter)], one.compute, one.tensors) for one in entries]
-            self._positions = [position for position, _, _ in self._deferred]
-        if not self._to_capture:
-            self._roots, self._leaves = [], []
-        return self._stored[name]
-
-    def deferred(self) -> list[int]:
-        """Return the positions of the deferred weights."""
-        return self._positions
-
-    def weights(self) -> None:
-        """Replay the deferred weight gradients; the first call captures them."""
-        if "weights" in self._graphs:
-            self._graphs["weights"].replay()
             return
-        with self._capturing("weights"):
-            computed = ((at, compute(*tensors)) for at, compute, tensors in self._deferred)
-            store_sums(self._layer.gradients, computed)
-        self._deferred = []
-
-    def finish(self) -> None:
-        """Do nothing: replays overwrite what they need."""
+        graph, stream = torch.cuda.CUDAGraph(), self._pools.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                computation()
+            except Exception:
+                with suppress(RuntimeError):  # it only says that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graphs[name] = graph
 
     def times(self) -> Times:
         """Measure forward and backward on what lies in static memory, alternating; medians."""
         eager, replayed = [], []
         for _ in range(ROUNDS):
-            eager.append(self._seconds(self._run_eagerly))
+            eager.append(self._seconds(lambda: self.run_without_trace(self._sources)))
             replayed.append(self._seconds(self._replay))
         return Times(median(eager), median(replayed))
 
@@ -158,60 +120,11 @@ class CudaGraphs(LayerGraphs):
         for graph in self._graphs.values():
             graph.replay()
 
-    def _run_eagerly(self) -> None:
-        with contributing(self._layer.handles), deferring(self._layer.store, False):
-            roots = [one for one in self._run(self._sources) if one.requires_grad]
-            self._roots = roots
-            self._differentiate([torch.zeros_like(root) for root in roots])
-        self._roots, self._leaves = [], []
-
-    def _run(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Run the forward on the static inputs; returns the results, the output first."""
-        observed = self._layer.observed
-        pairs = zip(sources, observed.inputs, strict=True)
-        self._leaves = [one.detach().requires_grad_(facts.requires_grad) for one, facts in pairs]
-        with torch.enable_grad(), using_parameters(self._layer.module, self._replacements):
-            results = flatten(self._layer.run(self._leaves))[1]
-        return [results[at] for at in observed.order()]
-
-    def _differentiate(self, given: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
-        """Run the backward and store weight gradients; returns the gradients of the inputs, and stored positions."""
-        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
-        with using_parameters(self._layer.module, self._replacements):
-            found = torch.autograd.grad(
-                self._roots,
-                [*wanted, *self._weights],
-                list(given),
-                allow_unused=True,
-                retain_graph=self._to_capture > 0,
-            )
-        of_weights = {at: one for at, one in enumerate(found[len(wanted) :]) if one is not None}
-        for at, gradient in of_weights.items():
-            self._layer.gradients.store(at, gradient)
-        return list(found[: len(wanted)]), list(of_weights)
-
     def _warm_up(self) -> None:
         """Run forward and backward once: libraries allocate and choose algorithms in their first calls."""
         stream = self._pools.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run_eagerly()
+            self.run_without_trace(self._sources)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize(self._pools.device)
-
-    @contextmanager
-    def _capturing(self, name: str) -> Iterator[None]:
-        """Capture what runs in the context. Other threads may use the device meanwhile."""
-        graph, stream = torch.cuda.CUDAGraph(), self._pools.stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                yield
-            except Exception:
-                with suppress(RuntimeError):  # it only says that the capture has failed
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[name] = graph

@@ -1,7 +1,7 @@
-"""Adapter for private PyTorch names: parameter dicts of modules, and dispatch modes.
+"""Adapter for private PyTorch names: parameter dicts and compiled calls of modules, and dispatch modes.
 
-This is the only file of the room that uses private PyTorch names: `Module._parameters`, `torch._foreach_copy_` and
-`torch.utils._python_dispatch.TorchDispatchMode`, checked on 2.13.
+This is the only file of the room that uses private PyTorch names: `Module._parameters`, `Module._compiled_call_impl`,
+`torch._foreach_copy_` and `torch.utils._python_dispatch.TorchDispatchMode`, checked on 2.13.
 """
 
 from __future__ import annotations
@@ -34,3 +34,9 @@ def using_parameters(module: nn.Module, replacements: Mapping[str, Tensor]) -> I
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others in place, with few kernels; needs `torch.no_grad`."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def undo_compile(module: nn.Module) -> bool:
+    """Undo `Module.compile`, and return whether the module was compiled."""
+    compiled, module._compiled_call_impl = module._compiled_call_impl, None
+    return compiled is not None

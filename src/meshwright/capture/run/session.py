@@ -18,6 +18,7 @@ from meshwright.capture.plan import CapturePlan, plan_capture
 from meshwright.capture.run.backend import LayerFailed
 from meshwright.capture.run.capture import Layers, ObservedLayer, capture
 from meshwright.capture.run.observe import Observation, Observer
+from meshwright.capture.run.private import undo_compile
 from meshwright.capture.run.runner import EVALUATION, NO_GRADIENTS, Runner
 from meshwright.capture.run.scopes import finding_regions
 from meshwright.errors import CaptureError
@@ -94,7 +95,7 @@ class CaptureSession:
         for scope in (one for one in scopes if one not in matched):
             self.eager[f"the scope {scope}"] = "no module of this rank's blocks is it"
         for chunk in chunks:
-            for name, module in chunk.modules.items():
+            for name, module in chunk.modules.items() if chunk.refused is None else ():
                 self._install(chunk, name, module)
 
     @property
@@ -208,8 +209,12 @@ class CaptureSession:
         return lines
 
     def _install(self, chunk: Chunk, name: str, module: nn.Module) -> None:
-        """Route a module's forward through the session; its hooks stay where they are."""
-        forward = chunk.forwards[name] = module.forward
+        """Route a module's forward through the session; its hooks stay where they are.
+
+        A compiled module's graphs are captured of its compiled forward, without the hooks.
+        """
+        forward = module.forward
+        chunk.forwards[name] = torch.compile(forward) if undo_compile(module) else forward
 
         @functools.wraps(forward)
         def routed(*args: Any, **named: Any) -> Any:
@@ -220,7 +225,7 @@ class CaptureSession:
             if observes and torch.is_grad_enabled() and module.training:
                 chunk.order.append(name)
                 return chunk.observer.run(module, forward, args, named)
-            return forward(*args, **named)
+            return chunk.forwards[name](*args, **named)
 
         module.forward = routed
 
