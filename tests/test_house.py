@@ -8,7 +8,7 @@ import pytest
 
 from tests.house.families import family_breaches
 from tests.house.figures import figure_breaches
-from tests.house.floors import floor_breaches, torch_breaches
+from tests.house.floors import floor_breaches, graph_breaches, torch_breaches
 from tests.house.names import collective_breaches, private_breaches
 from tests.house.paths import path_breaches
 from tests.house.source import Tree
@@ -31,6 +31,7 @@ def test_the_package_is_there(tree):
     "checker",
     [
         floor_breaches,
+        graph_breaches,
         torch_breaches,
         collective_breaches,
         private_breaches,

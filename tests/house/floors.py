@@ -5,6 +5,7 @@ The tables are the architecture's; a new room is entered here before its first f
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatch
 
 from tests.house.source import BENCH, PACKAGE, Module, Tree
@@ -93,6 +94,9 @@ LATE_TORCH_ALLOWED = (
 TORCH = ("torch", "torchao", "torchvision", "triton", "safetensors.torch", "transformers")
 """Torch itself and what imports it."""
 
+GRAPH_CODE = re.compile(r"CUDAGraph|cuda\.graph|graph_region|graphed_callables|stream_capturing|meshwright\.capture")
+"""Names of PyTorch's and Meshwright's CUDA graphs."""
+
 
 def floor_breaches(tree: Tree) -> list[str]:
     """Rooms without a floor; imports that go up or sideways, wherever in the file they stand."""
@@ -114,6 +118,17 @@ def floor_breaches(tree: Tree) -> list[str]:
                     f"(floor {FLOORS[module.room]} → {FLOORS[room]})"
                 )
     return breaches
+
+
+def graph_breaches(tree: Tree) -> list[str]:
+    """Code of CUDA graphs where modules and models are defined: what is captured is decided from outside."""
+    return [
+        f"{module.path}:{number} has graph code"
+        for module in tree.package
+        if module.room in ("nn", "models")
+        for number, line in enumerate(module.text.splitlines(), start=1)
+        if GRAPH_CODE.search(line)
+    ]
 
 
 def torch_breaches(tree: Tree) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.house.floors import FLOORS, floor_breaches, torch_breaches
+from tests.house.floors import FLOORS, floor_breaches, graph_breaches, torch_breaches
 from tests.house.plant import plant
 
 FLOOR_BREACHES = {
@@ -67,6 +67,17 @@ def test_every_pair_of_rooms_is_judged(tmp_path):
     files = {f"{room}/all.py": "".join(f"import meshwright.{other}.all\n" for other in rooms) for room in rooms}
     forbidden = [(a, b) for a in rooms for b in rooms if a != b and FLOORS[b] >= FLOORS[a]]
     assert len(floor_breaches(plant(tmp_path, files))) == len(forbidden) > 100
+
+
+@pytest.mark.parametrize(
+    "line", ["graph = torch.cuda.CUDAGraph()", "torch.cuda.is_current_stream_capturing()", "with graph_region('mlp'):"]
+)
+def test_graph_code_in_models_is_caught(tmp_path, line):
+    tree = plant(tmp_path, {"models/moe/model.py": line, "nn/x.py": f"x = 1\n{line}", "capture/run/y.py": line})
+    assert [breach.split("/", 2)[2] for breach in graph_breaches(tree)] == [
+        "models/moe/model.py:1 has graph code",
+        "nn/x.py:2 has graph code",
+    ]
 
 
 TORCH_BREACHES = {
