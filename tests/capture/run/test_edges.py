@@ -7,9 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshwright.capture import capture, observe, plan_capture
+from meshwright.capture.lifetimes import GRADIENTS, Content, Role
 from meshwright.capture.run.observe import Observer
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
@@ -178,6 +181,39 @@ def test_a_tensor_given_twice_is_two_arguments():
     assert torch.equal(run(0, 0, x, same, same + 1), layer(x, same, same + 1))
 
 
+def test_layers_that_shared_an_argument_share_it_always():
+    """The second layer's graph reads the argument where the first one's forward has put it."""
+    position = zeros(2, 4)
+    run = runner_of([Added(), Added()], [(zeros(2, 4), position), (None, position)])
+    given = torch.ones(2, 4, requires_grad=True)
+    y = run(0, 0, zeros(2, 4), given)
+    with pytest.raises(CaptureError, match="gets another tensor as the input .number 1.* than layer 0"):
+        run(1, 0, y, zeros(2, 4))
+
+
+def test_gradients_are_released_with_their_micro_batch():
+    run = runner_of([Added(), Added()], [(zeros(2, 4), position := zeros(2, 4)), (None, position)])
+    x = torch.ones(2, 4, requires_grad=True)
+    y = run(1, 0, run(0, 0, x, position), position)
+    y.sum().backward()
+    held = run._statics._held
+    assert Content(Role.INPUT_GRADIENT, 0, 1, 0) in held
+    run(0, 1, x, position)
+    # The gradient of the chunk's input may be read until the micro-batch's memory is used again.
+    assert not [one for one in held if one and one.microbatch == 0 and one.role in GRADIENTS and one.layer]
+
+
+def test_capturing_leaves_deferred_gradients_of_before():
+    layer = Linear(4, 4)
+    store = defer_weight_gradients(nn.ModuleList([layer]))
+    store.defers = True
+    layer(zeros(2, 4)).sum().backward()
+    store.defers = False
+    runner_of([layer], [(zeros(2, 4),)], "zb-h1", stores={0: store})
+    (entry,) = store.take()
+    assert entry.parameter is layer.weight and torch.equal(entry.compute(*entry.tensors), torch.zeros(4, 4))
+
+
 class Replacing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -234,10 +270,15 @@ def communication_and_units(rank, world_size):
         def forward(self, x):
             return self.inner(x)
 
-    return [reasons(module, zeros(3, 4))[0] for module in (Sending(), Unit())]
+    sharded = Added()
+    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight, mesh := init_device_mesh("cpu", (world_size,))))
+    found = [reasons(module, zeros(3, 4))[0] for module in (Sending(), Unit())]
+    replicated = [distribute_tensor(zeros(3, 4), mesh, [Replicate()]) for _ in range(2)]
+    return [*found, reasons(sharded, *replicated)]
 
 
 def test_communication_and_units_within_are_reasons(gang):
-    for sending, unit in gang(2).run(communication_and_units):
+    for sending, unit, sharded in gang(2).run(communication_and_units):
+        assert "it is tensor-parallel" in sharded
         assert sending == "it communicates (c10d::allreduce_)"
         assert unit == "inner is an FSDP unit of its own, gathered while it runs"
