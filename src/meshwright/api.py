@@ -29,6 +29,7 @@ from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64, set_asid
 from meshwright.train.launch.launcher import Interrupts, launch
 from meshwright.train.launch.machine_limits import check_machine
 from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.threads import BusyCores, advice
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder
@@ -111,7 +112,7 @@ def run(
         MeshwrightError: the input is invalid (raised before any process starts), or a rank failed; a failure names
             the rank and step.
     """
-    say = say or _ignore
+    say, others = say or _ignore, BusyCores()
     _check(config)
     made = make_plan(config) if plan is None else _load_plan(plan, config)
     check_machine(config, made)
@@ -123,9 +124,10 @@ def run(
         start = None if resume is None else str(resume)
         folder = choose_folder(config, out=path, resume=start, corpus=corpus.fingerprint, hold=hold)
         say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}")
+        warning = advice(config.train.threads, num_ranks=num_ranks, others=others)
         launch(
             run_body,
-            RunSpec(config, reporter, plan=made, folder=folder),
+            RunSpec(config, reporter, plan=made, folder=folder, notes=(warning,) if warning else ()),
             num_ranks=num_ranks,
             threads=config.train.threads,
             on_interrupt=on_interrupt,

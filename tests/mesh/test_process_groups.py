@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.errors import InputError, RunError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.process_groups import build_mesh, process_group, submesh
 from meshwright.parallel.private import joined_mesh
@@ -29,6 +31,25 @@ def test_the_group_ends_with_the_block_also_when_it_raises(tmp_path):
     group = process_group(rank=0, num_ranks=1, device=CPU, timeout_s=5, store_path=str(tmp_path / "store"))
     with pytest.raises(KeyError), group:
         raise KeyError
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "what"),
+    [(0, InputError, "port {} is used by another program"), (1, RunError, "no connection to rank 0 at 127.0.0.1:{}")],
+)
+def test_a_rendezvous_that_fails_names_the_address(monkeypatch, rank, error, what):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody accepts a connection either
+        if rank == 0:
+            taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        group = process_group(rank=rank, num_ranks=2, device=CPU, timeout_s=1, store_path=None)
+        with pytest.raises(error, match=what.format(port)) as caught, group:
+            pass
+    assert "MASTER_PORT" in caught.value.rule + caught.value.fix
     assert not dist.is_initialized()
 
 

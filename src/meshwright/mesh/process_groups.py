@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.errors import InputError, MeshwrightError, RunError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.private import inherit_timeout as inherit_timeout
 
@@ -35,6 +36,10 @@ def process_group(
         store_path: path of a FileStore for ranks on one machine (sockets then listen on loopback only), or None to
             rendezvous at the launcher's MASTER_ADDR:MASTER_PORT.
         needed: False if a single rank can do without a group.
+
+    Raises:
+        InputError: another program uses the port of the rendezvous.
+        RunError: the rendezvous can't be reached.
     """
     if num_ranks == 1 and not needed:
         yield
@@ -47,17 +52,39 @@ def process_group(
         store = FileStore(store_path, num_ranks)
     elif num_ranks == 1:
         store = HashStore()  # a single rank needs no rendezvous address
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistNetworkError as error:
+        raise _rendezvous_error(str(error), rank) from error
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _rendezvous_error(text: str, rank: int) -> MeshwrightError:
+    """Return the error for a rendezvous that failed, with the address and the variables that set it."""
+    host, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
+    where, rule = f"rank {rank}, host {socket.gethostname()}", "rank 0 listens on MASTER_ADDR:MASTER_PORT"
+    if "EADDRINUSE" in text:
+        return InputError(
+            f"port {port} is used by another program, perhaps an earlier run that still ends",
+            where=where,
+            rule=rule,
+            fix="the same free port as MASTER_PORT on every rank; with torchrun, --master-port PORT",
+        )
+    return RunError(
+        f"no connection to rank 0 at {host}:{port}: {text.splitlines()[0]}",
+        where=where,
+        rule=f"{rule}, and every rank must reach it",
+        fix="start rank 0 too; MASTER_ADDR is its host's name, and no firewall may close the port",
+    )
 
 
 def _loopback() -> str:

@@ -69,6 +69,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = config.family.task(f, corpus, device)
         reporter.started(_start(config, plan, corpus, task, device, folder))
+        for note in spec.notes:
+            reporter.note(note)
         Trainer(build_job(config, plan, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
-from meshwright.cluster.host import num_cores
 from meshwright.errors import InputError, RunError
 from meshwright.train.launch.failure_report import explain, explain_stopped, stopped_ranks
 from meshwright.train.launch.machine_limits import check_ranks
 from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
+from meshwright.train.launch.threads import exported, threads_per_rank
 
 T = TypeVar("T")
 
@@ -131,9 +131,7 @@ def launch(
             step; all others are killed. Also raised before starting any rank if the machine has far too few cores.
     """
     check_ranks(num_ranks)
-    threads = threads or max(1, num_cores() // num_ranks)
-    # The OpenMP runtime reads this when the server process loads it; ranks are forked from that process.
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    threads = threads_per_rank(threads, num_ranks=num_ranks)
     methods = multiprocessing.get_context("forkserver")
     methods.set_forkserver_preload(PRELOAD)
     numbers = methods.Array("q", StatusBoard.length(num_ranks), lock=False)
@@ -148,7 +146,8 @@ def launch(
             )
         with _Interruptions() as interruptions:
             try:
-                _start_server()
+                with exported(threads):  # ranks are forked from the server process, which loads OpenMP
+                    _start_server()
                 with _without_main():
                     for process in ranks:
                         process.start()

@@ -23,5 +23,7 @@ class RunSpec:
     """Plan created or read by the launcher; None under another launcher, where each rank creates its own."""
     folder: RunFolder | None = None
     """Folder chosen by the launcher; None under another launcher, where rank 0 chooses it."""
+    notes: tuple[str, ...] = ()
+    """Lines for the reporter, such as warnings of this machine."""
     out: Path | None = None
     resume: str | None = None
