@@ -33,6 +33,8 @@ def misbehave(context: RankContext, argument):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "kill server":
+        os.kill(os.getppid(), signal.SIGKILL)
     if action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if action == "segfault":
@@ -194,3 +196,38 @@ def test_a_rank_that_is_stopped_when_the_others_have_ended(tmp_path, monkeypatch
     with pytest.raises(RunError, match="^rank 1 was stopped .* in step 7; the other ranks had ended") as caught:
         run(tmp_path, num_ranks=3, r0="well", r1="stop", r2="well")
     assert caught.value.where.startswith("rank 1 of 3, step 7") and caught.value.fix
+
+
+DIES = """
+import sys
+from meshwright.errors import RunError
+from meshwright.train.launch import launcher
+
+if __name__ == "__main__":
+    launcher.PRELOAD = ["module_that_dies"]
+    try:
+        launcher.launch(print, None, num_ranks=2, threads=1)
+    except RunError as error:
+        sys.exit(f"{error.what} | {error.fix}")
+"""
+
+
+def test_a_server_that_is_killed_at_startup_is_named(tmp_path):
+    """As when memory runs out while it imports torch."""
+    (tmp_path / "module_that_dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    (tmp_path / "main.py").write_text(DIES)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")], capture_output=True, text=True,
+        env=clean_environment() | {"PYTHONPATH": path}, timeout=WAIT_S,
+    )  # fmt: skip
+    assert "the server process that ranks are forked from died before rank 0 of 2 had started" in done.stderr
+    assert "ran out of memory" in done.stderr
+
+
+def test_a_server_that_is_killed_later_is_named(tmp_path):
+    """Its ranks are killed with it, and nobody is left who knows how they ended."""
+    with pytest.raises(RunError, match="forked from died with rank . in step 7") as error:
+        launch(misbehave, (tmp_path, {0: "kill server"}), num_ranks=2, threads=1)
+    assert "ran out of memory" in error.value.fix
+    launch(misbehave, (tmp_path, {0: "well", 1: "well"}), num_ranks=2, threads=1)

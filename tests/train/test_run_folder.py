@@ -166,6 +166,19 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
             choose(out)
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize(
+    ("name", "is_folder", "reason"),
+    [("checkpoints", False, "File exists"), ("metrics.jsonl", True, "Is a directory"),
+     ("plan.json", True, "Is a directory")],
+)  # fmt: skip
+def test_what_stands_where_a_run_writes_is_found_before_training(tmp_path, resume, name, is_folder, reason):
+    (tmp_path / name).mkdir() if is_folder else (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=f"can't write to {tmp_path}/{name}: {reason}"):
+        choose(out=tmp_path, resume=resume)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [name]
+
+
 @pytest.mark.parametrize("resume", [None, "auto", "path"])
 def test_a_folder_that_a_run_writes_to_takes_no_other(tmp_path, resume):
     path = save(tmp_path / "a", 3)

@@ -63,8 +63,8 @@ def stopped_unsaved(step: int, folder: RunFolder) -> RunError:
 
 def _without_a_finite_step(folder: RunFolder) -> str:
     if folder.checkpoint is not None:
-        return f"from another checkpoint: no loss was finite with the weights of {folder.checkpoint}"
-    return "with another model, precision or data: not even the first loss was finite"
+        return f"from another checkpoint: no step was finite with the weights of {folder.checkpoint}"
+    return "with another model, precision or data: not even the first step was finite"
 
 
 def _steps(folder: RunFolder) -> Iterator[tuple[int, Path]]:

@@ -5,11 +5,13 @@ Torch-free, so that a folder in use or another model's checkpoint is rejected be
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from errno import EISDIR
 from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path
@@ -37,6 +39,8 @@ from meshwright.train.run_folder_lock import hold_folder
 
 AUTO = "auto"
 RUNS = Path("runs")
+FILES = ("config.toml", "metrics.jsonl", "plan.json", "loss.png")
+"""Files that every run writes into its folder, beside the folder of checkpoints."""
 
 DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch"), "data": ("packing", "separator")}
 """Keys, by section, that determine a step's samples; model families add their own."""
@@ -188,15 +192,23 @@ def _check_none_lost(path: Path, skipped: Sequence[tuple[Path, str]]) -> None:
 
 def _take(path: Path, hold: ExitStack) -> Path:
     """Create the folder if needed, check that it is writable, and lock it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        # Try to write: permission bits don't reveal read-only mounts and don't apply to root.
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise _not_writable(path, error) from None
+    _try_to_write(path)
+    if (checkpoints := path / "checkpoints").exists():
+        _try_to_write(checkpoints)
+    if (file := next((path / name for name in FILES if (path / name).is_dir()), None)) is not None:
+        raise _not_writable(file, IsADirectoryError(EISDIR, os.strerror(EISDIR)))
     hold_folder(path, hold)
     return path
+
+
+def _try_to_write(folder: Path) -> None:
+    """Create the folder if needed, and a file in it: permission bits say nothing of read-only mounts, or to root."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from None
 
 
 def _not_writable(path: Path, error: OSError) -> InputError:

@@ -14,6 +14,13 @@ from typing import Any
 from meshwright.errors import InputError, MeshwrightError, RunError
 from meshwright.train.launch.rank_context import StatusBoard
 
+UNKNOWN_EXIT = 255
+"""Exit status of a process whose fork server is gone, which would have reported it (`multiprocessing`)."""
+OUT_OF_MEMORY = (
+    "run again with --resume auto; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or "
+    "a smaller batch"
+)
+
 
 @dataclass(frozen=True)
 class RankExit:
@@ -76,6 +83,16 @@ def explain_stopped(
     )
 
 
+def server_died(when: str, where: str | None = None) -> RunError:
+    """Return the error for a fork server that died: its ranks die with it."""
+    return RunError(
+        f"the server process that ranks are forked from died {when}",
+        where=where or f"launcher, host {socket.gethostname()}",
+        rule="the server lives as long as the run: its ranks end with it",
+        fix=OUT_OF_MEMORY,
+    )
+
+
 def _details(end: RankExit) -> str:
     """Return a rank's error, indented for display below the location of the cause."""
     fields = end.report["error"] if end.report is not None else None
@@ -109,16 +126,14 @@ def _explain(end: RankExit, num_ranks: int) -> MeshwrightError:
         return kind(fields["what"], where=fields["where"] or where, rule=fields["rule"], fix=fields["fix"])
     if end.exit_code < 0:
         name = signal.Signals(-end.exit_code).name
-        fix = "run again with --resume auto"
-        if name == "SIGKILL":
-            fix += (
-                "; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or a smaller batch"
-            )
+        fix = OUT_OF_MEMORY if name == "SIGKILL" else "run again with --resume auto"
         return RunError(
             f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were killed",
             where=where,
             fix=fix,
         )
+    if end.report is None and end.exit_code == UNKNOWN_EXIT:
+        return server_died(f"with rank {end.rank} {_during(end.place)}", where)
     if end.report is None:
         return RunError(f"rank {end.rank} exited with code {end.exit_code} {_during(end.place)}", where=where)
     trace = end.report["traceback"].rstrip()

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 from meshwright.errors import InputError, RunError
-from meshwright.train.launch.failure_report import explain, explain_stopped, stopped_ranks
+from meshwright.train.launch.failure_report import explain, explain_stopped, server_died, stopped_ranks
 from meshwright.train.launch.machine_limits import check_ranks
 from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
 from meshwright.train.launch.threads import exported, threads_per_rank
@@ -149,8 +149,7 @@ def launch(
                 with exported(threads):  # ranks are forked from the server process, which loads OpenMP
                     _start_server()
                 with _without_main():
-                    for process in ranks:
-                        process.start()
+                    _start(ranks)
                 _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
             finally:
                 _end_all(ranks)
@@ -189,6 +188,19 @@ def _start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(ranks: Sequence[BaseProcess]) -> None:
+    """Start the ranks.
+
+    Raises:
+        RunError: the fork server died, which imports torch before it starts the first rank.
+    """
+    for rank, process in enumerate(ranks):
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            raise server_died(f"before rank {rank} of {len(ranks)} had started") from None
 
 
 class _Interruptions:
