@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from meshwright.errors import ConfigError, InputError, RunError
+from meshwright.train.launch.failure_report import shrunken_files
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 from tests.helpers import clean_environment
@@ -35,6 +37,12 @@ def misbehave(context: RankContext, argument):
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "kill server":
         os.kill(os.getppid(), signal.SIGKILL)
+    if action.startswith("read "):
+        context.post("step", 8)
+        with open(action.removeprefix("read "), "r+b") as file:
+            mapped = np.memmap(file.name, dtype=np.uint8, mode="r")
+            file.truncate(100)
+        mapped.sum()
     if action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if action == "segfault":
@@ -231,3 +239,14 @@ def test_a_server_that_is_killed_later_is_named(tmp_path):
         launch(misbehave, (tmp_path, {0: "kill server"}), num_ranks=2, threads=1)
     assert "ran out of memory" in error.value.fix
     launch(misbehave, (tmp_path, {0: "well", 1: "well"}), num_ranks=2, threads=1)
+
+
+def test_a_mapped_file_that_shrinks_is_named_without_a_dump(tmp_path, capfd):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(100_000))
+    kept = np.memmap(path, dtype=np.uint8, mode="r")  # as a run's launcher has
+    assert not shrunken_files()
+    with pytest.raises(RunError, match=f"killed by SIGBUS in step 8.*{path} is shorter than when the run") as error:
+        launch(misbehave, (tmp_path, {0: f"read {path}"}), num_ranks=2, threads=1)
+    assert "restore the file" in error.value.fix and len(kept)
+    assert "Fatal Python error" not in capfd.readouterr().err

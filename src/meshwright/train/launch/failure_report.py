@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import signal
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -126,18 +128,53 @@ def _explain(end: RankExit, num_ranks: int) -> MeshwrightError:
         return kind(fields["what"], where=fields["where"] or where, rule=fields["rule"], fix=fields["fix"])
     if end.exit_code < 0:
         name = signal.Signals(-end.exit_code).name
+        what = f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were killed"
         fix = OUT_OF_MEMORY if name == "SIGKILL" else "run again with --resume auto"
-        return RunError(
-            f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were killed",
-            where=where,
-            fix=fix,
-        )
+        if name == "SIGBUS":
+            return _bus_error(what, where)
+        return RunError(what, where=where, fix=fix)
     if end.report is None and end.exit_code == UNKNOWN_EXIT:
         return server_died(f"with rank {end.rank} {_during(end.place)}", where)
     if end.report is None:
         return RunError(f"rank {end.rank} exited with code {end.exit_code} {_during(end.place)}", where=where)
     trace = end.report["traceback"].rstrip()
     return RunError(f"rank {end.rank} failed {_during(end.place)}\n{trace}", where=where)
+
+
+def _bus_error(what: str, where: str) -> RunError:
+    """Return the error for a rank that read a mapped page without a file behind it."""
+    names = ", ".join(shrunken_files())
+    cause = (
+        f"{names} is shorter than when the run started" if names else "a memory-mapped file shrank, or its disk failed"
+    )
+    return RunError(
+        f"{what}: {cause}",
+        where=where,
+        rule="token files and caches are memory-mapped, so they must not be written while a run reads them",
+        fix="restore the file, and run again with --resume auto; write changed data under another name",
+    )
+
+
+def shrunken_files() -> list[str]:
+    """Return the files that this process has mapped beyond their present end (Linux only).
+
+    The launcher has opened the run's data as its ranks have.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return []
+    found: dict[str, None] = {}
+    for line in lines:
+        span, access, offset, _, _, *path = line.split(maxsplit=5)
+        if not path or not access.endswith("s"):  # libraries are mapped privately, and beyond their ends
+            continue
+        start, end = (int(address, 16) for address in span.split("-"))
+        last_page = int(offset, 16) + end - start - mmap.PAGESIZE
+        with suppress(OSError):
+            if Path(path[0]).stat().st_size <= last_page:
+                found[path[0]] = None
+    return list(found)
 
 
 def _during(place: str) -> str:

@@ -36,6 +36,7 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
     _die_with_launcher()
     _leave_stopping_to_launcher()
     faulthandler.enable()
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # a mapped file that shrank, which the launcher names: no dump
     configure(rank=context.rank)
     torch.set_num_threads(threads)
     try:
