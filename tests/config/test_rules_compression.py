@@ -24,6 +24,7 @@ from tests.helpers import assert_every_fix_works, outcome
             ConfigError,
             "reshard_after_forward",
         ),
+        (["comm.secondary_shards=2", "mesh.dp_shard=4", "mesh.tp=2"], LayoutError, "with mesh.tp = 2"),
         (["comm.ranks_per_node=3", "mesh.dp_shard=4"], LayoutError, "does not divide 4 ranks"),
     ],
 )

@@ -65,6 +65,14 @@ def _secondary_shards(config: RunConfig) -> Iterator[Violation]:
             "weights that stay unsharded until the backward pass are not resharded",
             [{"mesh.reshard_after_forward": True}, {"comm.secondary_shards": None}],
         )
+    if config.mesh.tp > 1:
+        yield Violation(
+            LayoutError,
+            f"comm.secondary_shards = {size} with mesh.tp = {config.mesh.tp}",
+            "comm.secondary_shards",
+            "FSDP2 can't reshard tensor-parallel parameters to other groups than they are stored in",
+            [{"comm.secondary_shards": None}, {"mesh.tp": 1}],
+        )
 
 
 def _nodes(config: RunConfig) -> Iterator[Violation]:
