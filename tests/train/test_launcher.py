@@ -206,31 +206,55 @@ def test_a_rank_that_is_stopped_when_the_others_have_ended(tmp_path, monkeypatch
     assert caught.value.where.startswith("rank 1 of 3, step 7") and caught.value.fix
 
 
-DIES = """
-import sys
+LAUNCH = """
+import importlib, sys
 from meshwright.errors import RunError
 from meshwright.train.launch import launcher
 
 if __name__ == "__main__":
-    launcher.PRELOAD = ["module_that_dies"]
+    launcher.PRELOAD = {preload}
+    body = getattr(importlib.import_module("{module}"), "{name}")
     try:
-        launcher.launch(print, None, num_ranks=2, threads=1)
+        launcher.launch(body, None, num_ranks=2, threads=1)
     except RunError as error:
-        sys.exit(f"{error.what} | {error.fix}")
+        sys.exit(f"{{error.what}} | {{error.fix}}")
 """
+
+
+def launched(folder, *, preload, body):
+    """What a program writes to stderr that launches a body, `module:name`; modules are found in the folder."""
+    module, _, name = body.partition(":")
+    (folder / "main.py").write_text(LAUNCH.format(preload=preload, module=module, name=name))
+    path = os.pathsep.join([str(folder), *sys.path])
+    command = [sys.executable, str(folder / "main.py")]
+    env = clean_environment() | {"PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT_S).stderr
 
 
 def test_a_server_that_is_killed_at_startup_is_named(tmp_path):
     """As when memory runs out while it imports torch."""
     (tmp_path / "module_that_dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    (tmp_path / "main.py").write_text(DIES)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "main.py")], capture_output=True, text=True,
-        env=clean_environment() | {"PYTHONPATH": path}, timeout=WAIT_S,
-    )  # fmt: skip
-    assert "the server process that ranks are forked from died before rank 0 of 2 had started" in done.stderr
-    assert "ran out of memory" in done.stderr
+    shown = launched(tmp_path, preload=["module_that_dies"], body="builtins:print")
+    assert "the server process that ranks are forked from died before rank 0 of 2 had started" in shown
+    assert "ran out of memory" in shown
+
+
+LEAVES_A_LOCK = """
+import multiprocessing
+from meshwright.errors import RunError
+
+locks = []
+
+def leave(context, argument):
+    locks.append(multiprocessing.Lock())
+    raise RunError("stopped")
+"""
+
+
+def test_a_rank_that_ends_early_leaves_no_semaphores(tmp_path):
+    """As `torch.compile` would, whose progress bar has a lock: Python's resource tracker would warn of them."""
+    (tmp_path / "leaves_a_lock.py").write_text(LEAVES_A_LOCK)
+    assert launched(tmp_path, preload=[], body="leaves_a_lock:leave") == "stopped | None\n"
 
 
 def test_a_server_that_is_killed_later_is_named(tmp_path):

@@ -209,8 +209,8 @@ class CommConfig(Section):
     gradients: GradientMethod = Field(
         "exact",
         description="exact uses FSDP2's reduce-scatter; exact-via-all-to-all uses the codecs' path and is exact up to "
-        "the order of a float32 sum; loco4 and loco2 carry each step's error into the next (LoCo); the 2-bit methods are "
-        "experimental",
+        "the order of a float32 sum; loco4 and loco2 carry each step's error into the next (LoCo); the 2-bit methods "
+        "are experimental",
     )
     weights: WeightMethod = Field(
         "exact", description="codec of weights gathered for compute (qwZ); master weights are not affected"

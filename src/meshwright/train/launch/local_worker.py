@@ -26,6 +26,7 @@ import torch
 from meshwright.comm.collective_timeout import CollectiveError, is_lost_rank_error
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.log import configure
+from meshwright.train.launch.private import release_semaphores
 from meshwright.train.launch.rank_context import STOPPING, Body, RankContext
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
     except BaseException as error:
         _report(error, report_folder / f"rank-{context.rank}.json")
         sys.stdout.flush()
+        release_semaphores()
         # Skip interpreter shutdown: process group destructors may wait for ranks that are gone.
         os._exit(getattr(error, "exit_code", 1))
 
