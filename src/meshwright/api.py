@@ -31,6 +31,7 @@ from meshwright.train.launch.machine_limits import check_machine
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.record.reporter import Reporter
+from meshwright.train.record.trackers import check_trackers
 from meshwright.train.run_folder import choose_folder
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def run(
     _check(config)
     made = make_plan(config) if plan is None else _load_plan(plan, config)
     check_machine(config, made)
+    check_trackers(config.train.trackers)
     say("reading the data")
     corpus = config.family.open_data(run_facts(config))
     num_ranks = config.mesh.axes().num_ranks()
