@@ -22,7 +22,7 @@ def tracker_violations(config: RunConfig) -> Iterator[Violation]:
         if name in BUILT_IN or OBJECT_NAME.fullmatch(name):
             continue
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        fixes = [replace_tracker(names, name, *near), replace_tracker(names, name)]
+        fixes = dict.fromkeys([replace_tracker(names, name, *near), replace_tracker(names, name)])
         yield Violation(ConfigError, f"no such tracker: {name!r}", TRACKERS, RULE, [{TRACKERS: fix} for fix in fixes])
 
 

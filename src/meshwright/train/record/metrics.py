@@ -106,9 +106,8 @@ class Recorder:
         }
         if validation is not None:
             values |= {"validation_loss": validation.loss, **validation.figures}
-        load = None if counts is None else vars(summarize_load(counts))
         if counts is not None:
-            values["expert_load"] = load
+            values["expert_load"] = vars(summarize_load(counts))
             if has_full_counts(counts, step=step, last=train.steps, every=train.log_every):
                 values["expert_counts"] = counts
         self._file.write(values)
@@ -149,8 +148,8 @@ def tracked_values(values: Mapping[str, Any], unit: LossUnit) -> dict[str, float
         values: metrics as in `metrics.jsonl`.
         unit: display unit of the loss.
     """
-    flat = {name: value for name, value in values.items() if name not in ("step", *LOSSES)}
-    flat |= {unit.metric(name): values[name] * unit.scale for name in LOSSES if name in values}
+    flat = {unit.metric(name): values[name] * unit.scale for name in LOSSES if name in values}
+    flat |= {name: value for name, value in values.items() if name not in ("step", *LOSSES)}
     for name, section in values.items():
         if isinstance(section, Mapping):
             flat |= {f"{name}/{key}": value for key, value in section.items()}

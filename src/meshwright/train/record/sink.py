@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,10 +50,11 @@ class Sink(Protocol):
         """End the run; `failed` if it did not complete, by an error or a request to stop."""
 
 
-def continue_run(run: RunInfo, file: str, new: str) -> tuple[str, int]:
-    """Return the name by which a tracker knows this run, and the last step that it got from earlier attempts.
+@contextmanager
+def continue_run(run: RunInfo, file: str, new: str) -> Iterator[tuple[str, int]]:
+    """Yield the name by which a tracker knows this run, and the last step that it got from earlier attempts.
 
-    For trackers whose runs only grow. Both are stored in the run folder.
+    For trackers whose runs only grow. Both are stored in the run folder at the end of the block.
 
     Args:
         run: the run.
@@ -64,5 +66,5 @@ def continue_run(run: RunInfo, file: str, new: str) -> tuple[str, int]:
     if path.exists():
         stored = json.loads(path.read_text("utf-8"))
         name, step = stored["name"], max(stored["recorded_step"], run.recorded_step)
+    yield name, step
     path.write_text(json.dumps({"name": name, "recorded_step": step}) + "\n", "utf-8")
-    return name, step

@@ -24,9 +24,9 @@ class TrackioSink:
         self._trackio: Any = import_module("trackio")
         # Trackio identifies runs by name, and run folders in two places may have the same one.
         new = f"{run.folder.resolve().name}-{secrets.token_hex(3)}"
-        name, self._recorded_step = continue_run(run, "trackio-run.json", new)
         config = {**run.config, "plan": run.plan, "layout": run.layout}
-        self._run = self._trackio.init(project=PROJECT, name=name, resume="allow", config=config, embed=False)
+        with continue_run(run, "trackio-run.json", new) as (name, self._recorded_step):
+            self._run = self._trackio.init(project=PROJECT, name=name, resume="allow", config=config, embed=False)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics, unless an earlier attempt has."""

@@ -24,17 +24,17 @@ class WandbSink:
     def start(self, run: RunInfo) -> None:
         """Start the run, or go on with it."""
         self._wandb: Any = import_module("wandb")
-        run_id, self._recorded_step = continue_run(run, "wandb-run.json", secrets.token_hex(4))
-        self._run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "meshwright"),
-            name=run.folder.resolve().name,
-            dir=str(run.folder),
-            id=run_id,
-            resume="allow",
-            config={**run.config, "plan": run.plan, "layout": run.layout},
-            allow_val_change=True,  # a resumed run may have another layout
-            settings=self._wandb.Settings(console="off"),
-        )
+        with continue_run(run, "wandb-run.json", secrets.token_hex(4)) as (run_id, self._recorded_step):
+            self._run = self._wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "meshwright"),
+                name=run.folder.resolve().name,
+                dir=str(run.folder),
+                id=run_id,
+                resume="allow",
+                config={**run.config, "plan": run.plan, "layout": run.layout},
+                allow_val_change=True,  # a resumed run may have another layout
+                settings=self._wandb.Settings(console="off"),
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics, unless an earlier attempt has."""
