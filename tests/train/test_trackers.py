@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import sqlite3
 import sys
@@ -21,6 +22,7 @@ from meshwright.train.record import trackers
 from meshwright.train.record.metrics import tracked_values
 from meshwright.train.record.sink import RunInfo
 from meshwright.train.record.trackers import Trackers, check_trackers
+from tests.helpers import clean_environment, meshwright
 from tests.train.runs import Fault, metrics, train
 
 DOCS = Path(__file__).parents[2] / "docs/running.md"
@@ -48,6 +50,10 @@ class Fails(Calls):
     def log(self, step, values):
         super().log(step, values)
         raise ValueError("no network")
+
+class Images(Calls):
+    def image(self, step, name, path):
+        self.write(f"image {step} {name} {path.relative_to(self.path.parent)} {path.exists()}")
 
 class Short:
     def start(self, run): pass
@@ -124,6 +130,17 @@ def test_a_stopped_run_closes_its_sinks_on_rank_0_alone(own, tmp_path):
         train(words, tmp_path / "run", fault=Fault(rank=1, action="stop"))
     lines = (tmp_path / "run/Calls.txt").read_text().splitlines()
     assert lines[0].startswith("start after 0: dp_shard 2") and lines[1:] == ["log 1", "log 2", "log 3", "close True"]
+
+
+@pytest.mark.slow
+def test_the_sample_grids_of_a_run_reach_a_sink(own, tmp_path):
+    words = ["dit-digits", "train.steps=2", "train.validate_every=1", "train.global_batch=8", "model.num_layers=1",
+             "diffusion.sampling_steps=2", "train.trackers=own_sinks:Images"]  # fmt: skip
+    out, env = tmp_path / "run", clean_environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    done = meshwright("run", *words, "--out", out, env=env)
+    assert done.returncode == 0, done.stderr
+    images = [line for line in (out / "Images.txt").read_text().splitlines() if line.startswith("image")]
+    assert images == [f"image {step} samples samples/step-{step:08d}.png True" for step in (1, 2)]
 
 
 def scalars(folder, name):

@@ -49,7 +49,7 @@ def test_a_grid_is_written_of_every_class_with_the_part_that_is_recognised(after
     figures, files = after_validation([*SMALL_DIT, "diffusion.num_samples=30"], drawn)
     assert 0.7 <= figures["drawn_recognised"] <= 0.8 and figures["real_recognised"] >= 0.95
     (name,) = files
-    assert name == "samples/step-00000007.png"
+    assert name == "samples/step-00000007.png" and figures["samples"] == files[name]
     width, height = size(files[name])
     assert 10 * width == pytest.approx(3 * height, rel=0.1)  # three digits a row, with lines between them
 

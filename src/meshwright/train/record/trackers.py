@@ -65,6 +65,7 @@ class Trackers:
                 continue
             _check_methods(name, sink)
             self._sinks[name] = sink
+        for name in tuple(self._sinks):
             self._call(name, "start", run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
