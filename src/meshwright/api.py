@@ -32,6 +32,7 @@ from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.launch.threads import BusyCores, advice
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.record.reporter import Reporter
+from meshwright.train.record.trackers import check_trackers
 from meshwright.train.run_folder import choose_folder
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def run(
     _check(config)
     made = make_plan(config) if plan is None else _load_plan(plan, config)
     check_machine(config, made)
+    check_trackers(config.train.trackers)
     say("reading the data")
     corpus = config.family.open_data(run_facts(config))
     num_ranks = config.mesh.axes().num_ranks()

@@ -18,7 +18,9 @@ from meshwright.cli.colors import paint
 from meshwright.units import GIB, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
-EXTRAS = {"tokenizers": "tokenizers", "images": "scikit-learn", "tensorboard": "tensorboard", "torchao": "torchao"}
+EXTRAS = {"images": "scikit-learn"} | {
+    name: name for name in ("tokenizers", "tensorboard", "wandb", "trackio", "torchao")
+}
 MIN_PYTHON, MIN_TORCH, TESTED_TORCH = (3, 11), (2, 11), (2, 13)
 MIN_OPEN_FILES = 1024
 LIMITS_FILE = "/etc/security/limits.conf"

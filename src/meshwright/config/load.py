@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.config.overlay import ConfigOverlay, shorten
 from meshwright.config.rules import Rules, check, repair
-from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
+from meshwright.config.schema import PLANNED_SECTIONS, REPLACED_KEYS, RunConfig, run_type
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
 from meshwright.settings.section import sections_in
@@ -264,11 +264,12 @@ class _FamilyKeys:
                 fix=f"remove {shorten(key)}",
             )
         near = self._nearest(key)
+        fix = f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys"
         return ConfigError(
             f"unknown key {shorten(key)}",
             where=where,
             rule="docs/config.md lists all keys",
-            fix=f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys",
+            fix=REPLACED_KEYS.get(key, fix),
         )
 
     def _nearest(self, key: str) -> str | None:

@@ -22,6 +22,7 @@ from meshwright.config.rules_compression import comm_violations
 from meshwright.config.rules_context import context_violations, packing_violations
 from meshwright.config.rules_experts import expert_violations
 from meshwright.config.rules_precision import precision_violations
+from meshwright.config.rules_trackers import tracker_violations
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.settings.nearby_sizes import round_up
@@ -90,6 +91,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from recompute_violations(config)
     yield from capture_violations(config)
     yield from float8_violations(config)
+    yield from tracker_violations(config)
     yield from _unread_keys(config)
 
 

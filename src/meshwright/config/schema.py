@@ -74,6 +74,10 @@ class MeshConfig(Section):
         """Return the mesh axes."""
         return Axes(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
 
+    def layout(self) -> str:
+        """Describe the sizes of the axes and of ep."""
+        return f"{self.axes()} (ep {self.ep})" if self.ep > 1 else str(self.axes())
+
 
 class TrainConfig(Section):
     """Training loop, optimizer, precision and validation settings."""
@@ -124,7 +128,11 @@ class TrainConfig(Section):
     trace: bool = Field(
         False, description="time each computation of the last step, and write timelines to the run folder"
     )
-    tensorboard: bool = Field(False, description="also write TensorBoard events to the run folder")
+    trackers: Names = Field(
+        (),
+        description="where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, or package.module:Sink for "
+        "your own",
+    )
 
 
 class PipelineConfig(Section):
@@ -298,6 +306,9 @@ def run_type(kind: str) -> type[RunConfig]:
 def _restored(kind: str, text: str) -> RunConfig:
     return run_type(kind).model_validate_json(text)
 
+
+REPLACED_KEYS = {"train.tensorboard": "train.trackers=tensorboard"}
+"""Keys of earlier versions, and what does the same now."""
 
 PLANNED_SECTIONS = ("attention",)
 """Sections for features that are not implemented yet, to give a better error than `unknown key`."""

@@ -31,6 +31,7 @@ from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.metrics import memory_bytes
 from meshwright.train.record.reporter import Reporter, Start
+from meshwright.train.record.trackers import check_trackers
 from meshwright.train.run_folder import RunFolder, choose_folder
 from meshwright.train.training_loop import Trainer
 
@@ -95,7 +96,7 @@ def _start(
         name=config.name,
         num_params=model_facts(config).num_params(),
         corpus=corpus.description,
-        mesh=f"{axes} (ep {config.mesh.ep})" if config.mesh.ep > 1 else str(axes),
+        mesh=config.mesh.layout(),
         num_ranks=axes.num_ranks(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         backend=None if axes.num_ranks() == 1 else "nccl" if device.type == "cuda" else "gloo",
@@ -115,6 +116,7 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, 
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
+            check_trackers(spec.config.train.trackers)
             choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint, hold=hold)
         except MeshwrightError as error:
             choice = error

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import NoReturn
 
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import read_manifest
+from meshwright.comm.collectives import barrier
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.rules_compression import no_effect_notes
@@ -68,8 +72,16 @@ class Trainer:
         started = time.perf_counter()
         train = self._job.config.train
         done = self._restore()
-        recorder = self._open_folder(done)
-        validation = None
+        with self._recording(done) as recorder:
+            validation = self._run_steps(done, recorder)
+            last = max(done, train.steps)
+            self._check_end(last, validation, recorder)
+            seconds = time.perf_counter() - started
+            self._finish(validation, seconds, done=done, recorder=recorder)
+
+    def _run_steps(self, done: int, recorder: Recorder | None) -> Validation | None:
+        """Run the steps after `done`, and return the last step's validation."""
+        train, validation = self._job.config.train, None
         steps = range(done + 1, train.steps + 1)
         with self._stop, self._step.prefetching(steps):
             for step in steps:
@@ -85,14 +97,33 @@ class Trainer:
                 self._track_finite(result, validation)
                 if result.stop or self._is_due(step, self._job.config.checkpoint.every):
                     self._save(result, validation)
-                self._check(result)
+                self._check(result, recorder)
         if done >= train.steps:
             self._reporter.note(f"step {done} is complete and train.steps = {train.steps}: nothing left to train")
             validation = self._validate(done)
+        return validation
+
+    @contextmanager
+    def _recording(self, done: int) -> Iterator[Recorder | None]:
+        """Open the run folder, and close the recorder at the end of the block, on rank 0."""
+        recorder = self._open_folder(done)
+        try:
+            yield recorder
+        except BaseException:
+            if recorder is not None:
+                recorder.close(failed=True)
+            raise
         if recorder is not None:
-            recorder.close()
-        self._check_end(max(done, train.steps), validation)
-        self._finish(validation, time.perf_counter() - started, done=done)
+            recorder.close(failed=False)
+
+    def _fail_together(self, error: RunError, recorder: Recorder | None) -> NoReturn:
+        """Raise an error that all ranks have, after rank 0 has closed the trackers: the first rank to exit ends the
+        others."""
+        if recorder is not None:
+            recorder.close(failed=True)
+        if self._job.config.train.trackers:
+            barrier()
+        raise error
 
     def _note_capture(self) -> None:
         """Report what was captured, once, and what has run eagerly nevertheless."""
@@ -121,7 +152,7 @@ class Trainer:
                 path.write_text(to_json(self._job.plan), "utf-8")
         for note in (*self._folder.notes, *notes, *no_effect_notes(config), *warmup_notes(config.train)):
             self._reporter.note(note)
-        return Recorder(self._job, self._folder, self._reporter, done=done)
+        return Recorder(self._job, self._folder, self._reporter, unit=self._task.unit, done=done)
 
     def _restore(self) -> int:
         """Load the checkpoint to resume from, if any, and return the last completed step."""
@@ -187,12 +218,12 @@ class Trainer:
             keep=self._job.config.checkpoint.keep,
         )
 
-    def _check(self, result: StepResult) -> None:
+    def _check(self, result: StepResult, recorder: Recorder | None) -> None:
         """End the run on all ranks after too many skipped steps or a stop request."""
         train = self._job.config.train
         if self._skipped_in_a_row > train.max_skipped_steps:
             first = (result.step - 1) * train.global_batch
-            raise not_finite(
+            error = not_finite(
                 f"{self._skipped_in_a_row} steps in a row were not finite (loss {result.loss}, gradient norm "
                 f"{result.grad_norm})",
                 where=f"step {result.step}, samples {first} … {first + train.global_batch - 1}",
@@ -200,27 +231,31 @@ class Trainer:
                 folder=self._folder,
                 finite=self._finite,
             )
-        if result.stop and result.skipped and result.step < train.steps:
-            raise stopped_unsaved(result.step, self._folder)
-        if result.stop and result.step < train.steps:
-            raise RunError(
+        elif result.stop and result.skipped and result.step < train.steps:
+            error = stopped_unsaved(result.step, self._folder)
+        elif result.stop and result.step < train.steps:
+            error = RunError(
                 f"stopped after step {result.step}, as requested; saved {self._saved}",
                 fix=f"--out {quote(str(self._folder.path))} --resume auto continues from there",
             )
+        else:
+            return
+        self._fail_together(error, recorder)
 
-    def _check_end(self, step: int, validation: Validation | None) -> None:
+    def _check_end(self, step: int, validation: Validation | None, recorder: Recorder | None) -> None:
         """Raise if the last step or the last validation was not finite."""
         what = "the last step was not finite and was skipped" if self._skipped_in_a_row else ""
         if validation is not None and not math.isfinite(validation.loss):
             what = f"the last validation was not finite (loss {validation.loss})"
         if what:
-            raise not_finite(
+            error = not_finite(
                 what,
                 where=f"step {step}, the last",
                 rule="the last step and the last validation of a run are finite",
                 folder=self._folder,
                 finite=self._finite,
             )
+            self._fail_together(error, recorder)
 
     def _validate(self, step: int) -> Validation | None:
         train = self._job.config.train
@@ -229,19 +264,26 @@ class Trainer:
         self._job.context.post("validating", step)
         self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
         loss = validate(self._step.pipeline, self._task)
-        validation = Validation(loss, self._task.after_validation(self._forward, step, self._folder.path))
+        found = self._task.after_validation(self._forward, step, self._folder.path)
+        validation = Validation(
+            loss,
+            {name: value for name, value in found.items() if not isinstance(value, Path)},
+            {name: value for name, value in found.items() if isinstance(value, Path)},
+        )
         self._reporter.validated(step, validation)
         return validation
 
-    def _finish(self, validation: Validation | None, seconds: float, *, done: int) -> None:
+    def _finish(self, validation: Validation | None, seconds: float, *, done: int, recorder: Recorder | None) -> None:
         """Write the run's sample, figures and summary; `done` is the number of steps completed before this run."""
         last = max(done, self._job.config.train.steps)
         self._job.context.post("generating text", last)
         self._reporter.waiting("generating text")
         sample = self._task.sample(self._forward)
         self._job.context.post("finishing", last)
-        if self._job.context.rank != 0:
+        if recorder is None:
             return
+        if sample is not None:
+            recorder.record_sample(last, sample)
         if self._step.timeline is not None:
             overlaps = self._step.pipeline.overlaps
             write_trace(self._folder.path, self._job.schedule, self._step.timeline, overlaps=overlaps)

@@ -49,7 +49,7 @@ def test_a_grid_is_written_of_every_class_with_the_part_that_is_recognised(after
     figures, files = after_validation([*SMALL_DIT, "diffusion.num_samples=30"], drawn)
     assert 0.7 <= figures["drawn_recognised"] <= 0.8 and figures["real_recognised"] >= 0.95
     (name,) = files
-    assert name == "samples/step-00000007.png"
+    assert name == "samples/step-00000007.png" and figures["samples"] == files[name]
     width, height = size(files[name])
     assert 10 * width == pytest.approx(3 * height, rel=0.1)  # three digits a row, with lines between them
 
@@ -59,7 +59,10 @@ def test_videos_are_written_by_frame_rate_and_not_judged(after_validation):
     drawn = torch.linspace(-1, 1, 5 * 4 * 12 * 12).view(5, 1, 4, 12, 12)
     figures, files = after_validation([*VIDEO, "diffusion.num_samples=5"], drawn)
     animations = [f"samples/step-00000007.{rate}fps.gif" for rate in (4, 8, 16)]
-    assert not figures and files.keys() == {"samples/step-00000007.png", *animations}
+    assert figures == {"samples": files["samples/step-00000007.png"]} and files.keys() == {
+        "samples/step-00000007.png",
+        *animations,
+    }
     two, same, one = (size(files[name]) for name in animations)
     assert two == same and two[0] == one[0] and two[1] == pytest.approx(2 * one[1], rel=0.1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from meshwright import models
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError
 from meshwright.models.contract.initial_values import Fill
 from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import Style
+from meshwright.settings.import_object import OBJECT_NAME, import_object
 from meshwright.settings.section import ModelSection, Section
 from meshwright.settings.violation import Violation
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 KEY = "model.kind"
 RULE = "a family is the name of a folder in meshwright.models, or package.module:Name for your own"
-OUTSIDE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class TrainingData(Protocol):
@@ -144,23 +143,11 @@ def find_family(kind: str) -> Family:
     """
     if kind in family_names():
         return _instance(importlib.import_module(f"{models.__name__}.{kind}.family").FAMILY, kind)
-    if not OUTSIDE.fullmatch(kind):
+    if not OBJECT_NAME.fullmatch(kind):
         near = difflib.get_close_matches(kind, family_names(), n=1)
         raise _no_family(f"{KEY} = {kind!r}: no such family", f"{KEY}={near[0] if near else family_names()[0]}")
-    module_name, _, name = kind.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "\0")
-        what = f"module not found: {module_name}" if missing else f"importing {module_name} failed: {error!r}"
-        fix = "install the package, or add its folder to PYTHONPATH" if missing else f"python -c 'import {module_name}'"
-        raise _no_family(what, fix) from error
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.0)
-        raise _no_family(f"{module_name} has no {name}", f"{KEY}={module_name}:{near[0] if near else 'Name'}")
-    return _instance(getattr(module, name), kind)
+    found = import_object(kind, key=KEY, rule=_rule(), format_setting=lambda name: f"{KEY}={name}")
+    return _instance(found, kind)
 
 
 def _instance(found: Any, kind: str) -> Family:
@@ -177,4 +164,8 @@ def _instance(found: Any, kind: str) -> Family:
 
 
 def _no_family(what: str, fix: str) -> ConfigError:
-    return ConfigError(what, where=KEY, rule=f"{RULE}; built-in families are {', '.join(family_names())}", fix=fix)
+    return ConfigError(what, where=KEY, rule=_rule(), fix=fix)
+
+
+def _rule() -> str:
+    return f"{RULE}; built-in families are {', '.join(family_names())}"

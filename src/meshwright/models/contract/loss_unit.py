@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -16,3 +17,7 @@ class LossUnit:
     def words(self, loss: float) -> str:
         """Format a loss in this unit."""
         return f"{loss * self.scale:.3f} {self.name}"
+
+    def metric(self, name: str) -> str:
+        """Return the name of a metric in this unit, such as `loss_bits_per_byte`."""
+        return f"{name}_" + re.sub(r"\W+", "_", self.name.replace("/", " per "))

@@ -130,9 +130,9 @@ class Task(ABC):
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of losses, like `loss_sum`, and its number of loss units."""
 
-    def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float]:
-        """Write files that show what the model has learned to the run folder, and return additional metrics by name.
-        Called on all ranks."""
+    def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float | Path]:
+        """Write files that show what the model has learned to the run folder, and return additional metrics and, for
+        trackers, the paths of images, by name. Called on all ranks; what rank 0 returns counts."""
         return {}
 
     def sample(self, forward: Forward) -> str | None:

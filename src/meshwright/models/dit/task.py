@@ -156,7 +156,7 @@ class ImageTask(Task):
         counted = ~targets.flatten(1).isnan().any(1)
         return self.loss_sum(out[counted], targets[counted]), counted.sum() * self.units_a_sample
 
-    def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float]:
+    def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float | Path]:
         """Generate samples of every class into `samples/`; for digits, return how many a classifier recognises."""
         settings = self._settings
         if not settings.num_samples:
@@ -166,10 +166,12 @@ class ImageTask(Task):
         generated = to_bytes(sample_images(forward, self.diffusion, request, settings, dtypes=dtypes))
         if forward.rank != 0:
             return {}
-        self._write(generated, request, folder / "samples" / f"step-{step:08d}.png")
+        path = folder / "samples" / f"step-{step:08d}.png"
+        self._write(generated, request, path)
+        images = {"samples": path}
         if self._dataset.source != DIGITS:
-            return {}
-        return recognition_rates(self._dataset, generated, np.asarray(request.labels))
+            return images
+        return {**images, **recognition_rates(self._dataset, generated, np.asarray(request.labels))}
 
     def _sample_request(self, count: int) -> SampleRequest:
         """Return a request ordered by class; videos cycle through the training frame rates."""

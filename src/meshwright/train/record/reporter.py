@@ -60,6 +60,8 @@ class Validation:
     loss: float
     figures: Mapping[str, float] = field(default_factory=dict)
     """Additional metrics by name."""
+    images: Mapping[str, Path] = field(default_factory=dict)
+    """Image files by name."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""Objects of the user's own code, named in the configuration as `package.module:Name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.errors import ConfigError, MeshwrightError
+
+OBJECT_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Form of the name of an object in the user's code."""
+
+
+def import_object(path: str, *, key: str, rule: str, format_setting: Callable[[str], str]) -> Any:
+    """Import the object that a configuration key names.
+
+    Args:
+        path: `package.module:Name`.
+        key: dotted key, for errors.
+        rule: the key's rule, for errors.
+        format_setting: formats the override that names another object in place of this one.
+
+    Raises:
+        ConfigError: the module can't be imported, or has no such object.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "\0")
+        what = f"module not found: {module_name}" if missing else f"importing {module_name} failed: {error!r}"
+        fix = "install the package, or add its folder to PYTHONPATH" if missing else f"python -c 'import {module_name}'"
+        raise ConfigError(what, where=key, rule=rule, fix=fix) from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.0)
+        fix = format_setting(f"{module_name}:{near[0] if near else 'Name'}")
+        raise ConfigError(f"{module_name} has no {name}", where=key, rule=rule, fix=fix)
+    return getattr(module, name)
