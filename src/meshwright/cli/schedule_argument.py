@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from meshwright.config.translate import value_named
 from meshwright.errors import InputError, ScheduleError
 from meshwright.pipeline import Schedule, generate
 from meshwright.pipeline.generate import ScheduleKind
@@ -12,7 +13,6 @@ from meshwright.pipeline.verify import verify
 
 COMMAND_LINE = "command line"
 A_TABLE = "create one to start from: meshwright draw pipeline 1f1b --stages 4 --microbatches 8 --csv mine.csv"
-ALIASES = {"gpipe": "f-then-b", "zbv": "zb-v", "zbh1": "zb-h1", "dualpipe": "dualpipe-v"}
 SCHEDULE_HELP = f"{', '.join(kind.value for kind in ScheduleKind)}, or a table's file (.csv, .json)."
 
 
@@ -49,7 +49,9 @@ def load_schedule(
     name = source.lower().replace("_", "-")
     names = [kind.value for kind in ScheduleKind]
     if name not in names:
-        near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b")
+        near = value_named("pipeline.schedule", source) or next(
+            iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b"
+        )
         raise ScheduleError(
             f"unknown schedule {source!r}",
             where=COMMAND_LINE,

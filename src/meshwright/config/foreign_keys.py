@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.config.foreign_names import DIFFERENCES
 from meshwright.config.key_fields import fields, is_valid
 from meshwright.config.overlay import ConfigOverlay, shorten
 from meshwright.config.parse_value import likely_values, parse_value
@@ -16,7 +17,7 @@ from meshwright.config.rules import Rules, repair
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.config.translate import Meaning, normalize, why_unavailable
 from meshwright.errors import ConfigError
-from meshwright.settings.violation import format_fix
+from meshwright.settings.violation import Fix, format_fix, format_value
 
 MAX_NAMES = 5
 
@@ -43,63 +44,63 @@ def foreign_keys_error(
         num_ranks: number of ranks started by a launcher, or None.
         rules: rules that the suggested overrides satisfy, if any do.
     """
-    words: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     for one in sorted(found, key=lambda one: one.meaning.is_derived):  # these depend on the others
-        words[one.meaning.key] = _own_value(one, overlay, kind, words)
+        asked |= _own_value(one, overlay, kind, asked)
+    words = dict(asked)
     config = _config(overlay, kind, words)
     if config is not None:
         # Keep what the user asked for if the rules allow it.
-        more = repair(config, num_ranks, rules, words) or repair(config, num_ranks, rules)
-        words |= more or {}
+        words |= repair(config, num_ranks, rules, words) or repair(config, num_ranks, rules) or {}
+    refused = ", ".join(f"{key} = {format_value(value)}" for key, value in asked.items() if words[key] != value)
     names = list(dict.fromkeys(one.name for one in found))
     shown = ", ".join(map(shorten, names[:MAX_NAMES])) + (" …" if len(names) > MAX_NAMES else "")
     what = "option" if names[0].startswith("-") else "key"
     return ConfigError(
         f"unknown {what}{'s' if len(names) > 1 else ''} {shown}",
         where=f"{found[0].origin}, {shorten(names[0])}",
-        rule="; ".join(_rule(one, kind) for one in {one.name: one for one in found[:MAX_NAMES]}.values()),
-        fix=f"{format_fix(words)} in place of {shown}",
+        rule="; ".join(_rule(one, kind, brief=len(names) > 1) for one in found[:MAX_NAMES]),
+        fix=f"{format_fix(words)} in place of {shown}" + (f" ({refused} does not fit)" if refused else ""),
     )
 
 
-def _rule(one: ForeignKey, kind: str) -> str:
+def _rule(one: ForeignKey, kind: str, *, brief: bool) -> str:
     key = one.meaning.key
-    value = _translated(one, fields(kind)[key].annotation)
-    why = why_unavailable(key, one.name) or why_unavailable(key, one.value if value is None else value)
-    return f"{shorten(one.name)} is {key} here ({why or fields(kind)[key].description})"
+    difference = DIFFERENCES[key] if one.meaning.is_derived else why_unavailable(key, one.name, one.value)
+    about = difference or ("" if brief else fields(kind)[key].description)
+    return f"{shorten(one.name)} is {key} here" + (f" ({about})" if about else "")
 
 
-def _translated(one: ForeignKey, annotation: Any) -> Any:
-    """Return the value with the meaning's choices applied, or None if it is none of them."""
-    if one.meaning.choices is None:
-        return one.value
-    choices = {normalize(name): own for name, own in one.meaning.choices.items()}
-    text = choices.get(normalize(str(one.value)))
-    return None if text is None else parse_value(text, annotation)
+def _own_value(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> Fix:
+    """Return our key with the value that the user's stands for; with the present one if it doesn't carry over."""
+    key, value = one.meaning.key, one.value
+    if one.meaning.is_derived:
+        return _derived(one, _config(overlay, kind, words), words) or {key: _present(key, overlay, kind)}
+    annotation = fields(kind)[key].annotation
+    choices = {normalize(name): own for name, own in (one.meaning.choices or {}).items()}
+    chosen = choices.get(normalize(str(value)))
+    candidates = likely_values(key, value, annotation) if chosen is None else [parse_value(chosen, annotation)]
+    valid = (own for own in candidates if is_valid(kind, key, own))
+    return {key: next(valid, _present(key, overlay, kind))}
 
 
-def _own_value(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> Any:
-    """Return the value for our key that the user's value stands for; the present one if it doesn't carry over."""
-    key, field = one.meaning.key, fields(kind)[one.meaning.key]
-    value = (
-        _derived(one, _config(overlay, kind, words)) if one.meaning.is_derived else _translated(one, field.annotation)
-    )
-    candidates = () if value is None else likely_values(key, value, field.annotation)
-    present = overlay.get(key, field.default)
-    return next((own for own in candidates if is_valid(kind, key, own)), present)
+def _present(key: str, overlay: ConfigOverlay, kind: str) -> Any:
+    return overlay.get(key, fields(kind)[key].default)
 
 
-def _derived(one: ForeignKey, config: RunConfig | None) -> Any:
+def _derived(one: ForeignKey, config: RunConfig | None, words: Mapping[str, Any]) -> Fix | None:
     """Compute our number from one with another meaning; None if it can't be."""
     key, value = one.meaning.key, one.value
     if config is None or isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         return None
+    train, num_data_ranks = config.train, config.mesh.axes().data_parallel()
     if key == "train.num_microbatches":
-        per_rank = config.train.global_batch // config.mesh.axes().data_parallel()
-        return max(1, round(per_rank / value))
+        if key in words and "train.global_batch" not in words and isinstance(value, int):
+            return {"train.global_batch": value * words[key] * num_data_ranks}
+        return {key: max(1, round(train.global_batch / num_data_ranks / value))}
     if key == "train.warmup_steps":
-        return round(value * config.train.steps)
-    return value / config.train.lr if key == "train.min_lr_ratio" else None
+        return {key: round(value * train.steps)}
+    return {key: min(1.0, value / train.lr)} if key == "train.min_lr_ratio" else None
 
 
 def _config(overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> RunConfig | None:

@@ -64,7 +64,7 @@ KEYS: Mapping[str, str] = {
     "model.vocab_size": "padded_vocab_size n_vocab vocabulary_size",
     "model.tie_embeddings": "tie_word_embeddings weight_tying enable_weight_tying",
     "model.rope_theta": "rotary_base rope_base",
-    "model.norm_eps": "rms_norm_eps norm_epsilon layernorm_epsilon layer_norm_eps layer_norm_epsilon",
+    "model.norm_eps": "rms_norm_eps norm_epsilon layernorm_epsilon layer_norm_eps",
     "model.window": "sliding_window window_size sliding_window_size",
     "data.source": "data_path train_data_path dataset dataset_path dataset_name dataset_dir data_dir train_file "
     "train_data",
@@ -97,8 +97,8 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "activation_checkpoint": ("recompute.policy", {"true": "full", "false": "none"}),
     "fsdp_activation_checkpointing": ("recompute.policy", {"true": "full", "false": "none"}),
     "recompute_activations": ("recompute.policy", {"true": "selective", "false": "none"}),
-    "zero_stage": ("mesh.reshard_after_forward", {"2": "false", "3": "true"}),
-    "zero_optimization.stage": ("mesh.reshard_after_forward", {"2": "false", "3": "true"}),
+    "zero_stage": ("mesh.reshard_after_forward", {"1": "false", "2": "false", "3": "true"}),
+    "zero_optimization.stage": ("mesh.reshard_after_forward", {"1": "false", "2": "false", "3": "true"}),
     "zero3": ("mesh.reshard_after_forward", {"true": "true"}),
     "fsdp_reshard_after_forward": ("mesh.reshard_after_forward", {"always": "true", "never": "false"}),
     "fsdp": ("mesh.dp_shard", {"true": "2", "fullshard": "2"}),
@@ -107,10 +107,9 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "packing": ("data.packing", {"true": "documents", "false": "none"}),
     "sample_packing": ("data.packing", {"true": "documents", "false": "none"}),
     "report_to": ("train.tensorboard", {"tensorboard": "true", "none": "false"}),
-    "tensorboard_dir": ("train.tensorboard", {}),
     "do_eval": ("train.validation_samples", {"false": "0"}),
 }
-"""Key and values by name, for settings that other frameworks express in another way."""
+"""Key, and our value by theirs, for settings that other frameworks express in another way."""
 
 DERIVED: Mapping[str, str] = {
     "micro_batch_size": "train.num_microbatches",
@@ -126,7 +125,15 @@ DERIVED: Mapping[str, str] = {
     "lr_warmup_fraction": "train.warmup_steps",
     "min_lr": "train.min_lr_ratio",
 }
-"""Keys by name, for numbers with another meaning: `translate` computes ours, or keeps the value."""
+"""Keys by name, for numbers with another meaning: `foreign_keys` computes ours, or keeps the present value."""
+
+DIFFERENCES: Mapping[str, str] = {
+    "train.num_microbatches": "micro-batches per step of each rank: its share of train.global_batch / their size",
+    "train.steps": "the length of a run is in optimizer steps of train.global_batch samples, not in epochs",
+    "train.warmup_steps": "in steps, not as a fraction of them",
+    "train.min_lr_ratio": "the ratio of the final to the peak learning rate train.lr",
+}
+"""The meaning of our number for each of these keys."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": {
@@ -163,8 +170,14 @@ UNAVAILABLE: Mapping[str, Mapping[str, str]] = {
         ("fp16", "float16", "half", "16", "16mixed"), "float16 needs loss scaling, which Meshwright doesn't have"
     )
     | {"fp8": "float8 is for linear layers only, by float8.recipe"},
+    "mesh.reshard_after_forward": {
+        "0": "stage 0 is replication, over mesh.dp_replicate ranks",
+        "1": "mesh.dp_shard always shards gradients too, as stage 2; with true, parameters as stage 3",
+        "2": "false shards optimizer state and gradients over mesh.dp_shard ranks, as stage 2",
+        "3": "true shards parameters too over mesh.dp_shard ranks, as stage 3",
+    },
 }
-"""Why the nearest value differs from the one requested, for each key."""
+"""Why the nearest value differs from the one requested, or what it stands for, by key and value."""
 
 OPTIONS: Mapping[str, str] = {
     "out": "output_dir out_dir save save_dir dump_folder job.dump_folder checkpoint_dir",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from meshwright.config.foreign_keys import ForeignKey, foreign_keys_error
 from meshwright.config.key_fields import fields, is_valid, sections
@@ -113,8 +114,6 @@ class _FamilyKeys:
     def set(self, overlay: ConfigOverlay, word: str, *, origin: str) -> None:
         """Set one `section.key=value` override."""
         key, equals, text = word.partition("=")
-        if key.startswith("-") and not equals:
-            equals, text = "=", "true"  # an option without a value
         if not equals or not key:
             is_source = word in preset_names() or word.endswith(".toml")
             raise ConfigError(
@@ -248,17 +247,18 @@ class _FamilyKeys:
                 rule=f"this version has the sections {', '.join(self.type.model_fields)}",
                 fix=f"remove {shorten(key)}",
             )
-        near = self._nearest(key)
+        near = self._nearest(key.lstrip("-"))
+        fallback = f"meshwright presets {DEFAULT_PRESET} prints all keys"
         return ConfigError(
             f"unknown {'option' if key.startswith('-') else 'key'} {shorten(key)}",
             where=where,
             rule="keys are set by section.key=value; docs/config.md lists all",
-            fix=f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys",
+            fix=f"{near} (the nearest valid key)" if near else fallback,
         )
 
     def _nearest(self, key: str) -> str | None:
         names = list(fields(self.kind))
-        exact_tail = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+        exact_tail = [name for name in names if "." in name and name.split(".")[-1] == key.split(".")[-1]]
         return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
 
 
@@ -285,7 +285,7 @@ def _validation_error(
 ) -> ConfigError:
     """Convert pydantic's first error to a `ConfigError`."""
     first = error.errors()[0]
-    key = ".".join(part for part in first["loc"] if isinstance(part, str))
+    key = _key(first)
     items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
     field = fields(keys.kind).get(key)
     rule = first["msg"][:1].lower() + first["msg"][1:]
@@ -312,13 +312,18 @@ def _working_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: A
         meant = (value for value in likely_values(key, written, field.annotation) if is_valid(keys.kind, key, value))
         choices[:0] = [(value, f"for {shorten(str(written))}") for value in islice(meant, 1)]
     for value, what in choices:
+        word = f"{key}={format_value(value)} ({what})"
         try:
             config = keys.type.model_validate(overlay.with_values({key: value}))
-        except ValidationError:
+        except ValidationError as error:
+            if all(key != _key(one) for one in error.errors()):
+                return word  # another key is invalid too; its error is next
             continue
         more = repair(config, num_ranks, keys.rules)
         if more is not None and key not in more:
-            word = f"{key}={format_value(value)} ({what})"
             return f"{word} with {format_fix(more)}" if more else word
-    value, what = choices[-1]
-    return f"{key}={format_value(value)} ({what})"
+    return word
+
+
+def _key(error: ErrorDetails) -> str:
+    return ".".join(part for part in error["loc"] if isinstance(part, str))

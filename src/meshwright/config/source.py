@@ -64,7 +64,10 @@ def _unknown_source(source: str) -> ConfigError:
     files = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
     near = next(iter(difflib.get_close_matches(source, files if is_file else preset_names(), n=1, cutoff=0.8)), None)
     fix = shlex.quote(near or (None if is_file else nearest_preset(source, preset_names())) or DEFAULT_PRESET)
-    if path.suffix in OTHER_FORMATS:
+    if (path / "config.json").is_file():
+        state = " (a directory in Hugging Face's format)"
+        fix = f"meshwright checkpoint import {shlex.quote(source)} runs/imported, which prints the words of its model"
+    elif path.suffix in OTHER_FORMATS:
         fix = f"meshwright presets {fix} > {shlex.quote(f'{path.stem}.toml')} writes a file with all keys, to be edited"
     return ConfigError(
         f"{shorten(source)} is neither a preset nor a TOML file{state}",

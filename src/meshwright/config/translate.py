@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.config import foreign_names
 from meshwright.config.key_fields import fields
 from meshwright.models.contract.family import family_names, find_family
 from meshwright.pipeline.generate import ScheduleKind
+
+T = TypeVar("T")
 
 OWN_SECTIONS = ("mesh", "model", "train")
 """Sections whose keys are also found by their last part alone: in others it says too little (mode, every, keep)."""
@@ -36,15 +38,12 @@ def normalize(text: str) -> str:
 
 def find_meaning(name: str) -> Meaning | None:
     """Return the meaning of a key or option, with or without its sections, or None."""
-    parts = normalize(name).split(".")
-    names = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((_meanings()[one] for one in names if one in _meanings()), None)
+    return _find(name, _meanings())
 
 
 def option_named(name: str) -> str | None:
     """Return our option for another framework's name; empty for the first word, the preset or file."""
-    options = _by_name({"": foreign_names.SOURCE, **foreign_names.OPTIONS})
-    return options.get(normalize(name))
+    return _find(name, _by_name({"": foreign_names.SOURCE, **foreign_names.OPTIONS}))
 
 
 def value_named(key: str, value: Any) -> str | None:
@@ -55,9 +54,10 @@ def value_named(key: str, value: Any) -> str | None:
     return found.get(normalize(str(value)))
 
 
-def why_unavailable(key: str, value: Any) -> str:
-    """Return why the value suggested for `value` is another one, or an empty string."""
-    return foreign_names.UNAVAILABLE.get(key, {}).get(normalize(str(value)), "")
+def why_unavailable(key: str, *values: Any) -> str:
+    """Return why the value suggested for one of `values` is another one, or an empty string."""
+    reasons = foreign_names.UNAVAILABLE.get(key, {})
+    return next((reasons[name] for name in (normalize(str(value)) for value in values) if name in reasons), "")
 
 
 def nearest_preset(name: str, presets: Sequence[str]) -> str | None:
@@ -65,7 +65,8 @@ def nearest_preset(name: str, presets: Sequence[str]) -> str | None:
 
     Words count more than numbers: `meta-llama/Llama-3.1-8B` is llama3-8b. The organization doesn't count.
     """
-    wanted = _words(name.rstrip("/").rpartition("/")[2])
+    last = name.rstrip("/").rpartition("/")[2]
+    wanted = _words(last if re.search("[A-Za-z]", last) else name)
 
     def shared(preset: str) -> tuple[int, int, int]:
         common = wanted & _words(preset)
@@ -75,6 +76,13 @@ def nearest_preset(name: str, presets: Sequence[str]) -> str | None:
     if any(len(word) > 1 and not word.isdigit() for word in wanted & _words(best)):
         return best
     return next((preset for word, preset in foreign_names.PRESETS.items() if word in wanted), None)
+
+
+def _find(name: str, found: Mapping[str, T]) -> T | None:
+    """Look a name up with its sections, then without the first ones."""
+    parts = normalize(name).split(".")
+    names = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((found[one] for one in names if one in found), None)
 
 
 def _words(name: str) -> frozenset[str]:
