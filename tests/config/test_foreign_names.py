@@ -12,6 +12,7 @@ from meshwright.config.source import preset_names
 from meshwright.config.translate import find_meaning, nearest_preset, normalize, value_named
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import family_names, find_family
+from meshwright.plan.load_config import load
 from tests.helpers import alternatives, assert_every_fix_works, outcome
 
 WORDS = {
@@ -262,6 +263,12 @@ def test_weights_in_hugging_face_format_are_imported(tmp_path):
     assert f"meshwright checkpoint import {tmp_path}" in outcome([], str(tmp_path)).fix
 
 
+def all_names() -> list[str]:
+    """Every name that has a key of ours."""
+    tables = (KEYS, *(find_family(kind).foreign_names for kind in family_names()))
+    return [*(name for table in tables for text in table.values() for name in text.split()), *CHOICES, *DERIVED]
+
+
 def wrong_targets() -> list[str]:
     """Keys and values in the tables that no family has."""
     tables = [KEYS, VALUES, UNAVAILABLE, DIFFERENCES, *(find_family(kind).foreign_names for kind in family_names())]
@@ -300,9 +307,7 @@ def test_a_wrong_entry_is_found(monkeypatch, table, entry, found):
 
 
 def test_the_tables_have_many_names_and_no_name_twice():
-    names = [name for table in (KEYS, *(find_family(kind).foreign_names for kind in family_names()))
-             for text in table.values() for name in text.split()]  # fmt: skip
-    names = [normalize(name) for name in (*names, *CHOICES, *DERIVED)]
+    names = list(map(normalize, all_names()))
     assert len(names) >= 150 and len(set(names)) == len(names)
     assert all(find_meaning(name) for name in names)
 
@@ -318,3 +323,12 @@ def test_no_foreign_name_hides_a_key():
 
 def test_the_nearest_preset_is_none_for_unknown_words():
     assert nearest_preset("7", preset_names()) is None and nearest_preset("???", preset_names()) is None
+
+
+@pytest.mark.parametrize("value", ["2", "true", "anything"])
+def test_what_every_name_suggests_loads(value):
+    for name in all_names():
+        preset = "llama-tiny" if find_meaning(name).key in fields(load(None).model.kind) else "moe-tiny"
+        error = outcome([f"{name}={value}"], preset)
+        words = suggestion(error)
+        assert isinstance(outcome(words, preset), RunConfig), f"{name}={value}: {error}"

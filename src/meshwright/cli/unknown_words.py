@@ -106,8 +106,8 @@ def _unknown_command(args: list[str], own: list[str]) -> InputError:
     if word in preset_names() or "=" in word or word.endswith(".toml"):
         command, rest = "run", shlex.join(args)
     else:
-        near = difflib.get_close_matches(word, own, n=1, cutoff=0.75)
-        command = near[0] if near else commands.get(normalize(word), "--help")
+        near = difflib.get_close_matches(word, own, n=1)
+        command = commands.get(normalize(word)) or next(iter(near), "--help")
     if command.split()[0] not in ("run", "plan", "prove", "bench"):
         rest = ""  # the words of other commands are different
     return InputError(

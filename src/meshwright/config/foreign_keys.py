@@ -46,13 +46,15 @@ def foreign_keys_error(
     """
     asked: dict[str, Any] = {}
     for one in sorted(found, key=lambda one: one.meaning.is_derived):  # these depend on the others
-        asked |= _own_value(one, overlay, kind, asked)
-    words = dict(asked)
+        asked |= _carried(one, overlay, kind, asked) or {}
+    kept = {one.meaning.key: _present(one.meaning.key, overlay, kind) for one in found if one.meaning.key not in asked}
+    words = asked | kept
     config = _config(overlay, kind, words)
     if config is not None:
         # Keep what the user asked for if the rules allow it.
         words |= repair(config, num_ranks, rules, words) or repair(config, num_ranks, rules) or {}
-    refused = ", ".join(f"{key} = {format_value(value)}" for key, value in asked.items() if words[key] != value)
+    notes = [f"{key} = {format_value(value)} does not fit" for key, value in asked.items() if words[key] != value]
+    notes += [f"{key} as it was" for key in kept]
     names = list(dict.fromkeys(one.name for one in found))
     shown = ", ".join(map(shorten, names[:MAX_NAMES])) + (" …" if len(names) > MAX_NAMES else "")
     what = "option" if names[0].startswith("-") else "key"
@@ -60,7 +62,7 @@ def foreign_keys_error(
         f"unknown {what}{'s' if len(names) > 1 else ''} {shown}",
         where=f"{found[0].origin}, {shorten(names[0])}",
         rule="; ".join(_rule(one, kind, brief=len(names) > 1) for one in found[:MAX_NAMES]),
-        fix=f"{format_fix(words)} in place of {shown}" + (f" ({refused} does not fit)" if refused else ""),
+        fix=f"{format_fix(words)} in place of {shown}" + (f" ({', '.join(notes)})" if notes else ""),
     )
 
 
@@ -71,17 +73,16 @@ def _rule(one: ForeignKey, kind: str, *, brief: bool) -> str:
     return f"{shorten(one.name)} is {key} here" + (f" ({about})" if about else "")
 
 
-def _own_value(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> Fix:
-    """Return our key with the value that the user's stands for; with the present one if it doesn't carry over."""
+def _carried(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> Fix | None:
+    """Return our key with the value that the user's stands for; None if the key doesn't take it."""
     key, value = one.meaning.key, one.value
     if one.meaning.is_derived:
-        return _derived(one, _config(overlay, kind, words), words) or {key: _present(key, overlay, kind)}
+        return _derived(one, _config(overlay, kind, words), words)
     annotation = fields(kind)[key].annotation
     choices = {normalize(name): own for name, own in (one.meaning.choices or {}).items()}
     chosen = choices.get(normalize(str(value)))
     candidates = likely_values(key, value, annotation) if chosen is None else [parse_value(chosen, annotation)]
-    valid = (own for own in candidates if is_valid(kind, key, own))
-    return {key: next(valid, _present(key, overlay, kind))}
+    return next(({key: own} for own in candidates if is_valid(kind, key, own)), None)
 
 
 def _present(key: str, overlay: ConfigOverlay, kind: str) -> Any:
