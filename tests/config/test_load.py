@@ -119,6 +119,12 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path):
     assert error.fix.startswith("train.steps")
 
 
+@pytest.mark.parametrize("text", ["[optimizer]\n", "[optimizer.more]\n", "[parallelism]\n"])
+def test_an_unknown_section_without_keys_is_not_ignored(text, tmp_path):
+    error = outcome([], write(tmp_path, text))
+    assert isinstance(error, ConfigError) and error.what == f"unknown key {text.strip('[]' + chr(10))}"
+
+
 @pytest.mark.parametrize("section", PLANNED_SECTIONS)
 def test_a_planned_section_is_not_available_yet(section, tmp_path):
     for error in (outcome([f"{section}.x=1"]), outcome([], write(tmp_path, f"[{section}]\nx = 1\n"))):

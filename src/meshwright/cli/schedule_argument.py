@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from meshwright.config.translate import value_named
 from meshwright.errors import InputError, ScheduleError
 from meshwright.pipeline import Schedule, generate
 from meshwright.pipeline.generate import ScheduleKind
@@ -49,6 +48,8 @@ def load_schedule(
     name = source.lower().replace("_", "-")
     names = [kind.value for kind in ScheduleKind]
     if name not in names:
+        from meshwright.config.translate import value_named
+
         near = value_named("pipeline.schedule", source) or next(
             iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b"
         )

@@ -35,7 +35,8 @@ KEYS: Mapping[str, str] = {
     "train.seed": "random_seed data_seed manual_seed seed_everything",
     "train.lr": "learning_rate peak_lr max_lr base_lr",
     "train.lr_schedule": "lr_scheduler_type lr_decay_style decay_type scheduler",
-    "train.warmup_steps": "warmup lr_warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup_iters",
+    "train.warmup_steps": "warmup lr_warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup_iters "
+    "warmup.steps",
     "train.decay_steps": "lr_wsd_decay_iters num_decay_steps wsd_decay_steps",
     "train.min_lr_ratio": "min_lr_factor min_lr_rate lr_min_ratio",
     "train.beta1": "adam_beta1",
@@ -51,7 +52,8 @@ KEYS: Mapping[str, str] = {
     "train.threads": "num_threads omp_num_threads num_cpu_threads_per_process",
     "train.timeout_s": "ddp_timeout timeout timeout_seconds train_timeout_seconds",
     "train.log_every": "logging_steps log_interval log_freq log_steps steps_per_print log_every_n_steps print_interval",
-    "train.validate_every": "eval_steps eval_interval eval_freq eval_every val_check_interval validation.freq",
+    "train.validate_every": "eval_steps eval_interval eval_freq eval_every val_check_interval eval.steps eval.interval "
+    "validation.freq",
     "train.validation_samples": "eval_samples num_eval_samples max_eval_samples",
     "train.trace": "profile enable_profiling profiling",
     "train.tensorboard": "enable_tensorboard use_tensorboard",
@@ -77,7 +79,7 @@ KEYS: Mapping[str, str] = {
     "recompute.policy": "activation_checkpoint.mode activation_checkpoint_mode recompute_granularity "
     "activation_checkpointing_mode",
     "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint.interval "
-    "checkpoint.freq checkpoint_every",
+    "checkpoint.steps checkpoint.freq checkpoint_every",
     "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints",
     "float8.recipe": "fp8_recipe float8_recipe recipe_name fp8 enable_float8",
     "comm.weights": "zero_quantized_weights",
@@ -139,9 +141,9 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": {
         "bf16": "bfloat16", "bf16mixed": "bfloat16", "bf16true": "bfloat16", "torch.bfloat16": "bfloat16",
         "fp16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "16": "bfloat16", "16mixed": "bfloat16",
-        "fp8": "bfloat16", "fp32": "float32", "float": "float32", "32": "float32", "32true": "float32",
-        "single": "float32", "no": "float32", "torch.float32": "float32", "fp64": "float64", "double": "float64",
-        "64": "float64",
+        "16true": "bfloat16", "fp8": "bfloat16", "fp32": "float32", "float": "float32", "32": "float32",
+        "32true": "float32", "single": "float32", "no": "float32", "torch.float32": "float32", "fp64": "float64",
+        "double": "float64", "64": "float64",
     },
     "train.lr_schedule": {"cosinewithminlr": "cosine", "warmupstabledecay": "wsd", "linear": "wsd", "constant": "wsd"},
     "train.max_grad_norm": {"0": "1e30", "0.0": "1e30", "none": "1e30", "inf": "1e30"},
@@ -167,7 +169,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 UNAVAILABLE: Mapping[str, Mapping[str, str]] = {
     "train.precision": dict.fromkeys(
-        ("fp16", "float16", "half", "16", "16mixed"), "float16 needs loss scaling, which Meshwright doesn't have"
+        ("fp16", "float16", "half", "16", "16mixed", "16true"),
+        "float16 needs loss scaling, which Meshwright doesn't have",
     )
     | {"fp8": "float8 is for linear layers only, by float8.recipe"},
     "mesh.reshard_after_forward": {

@@ -160,6 +160,8 @@ class _FamilyKeys:
         if not others:
             for name, found in _leaves(key, value):
                 self._put_unknown(name, found, origin)
+            if not self._foreign_keys:  # an empty section
+                raise self._unknown(leaf, origin)
             return
         if leaf.startswith("model."):
             # Users can't remove a preset's keys, so treat the kind as the wrong setting.
@@ -221,12 +223,15 @@ class _FamilyKeys:
         where, text = f"{origin}, {shorten(key)}", format_value(value)
         if meaning is not None:
             owners = [kind for kind in family_names() if meaning.key in fields(kind)]
-            own = next(likely_values(meaning.key, value, fields(owners[0])[meaning.key].annotation))
+            preset = smallest_preset(owners)
+            other = ConfigOverlay(read_source(preset)[1])
+            found = [ForeignKey(key, value, origin, meaning)]
+            error = foreign_keys_error(found, other, other.get(KEY, None), num_ranks=None, rules=self.rules)
             raise ConfigError(
                 what,
                 where=where,
                 rule=f"it is {meaning.key} here, for models of {' or '.join(owners)}, but model.kind is {self.kind}",
-                fix=f"{smallest_preset(owners)} {meaning.key}={format_value(own)}",
+                fix=f"{preset} {error.fix}",
             )
         if option is None:
             raise self._unknown(key, origin)

@@ -63,7 +63,7 @@ def why_unavailable(key: str, *values: Any) -> str:
 def nearest_preset(name: str, presets: Sequence[str]) -> str | None:
     """Return the preset whose name shares most with a model's name, the shortest of several; None without any.
 
-    Words count more than numbers: `meta-llama/Llama-3.1-8B` is llama3-8b. The organization doesn't count.
+    Words count more than numbers: `mistralai/Mistral-7B-v0.3` is mistral-7b. The organization doesn't count.
     """
     last = name.rstrip("/").rpartition("/")[2]
     wanted = _words(last if re.search("[A-Za-z]", last) else name)
@@ -86,7 +86,7 @@ def _find(name: str, found: Mapping[str, T]) -> T | None:
 
 
 def _words(name: str) -> frozenset[str]:
-    """Split a name into words and sizes: llama3-8b into llama, 3 and 8b."""
+    """Split a name into words and sizes: mixtral-8x7b into mixtral and 8x7b."""
     return frozenset(re.findall(r"\d+x\d+b|\d+b|[a-z]+|\d+", name.lower()))
 
 
