@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from meshwright.config.load import preset_names
+from meshwright.config.source import preset_names
 from meshwright.plan.load_config import load
 from tests.helpers import meshwright
 

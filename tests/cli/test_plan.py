@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshwright.config.load import preset_names
+from meshwright.config.source import preset_names
 from meshwright.plan.collective_bytes import context_bytes
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.config.dump import to_toml
-from meshwright.config.load import preset_names
 from meshwright.config.schema import run_type
+from meshwright.config.source import preset_names
 from meshwright.plan.load_config import load
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

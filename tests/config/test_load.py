@@ -7,8 +7,9 @@ import shlex
 
 import pytest
 
-from meshwright.config.load import known_keys, preset_names
+from meshwright.config.load import known_keys
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
+from meshwright.config.source import preset_names
 from meshwright.errors import ConfigError, InputError
 from meshwright.plan.load_config import load
 from meshwright.settings.violation import format_fix
@@ -94,10 +95,11 @@ def test_a_section_can_be_unset_and_given_whole():
         ("train.stpes=7", "train.steps"),
         ("steps=7", "train.steps"),
         ("model.layers=2", "model.num_layers"),
-        ("mesh.tensor_parallel=2", "mesh.sequence_parallel"),
+        ("mesh.tensor_parallel=2", "mesh.tp"),
         ("optimizer.lr=0.1", "train.lr"),
         ("train.batch=8", "train.global_batch"),
-        ("checkpoint.interval=8", "checkpoint"),
+        ("checkpoint.interval=8", "checkpoint.every"),
+        ("pipeline.chunkz=2", "pipeline.chunks"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(word, nearest):
@@ -106,8 +108,8 @@ def test_an_unknown_key_names_the_nearest(word, nearest):
     assert isinstance(error, ConfigError)
     assert error.what == f"unknown key {key}"
     assert error.where == f"command line, {key}"
-    named = error.fix.split(" ")[0]
-    assert named.startswith(nearest) and named in known_keys()
+    assert error.fix.split(" ")[0].partition("=")[0] == nearest
+    assert nearest in known_keys()
 
 
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path):
@@ -115,6 +117,12 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path):
     error = outcome([], path)
     assert error.what == "unknown key train.stpes" and error.where == f"{path}, train.stpes"
     assert error.fix.startswith("train.steps")
+
+
+@pytest.mark.parametrize("text", ["[optimizer]\n", "[optimizer.more]\n", "[parallelism]\n"])
+def test_an_unknown_section_without_keys_is_not_ignored(text, tmp_path):
+    error = outcome([], write(tmp_path, text))
+    assert isinstance(error, ConfigError) and error.what == f"unknown key {text.strip('[]' + chr(10))}"
 
 
 @pytest.mark.parametrize("section", PLANNED_SECTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -118,6 +119,31 @@ def test_nothing_found_says_what_is_near(tmp_path):
         with pytest.raises(DataError) as caught:
             list_documents(str(tmp_path / missing))
         assert list_documents(caught.value.fix.removeprefix("data.source=").strip("'"))
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "pattern"),
+    [
+        (["a.md", "deep/er/b.md", "c.txt"], "", "**/*.md"),
+        (["a.py", "b.PY", "c.py"], "", "**/*.py"),
+        (["a.md"], "*.txt", "**/*.md"),
+        (["wiki [1]/a.md"], "wiki [1]", "**/*.md"),
+        ([".hidden/a.md", ".b.md", "weights.bin"], "", None),
+        ([], "", None),
+    ],
+)
+def test_a_folder_is_given_a_pattern_that_finds_its_texts(tmp_path, files, source, pattern):
+    root = tmp_path / "my texts"
+    write(root, dict.fromkeys(files, "x"))
+    root.mkdir(exist_ok=True)
+    with pytest.raises(DataError) as caught:
+        list_documents(str(root / source))
+    fix = caught.value.fix
+    if pattern is None:
+        assert fix == "a pattern that matches text files, or data.source=stdlib"
+        return
+    [suggested] = shlex.split(fix.partition(", or ")[0])
+    assert suggested.endswith(pattern) and list_documents(suggested.removeprefix("data.source="))
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path):

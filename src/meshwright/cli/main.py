@@ -10,19 +10,21 @@ from meshwright import __version__
 from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, plan, presets, prove, run
 from meshwright.cli.colors import tolerate
 from meshwright.cli.errors import show_error
+from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
     name="meshwright",
+    cls=Commands,
     help="Train transformers on any number of devices: plan it, prove it, run it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(plan.plan)
-app.command()(run.run)
-app.command()(prove.prove)
+app.command(cls=ConfigCommand)(plan.plan)
+app.command(cls=ConfigCommand)(run.run)
+app.command(cls=ConfigCommand)(prove.prove)
 app.command()(presets.presets)
 app.command()(doctor.doctor)
 bench.add_bench(app)

@@ -17,7 +17,7 @@ def presets(
     """List the presets with their size and layout, or print one."""
     from meshwright.config.dump import keys_table, to_toml
     from meshwright.config.facts_for_family import model_facts
-    from meshwright.config.load import preset_names
+    from meshwright.config.source import preset_names
     from meshwright.plan.load_config import load
 
     if keys:

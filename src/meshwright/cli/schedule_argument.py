@@ -12,7 +12,6 @@ from meshwright.pipeline.verify import verify
 
 COMMAND_LINE = "command line"
 A_TABLE = "create one to start from: meshwright draw pipeline 1f1b --stages 4 --microbatches 8 --csv mine.csv"
-ALIASES = {"gpipe": "f-then-b", "zbv": "zb-v", "zbh1": "zb-h1", "dualpipe": "dualpipe-v"}
 SCHEDULE_HELP = f"{', '.join(kind.value for kind in ScheduleKind)}, or a table's file (.csv, .json)."
 
 
@@ -49,7 +48,11 @@ def load_schedule(
     name = source.lower().replace("_", "-")
     names = [kind.value for kind in ScheduleKind]
     if name not in names:
-        near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b")
+        from meshwright.config.translate import value_named
+
+        near = value_named("pipeline.schedule", source) or next(
+            iter(difflib.get_close_matches(name, names, n=1, cutoff=0.3)), "1f1b"
+        )
         raise ScheduleError(
             f"unknown schedule {source!r}",
             where=COMMAND_LINE,

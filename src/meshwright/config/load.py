@@ -7,31 +7,25 @@ fraction of a second.
 from __future__ import annotations
 
 import difflib
-import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib import resources
+from itertools import islice
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from meshwright.config.foreign_keys import ForeignKey, foreign_keys_error
+from meshwright.config.key_fields import fields, is_valid, sections
 from meshwright.config.overlay import ConfigOverlay, shorten
+from meshwright.config.parse_value import likely_values, parse_value
 from meshwright.config.rules import Rules, check, repair
-from meshwright.config.schema import PLANNED_SECTIONS, REPLACED_KEYS, RunConfig, run_type
+from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
+from meshwright.config.source import DEFAULT_PRESET, preset_names, read_source, smallest_preset
+from meshwright.config.translate import find_meaning, nearest_preset, option_named, why_unavailable
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
-from meshwright.settings.section import sections_in
 from meshwright.settings.violation import format_fix, format_value
-
-DEFAULT_PRESET = "llama-tiny"
-
-
-def preset_names() -> list[str]:
-    """Return the names of the presets that ship with the package."""
-    files = resources.files("meshwright.config").joinpath("presets").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def load(
@@ -56,7 +50,7 @@ def load(
         LayoutError: the mesh does not fit.
     """
     source = source or DEFAULT_PRESET
-    label, tree = _read_source(source)
+    label, tree = read_source(source)
     keys = _FamilyKeys(_kind_of(tree, label, [*defaults, *overrides]), rules)
     overlay = ConfigOverlay()
     for word in defaults:
@@ -64,6 +58,7 @@ def load(
     keys.put(overlay, "", tree, origin=label)
     for word in overrides:
         keys.set(overlay, word, origin="command line")
+    keys.check_foreign(overlay, num_ranks=num_ranks)
     keys.check_other_families()
     overlay.values.setdefault("name", Path(source).stem)
     overlay.values.setdefault("model", {})["kind"] = keys.kind
@@ -77,12 +72,12 @@ def load(
 
 def known_keys(kind: str | None = None) -> list[str]:
     """Return all dotted keys for a family, by default that of the default preset."""
-    return list(_fields(kind or default_kind()))
+    return list(fields(kind or default_kind()))
 
 
 def default_kind() -> str:
     """Return the family of the default preset."""
-    kind: str = _read_source(DEFAULT_PRESET)[1]["model"]["kind"]
+    kind: str = read_source(DEFAULT_PRESET)[1]["model"]["kind"]
     return kind
 
 
@@ -106,61 +101,6 @@ def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
     return str(kind)
 
 
-@cache
-def _fields(kind: str) -> Mapping[str, Any]:
-    """Return the fields of all keys for a family, by dotted name."""
-    return {key: field for key, field, is_section in _walk(run_type(kind), "") if not is_section}
-
-
-@cache
-def _sections(kind: str) -> Mapping[str, Any]:
-    """Return the fields of all sections for a family, by dotted name."""
-    return {key: field for key, field, is_section in _walk(run_type(kind), "") if is_section}
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any, bool]]:
-    """Yield dotted name, field, and whether it is a section, for all keys and sections."""
-    for name, field in model.model_fields.items():
-        nested = sections_in(field.annotation)
-        yield f"{prefix}{name}", field, bool(nested)
-        for section in nested:
-            yield from _walk(section, f"{prefix}{name}.")
-
-
-def _read_source(source: str) -> tuple[str, dict[str, Any]]:
-    path = Path(source)
-    if source in preset_names():
-        text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
-        label = f"preset {source}"
-    elif path.suffix == ".toml" and path.is_file():
-        text, label = path.read_bytes(), source
-    else:
-        raise _unknown_source(source)
-    try:
-        return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors write a byte-order mark
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"not TOML: {error}",
-            where=label,
-            rule="a run is configured in TOML",
-            fix=f"meshwright presets {DEFAULT_PRESET} prints a valid file with all keys",
-        ) from None
-
-
-def _unknown_source(source: str) -> ConfigError:
-    path = Path(source)
-    is_file = path.suffix == ".toml"
-    state = " (a directory)" if path.is_dir() else " (no such file)" if is_file else ""
-    files = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
-    near = difflib.get_close_matches(source, files if is_file else preset_names(), n=1)
-    return ConfigError(
-        f"{shorten(source)} is neither a preset nor a TOML file{state}",
-        where="command line",
-        rule=f"presets are {', '.join(preset_names())}",
-        fix=shlex.quote(near[0]) if near else DEFAULT_PRESET,
-    )
-
-
 class _FamilyKeys:
     """Keys for one family; sets them in an overlay and explains unknown keys."""
 
@@ -169,6 +109,7 @@ class _FamilyKeys:
         self.type = run_type(kind)
         self._unread_keys: dict[str, ConfigError] = {}
         """Errors for keys of other families that have a non-default value, by key."""
+        self._foreign_keys: list[ForeignKey] = []
 
     def set(self, overlay: ConfigOverlay, word: str, *, origin: str) -> None:
         """Set one `section.key=value` override."""
@@ -181,24 +122,24 @@ class _FamilyKeys:
                 rule="an override has the form section.key=value; a preset or a file comes first, before the overrides",
                 fix=f"name {word} first" if is_source else f"{self._nearest(key) or 'train.steps'}=…",
             )
-        field = _fields(self.kind).get(key) or _sections(self.kind).get(key)
-        self.put(overlay, key, _parse_value(text, getattr(field, "annotation", None)), origin=origin)
+        field = fields(self.kind).get(key) or sections(self.kind).get(key)
+        self.put(overlay, key, parse_value(text, getattr(field, "annotation", None)), origin=origin)
 
     def put(self, overlay: ConfigOverlay, key: str, value: Any, *, origin: str) -> None:
         """Set a key, or all keys of a section from a mapping; an empty `key` stands for the entire configuration."""
-        if key in _fields(self.kind):
+        if key in fields(self.kind):
             overlay.put(key, value, origin)
             return
-        sections = _sections(self.kind)
-        if isinstance(value, Mapping) and (not key or key in sections):
+        known = sections(self.kind)
+        if isinstance(value, Mapping) and (not key or key in known):
             if not value:
                 overlay.put(key, {}, origin) if key else None
             for name, inner in value.items():
                 self.put(overlay, f"{key}.{name}" if key else name, inner, origin=origin)
-        elif key in sections and value is None:
+        elif key in known and value is None:
             overlay.put(key, None, origin)
-        elif key in sections:
-            first = next(name for name in _fields(self.kind) if name.startswith(f"{key}."))
+        elif key in known:
+            first = next(name for name in fields(self.kind) if name.startswith(f"{key}."))
             raise ConfigError(
                 f"{key} is a section, not a key",
                 where=f"{origin}, {key}",
@@ -215,9 +156,13 @@ class _FamilyKeys:
             ConfigError: the key belongs to the section `model` or to no family.
         """
         leaf, value = _first_leaf(key, value)
-        others = [kind for kind in family_names() if leaf in _fields(kind)]
+        others = [kind for kind in family_names() if leaf in fields(kind)]
         if not others:
-            raise self._unknown(leaf, origin)
+            for name, found in _leaves(key, value):
+                self._put_unknown(name, found, origin)
+            if not self._foreign_keys:  # an empty section
+                raise self._unknown(leaf, origin)
+            return
         if leaf.startswith("model."):
             # Users can't remove a preset's keys, so treat the kind as the wrong setting.
             is_of_preset = origin.startswith("preset ")
@@ -225,7 +170,7 @@ class _FamilyKeys:
                 f"{self.kind} models have no {leaf}",
                 where=f"{origin}, {leaf}",
                 rule=f"model.kind={self.kind} has the keys "
-                + ", ".join(k for k in _fields(self.kind) if k.startswith("model.")),
+                + ", ".join(k for k in fields(self.kind) if k.startswith("model.")),
                 fix=f"remove model.kind={self.kind}, or start from a preset for {self.kind}"
                 if is_of_preset
                 else f"remove {leaf}",
@@ -233,7 +178,7 @@ class _FamilyKeys:
         leaves = _leaves(key, value) if key != leaf else [(leaf, value)]
         owners = " or ".join(others)
         for name, found in leaves:
-            field = _fields(others[0]).get(name)
+            field = fields(others[0]).get(name)
             if field is None:
                 raise self._unknown(name, origin)
             self._unread_keys.pop(name, None)
@@ -254,6 +199,50 @@ class _FamilyKeys:
         for error in self._unread_keys.values():
             raise error
 
+    def check_foreign(self, overlay: ConfigOverlay, *, num_ranks: int | None) -> None:
+        """Raise if a key has another framework's name.
+
+        Raises:
+            ConfigError: such a key is set; the error names ours.
+        """
+        if self._foreign_keys:
+            raise foreign_keys_error(self._foreign_keys, overlay, self.kind, num_ranks=num_ranks, rules=self.rules)
+
+    def _put_unknown(self, key: str, value: Any, origin: str) -> None:
+        """Keep a key with another framework's name, to report all of them together.
+
+        Raises:
+            ConfigError: the name is not known, or is that of another family's key or of an option.
+        """
+        meaning = find_meaning(key)
+        if meaning is not None and meaning.key in fields(self.kind):
+            self._foreign_keys.append(ForeignKey(key, value, origin, meaning))
+            return
+        option = option_named(key)
+        what = f"unknown {'option' if key.startswith('-') else 'key'} {shorten(key)}"
+        where, text = f"{origin}, {shorten(key)}", format_value(value)
+        if meaning is not None:
+            owners = [kind for kind in family_names() if meaning.key in fields(kind)]
+            preset = smallest_preset(owners)
+            other = ConfigOverlay(read_source(preset)[1])
+            found = [ForeignKey(key, value, origin, meaning)]
+            error = foreign_keys_error(found, other, other.get(KEY, None), num_ranks=None, rules=self.rules)
+            raise ConfigError(
+                what,
+                where=where,
+                rule=f"it is {meaning.key} here, for models of {' or '.join(owners)}, but model.kind is {self.kind}",
+                fix=f"{preset} {error.fix}",
+            )
+        if option is None:
+            raise self._unknown(key, origin)
+        preset = text if Path(text).suffix == ".toml" else nearest_preset(text, preset_names()) or DEFAULT_PRESET
+        raise ConfigError(
+            what,
+            where=where,
+            rule=f"it is --{option} of meshwright run" if option else "a preset or a TOML file is the first word",
+            fix=f"--{option} {text}" if option else f"{preset} as the first word",
+        )
+
     def _unknown(self, key: str, origin: str) -> ConfigError:
         section, where = key.split(".")[0], f"{origin}, {shorten(key)}"
         if section in PLANNED_SECTIONS:
@@ -263,18 +252,18 @@ class _FamilyKeys:
                 rule=f"this version has the sections {', '.join(self.type.model_fields)}",
                 fix=f"remove {shorten(key)}",
             )
-        near = self._nearest(key)
-        fix = f"{near} (the nearest valid key)" if near else f"meshwright presets {DEFAULT_PRESET} prints all keys"
+        near = self._nearest(key.lstrip("-"))
+        fallback = f"meshwright presets {DEFAULT_PRESET} prints all keys"
         return ConfigError(
-            f"unknown key {shorten(key)}",
+            f"unknown {'option' if key.startswith('-') else 'key'} {shorten(key)}",
             where=where,
-            rule="docs/config.md lists all keys",
-            fix=REPLACED_KEYS.get(key, fix),
+            rule="keys are set by section.key=value; docs/config.md lists all",
+            fix=f"{near} (the nearest valid key)" if near else fallback,
         )
 
     def _nearest(self, key: str) -> str | None:
-        names = list(_fields(self.kind))
-        exact_tail = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+        names = list(fields(self.kind))
+        exact_tail = [name for name in names if "." in name and name.split(".")[-1] == key.split(".")[-1]]
         return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
 
 
@@ -296,59 +285,50 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
     return leaf, value
 
 
-def _parse_value(text: str, annotation: Any) -> Any:
-    """Parse a TOML value; invalid TOML is taken as a string, so paths and names need no quotes. `none` unsets a key.
-
-    Values of string keys are always strings, even if TOML would parse them as another type: `data.source=2024` is a
-    file name.
-    """
-    kinds = get_args(annotation) or (annotation,)
-    if type(None) in kinds and text.lower() in ("none", "null"):
-        return None
-    if text in ("True", "False"):
-        text = text.lower()
-    try:
-        tree = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    is_more = len(tree) > 1  # the text has a newline followed by another key
-    wanted = (str, list) if get_origin(annotation) is tuple else (str,)
-    return text if is_more or (str in kinds and not isinstance(tree["value"], wanted)) else tree["value"]
-
-
 def _validation_error(
     error: ValidationError, overlay: ConfigOverlay, keys: _FamilyKeys, *, num_ranks: int | None
 ) -> ConfigError:
     """Convert pydantic's first error to a `ConfigError`."""
     first = error.errors()[0]
-    key = ".".join(part for part in first["loc"] if isinstance(part, str))
+    key = _key(first)
     items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
-    field = _fields(keys.kind).get(key)
+    field = fields(keys.kind).get(key)
     rule = first["msg"][:1].lower() + first["msg"][1:]
     meaning = getattr(field, "description", "") or ""
     allowed = first.get("ctx", {}).get("expected")
+    meaning = why_unavailable(key, first["input"]) or meaning
     return ConfigError(
         f"{key}{items} = {shorten(repr(first['input']))} is not allowed here",
         where=f"{overlay.origins.get(key, 'default')}, {key}",
         rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
-        fix=_restoring_fix(overlay, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
+        fix=_working_fix(overlay, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
     )
 
 
-def _restoring_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: Any, *, num_ranks: int | None) -> str:
-    """Return the override that restores a key's previous value or its default, whichever gives a valid run."""
+def _working_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: Any, *, num_ranks: int | None) -> str:
+    """Return the override that sets what the value probably means, or the previous value, or the default, whichever
+    gives a valid run."""
     choices = [(default, "the default")]
     if key in overlay.replaced:
         value, origin = overlay.replaced[key]
         choices.insert(0, (value, f"as in {origin}"))
+    written, field = overlay.get(key, None), fields(keys.kind).get(key)
+    if field is not None:
+        meant = (value for value in likely_values(key, written, field.annotation) if is_valid(keys.kind, key, value))
+        choices[:0] = [(value, f"for {shorten(str(written))}") for value in islice(meant, 1)]
     for value, what in choices:
+        word = f"{key}={format_value(value)} ({what})"
         try:
-            config = keys.type.model_validate(overlay.with_value(key, value))
-        except ValidationError:
+            config = keys.type.model_validate(overlay.with_values({key: value}))
+        except ValidationError as error:
+            if all(key != _key(one) for one in error.errors()):
+                return word  # another key is invalid too; its error is next
             continue
         more = repair(config, num_ranks, keys.rules)
-        if more is not None:
-            word = f"{key}={format_value(value)} ({what})"
+        if more is not None and key not in more:
             return f"{word} with {format_fix(more)}" if more else word
-    value, what = choices[0]
-    return f"{key}={format_value(value)} ({what})"
+    return word
+
+
+def _key(error: ErrorDetails) -> str:
+    return ".".join(part for part in error["loc"] if isinstance(part, str))

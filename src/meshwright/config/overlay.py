@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,21 @@ class ConfigOverlay:
             self.replaced[key] = (before[0], self.origins[key])
         self.origins[key] = origin
 
-    def with_value(self, key: str, value: Any) -> dict[str, Any]:
-        """Return a copy of all values with one of them changed."""
-        values = copy.deepcopy(self.values)
-        _replace(values, key, value)
-        return values
+    def get(self, key: str, default: Any) -> Any:
+        """Return the value of one dotted key, or `default` if it is not set."""
+        found: Any = self.values
+        for part in key.split("."):
+            if not isinstance(found, dict) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    def with_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of all values with some of them changed."""
+        changed = copy.deepcopy(self.values)
+        for key, value in values.items():
+            _replace(changed, key, value)
+        return changed
 
 
 def shorten(text: str) -> str:

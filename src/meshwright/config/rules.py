@@ -95,9 +95,12 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from _unread_keys(config)
 
 
-def repair(config: RunConfig, num_ranks: int | None, rules: Rules | None = None) -> Fix | None:
-    """Return keys to set so that no rule is violated (empty if none is), or None if no such fix was found."""
-    return _FixSearch(num_ranks, rules or violations).complete(config, {})
+def repair(config: RunConfig, num_ranks: int | None, rules: Rules | None = None, fix: Fix | None = None) -> Fix | None:
+    """Return keys to set so that no rule is violated (empty if none is), or None if no such fix was found.
+
+    The keys of `fix` are among them and keep their values.
+    """
+    return _FixSearch(num_ranks, rules or violations).complete(config, fix or {})
 
 
 @dataclass(frozen=True)

@@ -307,8 +307,5 @@ def _restored(kind: str, text: str) -> RunConfig:
     return run_type(kind).model_validate_json(text)
 
 
-REPLACED_KEYS = {"train.tensorboard": "train.trackers=tensorboard"}
-"""Keys of earlier versions, and what does the same now."""
-
 PLANNED_SECTIONS = ("attention",)
 """Sections for features that are not implemented yet, to give a better error than `unknown key`."""

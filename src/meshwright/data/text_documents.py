@@ -14,15 +14,24 @@ import hashlib
 import os
 import shlex
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 
 from meshwright.errors import DataError
 
 STDLIB = "stdlib"
 MIN_HELD_OUT_FILES = 5
+MAX_FOLDERS_SEARCHED = 1000
+TEXT_SUFFIXES = frozenset(
+    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".py", ".c",
+     ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".toml", ".yaml", ".yml", ".org")
+)  # fmt: skip
+"""Suffixes of files that are suggested as sources."""
+OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"
 _HOLD_OUT_DIVISOR = 10
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -174,6 +183,21 @@ def _document(path: str, root: Path, source: str) -> Document:
     return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
+def _glob_of_texts(folder: str | Path) -> str | None:
+    """Return a glob of the text files in a folder: those with the suffix that most of them have; None without any."""
+    found: Counter[str] = Counter()
+    for _, folders, names in islice(os.walk(folder), MAX_FOLDERS_SEARCHED):
+        # As `**`, which doesn't search hidden folders.
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        suffixes = (os.path.splitext(name)[1] for name in names if not name.startswith("."))
+        found.update(suffix for suffix in suffixes if suffix.lower() in TEXT_SUFFIXES)
+    for suffix, _ in found.most_common(1):
+        pattern = os.path.join(glob.escape(str(folder)), "**", f"*{suffix}")
+        if any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
+            return pattern
+    return None
+
+
 def _nothing_found(source: str, root: Path) -> DataError:
     if source == STDLIB:
         return DataError(
@@ -185,9 +209,12 @@ def _nothing_found(source: str, root: Path) -> DataError:
     pattern = os.path.expanduser(source)
     near = similar_file(pattern)
     if os.path.isdir(pattern):
-        what, fix = f"{source} is a directory", f"data.source='{os.path.join(source, '**', '*.txt')}'"
+        found = _glob_of_texts(pattern)
+        what, fix = f"{source} is a directory", f"data.source={shlex.quote(found)}" if found else OTHER_SOURCE
     elif glob.has_magic(pattern):
-        what, fix = f"no file matches {source}", f"a pattern that matches, or data.source={STDLIB}"
+        found = _glob_of_texts(root) if root.is_dir() else None
+        fix = f"data.source={shlex.quote(found)}, or data.source={STDLIB}" if found else OTHER_SOURCE
+        what = f"no file matches {source}"
     else:
         what, fix = f"file not found: {source}", f"data.source={shlex.quote(str(near or STDLIB))}"
     return DataError(

@@ -8,6 +8,7 @@ from meshwright.config import rules as config_rules
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.recompute_blocks import policy_of
 from meshwright.config.schema import RunConfig
+from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.generate import schedule_kind
@@ -40,7 +41,10 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
     except ScheduleError as error:
         if is_table_file(schedule_name(config)):
             raise
-        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, _other_schedules(config))
+        meant = _schedule_meant(schedule_name(config))
+        many: list[Fix] = [{**fix, "train.num_microbatches": 2 * config.mesh.pp} for fix in meant]
+        fixes = [*meant, *many, *_other_schedules(config)]
+        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, fixes)
         return
     yield from _table_file(config, table)
     yield from _layers(config, table)
@@ -103,7 +107,8 @@ def _single_stage(config: RunConfig) -> Iterator[Violation]:
     except ScheduleError as error:
         if is_table_file(chosen):
             raise
-        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, [{"pipeline.schedule": "auto"}])
+        fixes = [*_schedule_meant(chosen), {"pipeline.schedule": "auto"}]
+        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, fixes)
     layers_per_stage = config.pipeline.layers_per_stage
     if layers_per_stage is not None and len(layers_per_stage) > 1:
         yield Violation(
@@ -113,6 +118,12 @@ def _single_stage(config: RunConfig) -> Iterator[Violation]:
             "layers are split over mesh.pp × pipeline.chunks stages",
             [{"pipeline.chunks": len(layers_per_stage)}, {"pipeline.layers_per_stage": None}],
         )
+
+
+def _schedule_meant(name: str) -> list[Fix]:
+    """Return the schedule that an unknown name means in another spelling or framework."""
+    own = value_named("pipeline.schedule", name)
+    return [{"pipeline.schedule": own}] if own not in (None, name) else []
 
 
 def _other_schedules(config: RunConfig) -> list[Fix]:

@@ -109,6 +109,14 @@ def choose_folder(
 def _from_checkpoint(
     config: RunConfig, checkpoint: Path, *, out: Path | None, corpus: str, hold: ExitStack
 ) -> RunFolder:
+    if (checkpoint / "config.json").is_file() and next(checkpoint.glob("*.safetensors"), None):
+        raise CheckpointError(
+            f"{checkpoint} holds weights in Hugging Face's format, not a checkpoint of a run",
+            where="--resume",
+            rule="--resume takes auto, which searches --out, or the path of one checkpoint",
+            fix=f"meshwright checkpoint import {quote(str(checkpoint))} runs/imported, "
+            "then --out runs/imported --resume auto",
+        )
     inside = list_checkpoints(checkpoint / "checkpoints")
     if inside and not (checkpoint / "manifest.json").exists():
         raise CheckpointError(

@@ -71,6 +71,9 @@ class Family(ABC):
     """Overrides applied by `prove`, for keys whose defaults make all gradients of the first step zero."""
     decides_samples: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys by section that determine the samples of a step; a resumed run must keep their values."""
+    foreign_names: ClassVar[Mapping[str, str]] = {}
+    """Names that other frameworks give to the family's own keys, by dotted key, separated by spaces: they are suggested
+    to users of these names."""
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         """Yield violations of the family's rules, for its sections and for tensor parallelism."""

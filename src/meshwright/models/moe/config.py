@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Literal
 
@@ -11,6 +12,24 @@ from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.description import DecoderSpec
 from meshwright.models.moe.description import MoeSpec
 from meshwright.nn.experts.router_config import RouterConfig, Score
+
+FOREIGN_NAMES: Mapping[str, str] = {
+    "model.num_experts": "num_local_experts n_routed_experts moe_num_experts num_moe_experts",
+    "model.top_k": "moe_router_topk num_experts_per_tok num_experts_per_token moe_top_k experts_per_token",
+    "model.expert_dim": "moe_ffn_hidden_size moe_intermediate_size expert_hidden_dim",
+    "model.num_shared_experts": "n_shared_experts",
+    "model.num_dense_layers": "first_k_dense_replace n_dense_layers",
+    "model.score": "moe_router_score_function scoring_func score_func",
+    "model.route_scale": "moe_router_topk_scaling_factor routed_scaling_factor",
+    "model.num_groups": "moe_router_num_groups n_group",
+    "model.top_groups": "moe_router_group_topk topk_group",
+    "model.balance_loss": "moe_aux_loss_coeff router_aux_loss_coef aux_loss_alpha",
+    "model.z_loss": "moe_z_loss_coeff router_z_loss_coef",
+    "model.balance_bias": "moe_router_enable_expert_bias",
+    "model.bias_rate": "moe_router_bias_update_rate load_balance_coeff",
+    "model.capacity_factor": "moe_expert_capacity_factor expert_capacity_factor",
+}
+"""Names in Megatron-LM, torchtitan and Hugging Face's configurations, by key."""
 
 
 class MoeConfig(DecoderConfig):

@@ -12,7 +12,7 @@ from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import DIVIDED, FINAL_REGION, Style, local
 from meshwright.models.decoder.decoder_family import BLOCK_STYLES, INIT_STD, STYLES, DecoderFamily
-from meshwright.models.moe.config import MoeConfig
+from meshwright.models.moe.config import FOREIGN_NAMES, MoeConfig
 from meshwright.models.moe.description import BLOCK, WINDOW_BLOCK, describe
 from meshwright.models.moe.rules import violations
 from meshwright.settings.violation import Violation
@@ -37,6 +37,7 @@ class MoeFamily(DecoderFamily):
     """Mixture-of-experts language models, trained on text."""
 
     sections = {"model": MoeConfig}
+    foreign_names = FOREIGN_NAMES
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         """Check dimensions, routing and the mesh."""

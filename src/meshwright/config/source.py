@@ -1,0 +1,77 @@
+"""Sources of a configuration: the presets that ship with the package, and TOML files."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.overlay import shorten
+from meshwright.config.translate import nearest_preset
+from meshwright.errors import ConfigError
+
+DEFAULT_PRESET = "llama-tiny"
+OTHER_FORMATS = (".yaml", ".yml", ".json", ".py", ".ini", ".cfg", ".sh")
+"""Suffixes of other frameworks' configuration files."""
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that ship with the package."""
+    files = resources.files("meshwright.config").joinpath("presets").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def read_source(source: str) -> tuple[str, dict[str, Any]]:
+    """Return the label, for errors, and the values of a preset or a TOML file.
+
+    Raises:
+        ConfigError: there is no such preset or file, or it is not TOML.
+    """
+    path = Path(source)
+    if source in preset_names():
+        text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
+        label = f"preset {source}"
+    elif path.suffix == ".toml" and path.is_file():
+        text, label = path.read_bytes(), source
+    else:
+        raise _unknown_source(source)
+    try:
+        return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors write a byte-order mark
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"not TOML: {error}",
+            where=label,
+            rule="a run is configured in TOML",
+            fix=f"meshwright presets {DEFAULT_PRESET} prints a valid file with all keys",
+        ) from None
+
+
+def smallest_preset(kinds: Sequence[str]) -> str:
+    """Return the preset with the least layers and width whose model is of one of these families."""
+    models = {name: read_source(name)[1]["model"] for name in preset_names()}
+    own = [name for name in models if models[name]["kind"] in kinds]
+    return min(own, key=lambda name: models[name].get("num_layers", 0) * models[name].get("dim", 0) ** 2)
+
+
+def _unknown_source(source: str) -> ConfigError:
+    path = Path(source)
+    is_file = path.suffix == ".toml"
+    state = " (a directory)" if path.is_dir() else " (no such file)" if is_file else ""
+    files = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
+    near = next(iter(difflib.get_close_matches(source, files if is_file else preset_names(), n=1, cutoff=0.8)), None)
+    fix = shlex.quote(near or (None if is_file else nearest_preset(source, preset_names())) or DEFAULT_PRESET)
+    if (path / "config.json").is_file():
+        state = " (a directory in Hugging Face's format)"
+        fix = f"meshwright checkpoint import {shlex.quote(source)} runs/imported, which prints the words of its model"
+    elif path.suffix in OTHER_FORMATS:
+        fix = f"meshwright presets {fix} > {shlex.quote(f'{path.stem}.toml')} writes a file with all keys, to be edited"
+    return ConfigError(
+        f"{shorten(source)} is neither a preset nor a TOML file{state}",
+        where="command line",
+        rule=f"presets are {', '.join(preset_names())}",
+        fix=fix,
+    )

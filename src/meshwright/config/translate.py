@@ -1,0 +1,107 @@
+"""Look up what other frameworks call our keys, values, options and presets. The names are in `foreign_names`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from meshwright.config import foreign_names
+from meshwright.config.key_fields import fields
+from meshwright.models.contract.family import family_names, find_family
+from meshwright.pipeline.generate import ScheduleKind
+
+T = TypeVar("T")
+
+OWN_SECTIONS = ("mesh", "model", "train")
+"""Sections whose keys are also found by their last part alone: in others it says too little (mode, every, keep)."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Our key for another framework's name."""
+
+    key: str
+    choices: Mapping[str, str] | None = None
+    """Our value by theirs; None if values carry over."""
+    is_derived: bool = False
+    """The number has another meaning, see `foreign_names.DERIVED`."""
+
+
+def normalize(text: str) -> str:
+    """Drop what spellings of one name differ in: case, hyphens, underscores and spaces."""
+    return re.sub(r"[-_ ]", "", text.lower())
+
+
+def find_meaning(name: str) -> Meaning | None:
+    """Return the meaning of a key or option, with or without its sections, or None."""
+    return _find(name, _meanings())
+
+
+def option_named(name: str) -> str | None:
+    """Return our option for another framework's name; empty for the first word, the preset or file."""
+    return _find(name, _by_name({"": foreign_names.SOURCE, **foreign_names.OPTIONS}))
+
+
+def value_named(key: str, value: Any) -> str | None:
+    """Return our value for another framework's name of a key's value, or None."""
+    found = {normalize(name): own for name, own in foreign_names.VALUES.get(key, {}).items()}
+    if key == "pipeline.schedule":
+        found |= {normalize(kind.value): kind.value for kind in ScheduleKind}
+    return found.get(normalize(str(value)))
+
+
+def why_unavailable(key: str, *values: Any) -> str:
+    """Return why the value suggested for one of `values` is another one, or an empty string."""
+    reasons = foreign_names.UNAVAILABLE.get(key, {})
+    return next((reasons[name] for name in (normalize(str(value)) for value in values) if name in reasons), "")
+
+
+def nearest_preset(name: str, presets: Sequence[str]) -> str | None:
+    """Return the preset whose name shares most with a model's name, the shortest of several; None without any.
+
+    Words count more than numbers: `mistralai/Mistral-7B-v0.3` is mistral-7b. The organization doesn't count.
+    """
+    last = name.rstrip("/").rpartition("/")[2]
+    wanted = _words(last if re.search("[A-Za-z]", last) else name)
+
+    def shared(preset: str) -> tuple[int, int, int]:
+        common = wanted & _words(preset)
+        return sum(3 if word.isalpha() else 1 for word in common), -len(_words(preset) - common), -len(preset)
+
+    best = max(presets, key=shared)
+    if any(len(word) > 1 and not word.isdigit() for word in wanted & _words(best)):
+        return best
+    return next((preset for word, preset in foreign_names.PRESETS.items() if word in wanted), None)
+
+
+def _find(name: str, found: Mapping[str, T]) -> T | None:
+    """Look a name up with its sections, then without the first ones."""
+    parts = normalize(name).split(".")
+    names = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((found[one] for one in names if one in found), None)
+
+
+def _words(name: str) -> frozenset[str]:
+    """Split a name into words and sizes: mixtral-8x7b into mixtral and 8x7b."""
+    return frozenset(re.findall(r"\d+x\d+b|\d+b|[a-z]+|\d+", name.lower()))
+
+
+@cache
+def _meanings() -> Mapping[str, Meaning]:
+    own = dict.fromkeys(key for kind in family_names() for key in fields(kind))
+    tails = Counter(key.rpartition(".")[2] for key in own)
+    keys = [key for key in own if key.count(".") == 1 and key.split(".")[0] in OWN_SECTIONS and key != "model.kind"]
+    found = {normalize(tail): Meaning(key) for key in keys if tails[tail := key.rpartition(".")[2]] == 1}
+    tables = [foreign_names.KEYS, *(find_family(kind).foreign_names for kind in family_names())]
+    found |= {name: Meaning(key) for table in tables for name, key in _by_name(table).items()}
+    found |= {normalize(name): Meaning(key, choices=own) for name, (key, own) in foreign_names.CHOICES.items()}
+    return found | {normalize(name): Meaning(key, is_derived=True) for name, key in foreign_names.DERIVED.items()}
+
+
+def _by_name(names: Mapping[str, str]) -> dict[str, str]:
+    """Invert a table of names separated by spaces."""
+    return {normalize(name): own for own, text in names.items() for name in text.split()}
