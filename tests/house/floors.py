@@ -70,6 +70,7 @@ TORCH_FREE = (
     "checkpoint/manifest.py",
     "train/launch/__init__.py", "train/launch/launcher.py", "train/launch/rank_context.py",
     "train/launch/run_spec.py", "train/launch/machine_limits.py", "train/launch/failure_report.py",
+    "train/launch/scripts/*",
     "train/record/__init__.py", "train/record/reporter.py", "train/record/loss_curves.py",
     "train/record/draw_loss_curves.py",
     "train/run_folder.py", "train/run_folder_lock.py", "train/lr_schedule.py", "train/divergence.py",

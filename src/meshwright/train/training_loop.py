@@ -12,7 +12,7 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.rules_compression import no_effect_notes
-from meshwright.errors import RunError
+from meshwright.errors import StoppedError
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
@@ -203,7 +203,7 @@ class Trainer:
         if result.stop and result.skipped and result.step < train.steps:
             raise stopped_unsaved(result.step, self._folder)
         if result.stop and result.step < train.steps:
-            raise RunError(
+            raise StoppedError(
                 f"stopped after step {result.step}, as requested; saved {self._saved}",
                 fix=f"--out {quote(str(self._folder.path))} --resume auto continues from there",
             )
