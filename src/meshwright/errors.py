@@ -1,8 +1,8 @@
 """User-facing errors, each with the problem, its location, the violated rule, and a fix that works.
 
 All share one base class, so that callers can catch everything Meshwright raises on purpose; any other exception is a
-bug and keeps its traceback. `exit_code` is the command line's exit code: 1 if a run or proof failed, 2 on bad input, 3 if a
-run stopped as requested.
+bug and keeps its traceback. `exit_code` is the command line's exit code: 1 if a run or proof failed, 2 on bad input, 3
+if a run stopped as requested.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Cluster:
 
     def environment(self, **changes: object) -> dict[str, str]:
         """What a process on the cluster starts with."""
-        path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join([str(self.folder), str(Path(sys.executable).parent), os.environ["PATH"]])
         values = {name: str(value) for name, value in changes.items()}
         return clean_environment(**{"PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **values})
 

@@ -21,7 +21,12 @@ PAGE = Path(__file__).parents[2] / "docs/clusters.md"
 SIZE = ["--nodes", 2, "--gpus-per-node", 2]
 POD = ["--image", "ghcr.io/lab/meshwright:0.1", "--volume", "runs"]
 MESHES = [["mesh.dp_shard=4"], ["mesh.tp=2", "mesh.dp_replicate=2"], ["mesh.pp=4", "train.num_microbatches=4"]]
-AWKWARD = ["mesh.dp_shard=4", "data.source=my data/*.txt", "name=it's $HOME \"$(RANK)\" `id` $$ & ü; #", 'train.freeze=["embed.*"]']
+AWKWARD = [
+    "mesh.dp_shard=4",
+    "data.source=my data/*.txt",
+    'name=it\'s $HOME "$(RANK)" `id` $$ & ü; #',
+    'train.freeze=["embed.*"]',
+]
 TARGETS = {"slurm": [], "kubernetes": POD, "torchrun": []}
 
 
@@ -281,11 +286,14 @@ def test_a_plan_that_is_wrong_is_refused(here, monkeypatch):
 
 def test_the_docs_show_what_the_commands_write(here, tmp_path):
     blocks = re.findall(r"```\w*\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    commands = [at for at, block in enumerate(blocks) if block.startswith("meshwright launch")]
+    commands = [at for at, block in enumerate(blocks) if re.match(r"meshwright launch \w+ ", block)]
     assert {blocks[at].split()[2] for at in commands} == set(TARGETS)
     for at in commands:
-        words = shlex.split(blocks[at])[1:]
+        words = shlex.split(blocks[at].replace("\\\n", " "))[1:]
         done = here(*words)
         assert done.returncode == 0, done.stderr
         written = (tmp_path / words[words.index("-o") + 1]).read_text() if "-o" in words else done.stdout
         assert blocks[at + 1] == written, blocks[at]
+    [shown] = [block for block in blocks if block.startswith("error ")]
+    wrong = here("launch", "slurm", "llama3-70b", "mesh.dp_shard=8", "mesh.tp=8", "--nodes", 2, "--gpus-per-node", 8)
+    assert wrong.stderr == shown

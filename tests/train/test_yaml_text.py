@@ -12,7 +12,9 @@ from meshwright.train.launch.scripts.yaml_text import to_yaml
 TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     st.text("ab \t\n:#-'\"{}$|>&*!%@`\\", max_size=12),
-    st.sampled_from(["yes", "No", "null", "~", "1.5", "0x10", "1e3", "12:30", "2024-01-01", ".inf", "=", "<<", "", "-"]),
+    st.sampled_from(
+        ["yes", "No", "null", "~", "1.5", "0x10", "1e3", "12:30", "2024-01-01", ".inf", "=", "<<", "", "-"]
+    ),
 )
 VALUES = st.recursive(
     st.one_of(TEXTS, st.booleans(), st.integers()),
@@ -27,7 +29,10 @@ def test_values_are_read_as_they_were(value):
 
 
 def test_scripts_are_blocks_and_ordinary_words_have_no_quotes():
-    value = {"a": [{"script": "if x; then\n\n    y\nfi\n", "count": 1}, "--out", "mesh.tp=2"], "b": {"c": "yes", "d": True}}
+    value = {
+        "a": [{"script": "if x; then\n\n    y\nfi\n", "count": 1}, "--out", "mesh.tp=2"],
+        "b": {"c": "yes", "d": True},
+    }
     assert to_yaml(value) == (
         "a:\n- script: |\n    if x; then\n\n        y\n    fi\n  count: 1\n- --out\n- mesh.tp=2\n"
         'b:\n  c: "yes"\n  d: true\n'

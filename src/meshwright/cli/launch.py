@@ -80,9 +80,7 @@ def torchrun(
     _write(torchrun_lines(job, host=host), out, job, None)
 
 
-def _job(
-    words: list[str] | None, nodes: int, gpus_per_node: int, name: str | None, out: Path | None
-) -> ClusterJob:
+def _job(words: list[str] | None, nodes: int, gpus_per_node: int, name: str | None, out: Path | None) -> ClusterJob:
     """Load and verify the run, as on that cluster, and return its job."""
     from meshwright.output_files import check_output
     from meshwright.plan.load_config import load

@@ -45,7 +45,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; exit with 1 if a run or proof failed, 2 on bad input, or 3 if a run stopped as requested."""
+    """Run the command line; exit with 1 if a run or proof failed, 2 on bad input, 3 after a requested stop."""
     tolerate(sys.stdout, sys.stderr)
     try:
         app()

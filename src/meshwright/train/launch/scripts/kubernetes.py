@@ -20,21 +20,29 @@ CONFIG = "/etc/meshwright"
 """Where the configuration file is mounted, if the run has one."""
 MAX_LABEL = 63
 
-# The pod ends with its first rank that fails: the others may be waiting for it, for up to train.timeout_s.
+# One process per GPU, without torchrun, which would exit with 1 whatever a rank's code is, and kill ranks 30 s after a
+# signal. The pod ends with its first rank that fails: the others may be waiting for it, for up to train.timeout_s.
+# Ranks are polled, since `wait -n` misses one that ends at the same time as another.
 START_RANKS = """\
-trap 'signalled=1; kill -TERM $(jobs -pr)' TERM
-trap 'kill -KILL $(jobs -pr) 2>/dev/null' EXIT
+ranks=()
+trap 'kill -TERM "${ranks[@]}" 2>/dev/null' TERM
+trap 'kill -KILL "${ranks[@]}" 2>/dev/null' EXIT
 for ((gpu = 0; gpu < LOCAL_WORLD_SIZE; gpu++)); do
   RANK=$((JOB_COMPLETION_INDEX * LOCAL_WORLD_SIZE + gpu)) LOCAL_RANK=$gpu meshwright "$@" &
+  ranks[gpu]=$!
 done
-running=$LOCAL_WORLD_SIZE
-while ((running > 0)); do
-  signalled=0
-  wait -n
-  status=$?
-  if ((signalled)); then continue; fi  # wait was interrupted by the signal: no rank has ended
-  if ((status)); then sleep 5; exit $status; fi  # the other ranks report what they know, and are killed
-  running=$((running - 1))
+while ((${#ranks[@]})); do
+  sleep 1
+  for gpu in "${!ranks[@]}"; do
+    if kill -0 "${ranks[gpu]}" 2>/dev/null; then continue; fi
+    wait "${ranks[gpu]}"
+    status=$?
+    unset "ranks[gpu]"
+    if ((status)); then
+      sleep 5  # time for the other ranks to say what they know; then they are killed
+      exit $status
+    fi
+  done
 done
 """
 

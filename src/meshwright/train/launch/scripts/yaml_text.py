@@ -61,7 +61,7 @@ def _indented(line: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Return a string without quotes if it can't be read as anything else, otherwise as a JSON string, which is YAML."""
+    """Return a string without quotes if YAML reads it as a string, otherwise in JSON, whose strings are YAML's too."""
     if PLAIN.fullmatch(text) and text.lower() not in RESERVED:
         return text
     return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
