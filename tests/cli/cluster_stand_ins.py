@@ -11,9 +11,11 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import clean_environment
+from tests.train.runs import wait_until
 
 LOWEST_PORT, NUM_PORTS = 20_000, 10_000
 """Where the sbatch script's ports lie: below those that Linux hands out by itself, so a free one stays free."""
@@ -50,6 +52,52 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 MESHWRIGHT = """#!/bin/bash
 exec {python} -m meshwright "$@"
 """
+
+
+HOLDING = """
+import time
+from pathlib import Path
+from meshwright.train.launch.rank_context import StatusBoard
+from meshwright.train.launch.stop_signals import StopSignal
+
+post, hear, heard = StatusBoard.post, StopSignal._hear, []
+
+def holding(board, *facts):
+    post(board, *facts)
+    if facts == {facts!r}:
+        Path({folder!r}, "held").touch()
+        while not heard:
+            time.sleep(0.01)
+
+def hearing(stop, *facts):
+    hear(stop, *facts)
+    heard.append(facts)
+
+StatusBoard.post, StopSignal._hear = holding, hearing
+"""
+
+
+@dataclass(frozen=True)
+class HeldUntilSignalled:
+    """Keeps a rank in a step until it hears SIGTERM, so that the run stops after this step, however slow anything is.
+
+    By a `sitecustomize` that the command's processes import: nothing of the run knows of it.
+    """
+
+    folder: Path
+    rank: int
+    step: int
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks are started with."""
+        self.folder.mkdir()
+        text = HOLDING.format(facts=(self.rank, "step", self.step), folder=str(self.folder))
+        (self.folder / "sitecustomize.py").write_text(text)
+        return {"PYTHONPATH": os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH", ""))))}
+
+    def wait(self) -> None:
+        """Until the rank is there."""
+        wait_until((self.folder / "held").exists, timeout_s=240)
 
 
 class Cluster:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from contextlib import suppress
 
 import pytest
 import yaml
 
-from tests.cli.cluster_stand_ins import LOWEST_PORT, Cluster, free_port
+from tests.cli.cluster_stand_ins import LOWEST_PORT, Cluster, HeldUntilSignalled, free_port
 from tests.helpers import SMALL, small_corpus
-from tests.train.runs import Hold, metrics, wait_until
+from tests.train.runs import metrics, wait_until
 
 STEPS = ["train.steps=6", "checkpoint.every=0", *SMALL]
 SIZE = ["--nodes", 2, "--gpus-per-node", 2]
@@ -122,13 +121,11 @@ def test_a_job_of_slurm_is_stopped_requeued_and_resumed(cluster, script, tmp_pat
     words = [*STEPS, *small_corpus(tmp_path / "my corpus"), f"mesh.dp_shard={2 * each}"]
     path = script(*words, size=["--nodes", 2, "--gpus-per-node", each])
     job_id = free_port() - LOWEST_PORT
-    hold = Hold(tmp_path / "hold", rank=1, phase="step", step=3)
+    hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=3)
     job = cluster.sbatch(path, job_id=job_id, **hold.environment())
     try:
         hold.wait()
         cluster.signal_tasks(path.read_text())
-        time.sleep(0.5)  # the ranks hear it before they go on
-        hold.release()
     finally:
         [code], [output] = finish(job)
     assert code == 3 and "stopped after step 3, as requested; saved runs/a/checkpoints/00000003" in output, output
@@ -150,7 +147,7 @@ def test_invalid_input_is_not_queued_again(cluster, script, tmp_path):
 def test_pods_are_stopped_by_the_loss_of_one_and_resume(cluster, manifest, tmp_path):
     """A node is drained: only its pod gets SIGTERM, and all ranks save."""
     jobset = manifest(*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.dp_shard=4")
-    hold = Hold(tmp_path / "hold", rank=3, phase="step", step=3)
+    hold = HeldUntilSignalled(tmp_path / "hold", rank=3, step=3)
 
     def start(**more):
         more |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
@@ -160,8 +157,6 @@ def test_pods_are_stopped_by_the_loss_of_one_and_resume(cluster, manifest, tmp_p
     try:
         hold.wait()
         pods[1].send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        hold.release()
     finally:
         codes, outputs = finish(*pods)
     assert codes == [3, 3] and "stopped after step 3, as requested" in outputs[0], outputs
