@@ -209,6 +209,8 @@ def test_a_file_is_written_and_said_how_to_submit(here, tmp_path, target, comman
         ("llama3-70b", ["mesh.dp_shard=8", "mesh.tp=8"], (4, 8)),
         ("llama-tiny", ["mesh.pp=4", "train.num_microbatches=4"], (1, 3)),
         ("moe-tiny", ["mesh.dp_shard=4", "mesh.ep=4"], (2, 4)),
+        ("llama-tiny", ["mesh.dp_shard=2", "mesh.tp=2"], (7, 1)),
+        ("llama-tiny", ["mesh.dp_replicate=2", "mesh.tp=2", "mesh.pp=2", "train.num_microbatches=4"], (3, 3)),
     ],
 )
 def test_fixes_of_a_wrong_size_work(here, tmp_path, target, preset, words, size):

@@ -100,19 +100,20 @@ def _check_ranks(config: RunConfig, nodes: int, gpus_per_node: int) -> None:
 def _fixes(config: RunConfig, num_ranks: int) -> list[Mapping[str, Any]]:
     """Return up to `MAX_FIXES` ways to get `num_ranks` ranks by another size of one axis, with what else that needs.
 
-    Those that need nothing else come first.
+    Those that need nothing else come first. If there is no such way, all ranks go to the first axis.
     """
     axes = config.mesh.axes()
-    found: list[Mapping[str, Any]] = []
-    for axis in AXES:
-        rest = axes.num_ranks() // getattr(axes, axis)
-        if num_ranks % rest:
-            continue
-        fix = {f"mesh.{axis}": num_ranks // rest}
-        more = repair(config.with_keys(fix), None, violations)
-        if more is None:
-            continue
-        changed = config.with_keys({**fix, **more})
-        if changed.mesh.axes().num_ranks() == num_ranks and next(violations(changed, None), None) is None:
-            found.append({**fix, **more})
-    return sorted(found, key=len)[:MAX_FIXES]
+    sizes = {axis: num_ranks * getattr(axes, axis) / axes.num_ranks() for axis in AXES}
+    single = [{f"mesh.{axis}": int(size)} for axis, size in sizes.items() if size.is_integer()]
+    flat = {f"mesh.{axis}": 1 for axis in AXES if getattr(axes, axis) > 1} | {f"mesh.{AXES[0]}": num_ranks}
+    found = [fix for fix in (_completed(config, fix, num_ranks) for fix in single) if fix]
+    return sorted(found, key=len)[:MAX_FIXES] or [fix for fix in [_completed(config, flat, num_ranks)] if fix]
+
+
+def _completed(config: RunConfig, fix: Mapping[str, Any], num_ranks: int) -> Mapping[str, Any]:
+    """Return `fix` with what else it needs for a valid run of `num_ranks` ranks, or nothing if that is not found."""
+    more = repair(config.with_keys(fix), None, violations)
+    complete = {**fix, **(more or {})}
+    changed = config.with_keys(complete)
+    valid = changed.mesh.axes().num_ranks() == num_ranks and next(violations(changed, None), None) is None
+    return complete if valid else {}
