@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from meshwright import errors
-from meshwright.errors import InputError, MeshwrightError, RunError
+from meshwright.errors import InputError, MeshwrightError, RunError, StoppedError
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MeshwrightError)]
 
@@ -21,7 +21,7 @@ def test_errors_travel_whole(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exit_codes(kind):
-    assert kind("x").exit_code == (2 if issubclass(kind, InputError) else 1)
+    assert kind("x").exit_code == (2 if issubclass(kind, InputError) else 3 if kind is StoppedError else 1)
 
 
 def test_text_has_the_parts_that_are_there():

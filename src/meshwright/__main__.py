@@ -7,7 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; exit with 0 on success, 1 if a run or proof failed, 2 on bad input, 130 if interrupted."""
+    """Run the command line; exit with 0 on success, 1 after a failure, 2 on bad input, 3 after a requested stop.
+
+    130 if interrupted before anything was started.
+    """
     try:
         from meshwright.cli.main import main as verbs
 

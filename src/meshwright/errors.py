@@ -1,7 +1,8 @@
 """User-facing errors, each with the problem, its location, the violated rule, and a fix that works.
 
 All share one base class, so that callers can catch everything Meshwright raises on purpose; any other exception is a
-bug and keeps its traceback. `exit_code` is the command line's exit code: 1 if a run or proof failed, 2 on bad input.
+bug and keeps its traceback. `exit_code` is the command line's exit code: 1 if a run or proof failed, 2 on bad input, 3
+if a run stopped as requested.
 """
 
 from __future__ import annotations
@@ -77,3 +78,12 @@ class CheckpointError(InputError):
 
 class RunError(MeshwrightError):
     """A run that started and failed."""
+
+
+class StoppedError(RunError):
+    """A run that stopped because it was asked to; `--resume auto` continues it.
+
+    The exit code is its own, so that a scheduler's script can tell this run, to be queued again, from one that failed.
+    """
+
+    exit_code = 3

@@ -10,7 +10,8 @@ from meshwright.config.source import preset_names
 from meshwright.plan.load_config import load
 from tests.helpers import meshwright
 
-VERBS = (["run"], ["prove"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"], ["draw", "drift"],
+VERBS = (["run"], ["prove"], ["launch"], ["launch", "slurm"], ["launch", "kubernetes"],
+         ["launch", "torchrun"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"], ["draw", "drift"],
          ["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export"],
          ["checkpoint", "import"])  # fmt: skip
 

@@ -205,7 +205,7 @@ def test_a_signal_stops_after_the_step_saved(words, tmp_path, number):
     wait_until(lambda: num_steps(tmp_path) >= 3)
     process.send_signal(number)
     _, stderr = ends_in_time(process)
-    assert process.returncode == 1
+    assert process.returncode == 3
     assert "stopping after this step" in stderr
     step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
     assert num_steps(tmp_path) == step
@@ -251,7 +251,7 @@ def test_a_signal_to_all_processes_stops_after_the_step_saved(words, tmp_path, n
     process.send_signal(number)
     os.killpg(process.pid, number)
     _, stderr = ends_in_time(process)
-    assert process.returncode == 1 and "Traceback" not in stderr
+    assert process.returncode == 3 and "Traceback" not in stderr
     step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
     assert verify(list_checkpoints(tmp_path / "checkpoints")[-1]).step == step
 

@@ -154,7 +154,7 @@ def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_p
     words = [*words, "mesh.dp_shard=2"]
     with pytest.raises(RunError, match="stopped after step 3, as requested; saved .*00000003") as caught:
         train(words, tmp_path, fault=Fault(rank=1, step=3, action="stop"))
-    assert caught.value.exit_code == 1 and f"--out {tmp_path} --resume auto" in caught.value.fix
+    assert caught.value.exit_code == 3 and f"--out {tmp_path} --resume auto" in caught.value.fix
     assert num_steps(tmp_path) == 3
     train(words, tmp_path, resume="auto")
     # One checkpoint more was saved, so that other ones are kept; the last is the same.

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, plan, presets, prove, run
+from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, launch, plan, presets, prove, run
 from meshwright.cli.colors import tolerate
 from meshwright.cli.errors import show_error
 from meshwright.cli.unknown_words import Commands, ConfigCommand
@@ -30,6 +30,7 @@ app.command()(doctor.doctor)
 bench.add_bench(app)
 app.add_typer(draw_pipeline.app, name="draw")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(launch.app, name="launch")
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,7 +47,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; exit with 1 if a run or proof failed, or 2 on bad input."""
+    """Run the command line; exit with 1 if a run or proof failed, 2 on bad input, 3 after a requested stop."""
     tolerate(sys.stdout, sys.stderr)
     try:
         app()

@@ -82,7 +82,9 @@ def _carried(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[
     choices = {normalize(name): own for name, own in (one.meaning.choices or {}).items()}
     chosen = choices.get(normalize(str(value)))
     candidates = likely_values(key, value, annotation) if chosen is None else [parse_value(chosen, annotation)]
-    return next(({key: own} for own in candidates if is_valid(kind, key, own)), None)
+    # Configurations are hashed, so a list is a tuple.
+    frozen = (tuple(own) if isinstance(own, list) else own for own in candidates)
+    return next(({key: own} for own in frozen if is_valid(kind, key, own)), None)
 
 
 def _present(key: str, overlay: ConfigOverlay, kind: str) -> Any:

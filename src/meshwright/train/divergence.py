@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
-from meshwright.errors import CheckpointError, RunError
+from meshwright.errors import CheckpointError, RunError, StoppedError
 from meshwright.train.run_folder import RunFolder
 
 GENTLER = "a lower train.lr or a longer train.warmup_steps"
@@ -43,7 +43,7 @@ def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, finite: F
     return RunError(f"{what}; the last good checkpoint is {good[-1]}", where=where, rule=rule, fix=fix)
 
 
-def stopped_unsaved(step: int, folder: RunFolder) -> RunError:
+def stopped_unsaved(step: int, folder: RunFolder) -> StoppedError:
     """Return the error for a run that was stopped after a skipped step, naming the checkpoint to resume from."""
     ours = [path for _, path in sorted(_steps(folder)) if path.parent == folder.checkpoints]
     if ours:
@@ -53,7 +53,7 @@ def stopped_unsaved(step: int, folder: RunFolder) -> RunError:
         fix = f"--resume {_quoted(folder.checkpoint)} with another --out"
     else:
         what, fix = "there is no checkpoint", f"--out {_quoted(folder.path)} --resume auto, which starts over"
-    return RunError(
+    return StoppedError(
         f"stopped after step {step}, as requested; that step was not finite, so it was not saved: {what}",
         where=f"step {step}",
         rule="the weights of a skipped step are not saved: the run may be diverging from them",

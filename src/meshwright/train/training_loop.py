@@ -16,7 +16,7 @@ from meshwright.comm.collectives import barrier
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.rules_compression import no_effect_notes
-from meshwright.errors import RunError
+from meshwright.errors import RunError, StoppedError
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
@@ -234,7 +234,7 @@ class Trainer:
         elif result.stop and result.skipped and result.step < train.steps:
             error = stopped_unsaved(result.step, self._folder)
         elif result.stop and result.step < train.steps:
-            error = RunError(
+            error = StoppedError(
                 f"stopped after step {result.step}, as requested; saved {self._saved}",
                 fix=f"--out {quote(str(self._folder.path))} --resume auto continues from there",
             )

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import InputError, MeshwrightError, RunError
+from meshwright.errors import InputError, MeshwrightError, RunError, StoppedError
 from meshwright.train.launch.rank_context import StatusBoard
 
 UNKNOWN_EXIT = 255
@@ -124,7 +124,7 @@ def _explain(end: RankExit, num_ranks: int) -> MeshwrightError:
     where = f"rank {end.rank} of {num_ranks}, {end.place}, host {socket.gethostname()}"
     if end.report is not None and end.report["error"] is not None:
         fields = end.report["error"]
-        kind = InputError if fields["exit_code"] == 2 else RunError
+        kind = {one.exit_code: one for one in (InputError, StoppedError)}.get(fields["exit_code"], RunError)
         return kind(fields["what"], where=fields["where"] or where, rule=fields["rule"], fix=fields["fix"])
     if end.exit_code < 0:
         name = signal.Signals(-end.exit_code).name

@@ -1,0 +1,114 @@
+"""`meshwright launch`: write the script that starts a run on a cluster. Nothing is submitted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.config_arguments import WORDS_HELP, split_words
+
+if TYPE_CHECKING:
+    from meshwright.train.launch.scripts.cluster_job import ClusterJob
+
+OUT_OPTION = "command line, -o"
+
+app = typer.Typer(help="Write the script that starts a run on a cluster; nothing is submitted.", no_args_is_help=True)
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)]
+Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node, each with one rank.")]
+Name = Annotated[str | None, typer.Option(help="Name of the job and of its folder in runs/; default: the run's name.")]
+Out = Annotated[Path | None, typer.Option("-o", "--out", help="The file to write; default: stdout.")]
+
+
+@app.command()
+def slurm(
+    words: Words = None,
+    *,
+    nodes: Nodes,
+    gpus_per_node: Gpus,
+    name: Name = None,
+    out: Out = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as of sbatch: 1-00:00:00 is a day.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge; default: the user's.")] = None,
+) -> None:
+    """Write an sbatch script, which queues the run again after a stop by the time limit or a preemption."""
+    from meshwright.train.launch.scripts.slurm import SlurmOptions, sbatch_script
+
+    job = _job(words, nodes, gpus_per_node, name, out)
+    options = SlurmOptions(time=time, partition=partition, account=account)
+    _write(sbatch_script(job, options), out, job, "sbatch")
+
+
+@app.command()
+def kubernetes(
+    words: Words = None,
+    *,
+    nodes: Nodes,
+    gpus_per_node: Gpus,
+    image: Annotated[str, typer.Option(help="Container image with meshwright, such as the Dockerfile's.")],
+    volume: Annotated[str, typer.Option(metavar="CLAIM", help="Persistent volume claim for corpora and runs.")],
+    name: Name = None,
+    out: Out = None,
+) -> None:
+    """Write a JobSet, which restarts the run from its newest checkpoint when a pod fails or is evicted."""
+    from meshwright.train.launch.scripts.kubernetes import KubernetesOptions, jobset_manifest
+
+    source = split_words(words)[0]
+    job = _job(words, nodes, gpus_per_node, name, out)
+    _write(jobset_manifest(job, KubernetesOptions(image, volume, _file_of(source))), out, job, "kubectl apply -f")
+
+
+@app.command()
+def torchrun(
+    words: Words = None,
+    *,
+    nodes: Nodes,
+    gpus_per_node: Gpus,
+    name: Name = None,
+    out: Out = None,
+    host: Annotated[str, typer.Option(help="Host of node 0: a name, an address, or a shell variable.")] = "$HEAD_NODE",
+) -> None:
+    """Write a torchrun command line for each node."""
+    from meshwright.train.launch.scripts.torchrun import torchrun_lines
+
+    job = _job(words, nodes, gpus_per_node, name, out)
+    _write(torchrun_lines(job, host=host), out, job, None)
+
+
+def _job(words: list[str] | None, nodes: int, gpus_per_node: int, name: str | None, out: Path | None) -> ClusterJob:
+    """Load and verify the run, as on that cluster, and return its job."""
+    from meshwright.output_files import check_output
+    from meshwright.plan.load_config import load
+    from meshwright.plan.make_plan import make_plan
+    from meshwright.plan.verify import verify
+    from meshwright.train.launch.scripts.cluster_job import make_job
+
+    if out is not None:
+        check_output(out, where=OUT_OPTION)
+    config = load(*split_words(words))
+    job = make_job(config, words or [], nodes=nodes, gpus_per_node=gpus_per_node, name=name)
+    verify(make_plan(config, nodes=gpus_per_node), where=config.name)
+    return job
+
+
+def _file_of(source: str | None) -> Path | None:
+    """Return the path of a configuration file, or None for a preset."""
+    from meshwright.config.load import preset_names
+
+    return None if source is None or source in preset_names() else Path(source)
+
+
+def _write(text: str, out: Path | None, job: ClusterJob, command: str | None) -> None:
+    from meshwright.output_files import write_output
+
+    if out is None:
+        print(text, end="")
+        return
+    write_output(out, text, where=OUT_OPTION)
+    print(job.summary())
+    print(f"start it with: {command} {shlex.quote(str(out))}" if command else f"{out} has the line of each node")

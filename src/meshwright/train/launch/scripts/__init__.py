@@ -1,0 +1,1 @@
+"""Scripts that start a run on a cluster: an sbatch script, a Kubernetes JobSet, or torchrun's command lines."""

@@ -1,0 +1,119 @@
+"""A run as a job of a cluster: its name, nodes, GPUs and command line, checked before a script is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config.rules import repair
+from meshwright.config.schema import RunConfig
+from meshwright.errors import InputError, LayoutError
+from meshwright.plan.rules import violations
+from meshwright.settings.violation import format_fix
+
+SAVING_S = 120
+"""Time from the signal that stops a run to its end, in which it completes its step and saves a checkpoint."""
+INVALID, STOPPED = 2, 3
+"""Exit codes of a run that is not to be started again, and of one that is."""
+PORT = 29500
+"""Rendezvous port on nodes that no other job uses."""
+
+AXES = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
+"""Axes in the order in which a fix changes them: data parallelism first, since it keeps the model's layout."""
+MAX_FIXES = 2
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A run on `nodes` nodes with one rank per GPU."""
+
+    name: str
+    """Name of the job, and of the run folder below `runs/`."""
+    mesh: str
+    """Sizes of the mesh axes, for the header of the script."""
+    nodes: int
+    gpus_per_node: int
+    words: tuple[str, ...]
+    """Arguments of `meshwright run`: a preset or a file, and overrides."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `meshwright`, which start the run or continue it from its newest checkpoint."""
+        return ["run", *self.words, "--out", f"runs/{self.name}", "--resume", "auto"]
+
+    def summary(self) -> str:
+        """Describe the job in one line: `llama-tiny: 2 nodes × 2 GPUs = 4 ranks (dp_shard 4)`."""
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        gpus = f"{self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)}"
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        return f"{self.name}: {nodes} × {gpus} = {ranks}" + (f" ({self.mesh})" if self.num_ranks > 1 else "")
+
+
+def make_job(
+    config: RunConfig, words: Sequence[str], *, nodes: int, gpus_per_node: int, name: str | None = None
+) -> ClusterJob:
+    """Return the job that runs `words`, which were loaded as `config`; its name is by default the configuration's.
+
+    Raises:
+        LayoutError: the mesh does not have `nodes` × `gpus_per_node` ranks.
+        InputError: the name can't be that of a folder and a job.
+    """
+    _check_ranks(config, nodes, gpus_per_node)
+    job_name = config.name if name is None else name
+    check_text(job_name, r"\w[\w.-]*", option="--name", rule="a name has letters, digits, _, . and -", fix="run-1")
+    return ClusterJob(job_name, str(config.mesh.axes()), nodes, gpus_per_node, tuple(words))
+
+
+def check_text(text: str, pattern: str, *, option: str, rule: str, fix: str) -> None:
+    """Check that all of `text`, given to an option, matches a pattern, since it is written into a script.
+
+    Raises:
+        InputError: it does not; the message has the rule, and `fix` as a value that does.
+    """
+    if not re.fullmatch(pattern, text, re.ASCII):
+        raise InputError(f"{option} {text!r} is not allowed", where=f"command line, {option}", rule=rule,
+                         fix=f"{option} {fix}")  # fmt: skip
+
+
+def _check_ranks(config: RunConfig, nodes: int, gpus_per_node: int) -> None:
+    axes, wanted = config.mesh.axes(), nodes * gpus_per_node
+    if axes.num_ranks() == wanted:
+        return
+    found = f"{axes.num_ranks()} ({axes})" if axes.num_ranks() > 1 else str(axes)
+    fixes = [format_fix(fix) for fix in _fixes(config, wanted)]
+    if axes.num_ranks() % gpus_per_node == 0:
+        fixes.append(f"--nodes {axes.num_ranks() // gpus_per_node}")
+    raise LayoutError(
+        f"{nodes} × {gpus_per_node} GPUs are {wanted} ranks, but the mesh has {found}",
+        where="command line, --nodes and --gpus-per-node",
+        rule="the product of the mesh axes is the number of nodes times the GPUs per node: one rank per GPU",
+        fix=" or ".join(fixes) or f"a mesh of {wanted} ranks",
+    )
+
+
+def _fixes(config: RunConfig, num_ranks: int) -> list[Mapping[str, Any]]:
+    """Return up to `MAX_FIXES` ways to get `num_ranks` ranks by another size of one axis, with what else that needs.
+
+    Those that need nothing else come first. If there is no such way, all ranks go to the first axis.
+    """
+    axes = config.mesh.axes()
+    sizes = {axis: num_ranks * getattr(axes, axis) / axes.num_ranks() for axis in AXES}
+    single = [{f"mesh.{axis}": int(size)} for axis, size in sizes.items() if size.is_integer()]
+    flat = {f"mesh.{axis}": 1 for axis in AXES if getattr(axes, axis) > 1} | {f"mesh.{AXES[0]}": num_ranks}
+    found = [fix for fix in (_completed(config, fix, num_ranks) for fix in single) if fix]
+    return sorted(found, key=len)[:MAX_FIXES] or [fix for fix in [_completed(config, flat, num_ranks)] if fix]
+
+
+def _completed(config: RunConfig, fix: Mapping[str, Any], num_ranks: int) -> Mapping[str, Any]:
+    """Return `fix` with what else it needs for a valid run of `num_ranks` ranks, or nothing if that is not found."""
+    more = repair(config.with_keys(fix), None, violations)
+    complete = {**fix, **(more or {})}
+    changed = config.with_keys(complete)
+    valid = changed.mesh.axes().num_ranks() == num_ranks and next(violations(changed, None), None) is None
+    return complete if valid else {}
