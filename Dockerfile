@@ -11,5 +11,5 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir -c constraints.txt '.[tokenizers]'
 
-WORKDIR /work
+WORKDIR /training
 CMD ["meshwright", "doctor"]

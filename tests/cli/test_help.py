@@ -35,7 +35,7 @@ def test_version(here):
     assert here("--version").stdout == f"meshwright {version('meshwright')}\n"
 
 
-@pytest.mark.parametrize("words", [["--no-such"], ["no-such"], ["run", "--steps", "5"], ["checkpoint", "no-such"]])
+@pytest.mark.parametrize("words", [["--no-such"], ["no-such"], ["run", "--stpes", "5"], ["checkpoint", "no-such"]])
 def test_wrong_usage_is_bad_input(here, words):
     done = here(*words)
     assert done.returncode == 2 and words[-1] in done.stderr + " ".join(words)

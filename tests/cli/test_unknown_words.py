@@ -71,10 +71,10 @@ def test_every_command_in_the_table_exists(here):
         ("--tensor_parallel_size=2 llama-tiny", ["mesh.tp=2"]),
         ("llama-tiny --bf16", ["train.precision=bfloat16"]),
         ("--bf16 llama-tiny mesh.dp_shard=2", ["train.precision=bfloat16"]),
-        ("--bf16 true --lr=1e-4", ["train.precision=bfloat16", "train.lr=0.0001"]),
+        ("--bf16 true --learning-rate=1e-4", ["train.precision=bfloat16", "train.lr=0.0001"]),
         ("-lr 1e-4", ["train.lr=0.0001"]),
         ("--fp16 --seq-length 4k --FSDP", ["train.precision=bfloat16", "train.seq_len=4096", "mesh.dp_shard=2"]),
-        ("--max-steps 10 --tp 2 --pp 2", ["train.steps=10", "mesh.tp=2", "mesh.pp=2"]),
+        ("--max-steps 10 --tp_size 2 --pp_size 2", ["train.steps=10", "mesh.tp=2", "mesh.pp=2"]),
     ],
 )
 def test_an_option_that_is_a_key_names_it_with_its_value(fails, command, words, own):
@@ -86,8 +86,23 @@ def test_an_option_that_is_a_key_names_it_with_its_value(fails, command, words, 
     assert isinstance(outcome(own), RunConfig)
 
 
-def test_steps_is_an_option_of_prove_only(fails):
-    assert alternatives(fails("run", "--steps", 10)["fix"]) == [["train.steps=10"]]
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("llama-tiny --steps 10 --tp 2", ["llama-tiny", "train.steps=10", "mesh.tp=2"]),
+        ("--train.steps=10 llama-tiny mesh.pp=2", ["llama-tiny", "mesh.pp=2", "train.steps=10"]),
+        ("--compile llama-tiny --dp-shard 2", ["llama-tiny", "train.compile=true", "mesh.dp_shard=2"]),
+        ("dit-digits --comm.gradients loco4 --SEED 3", ["dit-digits", "comm.gradients=loco4", "train.seed=3"]),
+    ],
+)  # fmt: skip
+def test_our_keys_are_options_too(here, options, words):
+    shown = here("plan", *options.split())
+    assert shown.returncode == 0 and shown == here("plan", *words)
+
+
+def test_a_wrong_value_of_such_an_option_names_the_key(fails):
+    error = fails("run", "--steps", "ten")
+    assert error["error"].startswith("train.steps = 'ten'") and error["where"] == "command line, train.steps"
 
 
 @pytest.mark.parametrize(

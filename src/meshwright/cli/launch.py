@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.config_arguments import WORDS_HELP, split_words
+from meshwright.cli.unknown_words import ConfigCommand
 
 if TYPE_CHECKING:
     from meshwright.train.launch.scripts.cluster_job import ClusterJob
@@ -24,7 +25,7 @@ Name = Annotated[str | None, typer.Option(help="Name of the job and of its folde
 Out = Annotated[Path | None, typer.Option("-o", "--out", help="The file to write; default: stdout.")]
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def slurm(
     words: Words = None,
     *,
@@ -44,7 +45,7 @@ def slurm(
     _write(sbatch_script(job, options), out, job, "sbatch")
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def kubernetes(
     words: Words = None,
     *,
@@ -63,7 +64,7 @@ def kubernetes(
     _write(jobset_manifest(job, KubernetesOptions(image, volume, _file_of(source))), out, job, "kubectl apply -f")
 
 
-@app.command()
+@app.command(cls=ConfigCommand)
 def torchrun(
     words: Words = None,
     *,
@@ -98,7 +99,7 @@ def _job(words: list[str] | None, nodes: int, gpus_per_node: int, name: str | No
 
 def _file_of(source: str | None) -> Path | None:
     """Return the path of a configuration file, or None for a preset."""
-    from meshwright.config.load import preset_names
+    from meshwright.config.source import preset_names
 
     return None if source is None or source in preset_names() else Path(source)
 

@@ -45,7 +45,10 @@ class Commands(TyperGroup):
 
 
 class ConfigCommand(TyperCommand):
-    """Command that takes overrides: unknown options become overrides, which the loader rejects by naming our key."""
+    """Command that takes overrides, also as options: `--steps 10` is train.steps=10.
+
+    Options with another framework's name become overrides too, which the loader rejects by naming our key.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,9 +67,9 @@ class ConfigCommand(TyperCommand):
         return rest
 
     def _as_overrides(self, words: list[str]) -> list[str]:
-        """Return `words` with `--name value` as the override `--name=value`, after all others."""
+        """Return `words` with options as overrides, after all others: by our key if it is one, else by the name given."""
         from meshwright.config.source import preset_names
-        from meshwright.config.translate import option_named
+        from meshwright.config.translate import option_named, own_key
 
         others, options = [], []
         while words:
@@ -74,13 +77,15 @@ class ConfigCommand(TyperCommand):
             if not word.startswith("-"):
                 others.append(word)
                 continue
-            self._check_misspelling(word.partition("=")[0])
+            if own_key(word.partition("=")[0]) is None:
+                self._check_misspelling(word.partition("=")[0])
             is_value = words and "=" not in words[0] and not words[0].startswith("--")
             if is_value and option_named(word) is None:
                 is_value = words[0] not in preset_names() and not words[0].endswith(".toml")
             if "=" not in word:
                 word = f"{word}={words.pop(0) if is_value else 'true'}"
-            options.append(word)
+            name, _, value = word.partition("=")
+            options.append(f"{key}={value}" if (key := own_key(name)) else word)
         return others + options
 
     def _check_misspelling(self, name: str) -> None:

@@ -41,6 +41,11 @@ def find_meaning(name: str) -> Meaning | None:
     return _find(name, _meanings())
 
 
+def own_key(option: str) -> str | None:
+    """Return our key for an option with its name, such as --steps or --train.steps; None for any other."""
+    return _own_names().get(normalize(option[2:])) if option.startswith("--") else None
+
+
 def option_named(name: str) -> str | None:
     """Return our option for another framework's name; empty for the first word, the preset or file."""
     return _find(name, _by_name({"": foreign_names.SOURCE, **foreign_names.OPTIONS}))
@@ -91,11 +96,18 @@ def _words(name: str) -> frozenset[str]:
 
 
 @cache
-def _meanings() -> Mapping[str, Meaning]:
+def _own_names() -> Mapping[str, str]:
+    """Return our keys by name, and by their last part where it says enough."""
     own = dict.fromkeys(key for kind in family_names() for key in fields(kind))
     tails = Counter(key.rpartition(".")[2] for key in own)
     keys = [key for key in own if key.count(".") == 1 and key.split(".")[0] in OWN_SECTIONS and key != "model.kind"]
-    found = {normalize(tail): Meaning(key) for key in keys if tails[tail := key.rpartition(".")[2]] == 1}
+    found = {normalize(tail): key for key in keys if tails[tail := key.rpartition(".")[2]] == 1}
+    return found | {normalize(key): key for key in own}
+
+
+@cache
+def _meanings() -> Mapping[str, Meaning]:
+    found = {name: Meaning(key) for name, key in _own_names().items() if "." not in name}
     tables = [foreign_names.KEYS, *(find_family(kind).foreign_names for kind in family_names())]
     found |= {name: Meaning(key) for table in tables for name, key in _by_name(table).items()}
     found |= {normalize(name): Meaning(key, choices=own) for name, (key, own) in foreign_names.CHOICES.items()}

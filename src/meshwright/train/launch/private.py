@@ -1,6 +1,7 @@
 """Adapter for private names of Python's multiprocessing.
 
-This is the only file of the room that uses private names: `multiprocessing.util._run_finalizers`, checked on 3.11.
+Private PyTorch names: none. This is the only file of the room that uses a private name of Python's,
+`multiprocessing.util._run_finalizers`, checked on 3.11.
 """
 
 from __future__ import annotations

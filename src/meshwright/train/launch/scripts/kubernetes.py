@@ -14,7 +14,7 @@ from meshwright.train.launch.scripts.cluster_job import INVALID, PORT, SAVING_S,
 from meshwright.train.launch.scripts.yaml_text import to_yaml
 
 MAX_RESTARTS = 10
-WORK = "/work"
+WORK = "/training"
 """Where the volume is mounted: the working directory, with corpora and runs."""
 CONFIG = "/etc/meshwright"
 """Where the configuration file is mounted, if the run has one."""
