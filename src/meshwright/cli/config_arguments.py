@@ -4,10 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
 
 from meshwright.errors import InputError
 
 WORDS_HELP = "A preset or a TOML file (default: llama-tiny), then section.key=value …"
+
+
+def complete_words(incomplete: str) -> list[str]:
+    """Return presets and files, keys, and values of a key, that begin like the word that is being typed."""
+    from meshwright.config.key_fields import fields
+    from meshwright.config.source import preset_names
+    from meshwright.models.contract.family import family_names
+
+    known = {key: field for kind in family_names() for key, field in fields(kind).items()}
+    key, equals, _ = incomplete.partition("=")
+    if equals:
+        words = [f"{key}={value}" for value in _choices(known[key].annotation)] if key in known else []
+    else:
+        words = [*preset_names(), *map(str, Path().glob("*.toml")), *(f"{key}=" for key in known)]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the values of a key that has a few."""
+    kinds = get_args(annotation) or (annotation,)
+    return ["true", "false"] if bool in kinds else [str(kind) for kind in kinds if isinstance(kind, str)]
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP, autocompletion=complete_words),
+]
+"""Arguments of a command that takes a configuration."""
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:

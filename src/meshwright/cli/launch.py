@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.config_arguments import WORDS_HELP, split_words
+from meshwright.cli.config_arguments import Words, split_words
 from meshwright.cli.unknown_words import ConfigCommand
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ OUT_OPTION = "command line, -o"
 
 app = typer.Typer(help="Write the script that starts a run on a cluster; nothing is submitted.", no_args_is_help=True)
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)]
 Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node, each with one rank.")]
 Name = Annotated[str | None, typer.Option(help="Name of the job and of its folder in runs/; default: the run's name.")]

@@ -18,7 +18,6 @@ app = typer.Typer(
     cls=Commands,
     help="Train transformers on any number of devices: plan it, prove it, run it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.colors import paint
-from meshwright.cli.config_arguments import WORDS_HELP, split_words
+from meshwright.cli.config_arguments import WORDS_HELP, complete_words, split_words
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 
@@ -25,7 +25,10 @@ JSON_OPTION, OUT_OPTION = "command line, --json", "command line, -o"
 
 def plan(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml|PLAN.json] [KEY=VALUE]...", help=WORDS_HELP)
+        list[str] | None,
+        typer.Argument(
+            metavar="[PRESET|FILE.toml|PLAN.json] [KEY=VALUE]...", help=WORDS_HELP, autocompletion=complete_words
+        ),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the figures and the plan as JSON; - for stdout.")

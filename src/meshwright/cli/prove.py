@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.colors import paint
-from meshwright.cli.config_arguments import WORDS_HELP, split_words
+from meshwright.cli.config_arguments import Words, split_words
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright.units import format_duration
@@ -24,9 +24,7 @@ JSON_OPTION = "command line, --json"
 
 
 def prove(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
-    ] = None,
+    words: Words = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")

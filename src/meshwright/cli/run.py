@@ -10,13 +10,11 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal
-from meshwright.cli.config_arguments import WORDS_HELP, path_of, split_words
+from meshwright.cli.config_arguments import Words, path_of, split_words
 
 
 def run(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP)
-    ] = None,
+    words: Words = None,
     out: Annotated[str | None, typer.Option(metavar="PATH", help="The run folder; default: runs/<name>-<n>.")] = None,
     resume: Annotated[
         str | None,

@@ -67,7 +67,7 @@ class ConfigCommand(TyperCommand):
         return rest
 
     def _as_overrides(self, words: list[str]) -> list[str]:
-        """Return `words` with options as overrides, after all others: by our key if it is one, else by the name given."""
+        """Return `words` with options as overrides after all others: of our key, or of the name given if it is none."""
         from meshwright.config.source import preset_names
         from meshwright.config.translate import option_named, own_key
 
