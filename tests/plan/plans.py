@@ -51,7 +51,7 @@ LAYOUTS = (
     "llama-tiny mesh.pp=2 pipeline.schedule=zb-v train.num_microbatches=4 model.tie_embeddings=true "
     "train.freeze=['*norm*']",
     "llama-tiny mesh.pp=2 pipeline.schedule=zb-h1 train.num_microbatches=4 mesh.dp_shard=2 train.freeze=['blocks.*']",
-    "llama-tiny mesh.dp_shard=4 comm.secondary_shards=2 mesh.tp=2 recompute.policy=full train.freeze=['blocks.1.*']",
+    "llama-tiny mesh.dp_shard=4 comm.secondary_shards=2 recompute.policy=full train.freeze=['blocks.1.*']",
     "llama-tiny mesh.dp_shard=4 comm.gradients=int4 comm.ranks_per_node=2 mesh.reshard_after_forward=false",
     "llama-tiny pipeline.chunks=2 train.num_microbatches=2",
     "dit-digits mesh.pp=2 pipeline.schedule=dualpipe-v train.num_microbatches=4 mesh.dp_shard=2",

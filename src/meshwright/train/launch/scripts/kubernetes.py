@@ -91,7 +91,7 @@ def jobset_manifest(job: ClusterJob, options: KubernetesOptions) -> str:
         data = {options.file.name: options.file.read_text("utf-8-sig")}
         head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": job.name}}
         documents.insert(0, {**head, "data": data})
-    return f"# {job.summary()}\n" + "---\n".join(map(to_yaml, documents))
+    return f"# {job.summary()}\n" + to_yaml(documents)
 
 
 def jobset(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
