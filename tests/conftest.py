@@ -35,7 +35,7 @@ PRELOADED = (
     "torch._dynamo.backends.common", "torch._inductor.debug",
     "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.decoder.module",
     "meshwright.models.tasks.next_token", "meshwright.reshard.cross_mesh.redistribute_across",
-    "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop",
+    "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop", "tests.quiet",
 )  # fmt: skip
 
 
@@ -58,7 +58,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     The runs that tests launch are forked from the same server, and need not import what it has.
     """
     if "gang" in getattr(item, "fixturenames", ()) and not item.config.getoption("collectonly"):
-        start_server(PRELOADED)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `tests.quiet`, for warnings of C++
+            start_server(PRELOADED)
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from tests.helpers import for_pictures, small_corpus
 from tests.train.jobs import make_job, run_on
@@ -118,6 +117,8 @@ def test_a_captured_run_is_bitwise_an_eager_one(gang, corpus, case):
 
 def compiled(rank, world_size, words):
     """Results of a compiled run with and without captured blocks, and the number of graphs that dynamo has compiled."""
+    from torch._dynamo.utils import counters
+
     results, state, _ = trained(rank, world_size, words)
     torch._dynamo.reset()
     counters.clear()
