@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.units import GIB, KIB, MIB, format_bytes, format_count, format_duration
+from meshwright.units import GIB, KIB, MIB, counted, format_bytes, format_count, format_duration
 
 UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
 
@@ -59,3 +59,12 @@ def test_durations_are_right_to_half_a_second(seconds):
     parts = [float(part) for part in text.removesuffix(" s").split(":")]
     assert sum(part * 60**i for i, part in enumerate(reversed(parts))) == pytest.approx(seconds, abs=0.51)
     assert all(part < 60 for part in parts[1:])
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "expected"),
+    [(1, "rank", "1 rank"), (2, "rank", "2 ranks"), (0, "step", "0 steps"), (3, "micro-batch", "3 micro-batches"),
+     (1, "micro-batch", "1 micro-batch"), (2, "process", "2 processes")],
+)  # fmt: skip
+def test_nouns_agree_with_their_number(number, noun, expected):
+    assert counted(number, noun) == expected

@@ -34,6 +34,7 @@ from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.record.trackers import check_trackers
 from meshwright.train.run_folder import choose_folder
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.train.launch.rank_context import RankContext
@@ -184,7 +185,7 @@ def prove(
     proved.family.open_data(run_facts(proved))
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder))
-        say(f"{proved.name} · {axes} · {steps} steps in float64 …")
+        say(f"{proved.name} · {axes} · {counted(steps, 'step')} in float64 …")
         launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.describe_action)
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads)

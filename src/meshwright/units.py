@@ -15,6 +15,12 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun in the singular or plural: `1 rank`, `2 ranks`, `3 micro-batches`."""
+    plural = f"{noun}{'es' if noun.endswith(('s', 'ch', 'x')) else 's'}"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def format_count(count: float) -> str:
     """Format a count in powers of a thousand: `70.6 B`, `0.9 M`, `18.2 k`."""
     for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):

@@ -83,7 +83,7 @@ SLURM = MEETING | {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1
 def test_axes_that_do_not_match_the_number_of_ranks(fails):
     words = ["train.global_batch=32"]
     error = fails("run", *words, **TORCHRUN)
-    assert "the mesh has 1 rank" in error["error"] and "4 were started" in error["error"]
+    assert "the mesh has one rank" in error["error"] and "4 were started" in error["error"]
     assert "mesh.dp_shard=4" in error["fix"]
     assert_every_fix_works(outcome(words, num_ranks=4), words, num_ranks=4)
 

@@ -102,22 +102,27 @@ def test_the_progress_line_rewrites_itself_and_fits(monkeypatch, columns):
 
 @pytest.mark.parametrize("columns", [50, 60, 70, 80, 90, 100])
 def test_a_narrow_terminal_does_without_the_least_important(monkeypatch, columns):
+    monkeypatch.setattr("meshwright.cli.progress.REFRESH_S", 0.0)
     with terminal(monkeypatch, columns=columns) as read:
         reporter = TerminalReporter()
         for number in range(1, 31):
-            reporter.progress(step(number))
+            reporter.progress(step(number, steps=31))
         [shown] = rows(read(), columns)
-    assert "step 30/30" in shown and "loss 2.000" in shown and "ETA 1.0 s" in shown
+        reporter.progress(step(31, steps=31))
+        [last] = rows(read(), columns)
+    assert "step 30/31" in shown and "loss 2.000" in shown and "ETA 1.0 s" in shown
+    assert "step 31/31" in last and "ETA" not in last
     assert ("tok/s" in shown) >= ("grad norm" in shown) >= ("GiB" in shown) >= ("▁" in shown)
     assert ("▁" in shown) is (columns >= 100)
 
 
 @pytest.mark.parametrize("columns", [50, 60, 70, 80, 90, 100])
 def test_the_load_of_experts_is_shown_where_it_fits(monkeypatch, columns):
+    monkeypatch.setattr("meshwright.cli.progress.REFRESH_S", 0.0)
     with terminal(monkeypatch, columns=columns) as read:
         reporter = TerminalReporter()
         for number in range(1, 31):
-            reporter.progress(replace(step(number), expert_load=1.834))
+            reporter.progress(replace(step(number, steps=31), expert_load=1.834))
         [shown] = rows(read(), columns)
     assert ("load 1.83×" in shown) is (columns >= 80)
     assert ("tok/s" in shown) >= ("load 1.83×" in shown) >= ("grad norm" in shown)

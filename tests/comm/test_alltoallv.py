@@ -243,8 +243,8 @@ def test_alone_it_copies():
     [
         (torch.ones(3), [2], [2], "send_splits = [2] sum to 2, but x has 3 rows"),
         (torch.ones(3), [3], [2], "send_splits = [3] and recv_splits = [2] differ with world size 1"),
-        (torch.ones(3), [1, 2], [3], "send_splits = [1, 2] has 2 entries for 1 ranks"),
-        (torch.ones(3), [3], [], "recv_splits = [] has 0 entries for 1 ranks"),
+        (torch.ones(3), [1, 2], [3], "send_splits = [1, 2] has 2 entries for 1 rank"),
+        (torch.ones(3), [3], [], "recv_splits = [] has 0 entries for 1 rank"),
         (torch.ones(3), [3], [-3], "recv_splits = [-3] has a negative number"),
         (torch.ones(()), [1], [1], "x is a 0-dim tensor"),
     ],

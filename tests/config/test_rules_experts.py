@@ -17,8 +17,8 @@ TWELVE = ["mesh.dp_shard=12", "train.global_batch=24"]
 @pytest.mark.parametrize(
     ("words", "kind", "what", "where", "fix"),
     [
-        (["mesh.ep=3"], LayoutError, "mesh.ep = 3 does not divide 1 ranks", "mesh.ep", "mesh.ep=1"),
-        (["mesh.ep=2"], LayoutError, "mesh.ep = 2 does not divide 1 ranks", "mesh.ep", "mesh.dp_shard=2"),
+        (["mesh.ep=3"], LayoutError, "mesh.ep = 3 does not divide 1 rank", "mesh.ep", "mesh.ep=1"),
+        (["mesh.ep=2"], LayoutError, "mesh.ep = 2 does not divide 1 rank", "mesh.ep", "mesh.dp_shard=2"),
         (["mesh.ep=4", "mesh.dp_shard=2"], LayoutError, "mesh.ep = 4 does not divide 2 ranks", "mesh.ep", "mesh.ep=2"),
         (["mesh.ep=8", *TWELVE], LayoutError, "mesh.ep = 8 does not divide 12 ranks", "mesh.ep", "mesh.ep=4"),
         (["mesh.ep=3", *TWELVE], LayoutError, "mesh.ep = 3 does not divide 8 experts", "mesh.ep", "mesh.ep=4"),

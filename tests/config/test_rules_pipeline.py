@@ -25,7 +25,7 @@ from tests.helpers import assert_every_fix_works, outcome
          "pipeline.schedule"),
         (["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=1f1b"], LayoutError, "1f1b with 2 chunks",
          "pipeline.schedule"),
-        (["mesh.pp=2", "pipeline.schedule=dualpipe-v"], LayoutError, "only 1 micro-batches for 2 ranks",
+        (["mesh.pp=2", "pipeline.schedule=dualpipe-v"], LayoutError, "only 1 micro-batch for 2 ranks",
          "pipeline.schedule"),
         (["mesh.pp=4", "pipeline.layers_per_stage=[3,2,2,1]"], LayoutError, "has 8 layers",
          "pipeline.layers_per_stage"),

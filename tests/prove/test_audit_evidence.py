@@ -44,7 +44,7 @@ CASES = {
     f"initial weight in the reference but not in the layout: {MATRIX}": change("layout.initial", without),
     "the reference has 3 losses and 2 gradient norms": change("reference.grad_norms", lambda old: old[:2]),
     "the reference has 3 losses and 1 batches": change("reference.samples", lambda old: old[:1]),
-    "losses of 1 ranks": change("layout.losses", lambda old: old[:1]),
+    "losses of 1 rank": change("layout.losses", lambda old: old[:1]),
     "gradient norms of 2 steps on rank 1": change("layout.grad_norms", lambda old: [old[0], old[1][:2]]),
     "samples of 0 steps on ranks 0 and 1": change("layout.samples", lambda old: [[], []]),
     "all gradients of the reference are zero": change(

@@ -13,7 +13,7 @@ import typer
 from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
 from meshwright.cli.colors import paint
 from meshwright.errors import CheckpointError
-from meshwright.units import format_bytes
+from meshwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from meshwright.models.contract.family import OtherWeights
@@ -36,7 +36,7 @@ def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
             f"{key} {manifest.model[key]}" for key in ("kind", "num_layers", "dim") if key in manifest.model
         )
         size = format_bytes(manifest.num_bytes())
-        print(f"{path}  step {manifest.step} · {size} · {len(manifest.files)} files · {model}")
+        print(f"{path}  step {manifest.step} · {size} · {counted(len(manifest.files), 'file')} · {model}")
 
 
 @app.command("verify")
@@ -50,7 +50,7 @@ def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]
             print(f"{paint('✗', 'red', sys.stdout)} {path}  {error.what}")
             failed = error
         else:
-            print(f"{paint('✓', 'green', sys.stdout)} {path}  {len(manifest.files)} files verified")
+            print(f"{paint('✓', 'green', sys.stdout)} {path}  {counted(len(manifest.files), 'file')} verified")
     if failed is not None:
         raise failed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshwright import __version__
 from meshwright.cli.colors import paint
-from meshwright.units import GIB, format_bytes
+from meshwright.units import GIB, counted, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
 EXTRAS = {"images": "scikit-learn"} | {
@@ -58,7 +58,7 @@ def _findings() -> Iterator[Finding]:
     good = sys.version_info[:2] >= MIN_PYTHON
     fix = "" if good else "Python 3.11 or newer: python.org or your system's packages"
     yield Finding("ok" if good else "missing", "python", f"{platform.python_version()} ({sys.executable})", fix)
-    yield Finding("ok", "machine", f"{platform.platform()} · {num_cores()} cores · {_total_memory()}")
+    yield Finding("ok", "machine", f"{platform.platform()} · {counted(num_cores(), 'core')} · {_total_memory()}")
     yield from _packages()
     yield from _torch()
     yield _compiler()

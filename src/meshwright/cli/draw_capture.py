@@ -12,6 +12,7 @@ import typer
 from meshwright.cli.colors import paint
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
 from meshwright.errors import InputError
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.capture import CapturePlan
@@ -49,9 +50,8 @@ def capture(
     plan, apart = (_plan(schedule, rank, layers, mode, reuse=reuse) for reuse in (True, False))
     verify_capture(plan)
     own = [str(len(layers)) for _, layers in plan.chunks]
-    facts = (
-        f"rank {rank} of {schedule.num_ranks} · {schedule.num_microbatches} micro-batches · {' + '.join(own)} layers"
-    )
+    shown = counted(schedule.num_microbatches, "micro-batch")
+    facts = f"rank {rank} of {schedule.num_ranks} · {shown} · {' + '.join(own)} layers"
     print(f"{paint(schedule.kind, 'bold', sys.stdout)} · {facts}")
     print(slot_text(plan, columns=shutil.get_terminal_size((OFF_TERMINAL_COLUMNS, 24)).columns))
     each = sum(event.layer is not None for event in plan.events)
@@ -65,7 +65,9 @@ def capture(
         write_output(json, plan.to_json() + "\n", where=str(json))
         print(f"plan            {json}")
     if out is not None:
-        draw_capture(plan, out, title=f"{schedule.kind}: slots of CUDA graphs\n{facts} · {len(plan.graphs)} graphs")
+        draw_capture(
+            plan, out, title=f"{schedule.kind}: slots of CUDA graphs\n{facts} · {counted(len(plan.graphs), 'graph')}"
+        )
         print(f"figure          {out}")
 
 

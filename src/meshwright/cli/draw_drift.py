@@ -11,6 +11,7 @@ import typer
 from meshwright.cli.colors import paint
 from meshwright.cli.config_arguments import split_words
 from meshwright.errors import InputError
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.prove.drift.result import DriftCurve, DriftResult
@@ -41,7 +42,8 @@ def drift(
     if out is not None:
         check_figure(out)
     config = load_sharing(*split_words(words))
-    facts = f"{config.name} · {config.mesh.axes()} · {len(make_plan(config).stages)} stages · {steps} steps"
+    stages = counted(len(make_plan(config).stages), "stage")
+    facts = f"{config.name} · {config.mesh.axes()} · {stages} · {counted(steps, 'step')}"
     _say(f"{facts}, two runs …")
     result = measure_drift(config, num_steps=steps)
     _say("")
@@ -58,7 +60,7 @@ def drift(
 def _summary(curve: DriftCurve, drift: DriftResult) -> str:
     first = next((step for step, apart in enumerate(curve.distances, start=1) if apart > 0), None)
     if first is None:
-        replicas = f"replicas bitwise equal after all {len(curve.distances)} steps"
+        replicas = f"replicas bitwise equal after all {counted(len(curve.distances), 'step')}"
     else:
         replicas = f"replicas differ from step {first} on, by {curve.distances[-1]:.2%} after {len(curve.distances)}"
     return f"{replicas} · loss {curve.losses[0]:.4f} → {curve.losses[-1]:.4f} {drift.loss_unit}"

@@ -25,6 +25,7 @@ from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.draw import draw, text_timeline
 from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
+from meshwright.units import counted
 
 app = typer.Typer(help="Draw schedules, CUDA graphs, redistributions and losses.", no_args_is_help=True)
 app.command("capture")(capture)
@@ -111,7 +112,7 @@ def _costs(times: dict[str, float]) -> Costs:
 
 def _title(schedule: Schedule, simulation: Simulation) -> str:
     """Return a two-line title: the name, then the size and costs."""
-    parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_microbatches} micro-batches"]
+    parts = [counted(schedule.num_ranks, "rank"), counted(schedule.num_microbatches, "micro-batch")]
     if schedule.num_chunks > 1:
         parts.append(f"{schedule.num_chunks} chunks")
     peak = max(_peak(schedule, simulation, rank) for rank in range(schedule.num_ranks))

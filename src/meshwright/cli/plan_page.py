@@ -19,7 +19,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
-from meshwright.units import format_bytes, format_count
+from meshwright.units import counted, format_bytes, format_count
 
 COLUMNS = 80
 FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
@@ -74,7 +74,7 @@ def _batch(plan: RunPlan) -> Iterator[str]:
     kept = f", {plan.masters} masters" if compute != plan.masters else ""
     yield from _items(
         (
-            f"{' × '.join(used)} = {plan.mesh.num_ranks()} ranks" if used else "one rank",
+            f"{' × '.join(used)} = {counted(plan.mesh.num_ranks(), 'rank')}" if used else "one rank",
             f"batch {batch.global_batch} × {batch.tokens} tokens",
             f"{batch.num_microbatches} × {batch.samples} samples per rank",
             f"{compute}{kept}",
@@ -159,7 +159,7 @@ def _unit_words(unit: Unit) -> str:
     over += f", replicated over {_axes(unit.replicas)}" if unit.replicas else ""
     kept = unit.num_secondary()
     after = "freed after the forward" if unit.freed is True else "kept until the backward"
-    after = f"kept sharded over {kept} ranks until the backward" if kept else after
+    after = f"kept sharded over {counted(kept, 'rank')} until the backward" if kept else after
     sent = [f"{what} {method}" for what, method in (("gradients", unit.gradients), ("weights", unit.weights))
             if method != "exact"]  # fmt: skip
     return " · ".join([over, *([after] if unit.sharded else []), *sent])
@@ -173,7 +173,7 @@ def _float8(plan: RunPlan) -> Iterator[str]:
         if float8 is None:
             yield from _item(name, "none")
             continue
-        back = f"amax over {float8.history} steps" if float8.history else ""
+        back = f"amax over {counted(float8.history, 'step')}" if float8.history else ""
         cached = "weights cast once per step" if float8.cached else ""
         yield from _items(part for part in (name, f"{float8.recipe} scaling", back, cached, *float8.layers) if part)
 
@@ -214,7 +214,7 @@ def _sums(plan: RunPlan) -> Iterator[str]:
         yield from _item(one.op, f"over {_axes(one.axes)}", f"{len(one.parameters)} distinct parameters", who[one.by])
     stages = Counter(tuple(stage for stage, _ in sites) for _, sites in plan.shared)
     for held, count in stages.items():
-        where = f"stages {held[0]} and {held[1]}" if len(held) == 2 else f"{len(held)} stages"
+        where = f"stages {held[0]} and {held[1]}" if len(held) == 2 else counted(len(held), "stage")
         yield from _item("sum", f"over {where}", f"{count} shared parameter{'s' if count > 1 else ''}", "by Meshwright")
 
 

@@ -31,9 +31,10 @@ def presets(
             config = load(preset)
             axes, train = config.mesh.axes(), config.train
             batch = f"{train.global_batch} × {model_facts(config).tokens}"
+            ranks = f"{axes.num_ranks()} ranks ({axes})" if axes.num_ranks() > 1 else str(axes)
             print(
                 f"{preset:<16} {format_count(model_facts(config).num_params()):>8} parameters · "
-                f"{axes.num_ranks()} ranks ({axes}) · batch {batch} · {train.precision}"
+                f"{ranks} · batch {batch} · {train.precision}"
             )
 
 

@@ -12,7 +12,7 @@ from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
-from meshwright.units import format_bytes, format_count, format_duration
+from meshwright.units import counted, format_bytes, format_count, format_duration
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.2
@@ -87,7 +87,7 @@ class TerminalReporter(Reporter):
         if summary.validation is not None:
             result = self._words(summary.validation)
             self._print(
-                f"{paint(f'validation {result}', 'green', sys.stdout)} · {summary.steps} steps in "
+                f"{paint(f'validation {result}', 'green', sys.stdout)} · {counted(summary.steps, 'step')} in "
                 f"{format_duration(summary.seconds)} · run folder {summary.folder}"
             )
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
@@ -99,11 +99,11 @@ class TerminalReporter(Reporter):
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
-            steps = "1 step" if summary.steps_here == 1 else f"{summary.steps_here} steps"
+            steps = counted(summary.steps_here, "step")
             self._print(f"  sent in {steps}, predicted: {_amount(sent, 'per rank')}{where}")
             if summary.counted is not None:
-                counted = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
-                self._print(f"  counted on rank 0: {counted}")
+                found = f"{_amount(summary.counted, 'of gradients and weights')} · {_links(summary.counted)}"
+                self._print(f"  counted on rank 0: {found}")
         for one in summary.all_to_alls:
             found = f"{format_bytes(one.sent)} · predicted {format_bytes(one.predicted)}"
             known = f", from the {one.basis} {format_bytes(one.explained)}" if one.basis else ""
@@ -122,7 +122,7 @@ class TerminalReporter(Reporter):
             "load": "" if progress.expert_load is None else f"load {progress.expert_load:.2f}×",
             "speed": f"{format_count(progress.tokens_per_s)} tok/s",
             "memory": format_bytes(progress.memory_bytes),
-            "rest": f"ETA {format_duration(progress.eta_s)}",
+            "rest": f"ETA {format_duration(progress.eta_s)}" if progress.step < progress.steps else "",
         }
         if self._is_terminal:
             for part in DISPENSABLE:

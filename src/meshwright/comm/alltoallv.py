@@ -21,6 +21,7 @@ from meshwright.comm.collectives import rank, world_size
 from meshwright.comm.message_format import format_dtype
 from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
+from meshwright.units import counted
 
 RULE = "send_splits and recv_splits have one row count per rank of the group; send_splits sum to the rows of x"
 MATCH_RULE = "the rows that rank a sends to rank b equal the rows that rank b expects from rank a"
@@ -142,7 +143,7 @@ def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) 
         return "x is a 0-dim tensor and has no rows"
     for name, splits in (("send_splits", send), ("recv_splits", recv)):
         if len(splits) != num_ranks:
-            return f"{name} = {splits} has {len(splits)} entries for {num_ranks} ranks"
+            return f"{name} = {splits} has {len(splits)} entries for {counted(num_ranks, 'rank')}"
         if any(rows < 0 for rows in splits):
             return f"{name} = {splits} has a negative number"
     if sum(send) != x.shape[0]:

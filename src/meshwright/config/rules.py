@@ -27,6 +27,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.settings.nearby_sizes import round_up
 from meshwright.settings.violation import Fix, Violation, format_fix, format_value
+from meshwright.units import counted
 
 Origins = Mapping[str, str]
 """Origin of each dotted key: `command line`, a file, `preset llama-tiny`."""
@@ -230,13 +231,14 @@ def _ranks(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     fixes: list[Fix] = []
     if num_ranks % rest == 0:
         fixes = [{"mesh.dp_shard": num_ranks // rest}]
+    found = f"{axes.num_ranks()} ranks ({axes})" if axes.num_ranks() > 1 else str(axes)
     yield Violation(
         LayoutError,
-        f"the mesh has {axes.num_ranks()} ranks ({axes}) but {num_ranks} were started",
+        f"the mesh has {found} but {num_ranks} were started",
         "mesh.dp_shard",
         "the product of the axis sizes must equal the number of ranks",
         fixes,
-        otherwise=f"start {axes.num_ranks()} ranks",
+        otherwise=f"start {counted(axes.num_ranks(), 'rank')}",
     )
 
 
@@ -246,7 +248,7 @@ def _schedule(config: RunConfig) -> Iterator[Violation]:
     if train.lr_schedule == "wsd" and train.decay_steps > room:
         yield Violation(
             ConfigError,
-            f"warm-up of {train.warmup_steps} and decay of {train.decay_steps} steps exceed {train.steps} steps",
+            f"warm-up of {train.warmup_steps} and decay of {train.decay_steps} exceed {counted(train.steps, 'step')}",
             "train.decay_steps",
             "warmup_steps + decay_steps ≤ steps",
             [{"train.decay_steps": room}, {"train.steps": train.warmup_steps + train.decay_steps}],

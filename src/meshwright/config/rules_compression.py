@@ -8,6 +8,7 @@ from meshwright.comm.compression.catalogue import EXACT, Use, is_lossy, lossless
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.settings.violation import Fix, Violation
+from meshwright.units import counted
 
 
 def lossy_keys(config: RunConfig) -> list[str]:
@@ -81,7 +82,7 @@ def _nodes(config: RunConfig) -> Iterator[Violation]:
         fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
         yield Violation(
             LayoutError,
-            f"comm.ranks_per_node = {size} does not divide {ranks} ranks",
+            f"comm.ranks_per_node = {size} does not divide {counted(ranks, 'rank')}",
             "comm.ranks_per_node",
             "all nodes have the same number of ranks",
             [{"comm.ranks_per_node": min(fitting, key=lambda n: abs(n - size))}, {"comm.ranks_per_node": None}],

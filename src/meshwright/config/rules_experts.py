@@ -10,6 +10,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Fix, Violation
+from meshwright.units import counted
 
 KEY = "mesh.ep"
 
@@ -30,7 +31,7 @@ def expert_violations(config: RunConfig) -> Iterator[Violation]:
     if ranks % ep or (ep % mesh.cp and mesh.cp % ep):
         yield Violation(
             LayoutError,
-            f"mesh.ep = {ep} does not divide {ranks} ranks",
+            f"mesh.ep = {ep} does not divide {counted(ranks, 'rank')}",
             KEY,
             f"ep divides dp_shard × cp = {mesh.dp_shard} × {mesh.cp}, and is a multiple of cp or divides it",
             [*sizes, {"mesh.dp_shard": round_up(mesh.dp_shard, ep)}],

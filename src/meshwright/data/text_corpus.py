@@ -32,7 +32,7 @@ from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
 from meshwright.log import get_logger
-from meshwright.units import format_bytes, format_count
+from meshwright.units import counted, format_bytes, format_count
 
 Tokens = NDArray[np.integer]
 
@@ -109,7 +109,11 @@ def open_corpus(
             source, documents, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
         )
         tokens = map_tokens(path, metadata)
-        title = "standard library source" if source == text_documents.STDLIB else f"{len(documents)} files of {source}"
+        title = (
+            "standard library source"
+            if source == text_documents.STDLIB
+            else f"{counted(len(documents), 'file')} of {source}"
+        )
     bytes_per_token = None
     if metadata.validation_text_bytes is not None:
         bytes_per_token = metadata.validation_text_bytes / metadata.num_validation
@@ -282,7 +286,7 @@ def _concatenate(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.
 
 def _empty(source: str, split: str, num_found: int, num_skipped: int) -> DataError:
     return DataError(
-        f"the {split} split of {source} is empty: {num_found} files, {num_skipped} of them not UTF-8 text",
+        f"the {split} split of {source} is empty: {counted(num_found, 'file')}, {num_skipped} of them not UTF-8 text",
         where=f"data.source, {source}",
         rule="a tenth of the text is held out for validation, and neither split is empty",
         fix=f"a pattern that matches more text, or data.source={text_documents.STDLIB}",

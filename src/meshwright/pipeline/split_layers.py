@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.errors import ScheduleError
+from meshwright.units import counted
 
 
 def balance_layers(
@@ -31,9 +32,9 @@ def balance_layers(
     fewest = 0 if allow_empty else 1
     if num_layers < fewest * num_stages:
         raise ScheduleError(
-            f"{num_stages} stages for {num_layers} layers",
+            f"{counted(num_stages, 'stage')} for {counted(num_layers, 'layer')}",
             rule="every stage needs at least one layer, unless empty stages are allowed",
-            fix=f"use at most {num_layers} stages, or set pipeline.allow_empty_stages=true",
+            fix=f"use at most {counted(num_layers, 'stage')}, or set pipeline.allow_empty_stages=true",
         )
     total = [0.0]
     for cost in layer_costs:

@@ -16,6 +16,7 @@ from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import balance_layers
 from meshwright.plan.pipeline_table import compute_table, has_stages, is_table_file, read_table, schedule_name
 from meshwright.settings.violation import Fix, Violation, format_value
+from meshwright.units import counted
 
 RUNS_EAGERLY = "a recomputed block with auxiliary losses or step buffers can't be compiled"
 
@@ -140,7 +141,7 @@ def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
     if table.num_ranks != config.mesh.pp:
         yield Violation(
             LayoutError,
-            f"{table.kind} is a schedule for {table.num_ranks} ranks, but mesh.pp = {config.mesh.pp}",
+            f"{table.kind} is a schedule for {counted(table.num_ranks, 'rank')}, but mesh.pp = {config.mesh.pp}",
             "pipeline.schedule",
             "a table has one line per pipeline rank",
             [{"mesh.pp": table.num_ranks}, {"pipeline.schedule": "1f1b"}],
@@ -148,8 +149,8 @@ def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
     if table.num_microbatches != config.train.num_microbatches:
         yield Violation(
             LayoutError,
-            f"{table.kind} is a schedule for {table.num_microbatches} micro-batches, but train.num_microbatches = "
-            f"{config.train.num_microbatches}",
+            f"{table.kind} is a schedule for {counted(table.num_microbatches, 'micro-batch')}, but "
+            f"train.num_microbatches = {config.train.num_microbatches}",
             "pipeline.schedule",
             "the number of micro-batches must match the table's",
             [{"train.num_microbatches": table.num_microbatches}, {"pipeline.schedule": "1f1b"}],
@@ -166,7 +167,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
         fewer += [{"mesh.pp": pp * layers // stages}] if pp * layers >= stages else []
         yield Violation(
             LayoutError,
-            f"{stages} stages for model.num_layers = {layers} layers",
+            f"{counted(stages, 'stage')} for model.num_layers = {counted(layers, 'layer')}",
             "pipeline.chunks" if pp == 1 else "mesh.pp",
             "every stage has a layer, unless empty stages are allowed",
             [*fewer, {"pipeline.allow_empty_stages": True}, {"model.num_layers": stages}],
@@ -179,7 +180,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
     if len(layers_per_stage) != stages:
         yield Violation(
             LayoutError,
-            f"{what} has {len(layers_per_stage)} entries for {stages} stages",
+            f"{what} has {len(layers_per_stage)} entries for {counted(stages, 'stage')}",
             "pipeline.layers_per_stage",
             "there must be one entry per stage (mesh.pp × chunks), in order",
             fixes,
@@ -187,7 +188,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
     elif sum(layers_per_stage) != layers or min(layers_per_stage) < 0:
         yield Violation(
             LayoutError,
-            f"{what} has {sum(layers_per_stage)} layers for model.num_layers = {layers}",
+            f"{what} has {counted(sum(layers_per_stage), 'layer')} for model.num_layers = {layers}",
             "pipeline.layers_per_stage",
             "the numbers of layers must add up to model.num_layers",
             [*fixes, {"model.num_layers": sum(layers_per_stage)}] if min(layers_per_stage) >= 0 else fixes,

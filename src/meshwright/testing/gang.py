@@ -31,6 +31,7 @@ from meshwright.errors import RunError
 from meshwright.log import get_logger
 from meshwright.testing import gang_worker
 from meshwright.testing.gang_worker import Body, Call, Meeting, Pipe, Raised, Regroup, Reply, Request, Returned
+from meshwright.units import counted
 
 PRELOAD = (
     "torch",
@@ -226,7 +227,7 @@ class Gang:
         parts += [f"--- rank {r} did not return; its stacks\n{text}" for r, text in stacks.items()]
         if replies.returned and missing:
             parts.append(f"--- {_name_ranks(list(replies.returned))} returned")
-        where = f"{fn.__module__}.{fn.__qualname__} on {self.world_size} ranks"
+        where = f"{fn.__module__}.{fn.__qualname__} on {counted(self.world_size, 'rank')}"
         error = GangError("\n".join(parts), where=where)
         error.ranks = ranks
         pickled = [raised.exception for raised in replies.raised.values() if raised.exception is not None]

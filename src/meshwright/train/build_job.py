@@ -34,6 +34,7 @@ from meshwright.train.float8_scaling import RunFloat8
 from meshwright.train.gradient_compression import RunCompression
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.optimizer import STATE_NAMES, build_optimizer
+from meshwright.units import counted
 
 
 @dataclass
@@ -108,10 +109,11 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
         return torch.device("cpu")
     if available < context.local_ranks:
         raise LayoutError(
-            f"{context.local_ranks} ranks on this machine but {available} CUDA devices",
+            f"{counted(context.local_ranks, 'rank')} on this machine but {available} CUDA devices",
             where="train.device",
             rule="each rank has its own CUDA device",
-            fix="train.device=cpu" + (f", or a mesh of at most {available} ranks per machine" if available else ""),
+            fix="train.device=cpu"
+            + (f", or a mesh of at most {counted(available, 'rank')} per machine" if available else ""),
         )
     device = torch.device("cuda", context.local_rank)
     torch.cuda.set_device(device)

@@ -24,6 +24,7 @@ from meshwright.capture.run.scopes import finding_regions
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.units import counted
 
 EXPECTED = frozenset({NO_GRADIENTS, EVALUATION})
 """Reasons for eager calls that every run has."""
@@ -198,8 +199,8 @@ class CaptureSession:
             return []
         names = list(self._places)
         shown = f"{names[0]} … {names[-1]}" if len(names) > 2 else ", ".join(names)
-        graphs = len(self.plan.graphs)
-        lines = [f"CUDA graphs ({self._backend}): {len(names)} modules in {graphs} graphs: {shown}"] if names else []
+        captured = f"{counted(len(names), 'module')} in {counted(len(self.plan.graphs), 'graph')}"
+        lines = [f"CUDA graphs ({self._backend}): {captured}: {shown}"] if names else []
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.eager.items():
             by_reason.setdefault(reason, []).append(name)

@@ -12,6 +12,7 @@ from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
 from meshwright.pipeline.generate.stage_placement import v_placement
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.units import counted
 
 K = ActionKind
 
@@ -24,7 +25,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"only {num_microbatches} micro-batches for {num_ranks} ranks",
+            f"only {counted(num_microbatches, 'micro-batch')} for {counted(num_ranks, 'rank')}",
             rule="dualpipe-v needs two micro-batches per rank to fill its pipeline from both ends",
             fix=f"use {2 * num_ranks} or more micro-batches, or zb-v",
         )

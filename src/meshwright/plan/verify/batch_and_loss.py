@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify.error import Fault, join_names
+from meshwright.units import counted
 
 
 def step_faults(plan: RunPlan) -> Iterator[Fault]:
@@ -20,14 +21,13 @@ def _batch(plan: RunPlan) -> Iterator[Fault]:
         yield Fault(f"the batch is {batch}", "all batch sizes must be positive", "batch")
     product = batch.samples * batch.num_microbatches * ranks
     if batch.global_batch != product:
-        parts = f"{batch.samples} samples × {batch.num_microbatches} micro-batches × {ranks} ranks"
+        parts = f"{batch.samples} samples × {counted(batch.num_microbatches, 'micro-batch')} × {counted(ranks, 'rank')}"
         what = f"the global batch is {batch.global_batch}, but {parts} = {product}"
         axis = next(iter(plan.mesh.view("batch")), None)
         yield Fault(what, "all data-parallel ranks have equal shares of the global batch", "batch", axis=axis)
     if batch.num_microbatches != plan.schedule.num_microbatches:
-        what = (
-            f"the batch has {batch.num_microbatches} micro-batches, but the schedule {plan.schedule.num_microbatches}"
-        )
+        found = counted(batch.num_microbatches, "micro-batch")
+        what = f"the batch has {found}, but the schedule {plan.schedule.num_microbatches}"
         yield Fault(what, "the schedule must run all micro-batches of the step", "batch.num_microbatches")
 
 

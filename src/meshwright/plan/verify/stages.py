@@ -12,6 +12,7 @@ from meshwright.pipeline.shared_parameters import stage_groups
 from meshwright.pipeline.verify import verify as verify_schedule
 from meshwright.plan.run_plan import Edge, RunPlan, Stage
 from meshwright.plan.verify.error import Fault, join_names
+from meshwright.units import counted
 
 ONCE = "each block and each end is on one stage, except for ends that are on all stages"
 
@@ -33,7 +34,7 @@ def _layers(plan: RunPlan) -> Iterator[Fault]:
             rule = "stages cover all layers once, in order"
             yield Fault(what, rule, f"stages[{number}].layers", stages=(number,))
         if len(stage.kinds) != stop - first:
-            what = f"stage {number} lists {len(stage.kinds)} kinds for {stop - first} layers"
+            what = f"stage {number} lists {len(stage.kinds)} kinds for {counted(stop - first, 'layer')}"
             yield Fault(what, "each layer has a kind", f"stages[{number}].kinds", stages=(number,))
         start = stop
 
@@ -91,7 +92,8 @@ def _edges(plan: RunPlan) -> Iterator[Fault]:
         ranks = plan.mesh.size(*shard.axes)
         if local[shard.dim] % ranks:
             size = local[shard.dim]
-            what = f"{plan.edge.name}: {join_names(shard.axes)} shard dim {shard.dim} of {size} over {ranks} ranks"
+            over = f"{size} over {counted(ranks, 'rank')}"
+            what = f"{plan.edge.name}: {join_names(shard.axes)} shard dim {shard.dim} of {over}"
             yield Fault(what, "edges must be sharded evenly", "edge.shards", axis=shard.axes[0])
         local[shard.dim] //= ranks
     cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") or (("tp",) if plan.sequence_parallel else ())
@@ -123,10 +125,10 @@ def _axis(one: Edge | None, two: Edge | None) -> str | None:
 def _schedule(plan: RunPlan) -> Iterator[Fault]:
     table, ranks = plan.schedule, plan.mesh.size("pp")
     if table.num_ranks != ranks:
-        what = f"the schedule is for {table.num_ranks} ranks, but pp = {ranks}"
+        what = f"the schedule is for {counted(table.num_ranks, 'rank')}, but pp = {ranks}"
         yield Fault(what, "a schedule has one row per pp rank", "schedule", axis="pp", error=ScheduleError)
     if table.num_stages != len(plan.stages):
-        what = f"the schedule is for {table.num_stages} stages, but the plan has {len(plan.stages)}"
+        what = f"the schedule is for {counted(table.num_stages, 'stage')}, but the plan has {len(plan.stages)}"
         yield Fault(what, "the stages must match the schedule", "schedule", axis="pp", error=ScheduleError)
         return
     for number, stage in enumerate(plan.stages):

@@ -15,6 +15,7 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import join_words, rank_words
 from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, UnequalCopies
 from meshwright.prove.stage_placement import StagePlacement
+from meshwright.units import counted
 
 MAX_NAMES = 4
 COPIES_START = "all copies of a shared parameter must start from the weights of the first copy"
@@ -114,7 +115,7 @@ def _series(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
         ("samples", [len(values) for values in layout.samples]),
     ):
         if len(by_rank) != num_ranks:
-            yield f"{what} of {len(by_rank)} ranks", f"the layout has {num_ranks} ranks ({layout.axes})"
+            yield f"{what} of {counted(len(by_rank), 'rank')}", f"the layout has {num_ranks} ranks ({layout.axes})"
         off = [rank for rank, length in enumerate(by_rank) if length != num_steps]
         if off:
             yield (f"{what} of {by_rank[off[0]]} steps on {rank_words(off)}", f"the reference has {num_steps} steps")

@@ -16,7 +16,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import format_fix
-from meshwright.units import format_bytes
+from meshwright.units import counted, format_bytes
 
 RANKS_PER_CORE = 32
 """Maximum number of ranks per core."""
@@ -34,7 +34,7 @@ def check_ranks(num_ranks: int, *, fix: str = "a mesh of fewer ranks") -> None:
     most = RANKS_PER_CORE * num_cores()
     if num_ranks > most:
         raise LayoutError(
-            f"the mesh has {num_ranks} ranks, but this machine has {num_cores()} cores",
+            f"the mesh has {counted(num_ranks, 'rank')}, but this machine has {counted(num_cores(), 'core')}",
             where="mesh",
             rule=f"at most {RANKS_PER_CORE} ranks per core, {most} on this machine",
             fix=f"{fix}; or start the ranks on several machines with torchrun",
@@ -62,7 +62,7 @@ def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place:
     per_rank = predict_memory(plan).total()
     if num_bytes is None or num_ranks * per_rank <= EXCESS * num_bytes:
         return
-    ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    ranks = counted(num_ranks, "rank")
     raise LayoutError(
         f"{ranks} would need {format_bytes(num_ranks * per_rank)}, but {place} has {format_bytes(num_bytes)}",
         where=f"model, train.global_batch = {plan.batch.global_batch}, {plan.batch.tokens} tokens per sample",

@@ -25,6 +25,7 @@ from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import simulate
 from meshwright.pipeline.timeline import Span, Timeline, to_chrome_trace, to_json
 from meshwright.train.build_job import Job
+from meshwright.units import counted
 
 K = ActionKind
 
@@ -78,7 +79,7 @@ def write_trace(folder: Path, schedule: Schedule, measured: Timeline, *, overlap
             path.write_text(text, "utf-8")
     figure = folder / "timeline.svg"
     title = (
-        f"{schedule.kind}, {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches\n"
+        f"{schedule.kind}, {counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_microbatches, 'micro-batch')}\n"
         f"predicted {predicted.makespan:.3g} s from the measured times of computations · "
         f"measured {measured.makespan:.3g} s"
     )

@@ -12,6 +12,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import InputError, LayoutError
 from meshwright.plan.rules import violations
 from meshwright.settings.violation import format_fix
+from meshwright.units import counted
 
 SAVING_S = 120
 """Time from the signal that stops a run to its end, in which it completes its step and saves a checkpoint."""
@@ -90,10 +91,10 @@ def _check_ranks(config: RunConfig, nodes: int, gpus_per_node: int) -> None:
     if axes.num_ranks() % gpus_per_node == 0:
         fixes.append(f"--nodes {axes.num_ranks() // gpus_per_node}")
     raise LayoutError(
-        f"{nodes} × {gpus_per_node} GPUs are {wanted} ranks, but the mesh has {found}",
+        f"{nodes} × {gpus_per_node} GPUs are {counted(wanted, 'rank')}, but the mesh has {found}",
         where="command line, --nodes and --gpus-per-node",
         rule="the product of the mesh axes is the number of nodes times the GPUs per node: one rank per GPU",
-        fix=" or ".join(fixes) or f"a mesh of {wanted} ranks",
+        fix=" or ".join(fixes) or f"a mesh of {counted(wanted, 'rank')}",
     )
 
 
