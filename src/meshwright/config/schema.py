@@ -128,6 +128,12 @@ class TrainConfig(Section):
     trace: bool = Field(
         False, description="time each computation of the last step, and write timelines to the run folder"
     )
+    profile: Names = Field(
+        (), description="steps to record with PyTorch's profiler, as numbers and ranges: 10-12 or 5,10-12"
+    )
+    profile_ranks: Names = Field(
+        ("0",), description="ranks that write a profile of these steps: numbers and ranges, such as 0,4-7, or all"
+    )
     trackers: Names = Field(
         (),
         description="where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, or package.module:Sink for "
