@@ -55,6 +55,7 @@ KEYS: Mapping[str, str] = {
     "train.validate_every": "eval_steps eval_interval eval_freq eval_every val_check_interval eval.steps eval.interval "
     "validation.freq",
     "train.validation_samples": "eval_samples num_eval_samples max_eval_samples",
+    "train.sample_prompt": "prompt",
     "train.trace": "enable_profiling profiling",
     "train.trackers": "loggers logger log_with tracker experiment_tracker",
     "model.num_layers": "num_hidden_layers n_layers n_layer layers depth encoder_num_layers",

@@ -125,6 +125,9 @@ class TrainConfig(Section):
     validate_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
     validation_samples: int = Field(128, ge=0, description="held-out samples per validation; 0 disables validation")
     sample_tokens: int = Field(120, ge=0, description="tokens of text generated at the end; 0 disables sampling")
+    sample_prompt: str | None = Field(
+        None, min_length=1, description="text that the generated text continues; `def ` by default"
+    )
     trace: bool = Field(
         False, description="time each computation of the last step, and write timelines to the run folder"
     )
