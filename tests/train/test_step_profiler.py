@@ -26,7 +26,9 @@ def labels(path):
     marks = sorted((one["ts"], one["name"]) for one in events if one.get("cat") == "user_annotation")
     names = [name for _, name in marks]
     assert any(one["name"] == "aten::mm" for one in events)
-    return [name for name in names if name.startswith("step ")], [name for name in names if re.fullmatch(r"\d+F\d+", name)]
+    return [name for name in names if name.startswith("step ")], [
+        name for name in names if re.fullmatch(r"\d+F\d+", name)
+    ]
 
 
 def files(out):
@@ -104,5 +106,3 @@ def test_the_ranks_of_a_pipeline_that_stops_write_their_own_actions(tmp_path):
     for rank in range(2):
         steps, forwards = labels(tmp_path / f"run/profile/rank-{rank}-steps-2-3.json.gz")
         assert steps == ["step 2", "step 3"] and forwards == [f"{rank}F0", f"{rank}F1"] * 2
-
-

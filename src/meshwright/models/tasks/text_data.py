@@ -90,5 +90,8 @@ def _check_prompt(prompt: str, f: RunFacts) -> None:
         rule, fix = "a prompt fits into one sample", f"a shorter prompt, or train.seq_len={num_tokens}"
         if num_tokens == 0:
             what = f"train.sample_prompt = {prompt!r} can't be tokenized"
-            rule, fix = f"a prompt is text that data.tokenizer = {f.data.tokenizer} encodes", f"{remove}, or another one"
+            rule, fix = (
+                f"a prompt is text that data.tokenizer = {f.data.tokenizer} encodes",
+                f"{remove}, or another one",
+            )
     raise ConfigError(what, where="train.sample_prompt", rule=rule, fix=fix)
