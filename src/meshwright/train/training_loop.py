@@ -88,10 +88,11 @@ class Trainer:
         with self._stop, self._step.prefetching(steps):
             for step in steps:
                 self._job.context.post("step", step)
-                begin = time.perf_counter()
-                with self._counting, self._all_to_alls, self._profiler.step(step) as self._step.label:
-                    result = self._step(step)
-                seconds = time.perf_counter() - begin
+                with self._profiler.step(step) as self._step.label:
+                    begin = time.perf_counter()
+                    with self._counting, self._all_to_alls:
+                        result = self._step(step)
+                    seconds = time.perf_counter() - begin  # without starting a profile, or writing it
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 self._note_capture()
                 if recorder is not None:
