@@ -165,6 +165,8 @@ def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_p
 def test_a_rank_that_raises_is_named_with_its_step(words, tmp_path):
     with pytest.raises(RunError, match="rank 1 failed in step 3") as caught:
         train([*words, "mesh.dp_shard=2"], tmp_path, fault=Fault(rank=1, step=3, action="raise"))
+    log = (tmp_path / "logs/rank-1.log").read_text("utf-8")
+    assert "rank 1 of 2 failed: step 3" in log and "Traceback" in log and "Input/output error" in log
     assert "Input/output error" in caught.value.what
 
 

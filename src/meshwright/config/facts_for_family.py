@@ -21,6 +21,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         num_microbatches=train.num_microbatches,
         validation_samples=train.validation_samples,
         sample_tokens=train.sample_tokens,
+        sample_prompt=train.sample_prompt,
         seed=train.seed,
         dropout=train.dropout,
         precision=train.precision,

@@ -55,7 +55,8 @@ KEYS: Mapping[str, str] = {
     "train.validate_every": "eval_steps eval_interval eval_freq eval_every val_check_interval eval.steps eval.interval "
     "validation.freq",
     "train.validation_samples": "eval_samples num_eval_samples max_eval_samples",
-    "train.trace": "profile enable_profiling profiling",
+    "train.sample_prompt": "prompt",
+    "train.trace": "enable_profiling profiling",
     "train.trackers": "loggers logger log_with tracker experiment_tracker",
     "model.num_layers": "num_hidden_layers n_layers n_layer layers depth encoder_num_layers",
     "model.dim": "hidden_size n_embd d_model hidden_dim embed_dim embedding_dim model_dim width",

@@ -12,10 +12,11 @@ from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RecomputeConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.settings.number_ranges import RANGES, format_ranges, parse_ranges
 from meshwright.settings.violation import Violation, format_value
 
 KEY = "recompute.blocks"
-ENTRY = re.compile(rf"({'|'.join(RecomputePolicy)}):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
+ENTRY = re.compile(rf"({'|'.join(RecomputePolicy)}):{RANGES}")
 SYNTAX = "an entry is policy:layers, such as full:0-3 or selective:4,6-7"
 
 
@@ -31,13 +32,11 @@ def policy_of(config: RecomputeConfig, layer: int) -> RecomputePolicy:
 def _parse(entry: str) -> tuple[RecomputePolicy, list[range]]:
     """Return the policy and layers of an entry with correct syntax."""
     policy, _, words = entry.partition(":")
-    bounds = [word.partition("-") for word in words.split(",")]
-    return RecomputePolicy(policy), [range(int(first), int(last or first) + 1) for first, _, last in bounds]
+    return RecomputePolicy(policy), parse_ranges(words)
 
 
 def _entry(policy: RecomputePolicy, ranges: list[range]) -> str:
-    spans = (str(one.start) if len(one) == 1 else f"{one.start}-{one.stop - 1}" for one in ranges)
-    return f"{policy}:{','.join(spans)}"
+    return f"{policy}:{format_ranges(ranges)}"
 
 
 def recompute_violations(config: RunConfig) -> Iterator[Violation]:

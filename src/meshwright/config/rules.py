@@ -16,6 +16,7 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.float8_layers import float8_violations
+from meshwright.config.profiled_steps import profile_violations
 from meshwright.config.recompute_blocks import recompute_violations
 from meshwright.config.rules_capture import capture_violations
 from meshwright.config.rules_compression import comm_violations
@@ -93,6 +94,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from capture_violations(config)
     yield from float8_violations(config)
     yield from tracker_violations(config)
+    yield from profile_violations(config)
     yield from _unread_keys(config)
 
 

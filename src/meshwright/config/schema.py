@@ -125,8 +125,17 @@ class TrainConfig(Section):
     validate_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
     validation_samples: int = Field(128, ge=0, description="held-out samples per validation; 0 disables validation")
     sample_tokens: int = Field(120, ge=0, description="tokens of text generated at the end; 0 disables sampling")
+    sample_prompt: str | None = Field(
+        None, min_length=1, description="text that the generated text continues; `def ` by default"
+    )
     trace: bool = Field(
         False, description="time each computation of the last step, and write timelines to the run folder"
+    )
+    profile: Names = Field(
+        (), description="steps to record with PyTorch's profiler, as numbers and ranges: 10-12 or 5,10-12"
+    )
+    profile_ranks: Names = Field(
+        ("0",), description="ranks that write a profile of these steps: numbers and ranges, such as 0,4-7, or all"
     )
     trackers: Names = Field(
         (),

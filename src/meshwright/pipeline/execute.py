@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,6 +118,16 @@ class Executor:
             else:
                 for position, _, operation in self._steps:
                     self._post(position)
+                    operation()
+        self._live.finish()
+
+    def run_labelled(self, label: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Run the row once, each operation in the context `label` makes of its actions, such as `0F3`."""
+        with torch.set_grad_enabled(self._with_grad):
+            for position, actions, operation in self._steps:
+                if self._post is not None:
+                    self._post(position)
+                with label("+".join(map(str, actions))):
                     operation()
         self._live.finish()
 

@@ -15,6 +15,7 @@ from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import DataError, MeshwrightError
+from meshwright.log import open_log_file
 from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
@@ -45,6 +46,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         MeshwrightError: the run failed for a reason that the user can fix; any other exception is a bug.
     """
     config = spec.config
+    if spec.folder is not None:
+        open_log_file(spec.folder.log(context.rank))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     plan = spec.plan or make_plan(config)
@@ -67,6 +70,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         verify(plan)
         agree_on_plan(plan)
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
+        open_log_file(folder.log(context.rank))
         reporter = spec.make_reporter() if context.rank == 0 else Reporter()
         task = config.family.task(f, corpus, device)
         reporter.started(_start(config, plan, corpus, task, device, folder))

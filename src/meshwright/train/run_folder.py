@@ -71,6 +71,10 @@ class RunFolder:
         """Path of the plan file."""
         return self.path / "plan.json"
 
+    def log(self, rank: int) -> Path:
+        """Return the path of the file of what a rank logs."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
 
 def choose_folder(
     config: RunConfig, *, out: Path | None, resume: str | None, corpus: str, hold: ExitStack

@@ -25,6 +25,7 @@ from meshwright.train.graph_capture import capture_session
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
+from meshwright.train.record.step_profiler import Label
 from meshwright.train.record.timeline_trace import run_traced
 from meshwright.train.step_handles import StepHandles
 from meshwright.train.training_batches import TrainingBatches
@@ -78,6 +79,8 @@ class TrainStep:
         self.pipeline = Pipeline(job)
         self.timeline: Timeline | None = None
         """Timeline of the last step, if it was traced."""
+        self.label: Label | None = None
+        """Context for each pipeline action of the next step; None if the step isn't profiled."""
         # Looked up at each step: a fault injected into a proof replaces `samples`.
         self._batches = TrainingBatches(job, task, lambda step: self.samples(step))
         self.capture = capture_session(job, self.pipeline)
@@ -150,6 +153,8 @@ class TrainStep:
         with vocab_context(job), nullcontext() if self.capture is None else self.capture.step():
             if train.trace and step == train.steps:
                 self.timeline = run_traced(self._executor, job)
+            elif self.label is not None:
+                self._executor.run_labelled(self.label)
             else:
                 self._executor.run()
         losses += self._handles.auxiliary_losses()

@@ -35,6 +35,7 @@ from meshwright.train.optimizer import named_state
 from meshwright.train.record.draw_expert_load import draw_expert_load
 from meshwright.train.record.metrics import Recorder, plot_loss
 from meshwright.train.record.reporter import Reporter, Summary, Validation
+from meshwright.train.record.step_profiler import StepProfiler
 from meshwright.train.record.timeline_trace import write_trace
 from meshwright.train.run_folder import RunFolder, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
@@ -54,6 +55,7 @@ class Trainer:
         self._folder = folder
         self._reporter = reporter
         self._stop = StopSignal(job.context)
+        self._profiler = StepProfiler(job, folder.path)
         self._step = TrainStep(job, task, self._stop.requested)
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
@@ -86,10 +88,11 @@ class Trainer:
         with self._stop, self._step.prefetching(steps):
             for step in steps:
                 self._job.context.post("step", step)
-                begin = time.perf_counter()
-                with self._counting, self._all_to_alls:
-                    result = self._step(step)
-                seconds = time.perf_counter() - begin
+                with self._profiler.step(step) as self._step.label:
+                    begin = time.perf_counter()
+                    with self._counting, self._all_to_alls:
+                        result = self._step(step)
+                    seconds = time.perf_counter() - begin  # without starting a profile, or writing it
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 self._note_capture()
                 if recorder is not None:
@@ -117,11 +120,13 @@ class Trainer:
             recorder.close(failed=False)
 
     def _fail_together(self, error: RunError, recorder: Recorder | None) -> NoReturn:
-        """Raise an error that all ranks have, after rank 0 has closed the trackers: the first rank to exit ends the
-        others."""
+        """Raise an error that all ranks have, after they have closed trackers and profiles: the first rank to exit ends
+        the others."""
+        self._profiler.write()
         if recorder is not None:
             recorder.close(failed=True)
-        if self._job.config.train.trackers:
+            self._note_profiles()
+        if self._job.config.train.trackers or self._job.config.train.profile:
             barrier()
         raise error
 
@@ -133,6 +138,11 @@ class Trainer:
         for note in (*(() if self._has_noted_capture else session.notes()), *session.fallbacks()):
             self._reporter.note(note)
         self._has_noted_capture = True
+
+    def _note_profiles(self) -> None:
+        """Report the profiles that were written, if any were asked for."""
+        if self._job.config.train.profile:
+            self._reporter.note(self._profiler.summary())
 
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether `step` is the last step or a multiple of `every`; 0 means the last step only."""
@@ -288,6 +298,7 @@ class Trainer:
             overlaps = self._step.pipeline.overlaps
             write_trace(self._folder.path, self._job.schedule, self._step.timeline, overlaps=overlaps)
             self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
+        self._note_profiles()
         self._reporter.finished(
             Summary(
                 steps=last,

@@ -1,4 +1,4 @@
-"""Text of a run: when a separator is needed, and when it has no effect."""
+"""Text of a run: when a separator is needed, when it or a prompt has no effect, and which prompts fit."""
 
 from __future__ import annotations
 
@@ -55,3 +55,30 @@ def test_a_separator_that_does_not_occur(opened):
 def test_ids_beyond_the_vocabulary(opened):
     with pytest.raises(DataError, match="vocab_size"):
         opened("t.npy", PACKED, "data.separator=0", "model.vocab_size=7")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "what", "fix"),
+    [
+        ("t.npy", ["train.sample_prompt=a"], "has no effect", "remove train.sample_prompt"),
+        ("*.txt", ["train.sample_prompt=a", "train.sample_tokens=0"], "has no effect", "train.sample_tokens=120"),
+        ("*.txt", ["train.sample_prompt=nine or so"], "has 10 tokens, but train.seq_len = 8", "train.seq_len=10"),
+    ],
+)
+def test_a_prompt_without_effect_or_that_does_not_fit(opened, name, words, what, fix):
+    with pytest.raises(ConfigError, match=what) as caught:
+        opened(name, *words)
+    assert caught.value.where == "train.sample_prompt" and caught.value.rule and fix in caught.value.fix
+
+
+def test_a_prompt_fits_with_as_many_tokens_as_a_sample(opened):
+    assert opened("*.txt", "train.sample_prompt=just fit")
+
+
+def test_a_prompt_without_a_known_character_is_refused(opened, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"some": 0, "text": 1}, unk_token="some"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "words.json"))
+    with pytest.raises(ConfigError, match="can't be tokenized"):
+        opened("*.txt", f"data.tokenizer={tmp_path}/words.json", "train.sample_prompt=' '")

@@ -39,6 +39,8 @@ class RunFacts:
     num_microbatches: int
     validation_samples: int
     sample_tokens: int
+    sample_prompt: str | None
+    """Text that the generated text continues; None if the task chooses."""
     seed: int
     dropout: float
     """Probability of dropping an element of a block's branches before they are added to the stream."""

@@ -74,6 +74,7 @@ UNUSED_KEYS = {
     "data.separator": "text",
     "train.seq_len": "text",
     "train.sample_tokens": "text",
+    "train.sample_prompt": "text",
 }
 """Configuration keys that have no effect on image models, and the kind of data they apply to."""
 

@@ -58,16 +58,16 @@ class NextTokenTask(Task):
         return self.loss_sum(out, targets), (targets != IGNORED_TARGET).sum()
 
     def sample(self, forward: Forward) -> str | None:
-        """Return the continuation of a prompt, or None if sampling is off or the corpus has no known tokenizer."""
+        """Return the prompt and its continuation, or None if sampling is off or the corpus has no known tokenizer."""
         f = self._run
         if not f.sample_tokens or not self._has_text:
             return None
-        tokenizer = open_tokenizer(f.data.tokenizer)
-        prompt = [int(token) for token in tokenizer.encode(PROMPT)]
+        tokenizer, text = open_tokenizer(f.data.tokenizer), f.sample_prompt or PROMPT
+        prompt = [int(token) for token in tokenizer.encode(text)]
         tokens = generate(
             forward, prompt, seq_len=f.seq_len, num_tokens=f.sample_tokens, temperature=TEMPERATURE, seed=f.seed
         )  # fmt: skip
-        return PROMPT + tokenizer.decode(tokens)
+        return text + tokenizer.decode(tokens)
 
 
 class TextTask(NextTokenTask):

@@ -9,6 +9,7 @@ from meshwright.data.packed_corpus import pack_corpus
 from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_files import is_token_file
+from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
 
@@ -21,7 +22,7 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
 
     Raises:
         DataError: the text is missing, empty, too short, not text but images, or has ids outside the vocabulary.
-        ConfigError: `data.separator` is missing, or has no effect.
+        ConfigError: `data.separator` is missing or has no effect, or `train.sample_prompt` has none or can't be used.
     """
     data = f.data
     if data.source in PRESETS and not Path(data.source).exists():
@@ -32,6 +33,8 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
             fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
         )
     _check_separator(data)
+    if f.sample_prompt is not None:
+        _check_prompt(f.sample_prompt, f)
     is_packed = data.packing == "documents"
     corpus = open_corpus(
         data.source,
@@ -69,3 +72,26 @@ def _check_separator(data: DataFacts) -> None:
             else "it applies to packed token files, but data.packing is none",
             fix="remove data.separator" + (", or data.packing=documents" if is_tokens else ""),
         )
+
+
+def _check_prompt(prompt: str, f: RunFacts) -> None:
+    """Check that a prompt is used, and that the tokenizer makes at least one and at most `seq_len` tokens of it."""
+    is_tokens, seq_len, remove = is_token_file(f.data.source), f.seq_len, "remove train.sample_prompt"
+    if is_tokens or not f.sample_tokens:
+        what = "train.sample_prompt has no effect"
+        cause = "token files have no known tokenizer" if is_tokens else "train.sample_tokens is 0"
+        rule = f"a prompt is continued by the text generated at the end, but {cause}"
+        fix = remove if is_tokens else f"{remove}, or train.sample_tokens=120"
+    else:
+        num_tokens = len(open_tokenizer(f.data.tokenizer).encode(prompt))
+        if 0 < num_tokens <= seq_len:
+            return
+        what = f"train.sample_prompt has {num_tokens} tokens, but train.seq_len = {seq_len}"
+        rule, fix = "a prompt fits into one sample", f"a shorter prompt, or train.seq_len={num_tokens}"
+        if num_tokens == 0:
+            what = f"train.sample_prompt = {prompt!r} can't be tokenized"
+            rule, fix = (
+                f"a prompt is text that data.tokenizer = {f.data.tokenizer} encodes",
+                f"{remove}, or another one",
+            )
+    raise ConfigError(what, where="train.sample_prompt", rule=rule, fix=fix)

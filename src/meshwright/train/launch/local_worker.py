@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
 from typing import TypeVar
@@ -24,8 +26,8 @@ from typing import TypeVar
 import torch
 
 from meshwright.comm.collective_timeout import CollectiveError, is_lost_rank_error
-from meshwright.errors import MeshwrightError, RunError
-from meshwright.log import configure
+from meshwright.errors import MeshwrightError, RunError, StoppedError
+from meshwright.log import configure, log_failure
 from meshwright.train.launch.private import release_semaphores
 from meshwright.train.launch.rank_context import STOPPING, Body, RankContext
 
@@ -41,7 +43,8 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
     configure(rank=context.rank)
     torch.set_num_threads(threads)
     try:
-        body(context, argument)
+        with _logging(context):
+            body(context, argument)
     except BaseException as error:
         _report(error, report_folder / f"rank-{context.rank}.json")
         sys.stdout.flush()
@@ -58,7 +61,8 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
     """
     configure(rank=context.rank)
     try:
-        body(context, argument)
+        with _logging(context):
+            body(context, argument)
     except CollectiveError as error:
         what = f"rank {context.rank} lost another rank in {context.place()}: {error.what}"
         raise RunError(what, where=error.where, rule=error.rule, fix=error.fix) from None
@@ -72,6 +76,17 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
             where=f"rank {context.rank} of {context.num_ranks}, host {socket.gethostname()}",
             fix="the launcher's report names the rank that failed first; run again with --resume auto",
         ) from None
+
+
+@contextmanager
+def _logging(context: RankContext) -> Iterator[None]:
+    """Write an error of the context, unless it is a stop that was requested, to the rank's log file."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, StoppedError):
+            log_failure(f"rank {context.rank} of {context.num_ranks} failed: {context.place()}", error)
+        raise
 
 
 def is_lost_peer(error: BaseException) -> bool:
