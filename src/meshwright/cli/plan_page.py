@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from textwrap import wrap
 
 from meshwright.capture.predict import predict_capture
+from meshwright.cli.wrapping import wrapped
 from meshwright.config.schema import CaptureConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
@@ -22,7 +21,6 @@ from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.units import counted, format_bytes, format_count
 
 COLUMNS = 80
-FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
 RECOMPUTED = {RecomputePolicy.FULL: "recomputed", RecomputePolicy.SELECTIVE: "selectively recomputed"}
 MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
@@ -106,7 +104,7 @@ def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
         by_link = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
         yield f"  {one.purpose:<18} {by_link}"
         if one.purpose == Purpose.EXPERTS and (rows := describe_rows(plan, traffic.rank)):
-            yield from _wrapped(rows, "    ")
+            yield from wrapped(rows, COLUMNS, indent="    ")
         if one.purpose == Purpose.CONTEXT and plan.batch.packed:
             yield "    as if each sample were one document; packed ones send less or more"
     if plan.mesh.nodes == plan.mesh.num_ranks() > MAX_ROWS:
@@ -197,7 +195,8 @@ def _attention(plan: RunPlan) -> Iterator[str]:
     yield f"attention over {_axes(plan.mesh.view('cp'))}, {slowest}"
     for kind in plan.kinds:
         if kind.attention is not None:
-            yield from _wrapped(f"{kind.name} × {layers[kind.name]} · {explain_method(plan, kind)}", "  ")
+            method = f"{kind.name} × {layers[kind.name]} · {explain_method(plan, kind)}"
+            yield from wrapped(method, COLUMNS, indent="  ")
 
 
 def _bytes(plan: RunPlan, one: Collective) -> int:
@@ -224,12 +223,6 @@ def _axes(axes: Sequence[str]) -> str:
 
 def _item(*parts: str) -> Iterator[str]:
     return _items(parts)
-
-
-def _wrapped(text: str, indent: str) -> Iterator[str]:
-    """Break a sentence into lines between words, but not between a figure and its unit."""
-    for line in wrap(FIGURE.sub(NO_BREAK, text), COLUMNS, initial_indent=indent, subsequent_indent="    "):
-        yield line.replace(NO_BREAK, " ")
 
 
 def _items(parts: Iterable[str]) -> Iterator[str]:

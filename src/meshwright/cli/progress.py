@@ -9,6 +9,7 @@ import sys
 import time
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
+from meshwright.cli.wrapping import wrapped
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
@@ -147,7 +148,9 @@ class TerminalReporter(Reporter):
         if self._line_is_open:
             sys.stdout.write(CLEAR_LINE)
             self._line_is_open = False
-        print(text, flush=True)
+        columns = shutil.get_terminal_size().columns
+        lines = wrapped(text, columns) if self._is_terminal else [text]
+        print("\n".join(lines), flush=True)
 
 
 def _amount(traffic: Traffic, unit: str) -> str:

@@ -1,0 +1,30 @@
+"""Lines that fit a terminal: text broken between words, never between a figure and its unit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
+CODE = re.compile(r"\x1b\[[0-9;]*m")
+"""A terminal's code for a style, which takes no column."""
+
+
+def wrapped(text: str, columns: int, *, indent: str = "", more: str = "    ") -> Iterator[str]:
+    """Yield the lines of a text that is broken at spaces; a word that is longer than a line stays whole.
+
+    Args:
+        text: one line, which may have a terminal's codes.
+        columns: width of a line.
+        indent: put before the first line.
+        more: put before all others.
+    """
+    first, *words = FIGURE.sub(NO_BREAK, text).split(" ")
+    line = indent + first
+    for word in words:
+        if line.strip() and len(CODE.sub("", f"{line} {word}")) > columns:
+            yield line.replace(NO_BREAK, " ")
+            line = more + word
+        else:
+            line += f" {word}"
+    yield line.replace(NO_BREAK, " ")
