@@ -26,7 +26,7 @@ def test_labels_are_short_and_never_equal():
     base = {"train.lr": 0.1, "data.seed": 1, "train.seed": 1, "data.source": "x" * 99}
     sections = run_names([a, b], [base, base | {"data.seed": 2, "train.seed": 2, "train.lr": 0.2}])
     assert sections == ["lr=0.1 data.seed=1 train.seed=1", "lr=0.2 data.seed=2 train.seed=2"]
-    assert run_names([a, b, b], [base, base | {"train.lr": 0.2}, {}])[2] == "b"  # no other run lacks all keys
+    assert run_names([a, b, Path("c")], [base, base | {"train.lr": 0.2}, {}])[2] == "c"
     assert run_names([a, b], [base, base]) == ["a", "b"] and run_names([a, c], [base, base]) == ["runs/a", "old/a"]
     assert run_names([a, b, c], [base, base, base | {"train.lr": 0.2}])[0] == "runs/a: lr=0.1"
     many = [{f"model.k{i}": value for i in range(9)} | {"train.lr": lr} for value, lr in ((1, 1), (2, 2), (2, 3))]
@@ -73,8 +73,8 @@ def test_what_is_no_run_is_named(tmp_path, missing):
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", "3", '{"a": 1}', '{"step": 1}', '{"step": "1", "loss": 2}',
-                                  '{"step": true, "loss": 2}', '{"step": 1, "loss": "2"}', '{"step": 1, "loss_x": "2"}', "",
-                                  "\x00"])  # fmt: skip
+                                  '{"step": true, "loss": 2}', '{"step": 1, "loss": "2"}', '{"step": 1, "loss_x": "2"}',
+                                  "", "\x00"])  # fmt: skip
 def test_a_line_that_is_no_steps_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.5}\n' + line + '\n{"step": 3, "loss": null}\n')

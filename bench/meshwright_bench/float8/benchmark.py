@@ -19,7 +19,7 @@ from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 
 NOTES = (
     f"loss: {' '.join(WORDS)}, one process; the same initial weights and batches on all sides",
-    f"a loss is the median of the last {LAST} steps, in nats per token, over_bfloat16 its relative increase; a round is a seed",
+    f"a loss is the median of the last {LAST} steps, over_bfloat16 its relative increase; a round is a seed",
     "on a CPU, float8 is emulated: losses are those of float8, times are not; layers are timed on GPUs only",
 )
 
