@@ -82,7 +82,7 @@ class RunResult:
 
     folder: Path
     losses: tuple[float | None, ...]
-    """Loss per step in `loss_unit`; None for steps with a non-finite loss."""
+    """Loss per step in `loss_unit`; None for steps with a non-finite loss, or recorded in another unit."""
     loss_unit: str
     """`bits/byte`, `nats/token` or `squared error`, as on the terminal; empty if the run has no steps."""
     validation: float | None
@@ -143,7 +143,7 @@ def run(
     validated = [line[f"validation_{key}"] for line in lines if line.get(f"validation_{key}") is not None]
     return RunResult(
         folder=folder.path,
-        losses=tuple(line[key] for line in lines),
+        losses=tuple(line.get(key) for line in lines),
         loss_unit=unit_of_metric(key),
         validation=validated[-1] if validated else None,
         checkpoint=newest_complete(folder.checkpoints),

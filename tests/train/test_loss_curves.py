@@ -47,7 +47,7 @@ def test_losses_in_different_units_are_not_compared(tmp_path):
         assert words in caught.value.what and f"draw loss {first} {first}, and" in caught.value.fix
     metrics = first / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + (old / "metrics.jsonl").read_text())
-    with pytest.raises(InputError, match="several units, loss and loss_bits_per_byte"):
+    with pytest.raises(InputError, match="several units: loss and loss_bits_per_byte"):
         read_curves([first])
 
 

@@ -76,7 +76,7 @@ def _damaged(path: Path, state: str, where: str) -> InputError:
     return InputError(
         f"{path.name} {state}",
         where=where,
-        rule="the record of a run has one JSON object a step, with its step and its loss",
+        rule="the record of a run has one JSON object a step, with its step and its loss, in one unit",
         fix=f"restore a copy; or mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}, and the record begins "
         "where the run goes on",
     )
@@ -86,7 +86,8 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
     """Return the loss curves of the runs in these folders, which are all in one unit.
 
     Raises:
-        InputError: a folder is not a run folder, the run has no steps, or losses are in different units.
+        InputError: a folder is not a run folder, its metrics are damaged, the run has no steps, or losses are in
+            different units.
     """
     configs = [_config(folder) for folder in folders]
     names = run_names(folders, configs)
@@ -104,10 +105,11 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
 
 
 def _curve(folder: Path, name: str) -> Curve:
-    lines = list(read_metrics(folder / "metrics.jsonl"))
+    path = folder / "metrics.jsonl"
+    lines = list(read_metrics(path))
     keys = sorted({loss_key(line) for line in lines})
     if len(keys) > 1:
-        raise _not_a_run(folder, f"its metrics have losses in several units, {' and '.join(keys)}")
+        raise _damaged(path, f"has losses in several units: {' and '.join(keys)}", str(path))
     key = keys[0] if keys else LOSS
     lines = [line for line in lines if line[key] is not None]
     if not lines:

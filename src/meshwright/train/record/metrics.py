@@ -181,7 +181,7 @@ def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
 
     lines, key = list(read_metrics(metrics)), unit.metric(LOSS)
     figure, plot = pyplot.subplots(figsize=(7, 4), dpi=120)
-    train = [(line["step"], line[key]) for line in lines if line[key] is not None]
+    train = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     held_out = [(line["step"], line[f"validation_{key}"]) for line in lines if line.get(f"validation_{key}")]
     plot.plot(*zip(*train, strict=True), linewidth=1, label="training") if train else None
     if held_out:
