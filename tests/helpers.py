@@ -153,11 +153,13 @@ def assert_every_fix_works(
         assert isinstance(result, RunConfig), f"{words} said: {error}\n\nand with {way}: {result}"
 
 
-def run_folder(folder: Path, losses: Sequence[float | None], config: str, *, cut: str = "") -> Path:
+def run_folder(
+    folder: Path, losses: Sequence[float | None], config: str, *, key: str = "loss_bits_per_byte", cut: str = ""
+) -> Path:
     """What a run leaves of its losses in a folder, validated at the last step; `cut` is what a kill left of a line."""
     folder.mkdir()
-    lines: list[dict[str, Any]] = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
-    lines[-1]["validation_loss"] = 7.5
+    lines: list[dict[str, Any]] = [{"step": step, key: loss} for step, loss in enumerate(losses, start=1)]
+    lines[-1][f"validation_{key}"] = 7.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
     (folder / "config.toml").write_text(config)
     return folder

@@ -75,6 +75,7 @@ def test_a_run_gives_its_losses_and_goes_on(config, tmp_path):
     done = meshwright.run(config, out=tmp_path / "run", plan=plan)
     assert done.folder == tmp_path / "run" and done.checkpoint == tmp_path / "run/checkpoints/00000002"
     assert len(done.losses) == 2 and all(loss > 0 for loss in done.losses) and done.validation > 0
+    assert done.loss_unit == "bits/byte"
     assert (done.folder / "plan.json").read_text("utf-8") == to_json(plan)
     longer = config.with_keys({"train.steps": 3})
     found = []

@@ -19,6 +19,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.load import known_keys
 from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
+from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.plan.load_config import load
 from meshwright.plan.load_plan import check_fits, load_plan
 from meshwright.plan.make_plan import make_plan
@@ -30,7 +31,7 @@ from meshwright.train.launch.launcher import Interrupts, launch
 from meshwright.train.launch.machine_limits import check_machine
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.launch.threads import BusyCores, advice
-from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.loss_curves import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.record.trackers import check_trackers
 from meshwright.train.run_folder import choose_folder
@@ -82,9 +83,11 @@ class RunResult:
 
     folder: Path
     losses: tuple[float | None, ...]
-    """Loss per step in the model's unit, such as nats per token; None for steps with a non-finite loss."""
+    """Loss per step in `loss_unit`; None for steps with a non-finite loss, or recorded in another unit."""
+    loss_unit: str
+    """`bits/byte`, `nats/token` or `squared error`, as on the terminal; empty if the run has no steps."""
     validation: float | None
-    """Last validation loss; None if there was no validation."""
+    """Last validation loss, in the same unit; None if there was no validation."""
     checkpoint: Path | None
     """Newest checkpoint, if any."""
 
@@ -137,10 +140,12 @@ def run(
             describe_action=made.describe_action,
         )
         lines = list(read_metrics(folder.metrics))
-    validated = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
+    key = loss_key(lines[-1] if lines else {})
+    validated = [line[f"validation_{key}"] for line in lines if line.get(f"validation_{key}") is not None]
     return RunResult(
         folder=folder.path,
-        losses=tuple(line["loss"] for line in lines),
+        losses=tuple(line.get(key) for line in lines),
+        loss_unit=unit_of_metric(key),
         validation=validated[-1] if validated else None,
         checkpoint=newest_complete(folder.checkpoints),
     )

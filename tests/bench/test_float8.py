@@ -17,9 +17,12 @@ from tests.helpers import small_corpus
 def test_figures_of_losses():
     losses = {"bfloat16": [[9.0, *[2.0] * 20]], "current": [[9.0, *[2.01] * 20]], "delayed": [[9.0, *[2.1] * 20]]}
     figures = {figure.name: figure for figure in loss_figures(losses)}
-    assert figures["loss.bfloat16"].value == 2 and figures["loss.delayed"].value == 2.1
-    assert figures["loss.current.over_bfloat16"].value == pytest.approx(0.005)
-    assert figures["loss.current.over_bfloat16"].is_met and not figures["loss.delayed.over_bfloat16"].is_met
+    assert figures["loss_nats_per_token.bfloat16"].value == 2 and figures["loss_nats_per_token.delayed"].value == 2.1
+    assert figures["loss_nats_per_token.current.over_bfloat16"].value == pytest.approx(0.005)
+    assert (
+        figures["loss_nats_per_token.current.over_bfloat16"].is_met
+        and not figures["loss_nats_per_token.delayed.over_bfloat16"].is_met
+    )
 
 
 def test_layers_are_unmeasured_without_a_gpu():

@@ -168,7 +168,7 @@ def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", 
 
 def assert_named(result: ProofResult, fault: Fault) -> None:
     """A proof fails, says what the fault says, and gives a cause for its parameter."""
-    report, lines = to_json(result), render(result)
+    report, lines = to_json(result, loss_unit="nats/token"), render(result)
     assert not report["passed"]
     text = " ".join(" ".join(lines).lower().split())
     missing = [words for words in fault.says if words.lower() not in text]

@@ -74,7 +74,11 @@ def test_a_fault_of_something_else_is_not_blamed_on_cp(gang: GangPool, documents
     fault = NEAR_MISSES[name]
     result = proof(gang, config_of(fault.layout, documents), MODULE, "NEAR_MISSES", name)
     assert_named(result, fault)
-    causes = [one["cause"] for one in to_json(result)["causes"] if one["kind"] != FaultKind.CONSEQUENCE.value]
+    causes = [
+        one["cause"]
+        for one in to_json(result, loss_unit="nats/token")["causes"]
+        if one["kind"] != FaultKind.CONSEQUENCE.value
+    ]
     assert causes and not any(re.search(r"\bcp\b", cause) for cause in causes)
 
 

@@ -26,7 +26,7 @@ def sides():
 
 
 def entry(result, name):
-    return next(one for one in to_json(result)["parameters"] if one["name"] == name)
+    return next(one for one in to_json(result, loss_unit="nats/token")["parameters"] if one["name"] == name)
 
 
 def test_a_pass():
@@ -37,9 +37,9 @@ def test_a_pass():
         "loss 3 of 3 steps ✓ · gradients 13 of 13 ≤ 1e-12 ✓ · norm ✓ · parameters after 3 steps ✓ · sample order ✓"
     )
     assert lines[0].startswith("largest relative error: gradient 0.0e+00")
-    report = to_json(result)
+    report = to_json(result, loss_unit="nats/token")
     assert report["passed"] is True
-    assert [one["verdict"] for one in report["losses"]] == ["ok"] * 3
+    assert [one["verdict"] for one in report["losses_nats_per_token"]] == ["ok"] * 3
     assert report["grad_norm"]["verdict"] == "ok"
     assert report["causes"] == []
     assert all(report["checks"].values())
@@ -58,7 +58,7 @@ def test_one_cause_of_all_parameters_is_told_once():
     assert lines[0] == "✗ all 13 gradients   4.000 × the reference on every rank"
     assert lines[1] == "  cause   summed over dp_replicate × dp_shard (4 ranks) instead of averaged"
     assert sum(line.startswith("✗") for line in lines) == 1
-    report = to_json(result)
+    report = to_json(result, loss_unit="nats/token")
     assert all("summed over dp_replicate × dp_shard (4 ranks)" in one["cause"] for one in report["parameters"])
     (cause,) = report["causes"]
     assert len(cause["members"]) == 13
@@ -96,13 +96,13 @@ def test_json_has_no_token_that_is_not_json(value):
     layout.losses[1][0] = value
     layout.grad_norms[2][1] = value
     result = compare(layout, reference)
-    report = json.loads(json.dumps(to_json(result), allow_nan=False))
+    report = json.loads(json.dumps(to_json(result, loss_unit="nats/token"), allow_nan=False))
     assert report["passed"] is False
     one = next(one for one in report["parameters"] if one["name"] == MATRIX)
     assert one["max_abs_error"] is None
     assert "not finite" in one["cause"]
-    assert report["losses"][0]["layout"][1] is None
-    assert report["losses"][0]["verdict"] == "wrong"
+    assert report["losses_nats_per_token"][0]["layout"][1] is None
+    assert report["losses_nats_per_token"][0]["verdict"] == "wrong"
     assert render(result)
 
 
@@ -145,7 +145,7 @@ def test_a_screen_is_never_more_than_a_screen(num_causes):
         assert lines[0].startswith("✗ all 300 gradients")
     if num_causes == 300:
         assert any("more findings: see the JSON" in line for line in lines)
-    assert len(to_json(result)["causes"]) == num_causes
+    assert len(to_json(result, loss_unit="nats/token")["causes"]) == num_causes
 
 
 def test_a_layout_whose_copies_differ_by_rounding_says_so():

@@ -52,7 +52,7 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     ranks = gang(config.mesh.axes().num_ranks())
     records = ranks.run(record_on_rank, config, "tests.prove.seeded_faults", "FAULTS", name)
     result = prove_with(records, config)
-    report, screen = to_json(result), " ".join(render(result))
+    report, screen = to_json(result, loss_unit="nats/token"), " ".join(render(result))
     assert not report["passed"]
     text = " ".join(screen.lower().split())
     missing = [words for words in fault.says if words.lower() not in text]

@@ -15,7 +15,8 @@ side given as a revision are kept, by commit and layout, so that OLD runs once; 
 What it takes as given of a checkout: `python -m meshwright run PRESET WORDS --out PATH [--resume CHECKPOINT]`, names of
 the configuration's keys, `metrics.jsonl`, `checkpoints/<step>` of safetensors files with their `layout.json`. How
 predictions are asked for stands in `predict`, alone: when that way moves, adapt that file. Where a rebuild changes one
-of these on purpose, say so there, not by a layout left out.
+of these on purpose, say so there, not by a layout left out. A revision whose metrics say `loss`, without a unit, can be
+compared with others like it only.
 
 None of these files imports `meshwright`: which one is compared is decided by what is given.
 """

@@ -161,10 +161,13 @@ def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The deterministic part of a run's metrics."""
-    from meshwright.train.record.loss_curves import read_metrics
+    """The deterministic part of a run's metrics; the names of losses are without their unit."""
+    from meshwright.train.record.loss_curves import loss_key, read_metrics
 
-    return [{k: line[k] for k in DETERMINISTIC if k in line} for line in read_metrics(out / "metrics.jsonl")]
+    lines = list(read_metrics(out / "metrics.jsonl"))
+    unit = loss_key(lines[0] if lines else {}).removeprefix("loss")
+    lines = [{key.removesuffix(unit): value for key, value in line.items()} for line in lines]
+    return [{k: line[k] for k in DETERMINISTIC if k in line} for line in lines]
 
 
 def final_state(out: Path) -> dict[str, Any]:

@@ -15,27 +15,30 @@ from meshwright.models.tasks.next_token import text_unit
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.record.metrics import MetricsFile, plot_loss
 
+UNIT = text_unit(1.0)
+LOSS = UNIT.metric("loss")
+
 
 def fill(path, last, *, after=0):
-    file = MetricsFile(path, after_step=after)
+    file = MetricsFile(path, after_step=after, unit=UNIT)
     for step in range(after + 1, last + 1):
-        file.write({"step": step, "loss": 1 / step})
+        file.write({"step": step, LOSS: 1 / step})
     file.close()
 
 
 def test_every_line_is_there_at_once(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0, unit=UNIT)
     for step in (1, 2):
-        file.write({"step": step, "loss": 1.5})
+        file.write({"step": step, LOSS: 1.5})
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null(tmp_path, value):
-    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
-    file.write({"step": 1, "loss": value, "samples": [0, 7], "skipped": True})
+    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0, unit=UNIT)
+    file.write({"step": 1, LOSS: value, "samples": [0, 7], "skipped": True})
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "samples": [0, 7], "skipped": True}
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, LOSS: None, "samples": [0, 7], "skipped": True}
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.booleans())
@@ -59,7 +62,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path):
 
 
 def test_a_full_disk_is_said_to_be_full(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0, unit=UNIT)
 
     file._file = Full()
     with pytest.raises(RunError, match=r"can't write metrics.jsonl: No space left") as error:
@@ -88,7 +91,22 @@ def test_bits_per_byte(loss, size):
 @pytest.mark.parametrize("bytes_per_token", [None, 1.0])
 def test_a_loss_is_plotted_whatever_came_of_it(tmp_path, losses, bytes_per_token):
     path = tmp_path / "metrics.jsonl"
-    lines = [{"step": i + 1, "loss": loss, "validation_loss": loss} for i, loss in enumerate(losses)]
+    unit = text_unit(bytes_per_token)
+    key = unit.metric("loss")
+    lines = [{"step": i + 1, key: loss, f"validation_{key}": loss} for i, loss in enumerate(losses)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plot_loss(path, tmp_path / "loss.png", title="x", unit=text_unit(bytes_per_token))
+    plot_loss(path, tmp_path / "loss.png", title="x", unit=unit)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_without_a_unit_get_it_when_a_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null, "validation_loss": 1.5}\n{"step": 3, "loss": 1}\n'
+    )
+    fill(path, 3, after=2)
+    assert list(read_metrics(path)) == [
+        {"step": 1, LOSS: 2.5 * UNIT.scale},
+        {"step": 2, LOSS: None, f"validation_{LOSS}": 1.5 * UNIT.scale},
+        {"step": 3, LOSS: 1 / 3},
+    ]

@@ -16,10 +16,10 @@ from types import ModuleType
 import pytest
 
 from meshwright.errors import ConfigError, InputError, MeshwrightError
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.loss_unit import LossUnit, unit_of_metric
 from meshwright.models.tasks.next_token import text_unit
 from meshwright.train.record import trackers
-from meshwright.train.record.metrics import tracked_values
+from meshwright.train.record.metrics import in_unit, tracked_values
 from meshwright.train.record.sink import RunInfo
 from meshwright.train.record.trackers import Trackers, check_trackers
 from tests.helpers import clean_environment, meshwright
@@ -110,7 +110,7 @@ def test_a_resumed_run_has_no_step_twice_in_a_users_sink_and_tensorboard(own, tm
         train(words, out, fault=Fault(step=7))
     assert len(metrics(out)) == 6
     train(words, out, resume="auto")
-    losses = [line["loss"] * text_unit(1.0).scale for line in metrics(out)]
+    losses = [line["loss"] for line in metrics(out)]
     found = [line.split(",") for line in (out / "losses.csv").read_text().splitlines()]
     assert [int(step) for step, _ in found] == list(range(1, 9))
     assert [float(loss) for _, loss in found] == pytest.approx(losses)
@@ -274,13 +274,16 @@ def test_a_tracker_that_did_not_start_has_recorded_nothing(run):
 def test_losses_say_their_unit(unit, name, value):
     line = {"step": 3, "loss": 2 * math.log(2), "validation_loss": 2 * math.log(2), "lr": 0.1}
     expected = {name: value, f"validation_{name}": value, "lr": 0.1}
-    assert tracked_values(line, unit) == pytest.approx(expected)
+    found = in_unit(line, unit)
+    assert found == pytest.approx({"step": 3, **expected}) and in_unit(found, unit) == found
+    assert tracked_values(found) == pytest.approx(expected)
+    assert unit_of_metric(name) == unit_of_metric(f"validation_{name}") == unit.name
 
 
 def test_trackers_get_finite_numbers_only():
     line = {"step": 1, "loss": math.nan, "grad_norm": math.inf, "samples": [0, 7], "skipped": True,
             "expert_load": {"max_over_mean": None, "unused": 2}, "expert_counts": [[1, 2]]}  # fmt: skip
-    found = tracked_values(line, text_unit(None))
+    found = tracked_values(line)
     assert found == {"skipped": 1, "expert_load/unused": 2} and type(found["skipped"]) is int
 
 

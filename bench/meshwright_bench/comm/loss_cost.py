@@ -17,6 +17,7 @@ from datetime import date
 from pathlib import Path
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.load_config import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
@@ -43,7 +44,8 @@ RECOVERED, WITHIN = 0.4, 0.005
 """Targets: the fraction of the 2-bit gap that feedback closes, and the relative increase of the 4-bit loss."""
 
 Losses = Mapping[str, Sequence[float]]
-"""Validation losses by gradient compression method, one per seed."""
+"""Validation losses in `UNIT` by gradient compression method, one per seed."""
+UNIT = "bits/byte"
 
 
 def bench_comm_loss(options: Options, say: Say) -> Report:
@@ -60,7 +62,7 @@ def bench_comm_loss(options: Options, say: Say) -> Report:
     notes = (
         f"four_bits: meshwright run {PRESET} {' '.join(WORDS)} comm.gradients=…",
         f"two_bits: the same with {' '.join(LINEAR)}",
-        f"validation loss in nats; seeds {list(seeds)}",
+        f"validation loss in {UNIT}; seeds {list(seeds)}",
     )
     figures = (*four_bits_figures(four_bits), *two_bits_figures(two_bits))
     return Report(Benchmark.COMM_LOSS, cpu_name(), date.today().isoformat(), figures, notes)
@@ -77,15 +79,15 @@ def train_all(methods: Sequence[str], seeds: Iterable[int], words: Sequence[str]
 
 
 def validation_loss(method: str, *, seed: int, words: Sequence[str]) -> float:
-    """Train once with a compression method and return the final validation loss."""
+    """Train once with a compression method and return the final validation loss in `UNIT`."""
     config = load(PRESET, [*words, f"comm.gradients={method}", f"train.seed={seed}"])
     config.family.open_data(run_facts(config))  # fails before any process starts; cached for the ranks
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
         spec = RunSpec(config, Reporter, folder=RunFolder(Path(name), None))
         launch(train_body, spec, num_ranks=config.mesh.axes().num_ranks(), threads=config.train.threads)
-        loss = read_curves([Path(name)])[0].validation
-    assert loss is not None, "the arguments request a validation"
-    return loss
+        curve = read_curves([Path(name)])[0]
+    assert curve.validation is not None and curve.unit == UNIT, "the arguments request a validation, of text"
+    return curve.validation
 
 
 def four_bits_figures(losses: Losses) -> list[Figure]:
@@ -109,7 +111,8 @@ def two_bits_figures(losses: Losses) -> list[Figure]:
 
 
 def _losses(name: str, losses: Losses) -> list[Figure]:
-    return [of_rounds(f"{name}.{method}", found, "nats") for method, found in losses.items()]
+    loss = LossUnit(UNIT).metric("loss")
+    return [of_rounds(f"{name}.{method}.{loss}", found, UNIT) for method, found in losses.items()]
 
 
 def recovered(losses: Losses) -> float:

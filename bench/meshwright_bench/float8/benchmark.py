@@ -19,9 +19,11 @@ from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 
 NOTES = (
     f"loss: {' '.join(WORDS)}, one process; the same initial weights and batches on all sides",
-    f"a loss is the median of the last {LAST} steps, in nats, over_bfloat16 its relative increase; a round is a seed",
+    f"a loss is the median of the last {LAST} steps, over_bfloat16 its relative increase; a round is a seed",
     "on a CPU, float8 is emulated: losses are those of float8, times are not; layers are timed on GPUs only",
 )
+
+LOSS = "loss_nats_per_token"
 
 
 def bench_float8(options: Options, say: Say) -> Report:
@@ -47,10 +49,10 @@ def loss_figures(losses: Mapping[str, Sequence[Sequence[float]]]) -> list[Figure
     last = {side: [median(steps[-LAST:]) for steps in seeds] for side, seeds in losses.items()}
     figures = []
     for side, found in last.items():
-        figures.append(of_rounds(f"loss.{side}", found, "nats"))
+        figures.append(of_rounds(f"{LOSS}.{side}", found, "nats/token"))
         if side != BFLOAT16:
             over = [own / plain - 1 for own, plain in zip(found, last[BFLOAT16], strict=True)]
-            figures.append(of_rounds(f"loss.{side}.over_bfloat16", over, "of the loss", at_most=WITHIN))
+            figures.append(of_rounds(f"{LOSS}.{side}.over_bfloat16", over, "of the loss", at_most=WITHIN))
     return figures
 
 

@@ -50,7 +50,7 @@ def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
     num_ranks = spec.config.mesh.axes().num_ranks()
     records = [RankRecord(**torch.load(spec.record(rank), weights_only=True)) for rank in range(num_ranks)]
     result = conclude(spec.config, records, num_steps=spec.num_steps, plan=spec.plan)
-    answer = {"report": to_json(result), "lines": render(result)}
+    answer = {"report": to_json(result, loss_unit=records[0].loss_unit), "lines": render(result)}
     spec.result.write_text(json.dumps(answer), "utf-8")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, StepValue, TensorResult
 
 MAX_LINES = 24
@@ -21,11 +22,11 @@ WIDTH = 110
 MAX_NAMES = 2
 
 
-def to_json(result: ProofResult) -> dict[str, Any]:
-    """Convert the result to JSON-serializable values."""
+def to_json(result: ProofResult, *, loss_unit: str) -> dict[str, Any]:
+    """Convert the result to JSON-serializable values; `loss_unit` is the name of the unit of its losses."""
     found: dict[str, Any] = {
         "passed": result.passed,
-        "losses": [_step(step, result.losses.diagnosis) for step in result.losses.steps],
+        LossUnit(loss_unit).metric("losses"): [_step(step, result.losses.diagnosis) for step in result.losses.steps],
         "parameters": [_parameter(parameter) for parameter in result.parameters],
         "grad_norm": {
             **_verdict(result.grad_norm.ok, result.grad_norm.diagnosis),

@@ -13,6 +13,12 @@ class LossUnit:
     name: str
     scale: float = 1.0
     """Factor from the loss's own unit to this one."""
+    own: str = ""
+    """Name of the loss's own unit, if that is another one."""
+
+    def unscaled(self) -> LossUnit:
+        """Return the loss's own unit."""
+        return LossUnit(self.own or self.name)
 
     def words(self, loss: float) -> str:
         """Format a loss in this unit."""
@@ -21,3 +27,8 @@ class LossUnit:
     def metric(self, name: str) -> str:
         """Return the name of a metric in this unit, such as `loss_bits_per_byte`."""
         return f"{name}_" + re.sub(r"\W+", "_", self.name.replace("/", " per "))
+
+
+def unit_of_metric(key: str) -> str:
+    """Return the name of the unit in a metric's key: `bits/byte` for `loss_bits_per_byte`, nothing for `loss`."""
+    return key.partition("loss_")[2].replace("_per_", "/").replace("_", " ")

@@ -115,9 +115,10 @@ def text_loader(tokens: Tokens, device: torch.device, *, seq_len: int, seed: int
 
 def text_unit(bytes_per_token: float | None) -> LossUnit:
     """Return bits per byte if the bytes of the text are known, else nats per token."""
+    nats = "nats/token"
     if bytes_per_token is None:
-        return LossUnit("nats/token")
-    return LossUnit("bits/byte", 1 / (math.log(2) * bytes_per_token))
+        return LossUnit(nats)
+    return LossUnit("bits/byte", 1 / (math.log(2) * bytes_per_token), own=nats)
 
 
 def cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:

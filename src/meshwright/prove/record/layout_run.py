@@ -44,6 +44,8 @@ class RankRecord:
     after_first: ShardsByName = field(default_factory=dict)
     unequal: list[tuple[str, int, int, str, float]] = field(default_factory=list)
     """Fields of `UnequalCopies` except the rank: name, both stages, kind of value, largest difference."""
+    loss_unit: str = ""
+    """Name of the unit of `losses`."""
 
 
 class RecordingTask(Task):
@@ -102,7 +104,7 @@ def record_rank(
     job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
     task = RecordingTask(config.family.task(run_facts(config), corpus, job.device))
     run_step = TrainStep(job, task, stop_requested=lambda: False)
-    record = RankRecord()
+    record = RankRecord(loss_unit=task.unit.unscaled().name)
     if tamper is not None:
         tamper(job, run_step)
     record.initial = _weights(job)

@@ -18,14 +18,14 @@ from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
 from meshwright.train.build_job import Job
 from meshwright.train.record.expert_load import Counts, has_full_counts, summarize_load
-from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.loss_curves import LOSS, read_metrics
 from meshwright.train.record.reporter import Progress, Reporter, Validation
 from meshwright.train.record.sink import RunInfo
 from meshwright.train.record.trackers import Trackers
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.train_step import StepResult
 
-LOSSES = ("loss", "validation_loss")
+LOSSES = (LOSS, f"validation_{LOSS}")
 PAGE_BYTES = resource.getpagesize()
 
 
@@ -33,11 +33,12 @@ class MetricsFile:
     """Writer for a run's `metrics.jsonl`, flushed after every line.
 
     A resumed run drops the lines of steps that it repeats, so the file reads as if the run had never been interrupted.
+    Losses that an earlier version wrote without a unit are converted to `unit`.
     """
 
-    def __init__(self, path: Path, *, after_step: int) -> None:
+    def __init__(self, path: Path, *, after_step: int, unit: LossUnit) -> None:
         lines = list(read_metrics(path)) if path.exists() else []
-        kept = [line for line in lines if line["step"] <= after_step]
+        kept = [in_unit(line, unit) for line in lines if line["step"] <= after_step]
         self.recorded_step: int = max((line["step"] for line in lines), default=0)
         """Last step in the file before lines were dropped."""
         self._path = path
@@ -68,7 +69,7 @@ class Recorder:
         self._reporter = reporter
         self._done = done
         self._started = time.perf_counter()
-        self._file = MetricsFile(folder.metrics, after_step=done)
+        self._file = MetricsFile(folder.metrics, after_step=done, unit=unit)
         run = RunInfo(
             name=job.config.name,
             folder=folder.path,
@@ -110,8 +111,9 @@ class Recorder:
             values["expert_load"] = vars(summarize_load(counts))
             if has_full_counts(counts, step=step, last=train.steps, every=train.log_every):
                 values["expert_counts"] = counts
+        values = in_unit(values, self._unit)
         self._file.write(values)
-        self._trackers.log(step, tracked_values(values, self._unit))
+        self._trackers.log(step, tracked_values(values))
         for name, path in validation.images.items() if validation is not None else ():
             self._trackers.image(step, name, path)
         self._reporter.progress(self._progress(result, values))
@@ -141,15 +143,18 @@ class Recorder:
         self._trackers.close(failed=failed)
 
 
-def tracked_values(values: Mapping[str, Any], unit: LossUnit) -> dict[str, float]:
-    """Return the metrics of a step as sinks get them: finite numbers, in which losses are in `unit` and named after it.
+def in_unit(values: Mapping[str, Any], unit: LossUnit) -> dict[str, Any]:
+    """Return a step's metrics with losses in `unit` and named after it; losses with a unit in their name stay."""
+    found = {}
+    for name, value in values.items():
+        is_loss = name in LOSSES
+        found[unit.metric(name) if is_loss else name] = value * unit.scale if is_loss and value is not None else value
+    return found
 
-    Args:
-        values: metrics as in `metrics.jsonl`.
-        unit: display unit of the loss.
-    """
-    flat = {unit.metric(name): values[name] * unit.scale for name in LOSSES if name in values}
-    flat |= {name: value for name, value in values.items() if name not in ("step", *LOSSES)}
+
+def tracked_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a step's metrics, which is what sinks get."""
+    flat = {name: value for name, value in values.items() if name != "step"}
     for name, section in values.items():
         if isinstance(section, Mapping):
             flat |= {f"{name}/{key}": value for key, value in section.items()}
@@ -174,10 +179,10 @@ def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = list(read_metrics(metrics))
+    lines, key = list(read_metrics(metrics)), unit.metric(LOSS)
     figure, plot = pyplot.subplots(figsize=(7, 4), dpi=120)
-    train = [(line["step"], line["loss"] * unit.scale) for line in lines if line["loss"] is not None]
-    held_out = [(line["step"], line["validation_loss"] * unit.scale) for line in lines if line.get("validation_loss")]
+    train = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    held_out = [(line["step"], line[f"validation_{key}"]) for line in lines if line.get(f"validation_{key}")]
     plot.plot(*zip(*train, strict=True), linewidth=1, label="training") if train else None
     if held_out:
         plot.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label=f"validation {held_out[-1][1]:.2f}")

@@ -44,6 +44,7 @@ class Progress:
     step: int
     steps: int
     loss: float
+    """In the task's own unit, such as nats per token; `Start.unit` converts it to the unit of `metrics.jsonl`."""
     grad_norm: float
     tokens_per_s: float
     memory_bytes: int
@@ -58,6 +59,7 @@ class Validation:
     """Result of a validation."""
 
     loss: float
+    """In the task's own unit, as in `Progress`."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Additional metrics by name."""
     images: Mapping[str, Path] = field(default_factory=dict)
