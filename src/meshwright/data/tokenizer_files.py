@@ -51,7 +51,7 @@ def tokenizer_files(name: str) -> dict[str, bytes]:
         return {}
     if path.name == TOKENIZER:
         return read_files(path.parent, TOKENIZER_FILES)
-    return {TOKENIZER: content for content in read_files(path.parent, [path.name]).values()}
+    return {TOKENIZER: read_files(path.parent, [path.name])[path.name]}
 
 
 def vocabulary(content: bytes) -> dict[str, int]:

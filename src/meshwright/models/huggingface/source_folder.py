@@ -1,4 +1,4 @@
-"""Checks of what is to be imported: a folder with `config.json`, rather than the name of a model on a hub. Torch-free."""
+"""Check that what is to be imported is a folder with `config.json`, not a model's name on a hub. Torch-free."""
 
 from __future__ import annotations
 
