@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import CheckpointError
 
-
 CONFIG = "config.json"
 
 
