@@ -33,7 +33,7 @@ def check_unused(out: Path) -> None:
             f"{out} already has a {CONFIG_FILE}",
             where=str(out),
             rule="imported weights start a new run, and an import overwrites no files",
-            fix=f"import into a new folder, such as {quote(str(out.with_name(out.name + '-imported')))}",
+            fix=f"import into a new folder, such as {quote(str(out / 'imported'))}",
         )
 
 
