@@ -24,6 +24,8 @@ def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
         "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B, "
         "then meshwright checkpoint import Llama-3.1-8B runs/new"
     )
+    (tmp_path / "runs").mkdir()
+    assert "hf download" not in refused(Path("runs/other")).fix  # a path with a typing error
     (tmp_path / "meta-llama/Llama-3.1-8B").mkdir(parents=True)
     (tmp_path / "meta-llama/Llama-3.1-8B/config.json").write_text("{}")
     check_source(Path("meta-llama/Llama-3.1-8B"), Path("runs/new"))  # a folder of that name

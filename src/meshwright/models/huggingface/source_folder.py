@@ -31,7 +31,7 @@ def check_source(source: Path, out: Path) -> None:
     fix = "pass the folder of a model in Hugging Face's format, which has a config.json"
     if source.exists():
         what, fix = f"{source} is a file, not a folder", command.format(quote(str(source.parent)))
-    elif HUB_NAME.fullmatch(str(source)):
+    elif HUB_NAME.fullmatch(str(source)) and not source.parent.is_dir():  # otherwise a typing error in a path
         folder = quote(source.name)
         fix = (
             f"hf download {source} --local-dir {folder}, then {command.format(folder)}"
