@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -129,3 +130,47 @@ def test_a_model_that_no_family_has_is_named(here, tmp_path):
     shown = shown_error(done.stderr)
     assert done.returncode == 2 and shown["error"] == "model_type gpt2 can't be imported"
     assert "LlamaForCausalLM" in str(shown) and not (tmp_path / "new").exists()
+
+
+def test_an_import_writes_a_configuration_that_loads_as_it_stands(here, run_folder, tmp_path):
+    here("checkpoint", "export", run_folder, tmp_path / "hf", torch=True)
+    context = json.loads((tmp_path / "hf/config.json").read_text())["max_position_embeddings"]
+    done = here("checkpoint", "import", "hf", "new", torch=True)
+    assert done.returncode == 0, done.stderr
+    config = load(str(tmp_path / "new/config.toml"), ["train.threads=1"])
+    assert config.model.spec() == CONFIG.model.spec() and config.name == "hf"
+    assert config.data.tokenizer == "bytes" and "no tokenizer.json in hf: data.tokenizer is bytes" in done.stdout
+    assert (
+        context == 64 == config.train.seq_len and "for at most 64 tokens" in (tmp_path / "new/config.toml").read_text()
+    )
+    assert "meshwright run new/config.toml --out new --resume auto" in done.stdout
+    done = here("checkpoint", "export", "new", "back", torch=True)
+    assert done.returncode == 0 and "no tokenizer to export" in done.stdout
+
+
+def test_an_import_keeps_the_tokenizer_for_training(here, run_folder, tmp_path):
+    here("checkpoint", "export", run_folder, tmp_path / "hf", torch=True)
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 255}}}
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(tokenizer))
+    done = here("checkpoint", "import", "hf", "new", torch=True)
+    assert done.returncode == 0 and "no tokenizer" not in done.stdout
+    kept = tmp_path / "new/huggingface/tokenizer.json"
+    assert load(str(tmp_path / "new/config.toml"), ["train.threads=1"]).data.tokenizer == str(kept)
+    assert kept.read_bytes() == (tmp_path / "hf/tokenizer.json").read_bytes()
+    done = here("checkpoint", "export", "new", "back", torch=True)
+    assert done.returncode == 0 and "no tokenizer" not in done.stdout
+    assert (tmp_path / "back/tokenizer.json").read_bytes() == kept.read_bytes()
+
+
+def test_an_import_that_is_refused_writes_nothing(here, run_folder, tmp_path):
+    here("checkpoint", "export", run_folder, tmp_path / "hf", torch=True)
+    done = here("checkpoint", "import", "meta-llama/Llama-3.1-8B", "new")
+    assert done.returncode == 2 and "hf download meta-llama/Llama-3.1-8B --local-dir" in shown_error(done.stderr)["fix"]
+    (tmp_path / "hf/tokenizer.json").write_text('{"model": {"vocab": {"a": 256}}}')
+    done = here("checkpoint", "import", "hf", "new", torch=True)
+    assert done.returncode == 2 and "id 256, but the model has 256 embeddings" in shown_error(done.stderr)["error"]
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "config.toml").write_text("# of another run")
+    done = here("checkpoint", "import", "hf", ".", torch=True)
+    assert done.returncode == 2 and "already has a config.toml" in shown_error(done.stderr)["error"]
+    assert (tmp_path / "config.toml").read_text() == "# of another run" and not (tmp_path / "checkpoints").exists()

@@ -37,6 +37,7 @@ def save(
     model: Mapping[str, Any],
     run: Mapping[str, Any],
     keep: int,
+    sidecars: Mapping[str, bytes] | None = None,
     group: ProcessGroup | None = None,
 ) -> Path:
     """Save a checkpoint of `step`, then remove all but the `keep` newest. All ranks of `group` must call this.
@@ -52,6 +53,7 @@ def save(
         model: the model's identity, for `manifest.check_model`. Rank 0's value is used, also for `run`.
         run: JSON values that the trainer needs to resume.
         keep: number of checkpoints to keep, including this one.
+        sidecars: contents of sidecar files by name; rank 0's are written.
         group: the ranks that save; the default group if None.
 
     Returns:
@@ -61,7 +63,7 @@ def save(
         RunError: the checkpoint cannot be written, for example because the disk is full.
         CheckpointError: a tensor or value is not supported.
     """
-    request = SaveRequest(root, step, model, run, keep)
+    request = SaveRequest(root, step, model, run, keep, sidecars or {})
     return _save(request, tensors, CheckedSavePlanner(tensors), group)
 
 
@@ -73,6 +75,7 @@ def save_fetched(
     model: Mapping[str, Any],
     run: Mapping[str, Any],
     keep: int,
+    sidecars: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save a checkpoint as `save` does, from a single process, with each tensor fetched only when it is written.
 
@@ -85,7 +88,8 @@ def save_fetched(
     """
     assert not collectives.is_distributed(), "save_fetched saves from a single process"
     placeholders = {tensor.key: placeholder(tensor) for tensor in tensors}
-    return _save(SaveRequest(root, step, model, run, keep), placeholders, FetchedSavePlanner(tensors), None)
+    request = SaveRequest(root, step, model, run, keep, sidecars or {})
+    return _save(request, placeholders, FetchedSavePlanner(tensors), None)
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:

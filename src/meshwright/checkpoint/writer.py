@@ -13,7 +13,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch.futures import Future
 
 from meshwright.checkpoint import atomic_directory, layout_file, manifest
 from meshwright.checkpoint.dcp_planners import tensor_data, with_picklable_errors
-from meshwright.checkpoint.durable_files import DurableFile, FileEntry, write_file
+from meshwright.checkpoint.durable_files import DurableFile, FileEntry, sync_directory, write_file
 from meshwright.checkpoint.layout_file import LAYOUT, StoredShard, TensorEntry, shard_key
 from meshwright.checkpoint.safetensors_file import TensorToWrite, dtype_name, write_tensors
+from meshwright.checkpoint.sidecars import sidecar_path
 from meshwright.errors import RunError
 from meshwright.log import get_logger
 from meshwright.units import format_bytes
@@ -46,6 +47,7 @@ class SaveRequest:
     model: Mapping[str, Any]
     run: Mapping[str, Any]
     keep: int
+    sidecars: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class SafetensorsWriter(StorageWriter):
         shards: list[WrittenShard] = [result.storage_data for of_rank in results for result in of_rank]
         entries = {stored.shard.file: stored.file_entry for stored in shards}
         with self._translate_os_errors(self._temporary / LAYOUT):
+            entries |= self._write_sidecars()
             entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout_file.encode(_tensor_entries(shards)))
             final = atomic_directory.commit(
                 self._temporary, step=request.step, model=request.model, run=request.run, files=entries
@@ -142,6 +145,16 @@ class SafetensorsWriter(StorageWriter):
         with self._translate_os_errors(path, needed=needed, total=plan.storage_data), DurableFile(path) as file:
             entry = write_tensors(file, tensors)
         return [_write_result(item, path.name, entry) for item in plan.items]
+
+    def _write_sidecars(self) -> dict[str, FileEntry]:
+        entries = {}
+        for name, content in self._request.sidecars.items():
+            path = self._temporary / sidecar_path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            entries[sidecar_path(name)] = write_file(path, content)
+        for folder in {(self._temporary / name).parent for name in entries}:
+            sync_directory(folder)
+        return entries
 
     @contextmanager
     def _translate_os_errors(self, path: Path, *, needed: int = 0, total: int = 0) -> Iterator[None]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
 from meshwright.cli.colors import paint
+from meshwright.cli.imported_run import CONFIG_FILE, check_unused, own_keys, write_run
+from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError
 from meshwright.units import counted, format_bytes
 
@@ -64,25 +66,32 @@ def export(
     path = _newest_valid(checkpoint)
     _weights_of(path).export(path, out)
     print(f"{path} → {out}")
+    if not (out / TOKENIZER).is_file():
+        print("no tokenizer to export: the weights were imported without one, or trained on bytes or a token file")
 
 
 @app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(help="A folder with safetensors and config.json.")],
-    out: Annotated[Path, typer.Argument(help="A run folder, which gets the checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="A new run folder, which gets the checkpoint and a config.toml.")],
 ) -> None:
-    """Make a checkpoint of step 0 from Hugging Face weights; `run --out OUT --resume auto` starts from it."""
+    """Make a checkpoint of step 0 and a configuration from Hugging Face weights, and keep their tokenizer."""
+    from meshwright.models.huggingface.source_folder import check_source
+
+    check_source(source, out)
+    check_unused(out)
     path = _weights_like(source).load(source, out / "checkpoints")
+    manifest = read_manifest(path)
+    has_tokenizer = write_run(manifest, out, name=source.resolve().name or out.resolve().name)
     print(f"{source} → {path}")
-    print(f"model  {_arguments(read_manifest(path).model)}")
-
-
-def _arguments(model: Mapping[str, Any]) -> str:
-    """Return the command-line arguments of a model, without what follows from other keys."""
-    from meshwright.models.contract.family import find_family
-
-    keys = find_family(str(model["kind"])).sections["model"].model_fields
-    return model_arguments({name: value for name, value in model.items() if name in keys})
+    if not has_tokenizer:
+        print(
+            f"no {TOKENIZER} in {source}: data.tokenizer is bytes. Train on a token file, or set data.tokenizer to a "
+            "file written by AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    print(f"model  {model_arguments(own_keys(manifest.model))}")
+    start = f"meshwright run {quote(str(out / CONFIG_FILE))} --out {quote(str(out))} --resume auto data.source=…"
+    print(f"train  {start}")
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:

@@ -15,8 +15,13 @@ from meshwright.settings.section import ModelSection, sections_in
 
 def to_toml(config: RunConfig) -> str:
     """Return the configuration as TOML; keys set to None are omitted, which is equivalent."""
+    return values_to_toml(config.model_dump())
+
+
+def values_to_toml(values: Mapping[str, Any]) -> str:
+    """Return nested values as TOML, without those that are None."""
     lines: list[str] = []
-    _table(config.model_dump(), "", lines)
+    _table(values, "", lines)
     return "\n".join(lines) + "\n"
 
 

@@ -27,8 +27,12 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
+from meshwright.data.token_files import is_token_file
+from meshwright.data.tokenizer import BYTES, tokenizer_identity
+from meshwright.data.tokenizer_files import TOKENIZER, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError
 from meshwright.plan.compare import differences
 from meshwright.plan.run_plan import RunPlan
@@ -41,6 +45,9 @@ AUTO = "auto"
 RUNS = Path("runs")
 FILES = ("config.toml", "metrics.jsonl", "plan.json", "loss.png")
 """Files that every run writes into its folder, beside the folder of checkpoints."""
+
+IMPORTED = "huggingface"
+"""Folder of an imported run with the tokenizer and configuration of the model, beside the folder of checkpoints."""
 
 DECIDES_SAMPLES = {"train": ("seed", "seq_len", "global_batch"), "data": ("packing", "separator")}
 """Keys, by section, that determine a step's samples; model families add their own."""
@@ -145,6 +152,17 @@ def _from_checkpoint(
     return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
 
 
+def files_to_carry(config: RunConfig, checkpoint: Path | None) -> dict[str, bytes]:
+    """Return the sidecar files for a run's checkpoints: those of the checkpoint it starts from, and its tokenizer's.
+
+    Raises:
+        CheckpointError: a file of the checkpoint cannot be read.
+        DataError: a file of the tokenizer cannot be read.
+    """
+    kept = read_sidecars(read_manifest(checkpoint)) if checkpoint is not None else {}
+    return {**tokenizer_files(config.data.tokenizer), **kept}
+
+
 def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
     """Rename the plan of the earlier steps if a resumed run uses a different one.
 
@@ -238,9 +256,11 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
     A checkpoint without a configuration contains only weights, from which any run may start.
 
     Raises:
-        CheckpointError: the model or a key that determines the samples differs, or a frozen parameter is now trained.
+        CheckpointError: the model, the tokenizer or a key that determines the samples differs, or a frozen parameter
+            is now trained.
     """
     check_model(manifest, model_facts(config).identity)
+    _check_tokenizer(manifest, config, path)
     saved: dict[str, Any] = manifest.run.get("config", {})
     decides = {**DECIDES_SAMPLES, **config.family.decides_samples}
     for section, key in ((section, key) for section, keys in decides.items() for key in keys):
@@ -261,6 +281,24 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
             rule="a resumed run sees the same samples",
             fix="the files and the Python version of the first run; or a new run, with another --out",
         )
+
+
+def _check_tokenizer(manifest: Manifest, config: RunConfig, path: Path) -> None:
+    """Check that text is tokenized as the weights expect, if the checkpoint carries their tokenizer."""
+    entry = manifest.files.get(sidecar_path(TOKENIZER))
+    name = config.data.tokenizer
+    if entry is None or (name == BYTES and is_token_file(config.data.source)):
+        return
+    if tokenizer_identity(name) == f"{TOKENIZER} {entry.sha256}":
+        return
+    kept = path.parent.parent / IMPORTED / TOKENIZER
+    copy = "" if kept.is_file() else f"cp {quote(str(path / sidecar_path(TOKENIZER)))} {TOKENIZER}, then "
+    raise CheckpointError(
+        f"data.tokenizer = {name}, but the weights were trained with another tokenizer",
+        where=f"data.tokenizer; {path}",
+        rule="token ids mean the same to the weights and to the data: a checkpoint keeps its tokenizer",
+        fix=copy + format_fix({"data.tokenizer": str(kept) if not copy else TOKENIZER}),
+    )
 
 
 def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:

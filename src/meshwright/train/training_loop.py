@@ -37,7 +37,7 @@ from meshwright.train.record.metrics import Recorder, plot_loss
 from meshwright.train.record.reporter import Reporter, Summary, Validation
 from meshwright.train.record.step_profiler import StepProfiler
 from meshwright.train.record.timeline_trace import write_trace
-from meshwright.train.run_folder import RunFolder, keep_other_plan
+from meshwright.train.run_folder import RunFolder, files_to_carry, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
 from meshwright.train.validation_loss import validate
 
@@ -63,6 +63,8 @@ class Trainer:
         self._skipped_in_a_row, self._has_noted_capture = 0, False
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
+        is_rank_0 = job.context.rank == 0  # which writes them
+        self._sidecars = files_to_carry(job.config, folder.checkpoint) if is_rank_0 else {}
 
     def run(self) -> None:
         """Train, writing metrics, loss plot and checkpoints to the run folder.
@@ -226,6 +228,7 @@ class Trainer:
                 "skipped_in_a_row": 0,  # nothing is saved between skipped steps; earlier versions read this
             },
             keep=self._job.config.checkpoint.keep,
+            sidecars=self._sidecars,
         )
 
     def _check(self, result: StepResult, recorder: Recorder | None) -> None:

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a Hugging Face directory (safetensors and `config.json`).
+"""Export of a checkpoint to a Hugging Face directory (safetensors, `config.json`, and the files in `kept_files`).
 
 Only names are mapped, and stacked tensors taken apart; dtypes and bits are unchanged. One tensor is in memory at a
 time. Runs in a single process.
@@ -6,13 +6,11 @@ time. Runs in a single process.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,10 +19,12 @@ from meshwright.checkpoint.durable_files import DurableFile, write_file
 from meshwright.checkpoint.layout_file import CheckpointLayout
 from meshwright.checkpoint.reader import read_row, read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, write_tensors
+from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model
 from meshwright.models.huggingface.checks import check_names, check_shape
-from meshwright.models.huggingface.weight_files import CONFIG, INDEX, SINGLE_FILE
+from meshwright.models.huggingface.kept_files import files_to_write, to_json
+from meshwright.models.huggingface.weight_files import INDEX, SINGLE_FILE
 
 PREFIX = "model."
 """Prefix of parameters in checkpoints, as opposed to optimizer state."""
@@ -48,8 +48,9 @@ def export_safetensors(
         checkpoint: a checkpoint of its family, saved from any layout.
         out: output directory, missing or empty.
         max_shard_bytes: maximum size of a weight file; a larger tensor gets its own file.
-        max_seq_len: `max_position_embeddings` in `config.json`, which some inference servers use as the limit; if
-            None, the context length after rotary scaling, or 2048.
+        max_seq_len: tokens of a training sample, if known. `max_position_embeddings` in `config.json`, which some
+            inference servers use as the limit, is the larger of this and the imported one. Without an import, it is
+            this, or the context length after rotary scaling, or 2048.
 
     Returns:
         `out`.
@@ -58,14 +59,24 @@ def export_safetensors(
         CheckpointError: the checkpoint is damaged or of another model, or `out` is not empty.
         RunError: `out` cannot be written.
     """
-    model = manifest.verify(checkpoint).model
+    verified = manifest.verify(checkpoint)
+    model = verified.model
     stored = layout_file.read(checkpoint)
     _check_model(architecture, model, str(stored.path))
     tensors = _tensors_to_export(architecture, stored, model)
-    config = architecture.write_config(model, dtype=_common_dtype(tensors), max_seq_len=max_seq_len)
+    others = files_to_write(
+        architecture,
+        model,
+        read_sidecars(verified),
+        dtype=_common_dtype(tensors),
+        max_seq_len=max_seq_len,
+        where=str(checkpoint),
+    )
     with _new_directory(out) as temporary:
         _write_shards(temporary, _split(tensors, max_shard_bytes))
-        write_file(temporary / CONFIG, _json(config))
+        for name, content in others.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            write_file(temporary / name, content)
     return out
 
 
@@ -134,7 +145,7 @@ def _write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) ->
     if len(shards) > 1:
         total = sum(tensor.num_bytes() for shard in shards for tensor in shard)
         weight_map = {tensor.key: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        write_file(directory / INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        write_file(directory / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
 @contextmanager
@@ -163,7 +174,3 @@ def _new_directory(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2) + "\n").encode()

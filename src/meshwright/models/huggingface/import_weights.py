@@ -1,7 +1,8 @@
 """Import of a Hugging Face directory (safetensors and `config.json`) as a checkpoint.
 
-Only names are mapped, and tensors stacked where one of ours holds several of theirs; dtypes and bits are unchanged.
-One tensor is in memory at a time. Runs in a single process.
+The tokenizer and other files in `kept_files` become sidecar files. Of weights, only names are mapped, and tensors
+stacked where one of ours holds several of theirs; dtypes and bits are unchanged. One tensor is in memory at a time.
+Runs in a single process.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from meshwright.models.huggingface.architecture import Architecture, MappedTenso
 from meshwright.models.huggingface.checks import FIX, check_names, check_shape
 from meshwright.models.huggingface.decoder_tensors import EMBEDDING, HEAD
 from meshwright.models.huggingface.export_weights import PREFIX
-from meshwright.models.huggingface.json_fields import read_object
-from meshwright.models.huggingface.weight_files import CONFIG, open_weights
+from meshwright.models.huggingface.json_fields import CONFIG, read_object
+from meshwright.models.huggingface.kept_files import read_kept
+from meshwright.models.huggingface.weight_files import open_weights
 
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
@@ -40,7 +42,8 @@ def import_safetensors(architecture: Architecture, source: Path, root: Path) -> 
 
     Raises:
         CheckpointError: the model is of another architecture, a tensor is missing, unexpected or of the wrong shape
-            or dtype, or `root` already has checkpoints.
+            or dtype, the tokenizer does not fit the vocabulary, or `root` already has checkpoints.
+        DataError: a file of the tokenizer cannot be read.
         RunError: the checkpoint cannot be written.
     """
     if manifest.list_checkpoints(root):
@@ -51,12 +54,13 @@ def import_safetensors(architecture: Architecture, source: Path, root: Path) -> 
             fix="import into a new directory",
         )
     model = architecture.read_config(read_object(source / CONFIG), where=str(source / CONFIG))
+    kept = read_kept(source, vocab_size=model["vocab_size"])
     with open_weights(source) as weights:
         mapped = _check_weights(architecture, weights, model, str(source))
         tensors = [_tensor_to_write(one, weights) for one in mapped]
         tensors += [_zeros(name, shape) for name, shape in architecture.counters(model).items()]
         run = {"imported_from": source.resolve().name}
-        return save_load.save_fetched(root, 0, tensors, model=model, run=run, keep=1)
+        return save_load.save_fetched(root, 0, tensors, model=model, run=run, keep=1, sidecars=kept)
 
 
 def _check_weights(

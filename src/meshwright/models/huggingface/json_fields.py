@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import CheckpointError
 
+CONFIG = "config.json"
+
 
 class JsonFields(BaseModel):
     """Base class for the strictly typed fields we use from a JSON object; other keys are ignored."""

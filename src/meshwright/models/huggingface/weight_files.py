@@ -12,7 +12,6 @@ from meshwright.checkpoint.safetensors_file import open_tensors
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.json_fields import JsonFields, parse_fields, read_object
 
-CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

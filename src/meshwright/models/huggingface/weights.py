@@ -19,7 +19,7 @@ class HuggingFaceWeights:
         self.model_type = architecture.model_type
 
     def export(self, checkpoint: Path, out: Path) -> Path:
-        """Export a checkpoint; `max_position_embeddings` is the training sequence length, if known."""
+        """Export a checkpoint, with a context that covers the sequences it was trained on."""
         trained = manifest.read_manifest(checkpoint).run.get("config", {}).get("train", {})
         return export_safetensors(self._architecture, checkpoint, out, max_seq_len=trained.get("seq_len"))
 
