@@ -73,7 +73,7 @@ def test_unfit_evidence_is_named(words):
     result = compare(sides["layout"], sides["reference"])
     assert not result.passed
     assert any(words in finding.text for finding in result.findings), [f.text for f in result.findings]
-    assert not to_json(result)["passed"]
+    assert not to_json(result, loss_unit="nats/token")["passed"]
     assert render(result)
 
 
@@ -82,4 +82,4 @@ def test_nothing_at_all_does_not_pass():
     result = compare(layout, ReferenceEvidence([], [], [], {}, {}, {}, {}))
     assert not result.passed
     assert render(result)
-    assert not to_json(result)["passed"]
+    assert not to_json(result, loss_unit="nats/token")["passed"]
