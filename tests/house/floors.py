@@ -70,7 +70,7 @@ TORCH_FREE = (
     "checkpoint/manifest.py", "checkpoint/sidecars.py",
     "train/launch/__init__.py", "train/launch/launcher.py", "train/launch/rank_context.py",
     "train/launch/run_spec.py", "train/launch/machine_limits.py", "train/launch/failure_report.py",
-    "train/launch/threads.py", "train/launch/scripts/*",
+    "train/launch/threads.py", "train/launch/memory_fixes.py", "train/launch/scripts/*",
     "train/record/__init__.py", "train/record/reporter.py", "train/record/loss_curves.py",
     "train/record/draw_loss_curves.py", "train/record/sink.py", "train/record/trackers.py",
     "train/record/wandb_sink.py", "train/record/trackio_sink.py",

@@ -11,6 +11,7 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.train.launch import launcher, machine_limits
 from meshwright.train.launch.machine_limits import check_machine, check_memory, check_ranks
+from meshwright.units import GIB
 from tests.helpers import meshwright, shown_error
 
 CPU = "train.device=cpu"
@@ -56,11 +57,32 @@ def test_far_more_memory_than_there_is(words):
 def test_memory_is_that_of_all_ranks_here():
     config = load(None, ["mesh.dp_replicate=4"])
     one = machine_limits.predict_memory(make_plan(config)).total()
-    check_memory(make_plan(config), num_ranks=4, num_bytes=4 * one, place="here")
-    check_memory(make_plan(config), num_ranks=4, num_bytes=int(2.7 * one), place="here")
-    check_memory(make_plan(config), num_ranks=4, num_bytes=None, place="here")
+    check_memory(config, make_plan(config), num_ranks=4, num_bytes=4 * one, place="here")
+    check_memory(config, make_plan(config), num_ranks=4, num_bytes=int(2.7 * one), place="here")
+    check_memory(config, make_plan(config), num_ranks=4, num_bytes=None, place="here")
     with pytest.raises(LayoutError, match="4 ranks would need"):
-        check_memory(make_plan(config), num_ranks=4, num_bytes=int(2.6 * one), place="here")
+        check_memory(config, make_plan(config), num_ranks=4, num_bytes=int(2.6 * one), place="here")
+
+
+@pytest.mark.parametrize("words", [
+    ["train.global_batch=512", "train.seq_len=1024"],
+    ["train.global_batch=128", "train.seq_len=4096", "mesh.dp_shard=2"],
+    ["model.dim=2048", "model.num_layers=32", "model.num_heads=16", "model.ffn_dim=8192"],
+    ["train.global_batch=64", "train.seq_len=8192", "recompute.policy=full"],
+])  # fmt: skip
+def test_what_is_suggested_fits_by_prediction(words):
+    config, num_bytes = load(None, words), 2 * GIB
+    num_ranks = config.mesh.axes().num_ranks()
+    with pytest.raises(LayoutError) as caught:
+        check_memory(config, make_plan(config), num_ranks=num_ranks, num_bytes=num_bytes, place="here", what="hosts")
+    fixes = caught.value.fix.split(" or ")
+    assert fixes and "a smaller" not in caught.value.fix
+    for fix in fixes:
+        own, _, more = fix.partition(" on ")
+        times = int(more.removesuffix(" times as many hosts")) if more else 1
+        changed = load(None, [*words, *own.split()])
+        assert changed.mesh.axes().num_ranks() == num_ranks * times
+        assert num_ranks * machine_limits.predict_memory(make_plan(changed)).total() <= num_bytes
 
 
 def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):

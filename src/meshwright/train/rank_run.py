@@ -53,7 +53,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     plan = spec.plan or make_plan(config)
     context.board.describe(plan.describe_action)  # for errors under another launcher, which doesn't have the table
     device = choose_device(config, context)
-    _check_memory(plan, context, device)
+    _check_memory(config, plan, context, device)
     group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
@@ -79,12 +79,14 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         Trainer(build_job(config, plan, context, device), task, corpus.fingerprint, folder, reporter).run()
 
 
-def _check_memory(plan: RunPlan, context: RankContext, device: torch.device) -> None:
+def _check_memory(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> None:
     if device.type == "cuda":
         num_bytes = torch.cuda.get_device_properties(device).total_memory
-        check_memory(plan, num_ranks=1, num_bytes=num_bytes, place=torch.cuda.get_device_name(device))
+        place = torch.cuda.get_device_name(device)
+        check_memory(config, plan, num_ranks=1, num_bytes=num_bytes, place=place, what="devices")
     else:
-        check_memory(plan, num_ranks=context.local_ranks, num_bytes=host_memory_bytes(), place="this machine")
+        ranks, memory = context.local_ranks, host_memory_bytes()
+        check_memory(config, plan, num_ranks=ranks, num_bytes=memory, place="this machine")
 
 
 def _start(

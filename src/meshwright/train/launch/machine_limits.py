@@ -16,6 +16,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import format_fix
+from meshwright.train.launch.memory_fixes import memory_fixes
 from meshwright.units import counted, format_bytes
 
 RANKS_PER_CORE = 32
@@ -50,14 +51,24 @@ def check_machine(config: RunConfig, plan: RunPlan) -> None:
     num_ranks = config.mesh.axes().num_ranks()
     check_ranks(num_ranks, fix=_smaller_mesh(config))
     if config.train.device == "cpu" or (config.train.device == "auto" and not CUDA_CONTROL.exists()):
-        check_memory(plan, num_ranks=num_ranks, num_bytes=host_memory_bytes(), place="this machine")
+        check_memory(config, plan, num_ranks=num_ranks, num_bytes=host_memory_bytes(), place="this machine")
 
 
-def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place: str) -> None:
-    """Check that `num_ranks` ranks may fit into `num_bytes` of memory; skip the check if it is None (unknown).
+def check_memory(
+    config: RunConfig, plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place: str, what: str = "machines"
+) -> None:
+    """Check that the ranks of a run that share a memory may fit into it.
+
+    Args:
+        config: the run.
+        plan: its plan.
+        num_ranks: ranks that share the memory.
+        num_bytes: the memory; None if it is unknown, which skips the check.
+        place: what has the memory, in words.
+        what: several of these, in words.
 
     Raises:
-        LayoutError: the predicted memory far exceeds `num_bytes`.
+        LayoutError: the predicted memory far exceeds `num_bytes`; the fix is settings that would fit.
     """
     per_rank = predict_memory(plan).total()
     if num_bytes is None or num_ranks * per_rank <= EXCESS * num_bytes:
@@ -67,7 +78,8 @@ def check_memory(plan: RunPlan, *, num_ranks: int, num_bytes: int | None, place:
         f"{ranks} would need {format_bytes(num_ranks * per_rank)}, but {place} has {format_bytes(num_bytes)}",
         where=f"model, train.global_batch = {plan.batch.global_batch}, {plan.batch.tokens} tokens per sample",
         rule=f"the predicted memory is at most {EXCESS:g} times the available memory",
-        fix="a smaller model.dim, model.num_layers, train.global_batch or train.seq_len; or torchrun on more machines",
+        fix=" or ".join(memory_fixes(config, num_ranks=num_ranks, num_bytes=num_bytes, what=what))
+        or "a smaller model.dim, model.num_layers, train.global_batch or train.seq_len",
     )
 
 
