@@ -48,9 +48,9 @@ def memory_fixes(config: RunConfig, *, num_ranks: int, num_bytes: int, what: str
 
 def _on_the_same_ranks(config: RunConfig) -> Iterator[Fix]:
     """Yield settings that need less memory: recomputation, smaller micro-batches, then both."""
+    present = config.train.num_microbatches
     smaller: list[Fix] = [
-        {"train.num_microbatches": config.train.num_microbatches * times}
-        for times in _doubled(config.train.global_batch)
+        {"train.num_microbatches": present * times} for times in _doubled(MAX_MICROBATCHES // present)
     ]
     yield RECOMPUTED
     yield from smaller
