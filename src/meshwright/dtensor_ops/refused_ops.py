@@ -23,8 +23,8 @@ STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 """Operators that access storage by strides; `STORAGE` lists those that access it in other ways."""
 
 
-class OperatorError(InputError):
-    """Error for an operator call that cannot run on DTensors."""
+class OperatorError(InputError, RuntimeError):
+    """Error for an operator call that cannot run on DTensors; also a RuntimeError, as PyTorch's own refusals are."""
 
 
 class ImpureOperatorError(OperatorError):
