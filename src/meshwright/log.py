@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = "meshwright"
@@ -37,16 +38,14 @@ class LogFile(logging.Handler):
             self.handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append a record; a file that can't be written is reported on stderr and never ends a run."""
+        """Append a record, unless the file can't be written: the terminal has it too, and a run goes on."""
         if self._path is None:
             self._held.append(record)
             return
-        try:
+        with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self.format(record).rstrip() + "\n")
-        except OSError:
-            self.handleError(record)
 
 
 def configure(*, rank: int = 0, level: int = logging.WARNING) -> None:

@@ -207,5 +207,5 @@ def test_this_checkout_is_as_itself_and_not_as_with_another_seed(tmp_path):
     assert same.stdout.splitlines()[-1].startswith("all 2 equal in ")
     other = compare("--steps", "4", "--new-word", "train.seed=1", keep=tmp_path)
     assert other.returncode == 1, other
-    assert "DIFFERS  one" in other.stdout and " loss at step 1: " in other.stdout
+    assert "DIFFERS  one" in other.stdout and " loss_bits_per_byte at step 1: " in other.stdout
     assert other.stdout.splitlines()[-1].startswith("1 of 2 differ in ")

@@ -68,7 +68,7 @@ def test_what_a_run_prints(finished):
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert "\x1b" not in finished.stdout + finished.stderr and "\r" not in finished.stdout
-    assert lines[0].startswith("llama-tiny · 459 k parameters · 1 files of ")
+    assert lines[0].startswith("llama-tiny · 459 k parameters · 1 file of ")
     assert lines[1].startswith("mesh dp_shard 2 = 2 processes (cpu, gloo) · batch 8 × 32 tokens")
     for text in ("step 10/30  loss ", "step 20  validation ", "30 steps in ", "checkpoints/00000030", "sample"):
         assert any(text in line for line in lines), text
