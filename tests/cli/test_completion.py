@@ -30,6 +30,7 @@ def test_words_of_a_configuration(tmp_path, monkeypatch, typed, found):
     assert complete_words(typed) == found
 
 
+@pytest.mark.slow
 def test_bash_is_answered_without_torch(tmp_path):
     """As the function calls it that `--show-completion` prints; a finder makes an import of torch fail."""
     (tmp_path / "torch.py").write_text("raise AssertionError('completion imports torch')")

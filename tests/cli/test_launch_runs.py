@@ -104,6 +104,7 @@ def test_a_pod_ends_with_its_first_rank_that_fails(cluster, manifest, tmp_path, 
     assert ended == code
 
 
+@pytest.mark.slow
 def test_a_pod_passes_sigterm_on_and_waits_for_its_ranks(cluster, manifest, tmp_path):
     """Kubernetes sends it to the first process only."""
     body = "trap 'sleep 1; echo saved $RANK; exit 3' TERM; touch ready-$RANK; while :; do sleep 0.1; done"

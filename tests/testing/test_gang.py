@@ -240,6 +240,7 @@ def threads_once_closed(rank, world_size):
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.slow
 def test_groups_that_dtensor_keeps_are_closed_when_there_are_many(gang):
     """Three threads a group: as many bodies as this would leave 120."""
     assert all(gang(2).run(plan_on_a_mesh_of_its_own, number) == [8.0, 8.0] for number in range(40))

@@ -42,6 +42,7 @@ def test_losses_do_not_depend_on_the_layout(gang, corpus, alone, dp, ep):
         torch.testing.assert_close(piece.values, piece.of(alone.final[name].values), rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(gang, corpus):
     words = [*corpus, *TINY, *BALANCED, "mesh.dp_shard=4", "mesh.ep=2", "model.num_shared_experts=1"]
     first, second = (run_on(gang, 4, trace, words, 4) for _ in range(2))

@@ -37,6 +37,7 @@ def until_fourth_step(whole, out):
         shutil.rmtree(out / "checkpoints" / last)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_whole_one(corpus, whole, tmp_path):
     until_fourth_step(whole, tmp_path / "resumed")
     train([*corpus, DELAYED, "mesh.dp_shard=2"], tmp_path / "resumed", resume="auto")

@@ -137,6 +137,7 @@ def test_compiled_blocks_are_captured_compiled(gang, corpus, num_ranks, words):
         assert num_graphs == 1 and replays == 2 * 4 * 2 * 2  # blocks, micro-batches, F and B, steps
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_not_simulated(corpus):
     words = [*LLAMA, *corpus, *MICROBATCHES, "train.compile=true", "capture.scope=layer"]
     _, step = make_job(0, 1, words)

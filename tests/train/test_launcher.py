@@ -233,6 +233,7 @@ def launched(folder, *, preload, body):
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT_S).stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_at_startup_is_named(tmp_path):
     """As when memory runs out while it imports torch."""
     (tmp_path / "module_that_dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -253,12 +254,14 @@ def leave(context, argument):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_early_leaves_no_semaphores(tmp_path):
     """As `torch.compile` would, whose progress bar has a lock: Python's resource tracker would warn of them."""
     (tmp_path / "leaves_a_lock.py").write_text(LEAVES_A_LOCK)
     assert launched(tmp_path, preload=[], body="leaves_a_lock:leave") == "stopped | \n"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_later_is_named(tmp_path):
     """Its ranks are killed with it, and nobody is left who knows how they ended."""
     with pytest.raises(RunError, match="forked from died with rank . in step 7") as error:

@@ -90,6 +90,7 @@ def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):
     check_machine(config := load(None, ["model.dim=100000000"]), make_plan(config))
 
 
+@pytest.mark.slow
 def test_the_command_says_it_before_it_makes_a_folder(tmp_path):
     done = meshwright("run", "model.dim=100000000", CPU, "--out", tmp_path / "run")
     assert done.returncode == 2 and "would need" in shown_error(done.stderr)["error"]

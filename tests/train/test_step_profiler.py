@@ -79,6 +79,7 @@ def test_a_rank_writes_a_file_a_range_and_computes_the_same(run, tmp_path):
     assert metrics(tmp_path / "run") == profiled and not (tmp_path / "run/profile").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_and_resumed_run_writes_the_steps_that_ran(run, tmp_path):
     notes = run("train.profile=3-6", stop=4)
     assert files(tmp_path / "run") == ["rank-0-steps-3-4.json.gz"] and "rank-0-steps-3-4.json.gz" in notes[-1]

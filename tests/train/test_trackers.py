@@ -178,6 +178,7 @@ def image(folder):
     Image.fromarray(np.zeros((4, 6), np.uint8)).save(folder / "grid.png")
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     from meshwright.train.record.wandb_sink import WandbSink

@@ -133,6 +133,7 @@ def test_shards_are_as_large_as_allowed(tmp_path, max_shard_bytes):
     assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(PLAIN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_transformers_loads_it_and_computes_the_same(tmp_path, spec):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -89,6 +89,7 @@ def test_the_description_is_our_own_and_complete(tmp_path):
     assert {one.name: one.shape for one in MIXTRAL.tensors(checked.model)} == {n: p.shape for n, p in ours.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["mesh.dp_shard=2", "mesh.ep=2"]], ids=["one process", "ep 2"])
 def test_training_from_it_changes_no_bit_of_experts_without_tokens(tmp_path, layout):
     mixtral(tmp_path / "theirs", num_experts_per_tok=1)
