@@ -12,8 +12,6 @@ import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
 from meshwright.cli.colors import paint
-from meshwright.cli.imported_run import CONFIG_FILE, check_unused, own_keys, write_run
-from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError
 from meshwright.units import counted, format_bytes
 
@@ -63,6 +61,8 @@ def export(
     out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
 ) -> None:
     """Write the model's weights in Hugging Face's format, with its parameter names."""
+    from meshwright.data.tokenizer_files import TOKENIZER
+
     path = _newest_valid(checkpoint)
     _weights_of(path).export(path, out)
     print(f"{path} → {out}")
@@ -76,6 +76,8 @@ def import_(
     out: Annotated[Path, typer.Argument(help="A new run folder, which gets the checkpoint and a config.toml.")],
 ) -> None:
     """Make a checkpoint of step 0 and a configuration from Hugging Face weights, and keep their tokenizer."""
+    from meshwright.cli.imported_run import CONFIG_FILE, check_unused, own_keys, write_run
+    from meshwright.data.tokenizer_files import TOKENIZER
     from meshwright.models.huggingface.source_folder import check_source
 
     check_source(source, out)
