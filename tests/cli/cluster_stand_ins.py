@@ -18,7 +18,7 @@ from tests.helpers import clean_environment
 from tests.train.runs import wait_until
 
 LOWEST_PORT, NUM_PORTS = 20_000, 10_000
-"""Where the sbatch script's ports lie: below those that Linux hands out by itself, so a free one stays free."""
+"""Ports of the sbatch script, below those that Linux hands out by itself, so that a free one stays free."""
 
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
@@ -89,7 +89,7 @@ class HeldUntilSignalled:
     step: int
 
     def environment(self) -> dict[str, str]:
-        """What the ranks are started with."""
+        """Environment of the ranks."""
         self.folder.mkdir()
         text = HOLDING.format(facts=(self.rank, "step", self.step), folder=str(self.folder))
         (self.folder / "sitecustomize.py").write_text(text)
@@ -117,7 +117,7 @@ class Cluster:
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def environment(self, **changes: object) -> dict[str, str]:
-        """What a process on the cluster starts with."""
+        """Environment of a process on the cluster."""
         path = os.pathsep.join([str(self.folder), str(Path(sys.executable).parent), os.environ["PATH"]])
         values = {name: str(value) for name, value in changes.items()}
         return clean_environment(**{"PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **values})
@@ -135,7 +135,7 @@ class Cluster:
         )  # fmt: skip
 
     def srun_words(self) -> list[str]:
-        """What srun was called with."""
+        """Arguments of srun."""
         return json.loads((self.folder / "srun.json").read_text())
 
     def signal_tasks(self, script: str) -> None:
@@ -177,7 +177,7 @@ def directives(script: str) -> dict[str, str]:
 
 
 def expand(word: str, variables: dict[str, str]) -> str:
-    """What Kubernetes makes of a word of a command: $(NAME) is a variable's value if there is one, $$ is $."""
+    """A word of a command as Kubernetes passes it on: $(NAME) is a variable's value if there is one, $$ is $."""
     return re.sub(
         r"\$(?:\$|\(([^)]*)\))",
         lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]),

@@ -68,7 +68,7 @@ ENUMS = {
 
 
 def breaches(value: Any, kind: Any, path: str = "") -> list[str]:
-    """Where a value differs from the schema."""
+    """Differences of a value from the schema."""
     if isinstance(kind, list):
         if not isinstance(value, list):
             return [f"{path} is not a list"]

@@ -32,7 +32,7 @@ def test_words_of_a_configuration(tmp_path, monkeypatch, typed, found):
 
 @pytest.mark.slow
 def test_bash_is_answered_without_torch(tmp_path):
-    """As the function calls it that `--show-completion` prints; a finder makes an import of torch fail."""
+    """Called as by the function that `--show-completion` prints; an import of torch would fail."""
     (tmp_path / "torch.py").write_text("raise AssertionError('completion imports torch')")
     environment = os.environ | {
         "_MESHWRIGHT_COMPLETE": "complete_bash", "COMP_WORDS": "meshwright run mist", "COMP_CWORD": "2",

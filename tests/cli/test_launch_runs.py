@@ -1,4 +1,4 @@
-"""What `meshwright launch` writes, run on this machine: two nodes on loopback, stopped by the scheduler and resumed."""
+"""Scripts of `meshwright launch`, run on this machine: two nodes on loopback, stopped by the scheduler and resumed."""
 
 from __future__ import annotations
 

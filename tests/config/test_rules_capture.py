@@ -1,4 +1,4 @@
-"""What `capture` doesn't go together with is refused before processes start, and every fix works."""
+"""Settings that don't go together with `capture` are refused before processes start, and every fix works."""
 
 from __future__ import annotations
 

@@ -144,3 +144,5 @@ def test_compiled_blocks_are_not_simulated(corpus):
     step(1)
     (note,) = step.capture.notes()
     assert "stays eager: the simulation runs operators one by one" in note
+    blocks = list(step.pipeline.stages[0]._module.blocks.values())
+    assert blocks and not any("forward" in vars(block) for block in blocks), "a refused block is as it was"

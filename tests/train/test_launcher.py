@@ -224,7 +224,7 @@ if __name__ == "__main__":
 
 
 def launched(folder, *, preload, body):
-    """What a program writes to stderr that launches a body, `module:name`; modules are found in the folder."""
+    """Stderr of a program that launches a body, `module:name`; modules are found in the folder."""
     module, _, name = body.partition(":")
     (folder / "main.py").write_text(LAUNCH.format(preload=preload, module=module, name=name))
     path = os.pathsep.join([str(folder), *sys.path])

@@ -218,7 +218,7 @@ def init(project, name=None, config=None, resume="never", embed=True): return Ru
 
 def Image(value, caption=None): return value
 """
-"""What of Trackio's documented interface its sink uses."""
+"""The part of Trackio's documented interface that its sink uses."""
 
 
 def test_trackio_goes_on_with_the_same_run(run, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What torchtitan, Megatron-LM, DeepSpeed, accelerate, Hugging Face's Trainer and litgpt call our keys and values.
+"""Names of our keys and values in torchtitan, Megatron-LM, DeepSpeed, accelerate, Hugging Face's Trainer and litgpt.
 
 Only data: `config.translate` looks names up. Names are compared without case, hyphens, underscores and spaces. A name
 with a section, such as compile.enable, is one whose last part alone could mean several keys. Families list the names

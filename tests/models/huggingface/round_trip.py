@@ -30,7 +30,7 @@ def write_tokenizer(folder, *, vocab_size=300, text="def step(x): return x * 3\n
 
 
 def write_model(folder, kind="Llama", **changes):
-    """What transformers writes of a random model with a tokenizer, a chat template and generation settings."""
+    """Folder that transformers writes of a random model with a tokenizer, a chat template and generation settings."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     write_tokenizer(folder)
     special = {"bos_token": "<|start|>", "eos_token": "<|endoftext|>"}
@@ -56,7 +56,7 @@ def write_model(folder, kind="Llama", **changes):
 
 
 def lost(source: Path, back: Path, *, context: int) -> list[str]:
-    """What an export lost or changed of the imported folder, weights aside; `context` is the longest it should have."""
+    """Losses and changes by an export of the imported folder, weights aside; `context` is the longest it should have."""
     wrong = []
     for name in KEPT:
         if not (back / name).is_file():

@@ -1,4 +1,4 @@
-"""What can't be imported is answered with a command or an act that helps."""
+"""A source that can't be imported is answered with a command or an act that helps."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from meshwright.train.launch.scripts.yaml_text import to_yaml
 
 MAX_RESTARTS = 10
 WORK = "/training"
-"""Where the volume is mounted: the working directory, with corpora and runs."""
+"""Mount point of the volume: the working directory, with corpora and runs."""
 CONFIG = "/etc/meshwright"
-"""Where the configuration file is mounted, if the run has one."""
+"""Mount point of the configuration file, if the run has one."""
 MAX_LABEL = 63
 
 # One process per GPU, without torchrun, which would exit with 1 whatever a rank's code is, and kill ranks 30 s after a

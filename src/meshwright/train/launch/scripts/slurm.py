@@ -26,7 +26,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What to ask SLURM for, apart from nodes; None leaves it to the cluster's defaults."""
+    """Requests to SLURM besides nodes; None leaves one to the cluster's default."""
 
     time: str | None = None
     partition: str | None = None
