@@ -56,7 +56,7 @@ def write_model(folder, kind="Llama", **changes):
 
 
 def lost(source: Path, back: Path, *, context: int) -> list[str]:
-    """Losses and changes by an export of the imported folder, weights aside; `context` is the longest it should have."""
+    """Losses and changes by an export of the imported folder, weights aside; `context` is the longest due."""
     wrong = []
     for name in KEPT:
         if not (back / name).is_file():
