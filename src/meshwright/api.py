@@ -34,6 +34,7 @@ from meshwright.train.launch.threads import BusyCores, advice
 from meshwright.train.record.loss_curves import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.record.trackers import check_trackers
+from meshwright.train.report.leave import reporting
 from meshwright.train.run_folder import choose_folder
 from meshwright.units import counted
 
@@ -131,14 +132,15 @@ def run(
         folder = choose_folder(config, out=path, resume=start, corpus=corpus.fingerprint, hold=hold)
         say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}")
         warning = advice(config.train.threads, num_ranks=num_ranks, others=others)
-        launch(
-            run_body,
-            RunSpec(config, reporter, plan=made, folder=folder, notes=(warning,) if warning else ()),
-            num_ranks=num_ranks,
-            threads=config.train.threads,
-            on_interrupt=on_interrupt,
-            describe_action=made.describe_action,
-        )
+        with reporting(folder.path):
+            launch(
+                run_body,
+                RunSpec(config, reporter, plan=made, folder=folder, notes=(warning,) if warning else ()),
+                num_ranks=num_ranks,
+                threads=config.train.threads,
+                on_interrupt=on_interrupt,
+                describe_action=made.describe_action,
+            )
         lines = list(read_metrics(folder.metrics))
     key = loss_key(lines[-1] if lines else {})
     validated = [line[f"validation_{key}"] for line in lines if line.get(f"validation_{key}") is not None]

@@ -23,6 +23,7 @@ from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.step_clock import ThreadClock, compute_spans
 from meshwright.pipeline.timeline import Span, Timeline
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Timer, Work, alternate
@@ -188,7 +189,8 @@ def _theirs(kind: str, schedule: Schedule, rank: int, kernel_s: float) -> TorchP
 def _predict(schedule: Schedule, executor: Executor) -> tuple[float, float]:
     """Return the makespan of a traced step: simulated from the medians of its computations, and measured."""
     barrier()
-    spans = [span for rank_spans in all_gather_object(executor.run_traced(synchronize=_nothing)) for span in rank_spans]
+    mine = compute_spans(executor.run_timed(ThreadClock()), rank=executor.rank)
+    spans = [span for rank_spans in all_gather_object(mine) for span in rank_spans]
     costs = Costs([_measured_costs(spans, stage) for stage in range(schedule.num_stages)])
     return simulate(schedule, costs).makespan, Timeline(schedule.num_ranks, tuple(spans)).makespan
 
@@ -220,7 +222,3 @@ def _span_timer() -> Timer:
 
 def _loss(y: Tensor, target: Tensor) -> Tensor:
     return y.sum()
-
-
-def _nothing() -> None:
-    """Do nothing, since a CPU needs no synchronization."""

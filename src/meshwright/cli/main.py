@@ -7,7 +7,7 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, launch, plan, presets, prove, run
+from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, launch, plan, presets, prove, report, run
 from meshwright.cli.colors import tolerate
 from meshwright.cli.errors import show_error
 from meshwright.cli.unknown_words import Commands, ConfigCommand
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command(cls=ConfigCommand)(plan.plan)
 app.command(cls=ConfigCommand)(run.run)
 app.command(cls=ConfigCommand)(prove.prove)
+app.command()(report.report)
 app.command()(presets.presets)
 app.command()(doctor.doctor)
 bench.add_bench(app)

@@ -60,6 +60,7 @@ class Channel:
     def send(self, x: Tensor) -> Transfer:
         """Start sending a contiguous tensor, which must not change until the transfer completes."""
         with TrackedOperation("send", x, self.group) as passage:
+            passage.record.channel_bytes += x.nbytes
             return Transfer(dist.isend(x, self.peer, group=self.group), passage, message_timeout(x.device, self.group))
 
     def receive(self, x: Tensor) -> Transfer:

@@ -1,8 +1,9 @@
-"""Adapter for private PyTorch APIs: the flight recorder's last collective, the shard group of an FSDP2 module, and
-objects that autograd's threads inherit.
+"""Adapter for private PyTorch APIs: the flight recorder's last collective, the shard group of an FSDP2 module, the
+collectives that FSDP2 and DTensor call, and objects that autograd's threads inherit.
 
 This is the only file of the package that uses private PyTorch names: `_dump_fr_trace_json` and `_resolve_process_group`
-of `torch._C._distributed_c10d`, `_get_backend` of process groups and `options._timeout` of their backends, FSDP2's
+of `torch._C._distributed_c10d`, `_get_backend` of process groups and `options._timeout` of their backends, the module
+of functional collectives with its `_resolve_group` (`_resolve_group_name` before 2.13), FSDP2's
 `FSDPModule._get_fsdp_state`, `_fsdp_param_group`, `_is_hsdp` and `_reduce_scatter_process_group`, and `_is_key_in_tls`,
 `_get_obj_in_tls`, `_stash_obj_in_tls` and `_remove_obj_from_tls` of `torch._C`. Checked on 2.13 with gloo.
 `last_collective` returns None if a version records less.
@@ -11,11 +12,14 @@ of `torch._C._distributed_c10d`, `_get_backend` of process groups and `options._
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +27,12 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.comm.message_format import format_ranks
 
 TASK_KEY = "meshwright.comm.overlap"
+COLLECTIVES = {
+    "all_gather": ("all_gather_single", "all_gather_into_tensor", "all_gather_tensor"),
+    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_reduce": ("all_reduce",),
+}
+"""Names of the collectives, in `torch.distributed` and among the functional ones; PyTorch 2.13 renamed some."""
 
 
 def last_collective() -> str | None:
@@ -51,6 +61,39 @@ def group_name(group: ProcessGroup | None) -> str:
 def group_of_name(name: str) -> ProcessGroup:
     """Return the group with this name."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@contextmanager
+def replaced_collectives(replace: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace the functions that FSDP2 and DTensor look up at each call of a collective, within the context.
+
+    Args:
+        replace: function from a key of `COLLECTIVES` and the original function to the new one.
+    """
+    found = [
+        (module, name, op, getattr(module, name))
+        for module in (dist, functional)
+        for op, names in COLLECTIVES.items()
+        for name in names
+        if hasattr(module, name)
+    ]
+    for module, name, op, original in found:
+        setattr(module, name, replace(op, original))
+    try:
+        yield
+    finally:
+        for module, name, _, original in found:
+            setattr(module, name, original)
+
+
+def group_of(group: Any) -> ProcessGroup:
+    """Return the group that a functional collective takes: a group, its name, or a mesh and its dim; None for all."""
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        resolve = getattr(functional, "_resolve_group", None)
+        group = resolve(group) if resolve is not None else functional._resolve_group_name(group, "")
+    return group if isinstance(group, ProcessGroup) else group_of_name(str(group))
 
 
 def message_timeout(device: torch.device, group: ProcessGroup | None) -> timedelta | None:

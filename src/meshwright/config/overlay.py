@@ -44,6 +44,14 @@ class ConfigOverlay:
         return changed
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def shorten(text: str) -> str:
     """Shorten long text by omitting its middle."""
     half = (MAX_SHOWN - 3) // 2

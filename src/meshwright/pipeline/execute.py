@@ -8,7 +8,6 @@ storage. Tensors saved by autograd stay alive. With `pipeline.release=false` the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +23,7 @@ from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, Action, Actio
 from meshwright.pipeline.overlapped_pair import Operation, OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.timeline import Span
+from meshwright.pipeline.step_clock import ReadClocks, TimedOperation
 
 K = ActionKind
 ChannelKey = tuple[int, int, ActionKind]
@@ -100,7 +99,7 @@ class Executor:
             buffers: receive buffers; None if nothing is received.
             post: callback with each action's position before the action runs.
         """
-        self._schedule, self._rank = schedule, rank
+        self._schedule, self.rank = schedule, rank
         self._stages, self._channels, self._buffers = stages, channels, buffers
         self._post = post
         self._with_grad = any(action.kind in BACKWARDS for _, _, action in schedule.positions())
@@ -131,41 +130,37 @@ class Executor:
                     operation()
         self._live.finish()
 
-    def run_traced(self, *, synchronize: Callable[[], None]) -> list[Span]:
-        """Run the row once and return the span of each computation, in seconds of `time.perf_counter`.
+    def run_timed(self, read: ReadClocks) -> list[TimedOperation]:
+        """Run the row once, and return the times of each operation, in order.
 
         Args:
-            synchronize: function that waits for the device.
+            read: function that reads this thread's clocks; on a GPU, after waiting for it.
         """
-        spans = []
+        timed = []
         with torch.set_grad_enabled(self._with_grad):
             for position, actions, operation in self._steps:
                 if self._post is not None:
                     self._post(position)
-                if actions[0].kind not in COMPUTE:
-                    operation()
-                    continue
-                for action in actions:
-                    self._live.await_input(action)
-                synchronize()
-                start = time.perf_counter()
+                before = start = read()
+                if actions[0].kind in COMPUTE:
+                    for action in actions:
+                        self._live.await_input(action)
+                    start = read()
                 operation()
-                synchronize()
-                spans += self._spans(actions, operation, start, time.perf_counter())
+                end = read()
+                turns = operation.split(start.wall, end.wall) if isinstance(operation, OverlappedPair) else None
+                timed.append(TimedOperation(actions, before, start, end, turns))
         self._live.finish()
-        return spans
+        return timed
 
-    def _spans(self, actions: tuple[Action, ...], operation: Operation, start: float, end: float) -> list[Span]:
-        """Return the spans of a step; those of a pair don't overlap, so that their sum is the pair's time."""
-        if not isinstance(operation, OverlappedPair):
-            return [Span(self._rank, actions[0], start, end)]
-        middle = operation.split(start, end)
-        return [Span(self._rank, actions[0], start, middle), Span(self._rank, actions[1], middle, end)]
+    def buffer_bytes(self) -> int:
+        """Return the size of the receive buffers in bytes."""
+        return 0 if self._buffers is None else self._buffers.num_bytes()
 
     def _bind_row(self) -> Iterator[_Step]:
         helper, position = helper_thread(), 0
         overlapping = {number for number, stage in self._stages.items() if stage.overlaps}
-        for action in self._schedule.actions[self._rank]:
+        for action in self._schedule.actions[self.rank]:
             parts = action.parts()
             operations = [self._bind(position + at, part) for at, part in enumerate(parts)]
             if isinstance(action, Overlap) and takes_turns(action, overlapping):
@@ -271,7 +266,7 @@ class Executor:
     def _bind_send(self, action: Action) -> Operation:
         live, key = self._live, (action.kind, action.stage, action.microbatch)
         ranks = self._schedule.stage_ranks
-        channel = self._channels[self._rank, ranks[action.peer().stage], action.kind]
+        channel = self._channels[self.rank, ranks[action.peer().stage], action.kind]
 
         def send() -> None:
             x = _contiguous(live.to_send.pop(key))
@@ -285,7 +280,7 @@ class Executor:
         view = self._buffers.view(action)
         channel = self._channels[
             self._schedule.stage_ranks[action.peer().stage],
-            self._rank,
+            self.rank,
             action.peer().kind,
         ]
         target = live.inputs if action.kind is K.RECV_FORWARD else live.gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.pipeline.actions import Action
 from meshwright.pipeline.serialize import parse_action
@@ -69,21 +70,29 @@ def to_chrome_trace(timelines: Mapping[str, Timeline], *, time_us: float) -> str
 
 def to_json(timelines: Mapping[str, Timeline]) -> str:
     """Serialize timelines by name; `from_json` is the inverse."""
-    return json.dumps(
-        {
-            name: {
-                "num_ranks": timeline.num_ranks,
-                "spans": [[span.rank, str(span.action), span.start, span.end] for span in timeline.spans],
-            }
-            for name, timeline in timelines.items()
+    return json.dumps(to_values(timelines))
+
+
+def to_values(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Return timelines by name as JSON values; `from_values` is the inverse."""
+    return {
+        name: {
+            "num_ranks": timeline.num_ranks,
+            "spans": [[span.rank, str(span.action), span.start, span.end] for span in timeline.spans],
         }
-    )
+        for name, timeline in timelines.items()
+    }
 
 
 def from_json(source: str) -> dict[str, Timeline]:
     """Parse timelines written by `to_json`."""
+    return from_values(json.loads(source))
+
+
+def from_values(values: Mapping[str, Any]) -> dict[str, Timeline]:
+    """Return the timelines that `to_values` was given."""
     timelines = {}
-    for name, entry in json.loads(source).items():
+    for name, entry in values.items():
         spans = (Span(rank, parse_action(text).parts()[0], start, end) for rank, text, start, end in entry["spans"])
         timelines[name] = Timeline(entry["num_ranks"], tuple(spans))
     return timelines

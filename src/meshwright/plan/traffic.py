@@ -97,11 +97,12 @@ def _rank_traffic(plan: RunPlan, rank: int) -> Traffic:
 def _by_purpose(plan: RunPlan, rank: int, found: Iterable[Message]) -> dict[str, LinkBytes]:
     totals: dict[str, LinkBytes] = dict.fromkeys(Purpose, LinkBytes())
     for message in found:
-        totals[message.purpose] = totals.get(message.purpose, LinkBytes()) + _by_link(plan, rank, message)
+        totals[message.purpose] = totals.get(message.purpose, LinkBytes()) + by_link(plan, rank, message)
     return totals
 
 
-def _by_link(plan: RunPlan, rank: int, message: Message) -> LinkBytes:
+def by_link(plan: RunPlan, rank: int, message: Message) -> LinkBytes:
+    """Return the bytes of a message to all its peers, by link."""
     home, nodes = plan.mesh.node(rank), [plan.mesh.node(peer) for peer in message.peers]
     total, near = len(nodes) * message.num_bytes, nodes.count(home)
     far = total - near * message.num_bytes

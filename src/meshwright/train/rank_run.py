@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
@@ -13,6 +11,7 @@ from meshwright.cluster.host import host_memory_bytes
 from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.log import open_log_file
@@ -30,9 +29,11 @@ from meshwright.train.consensus import agree_on_plan, shared_nodes
 from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec
-from meshwright.train.record.metrics import memory_bytes
+from meshwright.train.measure.process_memory import memory_bytes
+from meshwright.train.record.events import EventLog, RecordingReporter
 from meshwright.train.record.reporter import Reporter, Start
 from meshwright.train.record.trackers import check_trackers
+from meshwright.train.report.leave import reporting
 from meshwright.train.run_folder import RunFolder, choose_folder
 from meshwright.train.training_loop import Trainer
 
@@ -71,12 +72,18 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         agree_on_plan(plan)
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         open_log_file(folder.log(context.rank))
-        reporter = spec.make_reporter() if context.rank == 0 else Reporter()
+        if spec.folder is None and context.rank == 0:
+            hold.enter_context(reporting(folder.path))  # by the launcher, if it chose the folder
+        reporter = Reporter()
+        if context.rank == 0:
+            reporter = RecordingReporter(spec.make_reporter(), EventLog(folder.path), done=folder.done())
         task = config.family.task(f, corpus, device)
         reporter.started(_start(config, plan, corpus, task, device, folder))
         for note in spec.notes:
             reporter.note(note)
-        Trainer(build_job(config, plan, context, device), task, corpus.fingerprint, folder, reporter).run()
+        base_bytes = memory_bytes(device)
+        job = build_job(config, plan, context, device)
+        Trainer(job, task, corpus.fingerprint, folder, reporter, base_bytes=base_bytes).run()
 
 
 def _check_memory(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> None:
@@ -141,7 +148,7 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
     Raises:
         DataError: two ranks differ; the message names the first differing key and both values.
     """
-    by_rank = all_gather_object({**_flat(config.model_dump()), CORPUS: corpus.fingerprint})
+    by_rank = all_gather_object({**flatten(config.model_dump()), CORPUS: corpus.fingerprint})
     for rank, keys in enumerate(by_rank):
         for name in sorted(keys.keys() | by_rank[0].keys()):
             first, other = (known.get(name, "not set") for known in (by_rank[0], keys))
@@ -153,11 +160,3 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
                 )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten all sections into a dict keyed by dotted path."""
-    keys: dict[str, Any] = {}
-    for key, value in section.items():
-        keys.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return keys

@@ -43,7 +43,7 @@ from meshwright.train.run_folder_lock import hold_folder
 
 AUTO = "auto"
 RUNS = Path("runs")
-FILES = ("config.toml", "metrics.jsonl", "plan.json", "loss.png")
+FILES = ("config.toml", "metrics.jsonl", "plan.json", "loss.png", "events.jsonl", "report.html")
 """Files that every run writes into its folder, beside the folder of checkpoints."""
 
 IMPORTED = "huggingface"
@@ -77,6 +77,11 @@ class RunFolder:
     def plan(self) -> Path:
         """Path of the plan file."""
         return self.path / "plan.json"
+
+    def done(self) -> int:
+        """Return the step of the checkpoint to resume from; 0 for a fresh start, also from weights alone."""
+        manifest = None if self.checkpoint is None else read_manifest(self.checkpoint)
+        return 0 if manifest is None or "config" not in manifest.run else manifest.step
 
     def log(self, rank: int) -> Path:
         """Return the path of the file of what a rank logs."""

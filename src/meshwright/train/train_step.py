@@ -19,14 +19,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Task
-from meshwright.pipeline.timeline import Timeline
 from meshwright.train.build_job import Job
 from meshwright.train.graph_capture import capture_session
 from meshwright.train.lr_schedule import learning_rate
+from meshwright.train.measure.run_measurement import RunMeasurement
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.step_profiler import Label
-from meshwright.train.record.timeline_trace import run_traced
 from meshwright.train.step_handles import StepHandles
 from meshwright.train.training_batches import TrainingBatches
 
@@ -77,8 +76,6 @@ class TrainStep:
         self._counted = job.counted_parameters()
         self._handles = StepHandles(job)
         self.pipeline = Pipeline(job)
-        self.timeline: Timeline | None = None
-        """Timeline of the last step, if it was traced."""
         self.label: Label | None = None
         """Context for each pipeline action of the next step; None if the step isn't profiled."""
         # Looked up at each step: a fault injected into a proof replaces `samples`.
@@ -86,10 +83,22 @@ class TrainStep:
         self.capture = capture_session(job, self.pipeline)
         """Capture of CUDA graphs; None if the configuration captures nothing."""
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
+        self.measure(frozenset(), base_bytes=0)
 
     def __call__(self, step: int) -> StepResult:
         """Run step `step`, counted from 1."""
-        return self.update(step, self.accumulate(step))
+        eager = self.capture is None or self.capture.is_done  # graphs are captured without interference
+        with self.measurement.step(step, possible=eager and self.label is None):
+            return self.update(step, self.accumulate(step))
+
+    def measure(self, steps: frozenset[int], *, base_bytes: int) -> None:
+        """Measure these steps when they are called.
+
+        Args:
+            steps: numbers of the steps.
+            base_bytes: memory of the process before the model was built.
+        """
+        self.measurement = RunMeasurement(self._job, self._executor, steps, base_bytes=base_bytes)
 
     def prefetching(self, steps: range) -> AbstractContextManager[None]:
         """Prepare batches ahead within the context, as `data.prefetch` says.
@@ -112,15 +121,19 @@ class TrainStep:
         stop = torch.full_like(squared_norm, float(self._stop_requested()))
         # All tp ranks hold the same loss: count it once.
         totals = torch.stack((loss.to(squared_norm) / job.axes.tp, squared_norm, stop))
+        self.measurement.mark("reduce")
         total_loss, total_squared, stops = all_reduce_sum(totals).tolist()
+        self.measurement.mark("reduced")
         grad_norm = math.sqrt(total_squared) if total_squared >= 0 else math.nan
         finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
         lr = learning_rate(step, job.config.train)
         if finite:
             self._optimize(lr, grad_norm)
-        self._handles.settle(taken=finite)
+        with self.measurement.counting():
+            self._handles.settle(taken=finite)
         job.compression.settle(taken=finite)
         job.float8.settle(taken=finite)
+        self.measurement.measure_memory()
         job.optimizer.zero_grad(set_to_none=True)
         return StepResult(
             step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0, num_units=self._num_units
@@ -149,13 +162,12 @@ class TrainStep:
             losses.append(loss.detach())
             return loss
 
-        self.pipeline.feed.batch, self.pipeline.feed.finish = self._batches.of_step(step), finish
+        batches = self.measurement.batches(self._batches.of_step(step))
+        self.pipeline.feed.batch, self.pipeline.feed.finish = batches, finish
         with vocab_context(job), nullcontext() if self.capture is None else self.capture.step():
-            if train.trace and step == train.steps:
-                self.timeline = run_traced(self._executor, job)
-            elif self.label is not None:
+            if self.label is not None:
                 self._executor.run_labelled(self.label)
-            else:
+            elif not self.measurement.run(self._executor):
                 self._executor.run()
         losses += self._handles.auxiliary_losses()
         # Only ranks in the last stage have task losses; their sum over all ranks is the batch loss.

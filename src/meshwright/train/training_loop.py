@@ -19,6 +19,7 @@ from meshwright.config.rules_compression import no_effect_notes
 from meshwright.errors import RunError, StoppedError
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
+from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
@@ -31,6 +32,7 @@ from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
 from meshwright.train.lr_schedule import warmup_notes
+from meshwright.train.measure.run_measurement import measured_steps
 from meshwright.train.optimizer import named_state
 from meshwright.train.record.draw_expert_load import draw_expert_load
 from meshwright.train.record.metrics import Recorder, plot_loss
@@ -47,13 +49,25 @@ LOSS, EXPERT_LOAD = "loss.png", "expert-load.png"
 class Trainer:
     """Trainer that runs a job to the last step, from a checkpoint or from scratch."""
 
-    def __init__(self, job: Job, task: Task, corpus: str, folder: RunFolder, reporter: Reporter) -> None:
-        """Set up the loop; `corpus` is the fingerprint of the training data."""
+    def __init__(
+        self, job: Job, task: Task, corpus: str, folder: RunFolder, reporter: Reporter, *, base_bytes: int
+    ) -> None:
+        """Set up the loop.
+
+        Args:
+            job: the job.
+            task: the training task.
+            corpus: fingerprint of the training data.
+            folder: the run folder.
+            reporter: reporter of this rank.
+            base_bytes: memory of the process before the job was built.
+        """
         self._job = job
         self._task = task
         self._corpus = corpus
         self._folder = folder
         self._reporter = reporter
+        self._base_bytes, self._seconds = base_bytes, 0.0
         self._stop = StopSignal(job.context)
         self._profiler = StepProfiler(job, folder.path)
         self._step = TrainStep(job, task, self._stop.requested)
@@ -87,6 +101,7 @@ class Trainer:
         """Run the steps after `done`, and return the last step's validation."""
         train, validation = self._job.config.train, None
         steps = range(done + 1, train.steps + 1)
+        self._step.measure(measured_steps(done + 1, train.steps), base_bytes=self._base_bytes)
         with self._stop, self._step.prefetching(steps):
             for step in steps:
                 self._job.context.post("step", step)
@@ -95,6 +110,7 @@ class Trainer:
                     with self._counting, self._all_to_alls:
                         result = self._step(step)
                     seconds = time.perf_counter() - begin  # without starting a profile, or writing it
+                    self._seconds += seconds
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 self._note_capture()
                 if recorder is not None:
@@ -125,12 +141,25 @@ class Trainer:
         """Raise an error that all ranks have, after they have closed trackers and profiles: the first rank to exit ends
         the others."""
         self._profiler.write()
+        if isinstance(error, StoppedError):
+            self._report_measurement()
         if recorder is not None:
             recorder.close(failed=True)
             self._note_profiles()
         if self._job.config.train.trackers or self._job.config.train.profile:
             barrier()
         raise error
+
+    def _report_measurement(self) -> None:
+        """Exchange and report what all ranks measured, and write the timelines if they were asked for."""
+        facts = self._step.measurement.gather()
+        if facts is None or self._job.context.rank != 0:
+            return
+        timelines = {"predicted": facts.predicted, "measured": facts.measured}
+        self._reporter.measured({**facts.to_json(), "steps_s": self._seconds, "timeline": to_values(timelines)})
+        if self._job.config.train.trace:
+            write_trace(self._folder.path, self._job.schedule, timelines, overlaps=self._step.pipeline.overlaps)
+            self._reporter.note(f"timelines of step {facts.steps[-1]}: timeline.svg · timeline.json · trace.json")
 
     def _note_capture(self) -> None:
         """Report what was captured, once, and what has run eagerly nevertheless."""
@@ -212,6 +241,7 @@ class Trainer:
         step = result.step
         self._job.context.post("saving", step)
         self._reporter.waiting(f"saving step {step}")
+        begin = time.perf_counter()
         self._saved = save_load.save(
             self._folder.checkpoints,
             step,
@@ -230,6 +260,7 @@ class Trainer:
             keep=self._job.config.checkpoint.keep,
             sidecars=self._sidecars,
         )
+        self._reporter.saved(step, self._saved, time.perf_counter() - begin)
 
     def _check(self, result: StepResult, recorder: Recorder | None) -> None:
         """End the run on all ranks after too many skipped steps or a stop request."""
@@ -289,6 +320,8 @@ class Trainer:
     def _finish(self, validation: Validation | None, seconds: float, *, done: int, recorder: Recorder | None) -> None:
         """Write the run's sample, figures and summary; `done` is the number of steps completed before this run."""
         last = max(done, self._job.config.train.steps)
+        self._job.context.post("finishing", last)
+        self._report_measurement()
         self._job.context.post("generating text", last)
         self._reporter.waiting("generating text")
         sample = self._task.sample(self._forward)
@@ -297,10 +330,6 @@ class Trainer:
             return
         if sample is not None:
             recorder.record_sample(last, sample)
-        if self._step.timeline is not None:
-            overlaps = self._step.pipeline.overlaps
-            write_trace(self._folder.path, self._job.schedule, self._step.timeline, overlaps=overlaps)
-            self._reporter.note("timelines of the last step: timeline.svg · timeline.json · trace.json")
         self._note_profiles()
         self._reporter.finished(
             Summary(

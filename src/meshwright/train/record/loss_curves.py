@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.overlay import shorten
+from meshwright.config.overlay import flatten, shorten
 from meshwright.errors import InputError
 from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.settings.violation import format_value
@@ -133,8 +133,7 @@ def run_names(folders: Sequence[Path], configs: Sequence[Mapping[str, Any]]) -> 
         folders: the run folders.
         configs: their configurations, keyed by dotted path.
     """
-    differing = [key for key in dict.fromkeys(key for config in configs for key in config) if _differs(key, configs)]
-    differing.sort(key=lambda key: -len({repr(config.get(key)) for config in configs}))
+    differing = differing_keys(configs)
     leaves = Counter(key.rpartition(".")[2] for key in differing)
     short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in differing}
     names = []
@@ -149,6 +148,12 @@ def run_names(folders: Sequence[Path], configs: Sequence[Mapping[str, Any]]) -> 
     return [f"{folder}: {name}" if name else folder for folder, name in zip(shown, names, strict=True)]
 
 
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values differ between configurations, those with the most values first."""
+    differing = [key for key in dict.fromkeys(key for config in configs for key in config) if _differs(key, configs)]
+    return sorted(differing, key=lambda key: -len({repr(config.get(key)) for config in configs}))
+
+
 def _shorten(text: str) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE // 2]}…{text[1 - MAX_VALUE // 2 :]}"
 
@@ -158,17 +163,9 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         if not (folder / "metrics.jsonl").is_file():
             raise _not_a_run(folder, "no metrics.jsonl")
-        return dict(_flat(tomllib.loads((folder / "config.toml").read_text("utf-8")), ""))
+        return flatten(tomllib.loads((folder / "config.toml").read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise _not_a_run(folder, f"no readable config.toml ({error})") from None
-
-
-def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:

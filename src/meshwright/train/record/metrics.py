@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
 from meshwright.train.build_job import Job
+from meshwright.train.measure.process_memory import memory_bytes
 from meshwright.train.record.expert_load import Counts, has_full_counts, summarize_load
 from meshwright.train.record.loss_curves import LOSS, read_metrics
 from meshwright.train.record.reporter import Progress, Reporter, Validation
@@ -26,7 +24,6 @@ from meshwright.train.run_folder import RunFolder
 from meshwright.train.train_step import StepResult
 
 LOSSES = (LOSS, f"validation_{LOSS}")
-PAGE_BYTES = resource.getpagesize()
 
 
 class MetricsFile:
@@ -160,16 +157,6 @@ def tracked_values(values: Mapping[str, Any]) -> dict[str, float]:
             flat |= {f"{name}/{key}": value for key, value in section.items()}
     numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
     return {name: int(x) if isinstance(x, bool) else x for name, x in numbers.items() if math.isfinite(x)}
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return the peak memory allocated on a CUDA device in bytes; on CPU, the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:

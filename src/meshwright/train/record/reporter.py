@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
@@ -121,6 +122,12 @@ class Reporter:
 
     def validated(self, step: int, validation: Validation) -> None:
         """Handle a validation result."""
+
+    def saved(self, step: int, checkpoint: Path, seconds: float) -> None:
+        """Handle a checkpoint, which took `seconds` to write."""
+
+    def measured(self, facts: Mapping[str, Any]) -> None:
+        """Handle what was measured in some of the steps, as JSON values."""
 
     def finished(self, summary: Summary) -> None:
         """Handle the end of a successful run."""

@@ -1,4 +1,4 @@
-"""Measured and predicted timelines of one step, enabled by `train.trace=true`.
+"""Measured and predicted timelines of one step, and their files, which `train.trace=true` writes. Torch-free.
 
 The measured timeline shows each computation on each rank of the first pipeline, relative to a common start. The
 prediction simulates the same table with the median time of each kind of computation per stage and zero-cost transfers;
@@ -8,40 +8,19 @@ the difference is waiting time that the table doesn't explain.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.output_files import writing
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.draw import draw_comparison
-from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.timeline import Span, Timeline, to_chrome_trace, to_json
-from meshwright.train.build_job import Job
+from meshwright.pipeline.timeline import Timeline, to_chrome_trace, to_json
 from meshwright.units import counted
 
 K = ActionKind
-
-
-def run_traced(executor: Executor, job: Job) -> Timeline:
-    """Run a step and return the spans of all ranks, in seconds since the start of the step, on every rank."""
-    synchronize = torch.cuda.synchronize if job.device.type == "cuda" else _nothing
-    barrier()
-    start = time.perf_counter()
-    spans = [Span(span.rank, span.action, span.start - start, span.end - start)
-             for span in executor.run_traced(synchronize=synchronize)]  # fmt: skip
-    coordinate = job.axes.coordinate(job.context.rank)
-    is_first = not any(position for axis, position in coordinate.items() if axis != "pp")
-    by_rank = all_gather_object(spans if is_first else [])
-    together = sorted((span for each in by_rank for span in each), key=lambda span: (span.rank, span.start))
-    return Timeline(job.axes.pp, tuple(together))
 
 
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
@@ -62,18 +41,17 @@ def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
     return Costs(stages)
 
 
-def write_trace(folder: Path, schedule: Schedule, measured: Timeline, *, overlaps: bool) -> list[Path]:
+def write_trace(folder: Path, schedule: Schedule, timelines: Mapping[str, Timeline], *, overlaps: bool) -> None:
     """Write `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` to a run folder.
 
     Args:
         folder: the run folder.
         schedule: the table of the run.
-        measured: measured timeline of one step.
+        timelines: the `predicted` and `measured` timelines of one step.
         overlaps: whether the run overlapped the pairs of the table; if so, the figure frames them.
     """
-    predicted = simulate(schedule, measured_costs(measured, schedule.num_stages)).timeline
-    both = {"predicted": predicted, "measured": measured}
-    texts = {"timeline.json": to_json(both), "trace.json": to_chrome_trace(both, time_us=1e6)}
+    predicted, measured = timelines["predicted"], timelines["measured"]
+    texts = {"timeline.json": to_json(timelines), "trace.json": to_chrome_trace(timelines, time_us=1e6)}
     for name, text in texts.items():
         with writing(folder / name) as path:
             path.write_text(text, "utf-8")
@@ -84,8 +62,3 @@ def write_trace(folder: Path, schedule: Schedule, measured: Timeline, *, overlap
         f"measured {measured.makespan:.3g} s"
     )
     draw_comparison(predicted, measured, figure, title=title, unit="s", schedule=schedule if overlaps else None)
-    return [*(folder / name for name in texts), figure]
-
-
-def _nothing(*_: Iterable[object]) -> None:
-    """Do nothing, since CPU execution is synchronous."""

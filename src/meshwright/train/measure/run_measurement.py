@@ -1,0 +1,257 @@
+"""Measurement of a few steps of a run: the times of their operations, memory by type and bytes by purpose.
+
+It is always on, and cheap: a measured step reads its thread's clocks around each operation of the pipeline table, the
+last one also counts collectives, and ranks exchange what they found once, after the last step. Nothing is synchronized
+on the CPU. Ranks' clocks are aligned by the sum over all ranks that ends each step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.comm.collective_count import Sent, count_collectives
+from meshwright.comm.collectives import all_gather_object
+from meshwright.models.contract.task import Batch
+from meshwright.pipeline.execute import Executor
+from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.step_clock import Reading, ThreadClock, TimedOperation, compute_spans
+from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.plan.traffic import LinkBytes, predict_traffic
+from meshwright.train.build_job import Job
+from meshwright.train.measure.process_memory import peak_bytes, tensor_bytes
+from meshwright.train.measure.sent_bytes import CountedPurpose, count_purposes
+from meshwright.train.measure.step_parts import ZERO, RawParts, StepParts, raw_parts
+from meshwright.train.record.timeline_trace import measured_costs
+
+MEASURED_STEPS = 5
+
+
+def measured_steps(first: int, last: int) -> frozenset[int]:
+    """Return the steps to measure, evenly spread and with the last one, but not the first, which warms up."""
+    apart = max(1, (last - first + 1) // MEASURED_STEPS)
+    return frozenset(step for i in range(MEASURED_STEPS) if (step := last - i * apart) > first or step == last)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank measured."""
+
+    parts: tuple[RawParts, ...]
+    """Times of the measured steps."""
+    spans: tuple[Span, ...]
+    """Computations of the last measured step; none on ranks outside the first pipeline."""
+    memory: dict[str, int]
+    """Bytes by type: fields of the predicted memory that can be measured, `base` and `peak`."""
+    sent: dict[Sent, int] | None
+    """Bytes sent in the last measured step, for `count_purposes`; None if they can't be counted."""
+    compressed: LinkBytes | None
+    cost_s: float
+    """CPU time that measuring took."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all ranks measured, on every rank."""
+
+    steps: tuple[int, ...]
+    parts: tuple[StepParts, ...]
+    """By rank, mean over the measured steps."""
+    measured: Timeline
+    predicted: Timeline
+    """Simulation of the same table with the measured times of computations, and transfers that take no time."""
+    memory: tuple[dict[str, int], ...]
+    """Bytes by type, by rank."""
+    sent: tuple[CountedPurpose, ...] | None
+    """Bytes by purpose of rank `sent_by`, whose prediction is the largest."""
+    sent_by: int
+    cost_s: float
+    """Most CPU time that measuring took on a rank, without this exchange."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all but the timelines as JSON values."""
+        values = asdict(self)
+        return {name: value for name, value in values.items() if name not in ("measured", "predicted")}
+
+
+class _Step:
+    """Measurement of one step."""
+
+    def __init__(self, number: int, read: Callable[[], Reading], *, counts: bool) -> None:
+        self.number = number
+        self.read = read
+        self.timed: list[TimedOperation] = []
+        self.marks: dict[str, Reading] = {}
+        self.sent: Counter[Sent] = Counter()
+        self._counts = counts
+        self._data = ZERO
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the collectives of the context, if this step does."""
+        with count_collectives() if self._counts else nullcontext(Counter[Sent]()) as found:
+            yield
+        self.sent.update(found)
+
+    def batch(self, batch: Callable[[int], Batch], microbatch: int) -> Batch:
+        """Return a batch, and add the time to that of data."""
+        begin = self.read()
+        try:
+            return batch(microbatch)
+        finally:
+            self._data = Reading(*map(sum, zip(self._data, self.read() - begin, strict=True)))
+
+    def parts(self) -> RawParts:
+        """Return the times of the step."""
+        return raw_parts(self.timed, self._data, **self.marks)
+
+
+class RunMeasurement:
+    """Measurement of the steps of a run on this rank."""
+
+    def __init__(self, job: Job, executor: Executor, steps: frozenset[int], *, base_bytes: int) -> None:
+        """Set up the measurement.
+
+        Args:
+            job: the job.
+            executor: runs the steps.
+            steps: numbers of the steps to measure.
+            base_bytes: memory of the process before the model was built.
+        """
+        self._job, self._executor, self._steps = job, executor, steps
+        self._is_cuda = job.device.type == "cuda"
+        self._clock = ThreadClock()
+        self._base_bytes = base_bytes
+        self._current: _Step | None = None
+        self._parts: dict[int, RawParts] = {}
+        self._last: _Step | None = None
+        self._memory: dict[str, int] = {}
+        self._compressed: LinkBytes | None = None
+        self._cost_s = 0.0
+
+    @contextmanager
+    def step(self, number: int, *, possible: bool) -> Iterator[None]:
+        """Measure step `number` within the context, if it is chosen and `possible`."""
+        if not possible or number not in self._steps:
+            yield
+            return
+        is_last = number == max(self._steps)
+        before = self._compressed_bytes()
+        self._current = current = _Step(number, self._read, counts=is_last and not self._job.config.train.compile)
+        try:
+            current.marks["begin"] = self._read()
+            yield
+            current.marks["end"] = self._read()
+        finally:
+            self._current = None
+        begin = time.thread_time()
+        self._parts[number], self._last = current.parts(), current
+        after = self._compressed_bytes()
+        self._compressed = None if after is None or before is None else after + before * -1
+        self._cost_s += self._cost_of_reading(3 * len(current.timed) + 10) + time.thread_time() - begin
+
+    def run(self, executor: Executor) -> bool:
+        """Run a measured step's row and return True; return False if this step is not measured."""
+        if self._current is None:
+            return False
+        with self._current.counting():
+            self._current.timed = executor.run_timed(self._current.read)
+        return True
+
+    def counting(self) -> Any:
+        """Return a context that counts collectives in a measured step."""
+        return nullcontext() if self._current is None else self._current.counting()
+
+    def batches(self, batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
+        """Return the function from micro-batches to batches, with its time measured in a measured step."""
+        return batch if self._current is None else partial(self._current.batch, batch)
+
+    def mark(self, name: str) -> None:
+        """Read the clocks at a point of a measured step."""
+        if self._current is not None:
+            self._current.marks[name] = self._current.read()
+
+    def measure_memory(self) -> None:
+        """Measure the memory of tensors while a measured step has its gradients."""
+        if self._current is None or self._memory:
+            return
+        begin, job = time.thread_time(), self._job
+        parameters = list(job.model.parameters())
+        states = (state for parameter in parameters for state in job.optimizer.state.get(parameter, {}).values())
+        buffers = (buffer for part in job.parts().values() for buffer in part.module.buffers())
+        self._memory = {
+            "parameters": tensor_bytes((*parameters, *buffers)),
+            "gradients": tensor_bytes(parameter.grad for parameter in parameters),
+            "optimizer": tensor_bytes(states),
+            "buffers": self._executor.buffer_bytes(),
+        }
+        self._cost_s += time.thread_time() - begin
+
+    def gather(self) -> RunFacts | None:
+        """Exchange what was measured; all ranks call this after the last step. None if no step was measured."""
+        self._clock.close()
+        last, coordinate = self._last, self._job.axes.coordinate(self._job.context.rank)
+        if last is None:
+            return None
+        is_first = not any(position for axis, position in coordinate.items() if axis != "pp")
+        zero = last.marks["reduced"].wall
+        spans = compute_spans(last.timed, rank=self._job.pipeline_rank) if is_first else []
+        mine = RankFacts(
+            parts=tuple(self._parts.values()),
+            spans=tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans),
+            memory={**self._memory, "base": self._base_bytes, "peak": peak_bytes(self._job.device)},
+            sent=None if self._job.config.train.compile else dict(last.sent),
+            compressed=self._compressed,
+            cost_s=self._cost_s,
+        )
+        return _combine(self._job, all_gather_object(mine), tuple(self._parts))
+
+    def _read(self) -> Reading:
+        if not self._is_cuda:
+            return self._clock()
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        return Reading(now, now, 0.0)  # what a GPU waits for can't be told apart from outside
+
+    def _cost_of_reading(self, times: int) -> float:
+        begin = time.thread_time()
+        for _ in range(10):
+            self._clock()
+        return times * (time.thread_time() - begin) / 10
+
+    def _compressed_bytes(self) -> LinkBytes | None:
+        sent = self._job.compression.sent()
+        return None if sent is None else LinkBytes(sent.inside, sent.between)
+
+
+def _combine(job: Job, ranks: list[RankFacts], steps: tuple[int, ...]) -> RunFacts:
+    spans = sorted((span for one in ranks for span in one.spans), key=lambda span: (span.rank, span.start))
+    zero = min((span.start for span in spans), default=0.0)
+    moved = tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans)
+    measured = Timeline(job.axes.pp, moved)
+    predicted = simulate(job.schedule, measured_costs(measured, job.schedule.num_stages)).timeline
+    parts = []
+    for rank, one in enumerate(ranks):
+        mine = predicted.of_rank(job.plan.mesh.position(rank, "pp"))
+        idle = predicted.makespan - sum(span.end - span.start for span in mine)
+        split = [asdict(raw.split(idle)) for raw in one.parts]
+        parts.append(StepParts(**{name: sum(each[name] for each in split) / len(split) for name in split[0]}))
+    sender = predict_traffic(job.plan).rank
+    sent, compressed = ranks[sender].sent, ranks[sender].compressed
+    return RunFacts(
+        steps=steps,
+        parts=tuple(parts),
+        measured=measured,
+        predicted=predicted,
+        memory=tuple(one.memory for one in ranks),
+        sent=None if sent is None else tuple(count_purposes(job.plan, sender, sent, compressed)),
+        sent_by=sender,
+        cost_s=max(one.cost_s for one in ranks),
+    )

@@ -1,0 +1,138 @@
+"""Events of a run in `events.jsonl`, for its report: what `metrics.jsonl`, the configuration and the plan don't have.
+
+A line is an object with `event` and `time`. Lines are only appended, so the events of a run that was killed are there,
+and those of every attempt of a run that was resumed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError, StoppedError
+from meshwright.log import get_logger
+from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
+
+EVENTS = "events.jsonl"
+PACKAGES = ("meshwright", "torch", "numpy")
+
+_log = get_logger(__name__)
+
+
+class EventLog:
+    """Writer of a run's events. A disk that is full ends no run: the first event that can't be written is said."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / EVENTS
+        self._failed = False
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append an event."""
+        line = {"event": event, "time": datetime.now().astimezone().isoformat(timespec="seconds"), **facts}
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+        except OSError as error:
+            if not self._failed:
+                _log.warning("can't write %s, and the report will lack events: %s", self._path, error)
+            self._failed = True
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run in order, without lines that were cut off; none if there is no file."""
+    with suppress(FileNotFoundError):
+        return list(_parsed((folder / EVENTS).read_text("utf-8", errors="replace")))
+    return []
+
+
+def _parsed(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and "event" in found:
+                yield found
+
+
+class RecordingReporter(Reporter):
+    """Reporter that writes events, and passes everything on to another reporter."""
+
+    def __init__(self, reporter: Reporter, log: EventLog, *, done: int) -> None:
+        """Record the events of an attempt that goes on after step `done`, for a user's `reporter`."""
+        self._reporter, self._log, self._done = reporter, log, done
+
+    def waiting(self, text: str) -> None:
+        """Pass on the reason for a wait."""
+        self._reporter.waiting(text)
+
+    def progress(self, progress: Progress) -> None:
+        """Pass on the progress."""
+        self._reporter.progress(progress)
+
+    def started(self, start: Start) -> None:
+        """Record what runs where."""
+        facts = {name: value for name, value in asdict(start).items() if name not in ("traffic", "folder", "unit")}
+        self._log.write("start", after_step=self._done, versions=_versions(), host=platform.node(), **facts)
+        self._reporter.started(start)
+
+    def note(self, text: str) -> None:
+        """Record a message."""
+        self._log.write("note", text=text)
+        self._reporter.note(text)
+
+    def saved(self, step: int, checkpoint: Path, seconds: float) -> None:
+        """Record a checkpoint."""
+        self._log.write("checkpoint", step=step, path=checkpoint.name, seconds=seconds)
+        self._reporter.saved(step, checkpoint, seconds)
+
+    def measured(self, facts: Mapping[str, Any]) -> None:
+        """Record a measurement."""
+        self._log.write("measured", **facts)
+        self._reporter.measured(facts)
+
+    def validated(self, step: int, validation: Validation) -> None:
+        """Record a validation's images."""
+        for name, path in validation.images.items():
+            self._log.write("image", step=step, name=name, path=str(path))
+        self._reporter.validated(step, validation)
+
+    def finished(self, summary: Summary) -> None:
+        """Record the sample, and bytes counted over the whole run."""
+        if summary.sample is not None:
+            self._log.write("sample", step=summary.steps, text=summary.sample)
+        self._log.write("counted", steps=summary.steps_here, all_to_alls=[asdict(one) for one in summary.all_to_alls])
+        self._reporter.finished(summary)
+
+
+@contextmanager
+def recording_end(folder: Path) -> Iterator[None]:
+    """Record how a run ended, and whether it did; where there are no events, it did not start."""
+    begin = time.perf_counter()
+    outcome, message = "complete", ""
+    try:
+        yield
+    except StoppedError as error:
+        outcome, message = "stopped", str(error)
+        raise
+    except BaseException as error:
+        outcome = "failed"
+        message = str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if (folder / EVENTS).exists():
+            EventLog(folder).write("end", outcome=outcome, message=message, seconds=time.perf_counter() - begin)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

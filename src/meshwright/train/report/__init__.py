@@ -1,0 +1,1 @@
+"""Report of runs: one HTML page that needs no network, made from run folders."""

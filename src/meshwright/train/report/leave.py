@@ -1,0 +1,39 @@
+"""Leave a report in the folder of a run, however it ended. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.log import get_logger
+from meshwright.output_files import write_output
+from meshwright.train.record.events import EVENTS, recording_end
+
+REPORT = "report.html"
+
+_log = get_logger(__name__)
+
+
+@contextmanager
+def reporting(folder: Path) -> Iterator[None]:
+    """Write the report of the run of this context when it ends; where it did not start, there is none.
+
+    For the process that outlives the ranks: the launcher or, under another one, rank 0.
+    """
+    try:
+        with recording_end(folder):
+            yield
+    finally:
+        if (folder / EVENTS).exists():
+            _leave(folder)
+
+
+def _leave(folder: Path) -> None:
+    """Write the report. The run is over: whatever keeps a report from being made must not change how it ended."""
+    from meshwright.train.report.page import report
+
+    try:
+        write_output(folder / REPORT, report([folder]), where=str(folder))
+    except Exception as error:
+        _log.warning("no report of %s: %s", folder, error)
