@@ -19,8 +19,9 @@ MAX_WINDOW = 20
 
 
 def labels(runs: Sequence[RunData]) -> list[str]:
-    """Return a label for each run, made of what differs."""
-    return run_names([run.folder for run in runs], [run.config for run in runs])
+    """Return a label for each run: its number, and what differs."""
+    names = run_names([run.folder for run in runs], [run.config for run in runs])
+    return [f"run\u00a0{i}: {name}" for i, name in enumerate(names, start=1)]
 
 
 def results(runs: Sequence[RunData]) -> Section:
@@ -30,8 +31,9 @@ def results(runs: Sequence[RunData]) -> Section:
     rows = []
     for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True), start=1):
         facts = dict(headline(run))
-        link = Cell(element("a", text(label), href=f"#run-{i}"))
-        rows.append((f"run {i}", link, *(facts.get(name, "–") for name in names), _memory(run)))
+        head, _, differs = label.partition(": ")
+        link = Cell(element("a", text(differs), href=f"#run-{i}"))
+        rows.append((head, link, *(facts.get(name, "–") for name in names), _memory(run)))
     return section.table(("run", "what differs", *names, "peak memory"), rows)
 
 
@@ -41,7 +43,7 @@ def keys(runs: Sequence[RunData]) -> Section:
     found = [key for key in differing_keys([run.config for run in runs]) if key not in NOT_SHOWN]
     if not found:
         return section.paragraph("None: the runs have the same configuration.")
-    header = ("key", *(f"run {i}" for i in range(1, len(runs) + 1)))
+    header = ("key", *(f"run\u00a0{i}" for i in range(1, len(runs) + 1)))
     rows = [(key, *(format_value(run.config[key]) if key in run.config else "–" for run in runs)) for key in found]
     return section.table(header, rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NewType
@@ -39,6 +40,7 @@ class Section:
         self.id = slug(f"{prefix}-{title}")
         self._level = level
         self._parts: list[Html] = []
+        self._anchors: Counter[str] = Counter()
 
     def add(self, *parts: Html) -> Section:
         """Append parts, and return the section."""
@@ -68,6 +70,9 @@ class Section:
 
     def _row(self, row: Sequence[str], numeric: Sequence[bool]) -> Html:
         anchor = f"{self.id}-{slug(re.sub('<[^>]*>', '', row[0]))}"
+        self._anchors[anchor] += 1
+        if (times := self._anchors[anchor]) > 1:  # a resumed run may save a step again
+            anchor = f"{anchor}-again-{times}"
         first = element("th", element("a", _cell(row[0]), href=f"#{anchor}"), scope="row")
         cells = (element("td", _cell(cell), class_="number" if is_number else None)
                  for cell, is_number in zip(row[1:], numeric[1:], strict=True))  # fmt: skip
