@@ -7,6 +7,7 @@ collectives are not either: they keep a count of their own (`compression`).
 from __future__ import annotations
 
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +28,21 @@ Sent = tuple[str, tuple[int, ...]]
 """Operation, which is `all_gather`, `reduce_scatter`, `all_reduce`, `send` or `all_to_all`, and ranks of its group."""
 
 
+class SentBytes(Counter[Sent]):
+    """Bytes by operation and group, and the CPU time that counting took."""
+
+    cost_s = 0.0
+
+
 @contextmanager
-def count_collectives() -> Iterator[Counter[Sent]]:
+def count_collectives() -> Iterator[SentBytes]:
     """Yield the bytes that this rank sends to each peer in the context, by operation and group; in all-to-alls, where
     peers get different amounts, to all of them.
 
     An all-reduce counts as a reduce-scatter and an all-gather. Each collective counts as what it must send, whatever
     a backend does: gloo's reduce-scatter, for example, is an all-reduce.
     """
-    found: Counter[Sent] = Counter()
+    found = SentBytes()
     depth = 0
 
     def counting(op: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +52,7 @@ def count_collectives() -> Iterator[Counter[Sent]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             if depth == 0:  # some call others
+                begin = time.thread_time()
                 arguments = signature.bind(*args, **kwargs).arguments
                 x = next(arguments[name] for name in TENSORS if name in arguments)
                 ranks = tuple(dist.get_process_group_ranks(group_of(arguments.get("group"))))
@@ -52,6 +60,7 @@ def count_collectives() -> Iterator[Counter[Sent]]:
                 times = 2 if op == "all_reduce" else 1
                 if len(ranks) > 1:
                     found[op, ranks] += times * shard * x.element_size()
+                found.cost_s += time.thread_time() - begin
             depth += 1
             try:
                 return original(*args, **kwargs)

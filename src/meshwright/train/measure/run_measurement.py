@@ -8,7 +8,6 @@ on the CPU. Ranks' clocks are aligned by the sum over all ranks that ends each s
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.collective_count import Sent, count_collectives
+from meshwright.comm.collective_count import Sent, SentBytes, count_collectives
 from meshwright.comm.collectives import all_gather_object
 from meshwright.models.contract.task import Batch
 from meshwright.pipeline.execute import Executor
@@ -89,16 +88,17 @@ class _Step:
         self.read = read
         self.timed: list[TimedOperation] = []
         self.marks: dict[str, Reading] = {}
-        self.sent: Counter[Sent] = Counter()
+        self.sent = SentBytes()
         self._counts = counts
         self._data = ZERO
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the collectives of the context, if this step does."""
-        with count_collectives() if self._counts else nullcontext(Counter[Sent]()) as found:
+        with count_collectives() if self._counts else nullcontext(SentBytes()) as found:
             yield
         self.sent.update(found)
+        self.sent.cost_s += found.cost_s
 
     def batch(self, batch: Callable[[int], Batch], microbatch: int) -> Batch:
         """Return a batch, and add the time to that of data."""
@@ -155,7 +155,9 @@ class RunMeasurement:
         self._parts[number], self._last = current.parts(), current
         after = self._compressed_bytes()
         self._compressed = None if after is None or before is None else after + before * -1
-        self._cost_s += self._cost_of_reading(3 * len(current.timed) + 10) + time.thread_time() - begin
+        self._cost_s += (
+            current.sent.cost_s + self._cost_of_reading(3 * len(current.timed) + 10) + time.thread_time() - begin
+        )
 
     def run(self, executor: Executor) -> bool:
         """Run a measured step's row and return True; return False if this step is not measured."""

@@ -24,7 +24,7 @@ def element(name: str, *inner: Html, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{shown}>{''.join(inner)}</{name}>")
+    return Html(f"<{name}{shown}>" if name == "img" else f"<{name}{shown}>{''.join(inner)}</{name}>")
 
 
 def slug(words: str) -> str:

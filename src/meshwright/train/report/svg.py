@@ -57,11 +57,12 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 def tick_text(value: float, step: float) -> str:
     """Return a tick's number with the digits that tell it from its neighbours."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6 or step < 1e-4:
-        return f"{value:.3g}"
-    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}" if step > 0 else f"{value:.4g}"
+    if value == 0 or step <= 0:
+        return f"{value:.4g}"
+    digits = -math.floor(math.log10(step) + 1e-9)
+    if abs(value) < 1e6 and digits <= 5:
+        return f"{value:.{max(0, digits)}f}"
+    return f"{value:.{max(0, math.floor(math.log10(abs(value))) + digits)}e}"
 
 
 def chart(lines: Sequence[Line], *, title: str, y: str, x: str = "step", floor: float | None = None) -> Html:

@@ -1,0 +1,125 @@
+"""Measured steps compute what others do, and count what the plan predicts."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from meshwright.comm.collective_count import count_collectives
+from meshwright.comm.private import COLLECTIVES
+from meshwright.parallel.data_parallel import fsdp_modules
+from meshwright.plan.traffic import predict_traffic
+from meshwright.train.measure.run_measurement import MEASURED_STEPS, measured_steps
+from tests.helpers import small_corpus
+from tests.train.jobs import load_words, make_job, make_plan, pieces
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return small_corpus(tmp_path_factory.mktemp("measured"))
+
+
+def measured(rank, world_size, words):
+    """What was measured of steps 2 and 3, and what three steps compute with and without measuring."""
+    functions = collectives()
+    job, step = make_job(rank, world_size, words)
+    step.measure(frozenset({2, 3}), base_bytes=1000)
+    results = [step(number) for number in (1, 2, 3)]
+    facts = step.measurement.gather()
+    assert collectives() == functions, "what counts collectives stays installed"
+    other, plain = make_job(rank, world_size, words)
+    assert results == [plain(number) for number in (1, 2, 3)]
+    there = pieces(other)
+    for name, piece in pieces(job).items():
+        assert torch.equal(piece.values, there[name].values), name
+    return facts
+
+
+def collectives():
+    names = [name for names in COLLECTIVES.values() for name in names]
+    return [getattr(module, name, None) for module in (dist, functional) for name in names]
+
+
+LAYOUTS = [
+    (1, []),
+    (2, ["mesh.tp=2", "train.num_microbatches=2"]),
+    (4, ["mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true"]),
+    pytest.param(2, ["dit-digits", "data.source=digits", "mesh.dp_shard=2", "train.global_batch=8"],
+                 marks=pytest.mark.slow),
+    pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
+    pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "recompute.policy=full"], marks=pytest.mark.slow),
+    pytest.param(4, ["mesh.dp_shard=4", "comm.ranks_per_node=2", "comm.gradients=loco4", "comm.weights=int8"],
+                 marks=pytest.mark.slow),
+    pytest.param(2, ["moe-tiny", "mesh.cp=2", "model.balance_loss=0.02"], marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
+def test_a_measured_step_is_the_same_step_and_sends_what_is_predicted(gang, corpus, world_size, words):
+    words = words if "data.source=digits" in words else [*words, *corpus]
+    plan = make_plan(load_words(words))
+    for facts in gang(world_size).run(measured, words, timeout_s=60):
+        assert facts.steps == (2, 3)
+        assert sum(one.predicted.total() for one in facts.sent) == predict_traffic(plan).sent().total()
+        for one in facts.sent:
+            assert one.counted == one.predicted, one
+        for parts in facts.parts:
+            assert min(vars(parts).values()) >= 0 and parts.compute > 0
+        first = range(plan.mesh.num_ranks() // plan.mesh.size("pp"))
+        held = [facts.memory[rank] for rank in first]
+        assert all(one["parameters"] >= one["gradients"] > 0 and one["peak"] > one["base"] for one in held)
+        by_stage = [len(facts.measured.of_rank(rank)) for rank in range(plan.mesh.size("pp"))]
+        assert by_stage == [len(facts.predicted.of_rank(rank)) for rank in range(plan.mesh.size("pp"))]
+
+
+def forgets(rank, world_size, words):
+    """Counted bytes of a step in which FSDP2 gathers once more than planned."""
+    _, step = make_job(rank, world_size, words)
+    step.measure(frozenset({2}), base_bytes=0)
+    step(1)
+    module = fsdp_modules(step._job.model)[0]
+    original = step.update
+
+    def update(number, loss):
+        with step.measurement.counting():
+            module.unshard()
+            module.reshard()
+        return original(number, loss)
+
+    with mock.patch.object(step, "update", update):
+        step(2)
+    facts = step.measurement.gather()
+    return {one.purposes: (one.counted.total(), one.predicted.total()) for one in facts.sent}
+
+
+def test_a_gather_that_is_not_planned_is_seen(gang, corpus):
+    for found in gang(2).run(forgets, ["mesh.dp_shard=2", *corpus]):
+        counted, predicted = found[("weights",)]
+        assert counted > predicted
+        counted, predicted = found[("gradients",)]
+        assert counted == predicted
+
+
+def fails(rank, world_size):
+    before = collectives()
+    with pytest.raises(RuntimeError), count_collectives() as found:
+        dist.all_reduce(torch.ones(10))
+        raise RuntimeError
+    return collectives() == before, dict(found)
+
+
+def test_collectives_are_restored_after_an_error(gang):
+    for restored, found in gang(2).run(fails):
+        assert restored and found == {("all_reduce", (0, 1)): 2 * 5 * 4}
+
+
+def test_measured_steps_are_spread_and_leave_out_the_first():
+    assert measured_steps(1, 1) == {1}
+    assert measured_steps(1, 3) == {2, 3}
+    assert measured_steps(1, 100) == {20, 40, 60, 80, 100}
+    assert measured_steps(41, 100) == {52, 64, 76, 88, 100}
+    assert all(len(measured_steps(1, last)) <= MEASURED_STEPS for last in range(1, 50))

@@ -1,0 +1,169 @@
+"""What a report says, and that it is one file of well-formed HTML that loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from meshwright.errors import InputError
+from meshwright.train.report.page import report
+from meshwright.train.report.run_data import read_run
+from meshwright.train.report.svg import MAX_POINTS, Line, chart, downsample, tick_text, ticks
+from tests.train.report.folders import write_folder
+
+VOID = {"meta", "link", "img"}
+PIPELINE = ["llama-tiny", "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=4", "train.lr=0.001"]
+
+
+class Reader(HTMLParser):
+    """Elements and text of a page; every element is closed in its place."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.words, self.attributes = [], [], []
+        self.feed(page)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open and data.strip():
+            self.words.append(data.strip())
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+def read(*folders):
+    page = report(folders)
+    reader = Reader(page)
+    for tag, name, value in reader.attributes:
+        assert name not in ("onclick", "onload") and tag != "script"
+        assert name not in ("src", "href") or value.startswith(("#", "data:")), (tag, name, value)
+    assert "url(" not in page and "@import" not in page
+    return reader
+
+
+def test_a_run_is_told_from_its_outcome_to_its_configuration(tmp_path):
+    found = read(write_folder(tmp_path / "run", PIPELINE))
+    for words in (
+        "llama-tiny", "complete", "40 of 40", "2.2000 bits/byte", "29.2 MB of text", "pp 2 × dp_shard 2, 4 ranks",
+        "torch 2.13.0", "fingerprint", "Mean over 2 measured steps: 20, 40. Measuring took 2 ms in all, 0.05% of",
+        "pipeline bubble 30 30 30", "predicted 150 ms from the measured times", "Python and its libraries",
+        "weights, inside a node", "stage 0", "def f(x):\n    return <x> & y", "step 20 00000020 removed since",
+        "1 step not finite and skipped: 7.", "a <b>warning</b> & more", "rank-0.log (the last 200 of 300 lines)",
+        "All-to-alls of experts on rank 0, in 40 steps: 1.00 MiB, predicted 1.00 MiB, from the load 1.00 MiB.",
+    ):  # fmt: skip
+        assert words in found.text, words
+    changed = found.text[found.text.index("another value than in the preset llama-tiny") :]
+    assert "mesh.pp 1 2" in changed and "train.lr 0.004 0.001" in changed and "model.dim 128 128" not in changed
+
+
+def test_images_are_in_the_page_wherever_the_folder_is(tmp_path):
+    found = read(write_folder(tmp_path / "run", ["dit-digits"]))
+    images = {name: value for tag, name, value in found.attributes if tag == "img"}
+    assert images["alt"] == "samples after step 20" and images["src"].startswith("data:image/png;base64,iVBOR")
+    (tmp_path / "run" / "samples" / "step-20.png").unlink()
+    assert "elsewhere/samples/step-20.png is missing" in read(tmp_path / "run").text
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        ("stopped", "stopped as requested"),
+        ("failed", "outcome failed"),
+        ("failed", "rank 1 failed in step 3\nwhere  rank 1 of 2"),
+        ("", "not ended: it still runs, or was killed"),
+    ],
+)
+def test_how_a_run_ended_is_said(tmp_path, ended, words):
+    assert words in read(write_folder(tmp_path / "run", PIPELINE, ended=ended, measured=False)).text
+
+
+def test_what_was_not_written_is_left_out(tmp_path):
+    folder = write_folder(tmp_path / "run", PIPELINE, measured=False)
+    assert "Not measured" in read(folder).text and "Predicted, of the rank with the most" in read(folder).text
+    for name in ("events.jsonl", "plan.json", "metrics.jsonl"):
+        (folder / name).unlink()
+        assert "unknown: no events.jsonl" in read(folder).text
+    assert "Curves" not in read(folder).text
+
+
+def test_the_attempts_of_a_resumed_run_are_listed_and_its_last_end_counts(tmp_path):
+    folder = write_folder(tmp_path / "run", PIPELINE, ended="stopped")
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    start = json.loads(lines[0]) | {"after_step": 20}
+    (folder / "events.jsonl").write_text("\n".join([*lines, json.dumps(start), '{"event": "no', ""]))
+    found = read(folder).text
+    assert "attempt 2 started 2026-11-25 12:00:00+00:00, after step 20" in found and "not ended" in found
+
+
+def test_runs_are_compared_by_what_differs(tmp_path):
+    folders = [write_folder(tmp_path / f"run-{i}", ["llama-tiny", f"train.lr={lr}"], steps=steps)
+               for i, (lr, steps) in enumerate([(1e-3, 40), (2e-3, 40), (3e-3, 30)])]  # fmt: skip
+    found = read(*folders)
+    assert "Results Keys that differ Curves Run 1 Run 2 Run 3" in found.text
+    assert "train.lr 0.001 0.002 0.003 train.steps 40 40 30" in found.text
+    assert "Training loss relative to the first run" in found.text and "lr=0.002" in found.text
+    ids = [value for _, name, value in found.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) and {"run-1", "run-3", "run-2-curves"} <= set(ids)
+    assert {value[1:] for _, name, value in found.attributes if name == "href" and value != "data:,"} <= set(ids)
+
+
+def test_runs_of_one_configuration_and_losses_in_several_units(tmp_path):
+    one, other = (write_folder(tmp_path / name, ["llama-tiny"]) for name in ("one", "other"))
+    assert "None: the runs have the same configuration." in read(one, other).text
+    image = write_folder(tmp_path / "image", ["dit-digits"])
+    assert {"bits/byte", "squared error"} <= set(read(one, image).words)
+
+
+def test_what_is_not_a_run_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "run", PIPELINE)
+    with pytest.raises(InputError, match="is given twice"):
+        report([folder, tmp_path / "." / "run"])
+    with pytest.raises(InputError, match="is not a run folder: no readable config.toml"):
+        report([tmp_path])
+    (folder / "metrics.jsonl").write_text("damaged\n")
+    with pytest.raises(InputError, match="not a step"):
+        report([folder])
+
+
+def test_a_long_run_is_drawn_with_few_points(tmp_path):
+    points = [(float(x), float(x % 10)) for x in range(10 * MAX_POINTS)]
+    assert len(downsample(points)) == MAX_POINTS and {y for _, y in downsample(points)} == {4.5}
+    assert chart([Line("a", points)], title="t", y="y").count("L") == MAX_POINTS - 1
+    found = read(write_folder(tmp_path / "run", ["llama-tiny"], steps=MAX_POINTS + 1))
+    assert "Each point is a mean over 2 steps." in found.text
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.0, 7e6), (1e-7, 2e-7), (2.0, 2.0), (0.123, 0.1234)])
+def test_ticks_are_few_round_and_told_apart(low, high):
+    found = ticks(low, high, 6)
+    assert 1 <= len(found) <= 6 and all(low - 1e-9 * abs(low) <= value <= high * (1 + 1e-9) for value in found)
+    texts = [tick_text(value, found[1] - found[0] if len(found) > 1 else 0.0) for value in found]
+    assert len(set(texts)) == len(texts) and max(map(len, texts)) <= 9
+
+
+def test_a_chart_names_itself_and_its_curves():
+    svg = chart([Line("a < b", [(1, 1.0), (2, 3.0)]), Line("empty", [])], title="Loss", y="bits/byte")
+    assert 'aria-label="Loss: a &lt; b ends at 3"' in svg and "empty" not in svg
+    assert chart([Line("none", [])], title="Loss", y="y") == ""
+    assert re.search(r'<path d="M500\.0 \d+\.\dh0" class="dots', chart([Line("one", [(5, 1.0)])], title="t", y="y"))
+
+
+def test_the_log_files_of_ranks_are_in_order(tmp_path):
+    folder = write_folder(tmp_path / "run", PIPELINE)
+    for rank in (10, 2):
+        (folder / "logs" / f"rank-{rank}.log").write_text("x\n")
+    assert [name for name, _ in read_run(folder).logs()] == ["rank-0.log", "rank-2.log", "rank-10.log"]
