@@ -12,7 +12,7 @@ from meshwright.config.source import preset_names
 from meshwright.plan.load_config import load
 from tests.helpers import meshwright
 
-VERBS = (["run"], ["prove"], ["launch"], ["launch", "slurm"], ["launch", "kubernetes"],
+VERBS = (["run"], ["prove"], ["report"], ["launch"], ["launch", "slurm"], ["launch", "kubernetes"],
          ["launch", "torchrun"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"], ["draw", "drift"],
          ["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export"],
          ["checkpoint", "import"])  # fmt: skip

@@ -12,6 +12,7 @@ from meshwright.train.measure.step_parts import raw_parts
 
 KINDS = [ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE]
 AMOUNT = st.floats(0, 1)
+AMOUNTS = ("wait", "compute", "blocked_inside", "send", "norm", "reduce", "update", "queued", "data")
 
 
 class Clocks:
@@ -40,8 +41,7 @@ def step(*, wait, compute, blocked_inside, send, norm, reduce, update, queued, d
     return raw_parts([forward, message], in_data, **marks)
 
 
-@given(st.fixed_dictionaries(dict.fromkeys(
-    ("wait", "compute", "blocked_inside", "send", "norm", "reduce", "update", "queued", "data"), AMOUNT)), AMOUNT)  # fmt: skip
+@given(st.fixed_dictionaries(dict.fromkeys(AMOUNTS, AMOUNT)), AMOUNT)
 def test_every_part_is_found(amounts, idle):
     parts = step(**amounts).split(idle)
     waits = amounts["wait"] + amounts["reduce"]
