@@ -78,7 +78,9 @@ def test_what_a_run_prints(finished):
 @pytest.mark.slow
 def test_what_a_run_leaves(finished, words):
     names = {path.name for path in finished.out.iterdir()}
-    assert names == {"config.toml", "plan.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    files = {"config.toml", "plan.json", "metrics.jsonl", "events.jsonl", "report.html", "loss.png"}
+    assert names == {*files, "checkpoints"}
+    assert ">complete<" in (finished.out / "report.html").read_text("utf-8")
     assert load(str(finished.out / "config.toml")) == load(None, words)
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     found = list_checkpoints(finished.out / "checkpoints")

@@ -54,7 +54,9 @@ def whole_run(
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     notes = Notes()
     job = build_job(config, plan, context, torch.device("cpu"))
-    Trainer(job, make_task(config), open_data(config).fingerprint, RunFolder(out, checkpoint), notes).run()
+    Trainer(
+        job, make_task(config), open_data(config).fingerprint, RunFolder(out, checkpoint), notes, base_bytes=0
+    ).run()
     return notes.texts
 
 

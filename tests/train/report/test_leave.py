@@ -56,15 +56,19 @@ def test_a_report_that_cannot_be_made_is_said_and_changes_nothing(folder, damage
     logging.getLogger("meshwright").propagate = True
     with pytest.raises(RunError, match="rank 1 failed"), reporting(folder):
         raise RunError("rank 1 failed")
+    assert not caplog.text, "one error is enough"
+    with reporting(folder):
+        pass
     assert not (folder / REPORT).exists() and f"no report of {folder}" in caplog.text
 
 
-def test_a_full_disk_is_said_once(tmp_path, caplog):
-    logging.getLogger("meshwright").propagate = True
-    log = EventLog(tmp_path / "missing")
-    log.write("note", text="a")
-    log.write("note", text="b")
-    assert caplog.text.count("can't write") == 1
+def test_events_that_cannot_be_written_end_a_run_but_not_what_is_over(folder):
+    with pytest.raises(RunError, match=r"can't write events\.jsonl"):
+        EventLog(folder / "missing").write("note", text="a")
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()
+    with reporting(folder):
+        pass
 
 
 def test_events_that_were_cut_off_are_left_out(tmp_path):

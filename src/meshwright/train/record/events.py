@@ -17,33 +17,29 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError, StoppedError
-from meshwright.log import get_logger
+from meshwright.errors import MeshwrightError, RunError, StoppedError
+from meshwright.output_files import writing
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
 
 EVENTS = "events.jsonl"
 PACKAGES = ("meshwright", "torch", "numpy")
 
-_log = get_logger(__name__)
-
 
 class EventLog:
-    """Writer of a run's events. A disk that is full ends no run: the first event that can't be written is said."""
+    """Writer of a run's events."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / EVENTS
-        self._failed = False
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event."""
+        """Append an event.
+
+        Raises:
+            RunError: the file can't be written.
+        """
         line = {"event": event, "time": datetime.now().astimezone().isoformat(timespec="seconds"), **facts}
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
-        except OSError as error:
-            if not self._failed:
-                _log.warning("can't write %s, and the report will lack events: %s", self._path, error)
-            self._failed = True
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -127,7 +123,8 @@ def recording_end(folder: Path) -> Iterator[None]:
         raise
     finally:
         if (folder / EVENTS).exists():
-            EventLog(folder).write("end", outcome=outcome, message=message, seconds=time.perf_counter() - begin)
+            with suppress(RunError):  # the run is over, and its result stands
+                EventLog(folder).write("end", outcome=outcome, message=message, seconds=time.perf_counter() - begin)
 
 
 def _versions() -> dict[str, str]:

@@ -24,16 +24,20 @@ def reporting(folder: Path) -> Iterator[None]:
     try:
         with recording_end(folder):
             yield
-    finally:
-        if (folder / EVENTS).exists():
-            _leave(folder)
+    except BaseException:
+        _leave(folder)  # what keeps a report from being made now is likely what the error says
+        raise
+    if (why := _leave(folder)) is not None:
+        _log.warning("no report of %s: %s", folder, why)
 
 
-def _leave(folder: Path) -> None:
-    """Write the report. The run is over: whatever keeps a report from being made must not change how it ended."""
+def _leave(folder: Path) -> Exception | None:
+    """Write the report of a run that started; return what kept it from being made, which changes no run's result."""
     from meshwright.train.report.page import report
 
     try:
-        write_output(folder / REPORT, report([folder]), where=str(folder))
+        if (folder / EVENTS).exists():
+            write_output(folder / REPORT, report([folder]), where=str(folder))
     except Exception as error:
-        _log.warning("no report of %s: %s", folder, error)
+        return error
+    return None
