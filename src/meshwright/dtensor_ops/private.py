@@ -1,10 +1,11 @@
 """Adapter for private PyTorch APIs: DTensor's sharding propagation and operator dispatch.
 
-Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators),
+Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators) and the
+function of its class in which it plans an operator, `torch._C._dispatch_get_all_op_names`,
 `RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
 `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
 of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`, operators' `_schema` and
-`_qualified_op_name`, and the name of the function in which DTensor plans an operator. Checked on 2.11 and 2.13.
+`_qualified_op_name`, and `torch._VF`. Checked on 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _redistribute
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -34,14 +35,21 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from meshwright.reshard.dtensor import new_dtensor, wait_tensor
 
-PLANNING = "_propagate_op_sharding_dispatch_slow_path"
-"""Name of the function in which DTensor plans an operator, before it communicates or computes anything."""
+EINSUM_OWNER = torch._VF
+"""Module in which `torch.einsum` looks up its implementation, however it was imported."""
+
+PLANNING = OpDispatcher._propagate_op_sharding_dispatch_slow_path
+"""Function in which DTensor plans an operator, before it communicates or computes anything."""
 
 PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
 """DTensor's error message for an in-place operator that would have to redistribute its tensor."""
 
 Rule = Callable[..., Sequence[tuple[list[Placement | None], list[Placement | None]]]]
 """Function from an operator's arguments, with specs for tensors, to (output, input) placements on one axis."""
+
+
+Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+"""Function that runs an operator in place of DTensor's planner."""
 
 
 def is_shard(placement: Placement) -> bool:
@@ -63,8 +71,13 @@ def with_dim(placement: Placement, dim: int) -> Placement:
 
 def has_default_order(tensor: DTensor) -> bool:
     """Return True if the axes that shard a dim do so in ascending order, as the placements imply."""
-    default = _default_order(tensor._spec.placements)
-    return default is None or tensor._spec.shard_order == default
+    return spec_has_default_order(tensor._spec)
+
+
+def spec_has_default_order(spec: DTensorSpec) -> bool:
+    """Return True if the axes that shard a dim do so in ascending order, as the placements imply."""
+    default = _default_order(spec.placements)
+    return default is None or spec.shard_order == default
 
 
 @lru_cache(maxsize=4096)
@@ -185,7 +198,7 @@ def failed_in_planning(error: BaseException) -> bool:
     DTensor 2.11 detects only after computing, on copies, that an in-place operator would have to change placements.
     """
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name == PLANNING for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
+    return any(frame.f_code is PLANNING.__code__ for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
 
 
 def draws_per_rank(operator: OpOverload) -> bool:
@@ -195,12 +208,40 @@ def draws_per_rank(operator: OpOverload) -> bool:
 
 def has_custom_handler(operator: OpOverload) -> bool:
     """Return True if DTensor has a custom handler for the operator, which may call collectives after computing."""
-    return operator in DTensor._op_dispatcher._custom_op_handlers
+    return operator in own_handlers()
 
 
-def active_modes() -> list[TorchDispatchMode]:
-    """Return this thread's dispatch modes, outermost first."""
-    return _get_current_dispatch_mode_stack()
+def own_handlers() -> dict[OpOverload, Handler]:
+    """Return DTensor's own table of handlers, without those of a context."""
+    handlers: dict[OpOverload, Handler] = vars(DTensor._op_dispatcher)["_custom_op_handlers"]
+    return handlers
+
+
+@cache
+def inplace_views() -> tuple[OpOverload, ...]:
+    """Return the in-place view operators, such as `t_`, that have an out-of-place version."""
+    names = ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapdims_", "swapaxes_", "detach_")
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+@cache
+def views_and_writes() -> tuple[OpOverload, ...]:
+    """Return all view operators and all that write to an argument."""
+    return tuple(operator for operator in _aten_operators() if operator.is_view or operator._schema.is_mutable)
+
+
+def _aten_operators() -> tuple[OpOverload, ...]:
+    """Return all ATen operators (a tenth of a second the first time)."""
+    found = []
+    for name in cast(Any, torch._C)._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet_name, _, overload = rest.partition(".")
+        packet = getattr(torch.ops.aten, packet_name, None) if namespace == "aten" else None
+        operator = getattr(packet, overload or "default", None)
+        if isinstance(operator, OpOverload):
+            found.append(operator)
+    return tuple(found)
 
 
 def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | None = None) -> None:

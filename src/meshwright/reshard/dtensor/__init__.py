@@ -5,6 +5,7 @@ Exports the low-level functions that other packages use; only this package impor
 
 from meshwright.reshard.dtensor.private import (
     DTensorSpec,
+    active_hook,
     local_of,
     new_dtensor,
     redistribution_hook,
@@ -12,4 +13,4 @@ from meshwright.reshard.dtensor.private import (
     wait_tensor,
 )
 
-__all__ = ["DTensorSpec", "local_of", "new_dtensor", "redistribution_hook", "spec_of", "wait_tensor"]
+__all__ = ["DTensorSpec", "active_hook", "local_of", "new_dtensor", "redistribution_hook", "spec_of", "wait_tensor"]

@@ -115,7 +115,7 @@ class _Patch:
     def _hooked(
         self, local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
     ) -> Tensor:
-        hook = _hook()
+        hook = active_hook()
         if hook is not None and not options.get("async_op") and _is_plain(local_tensor, current_spec, target_spec):
             moved = hook(local_tensor, current_spec, target_spec)
             if moved is not None:
@@ -129,7 +129,7 @@ def _patch() -> _Patch:
     return _Patch()
 
 
-def _hook() -> Hook | None:
+def active_hook() -> Hook | None:
     """Return this thread's hook; autograd propagates it to backward threads."""
     c = cast(Any, torch._C)
     return c._get_obj_in_tls(_KEY) if c._is_key_in_tls(_KEY) else None
@@ -160,7 +160,7 @@ def _stash_takes_reference() -> bool:
 @contextmanager
 def redistribution_hook(hook: Hook) -> Iterator[None]:
     """Let `hook` handle DTensor's redistributions in this thread within the `with` block."""
-    before = _hook()
+    before = active_hook()
     _patch().acquire()
     try:
         _stash(hook)
