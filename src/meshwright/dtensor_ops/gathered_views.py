@@ -122,14 +122,18 @@ class ViewRegistry:
     Attributes:
         origins: origins of views and of their bases.
         families: families whose memory is alive.
+        is_tracking: True once a view has been gathered: from then on, all views and writes must be followed. Ranks
+            collect garbage at their own time, so this cannot end with the last gathered view.
     """
 
     def __init__(self) -> None:
+        self.is_tracking = False
         self.origins: Origins = WeakIdKeyDictionary()
         self.families: FamiliesByMemory = {}
 
     def add(self, base: DTensor) -> _ViewOrigin:
         """Return the origin of a tensor as the base of a new family."""
+        self.is_tracking = True
         memory = base.untyped_storage()
         family = _ViewFamily(local_tensor(base), spec_of(base))
         _, families = self.families.setdefault(memory._cdata, (StorageWeakRef(memory), []))
@@ -168,7 +172,7 @@ class GatheredViews:
 
     def is_tracking(self) -> bool:
         """Return True if views and writes must pass this layer, because a gathered view may be alive."""
-        return bool(self.registry.families)
+        return self.registry.is_tracking
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
         """Execute `call` with `run` and track views."""

@@ -18,6 +18,7 @@ from meshwright.dtensor_ops.private import Handler, OpOverload, inplace_views, v
 from meshwright.dtensor_ops.private_dispatch import Handlers, active_interceptor, intercepted, run_below
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.dtensor_ops.shard_order_ops import ShardOrders
+from meshwright.dtensor_ops.sharded_slices import ShardedSlices
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.reshard.dtensor import redistribution_hook
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
@@ -61,7 +62,8 @@ class OperatorContext:
         self._operators = (*MEAN_LOSSES, *CORRECTIONS, *inplace_views(), *operators)
         self._handlers: dict[bool, Handlers] = {}
         self._run: RunOp = OpCall.run
-        all_layers = [self.views, correct_mean_losses, correct_partial_ops, ShardOrders(self.mover), *layers]
+        orders, slices = ShardOrders(self.mover), ShardedSlices(self.mover)
+        all_layers = [self.views, correct_mean_losses, correct_partial_ops, orders, slices, *layers]
         for layer in reversed(all_layers):
             self._run = partial(_run_layer, layer, self._run)
 
@@ -86,7 +88,7 @@ def _run_layer(layer: OpLayer, run: RunOp, call: OpCall) -> Any:
 @contextmanager
 def operator_context(context: OperatorContext) -> Iterator[None]:
     """Run redistributions on this thread with Meshwright's plans, and operators with `context`, within the block."""
-    with redistribution_hook(context.mover), intercepted(context):
+    with intercepted(context), redistribution_hook(context.mover):
         yield
 
 

@@ -151,6 +151,12 @@ def dtensor_like(full: Tensor, local: Tensor, like: DTensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def with_meta(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: Tensor) -> DTensor:
+    """Wrap a local tensor as a DTensor with the shape, strides and dtype of `like`."""
+    return DTensor(local, DTensorSpec(mesh, placements, TensorMeta(like.shape, like.stride(), like.dtype)),
+                   requires_grad=False)  # type: ignore[no-untyped-call]  # fmt: skip
+
+
 def as_replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a tensor that is the same on all ranks as a replicated DTensor."""
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(full.shape, full.stride(), full.dtype))

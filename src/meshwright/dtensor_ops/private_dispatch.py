@@ -111,7 +111,7 @@ def active_interceptor() -> Any:
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
     """Let the owner of this thread's redistribution hook intercept operators within the block."""
     dispatcher, thread = DTensor._op_dispatcher, _interception().thread
-    before = dispatcher._allow_implicit_replication, thread.handlers
+    before = dispatcher._allow_implicit_replication
     _interception().acquire()
     try:
         _clean_cache(thread)
@@ -119,7 +119,9 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
         thread.handlers = interceptor.handlers(own_handlers())
         yield
     finally:
-        dispatcher._allow_implicit_replication, thread.handlers = before
+        dispatcher._allow_implicit_replication = before
+        outer = active_interceptor()
+        thread.handlers = None if outer is None else outer.handlers(own_handlers())
         _interception().release()
 
 
@@ -279,7 +281,7 @@ class _InterceptedDispatcher(_ObservedDispatcher):
             return interceptor.run(op_call, args, kwargs)
         try:
             found = OpDispatcher._propagate_op_sharding_dispatch_slow_path(
-                self, op_call, args, kwargs, op_info, try_cache
+                self, op_call, args, kwargs, op_info, try_cache or op_call.is_view
             )
         except Exception as error:
             if not interceptor.recovers(error):
