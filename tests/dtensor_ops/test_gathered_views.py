@@ -11,8 +11,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.dtensor_ops.refused_ops import OperatorError
 from meshwright.reshard.dtensor.redistribute import redistribute
 from tests.helpers import quick_and_slow

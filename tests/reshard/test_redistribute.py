@@ -27,8 +27,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.dtensor import private, redistribute_local

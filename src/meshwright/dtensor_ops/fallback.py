@@ -4,10 +4,10 @@ DTensor raises on operators without a sharding rule, and on plain tensors mixed 
 operators run on gathered inputs instead (`run_replicated`), with a warning that states the cost. The fallback works
 below autograd, so it also applies to backward passes.
 
-DTensor runs whatever it can: an operator falls back only if DTensor fails during planning, which is deterministic across ranks. A failure during
-computation may be local to one rank and is raised. The exception is known in advance: if some rank's shard is empty
-(a dim of size 3 sharded over 4 ranks), many operators fail on that rank and leave the others hanging. The ranks then
-first agree on whether any of them failed.
+DTensor runs whatever it can: an operator falls back only if DTensor fails during planning, which is deterministic
+across ranks. A failure during computation may be local to one rank and is raised. The exception is known in advance: if
+some rank's shard is empty (a dim of size 3 sharded over 4 ranks), many operators fail on that rank and leave the others
+hanging. The ranks then first agree on whether any of them failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.dtensor_ops.consensus import all_reduce_int, any_rank
-from meshwright.dtensor_ops.function_patches import function_patches
 from meshwright.dtensor_ops.incorrect_ops import intercepted_operators, is_incorrect
+from meshwright.dtensor_ops.interception import has_empty_shards
 from meshwright.dtensor_ops.operator_context import OperatorContext, operator_context
 from meshwright.dtensor_ops.private import (
     OpOverload,
@@ -36,7 +36,6 @@ from meshwright.dtensor_ops.private import (
     tree_leaves,
     tree_map_only,
 )
-from meshwright.dtensor_ops.private_dispatch import active_interceptor, has_empty_shards
 from meshwright.dtensor_ops.refused_ops import (
     OperatorError,
     is_storage,
@@ -47,8 +46,9 @@ from meshwright.dtensor_ops.refused_ops import (
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, gather_bytes, run_replicated
 from meshwright.dtensor_ops.shard_order_ops import is_elementwise
 from meshwright.dtensor_ops.sharding_rules import register_rules
+from meshwright.dtensor_ops.torch_functions import torch_functions
 from meshwright.log import get_logger
-from meshwright.reshard.dtensor import spec_of
+from meshwright.reshard.dtensor import active_interceptor, spec_of
 from meshwright.reshard.dtensor.placements import layout_ignoring_partial
 from meshwright.units import format_bytes
 
@@ -97,7 +97,7 @@ def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
         intercepts_functions=True,
         outer=active_interceptor(),
     )
-    with function_patches(), operator_context(context):
+    with torch_functions(), operator_context(context):
         yield fallback.fallbacks
 
 

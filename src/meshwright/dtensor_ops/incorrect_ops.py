@@ -122,7 +122,14 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
 
 PLANNED_CHECKS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 """Operators in `CHECKS` that need not be intercepted on every call: DTensor plans each call without elements anew."""
-COMPLEX_SCALARS = (aten.mul.Scalar, aten.div.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.pow.Scalar)
+COMPLEX_SCALARS = (
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.add.Scalar,
+    aten.sub.Scalar,
+    aten.rsub.Scalar,
+    aten.pow.Scalar,
+)
 """Operators whose complex argument DTensor fails to hash before it plans anything."""
 
 

@@ -1,7 +1,7 @@
 """Context behind `for_dtensor` and `replicate_fallback`, which intercepts the operators that need a correction.
 
 Corrections are layers: each layer calls the next one, and the last calls DTensor. Operators that no layer changes are
-not intercepted: they run through DTensor's C++ dispatch as outside of the context (see `private_dispatch`).
+not intercepted: they run through DTensor's C++ dispatch as outside of the context (see `interception`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from meshwright.dtensor_ops.gathered_views import GatheredViews, OnGather
+from meshwright.dtensor_ops.interception import Handlers, depends_on_context
 from meshwright.dtensor_ops.mean_losses import MEAN_LOSSES, correct_mean_losses
 from meshwright.dtensor_ops.partial_ops import CORRECTIONS, correct_partial_ops
-from meshwright.dtensor_ops.private import Handler, OpOverload, inplace_views, views_and_writes
-from meshwright.dtensor_ops.private_dispatch import Handlers, active_interceptor, intercepted, run_below
+from meshwright.dtensor_ops.private import OpOverload, inplace_views, views_and_writes
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.dtensor_ops.shard_order_ops import ShardOrders
 from meshwright.dtensor_ops.sharded_slices import ShardedSlices
 from meshwright.dtensor_ops.sharding_rules import register_rules
-from meshwright.reshard.dtensor import redistribution_hook
+from meshwright.reshard.dtensor import HandlerTable, active_interceptor, intercepted, redistribution_hook, run_below
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 OpLayer = Callable[[OpCall, RunOp], Any]
@@ -36,7 +36,7 @@ class OperatorContext:
         on_gather: callback before a write to a gathered view (see `GatheredViews`).
         recovers: function that tells whether the layers can run a call after this error in planning.
         replicates_plain_tensors: True if the layers run calls that mix plain tensors with DTensors.
-        intercepts_functions: True if torch functions on DTensors are intercepted too (see `function_patches`).
+        intercepts_functions: True if torch functions on DTensors are intercepted too (see `torch_functions`).
         outer: the enclosing context.
 
     Attributes:
@@ -67,7 +67,7 @@ class OperatorContext:
         for layer in reversed(all_layers):
             self._run = partial(_run_layer, layer, self._run)
 
-    def handlers(self, own: dict[OpOverload, Handler]) -> Handlers:
+    def handlers(self, own: HandlerTable) -> Handlers:
         """Return DTensor's own handlers with those for the operators to intercept: all writes if views may need it."""
         tracks_writes = self.views.is_tracking()
         handlers = self._handlers.get(tracks_writes)
@@ -88,7 +88,7 @@ def _run_layer(layer: OpLayer, run: RunOp, call: OpCall) -> Any:
 @contextmanager
 def operator_context(context: OperatorContext) -> Iterator[None]:
     """Run redistributions on this thread with Meshwright's plans, and operators with `context`, within the block."""
-    with intercepted(context), redistribution_hook(context.mover):
+    with intercepted(context, depends_on_context), redistribution_hook(context.mover):
         yield
 
 

@@ -1,11 +1,10 @@
 """Adapter for private PyTorch APIs: DTensor's sharding propagation and operator dispatch.
 
-Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators) and the
-function of its class in which it plans an operator, `torch._C._dispatch_get_all_op_names`,
+Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators), `torch._C._dispatch_get_all_op_names`,
 `RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
 `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
 of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`, operators' `_schema` and
-`_qualified_op_name`, and `torch._VF`. Checked on 2.11 and 2.13.
+`_qualified_op_name`. Checked on 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _redistribute
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -33,23 +31,13 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from meshwright.reshard.dtensor import new_dtensor, wait_tensor
-
-EINSUM_OWNER = torch._VF
-"""Module in which `torch.einsum` looks up its implementation, however it was imported."""
-
-PLANNING = OpDispatcher._propagate_op_sharding_dispatch_slow_path
-"""Function in which DTensor plans an operator, before it communicates or computes anything."""
+from meshwright.reshard.dtensor import PLANNING, new_dtensor, own_handlers, wait_tensor
 
 PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
 """DTensor's error message for an in-place operator that would have to redistribute its tensor."""
 
 Rule = Callable[..., Sequence[tuple[list[Placement | None], list[Placement | None]]]]
 """Function from an operator's arguments, with specs for tensors, to (output, input) placements on one axis."""
-
-
-Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-"""Function that runs an operator in place of DTensor's planner."""
 
 
 def is_shard(placement: Placement) -> bool:
@@ -215,12 +203,6 @@ def draws_per_rank(operator: OpOverload) -> bool:
 def has_custom_handler(operator: OpOverload) -> bool:
     """Return True if DTensor has a custom handler for the operator, which may call collectives after computing."""
     return operator in own_handlers()
-
-
-def own_handlers() -> dict[OpOverload, Handler]:
-    """Return DTensor's own table of handlers, without those of a context."""
-    handlers: dict[OpOverload, Handler] = vars(DTensor._op_dispatcher)["_custom_op_handlers"]
-    return handlers
 
 
 @cache

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshwright.comm.alltoallv import all_to_all_into
-from meshwright.dtensor_ops.private import correct_aliasing, has_default_order, local_tensor, shard_dim, with_dim, with_meta
+from meshwright.dtensor_ops.private import (
+    correct_aliasing,
+    has_default_order,
+    local_tensor,
+    shard_dim,
+    with_dim,
+    with_meta,
+)
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
