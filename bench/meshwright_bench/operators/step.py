@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -36,10 +37,12 @@ class Block(nn.Module):
         q, k, v = (self._heads(projection(normed)) for projection in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.feed_norm(x))))
+        fed: Tensor = x + self.down(F.gelu(self.up(self.feed_norm(x))))
+        return fed
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(2, (-1, self.head_width)).transpose(1, 2)
+        heads: Tensor = projected.unflatten(2, (-1, self.head_width)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        return heads
 
 
 class Transformer(nn.Module):
@@ -56,11 +59,12 @@ class Transformer(nn.Module):
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def training_step(sizes: StepSizes) -> Callable[[], object]:
-    """Return a training step on a mesh of 2 x 2: FSDP2 over `dp`, tensor parallelism with sharded sequences over `tp`."""
+    """Return a training step on a mesh of 2 x 2: FSDP2 over `dp`, tensor and sequence parallelism over `tp`."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Transformer(sizes)
@@ -70,7 +74,7 @@ def training_step(sizes: StepSizes) -> Callable[[], object]:
 
     def step() -> None:
         loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -79,16 +83,19 @@ def training_step(sizes: StepSizes) -> Callable[[], object]:
 
 def _parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     sequence = Shard(1)
-    column, row = (lambda: ColwiseParallel(input_layouts=sequence)), (lambda: RowwiseParallel(output_layouts=sequence))
-    outer = {
+    outer: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
     }
     parallelize_module(model, mesh["tp"], outer)
     for block in model.blocks:
-        plan = {name: column() for name in ("q", "k", "v", "up")} | {name: row() for name in ("out", "down")}
-        norms = {name: SequenceParallel(use_local_output=True) for name in ("attention_norm", "feed_norm")}
-        parallelize_module(block, mesh["tp"], plan | norms)
+        plan: dict[str, ParallelStyle] = {
+            **{name: ColwiseParallel(input_layouts=sequence) for name in ("q", "k", "v", "up")},
+            **{name: RowwiseParallel(output_layouts=sequence) for name in ("out", "down")},
+            **{name: SequenceParallel(use_local_output=True) for name in ("attention_norm", "feed_norm")},
+        }
+        assert isinstance(block, Block), "the model's own blocks"
+        parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])

@@ -1,4 +1,4 @@
-"""Times of operators and of a training step on DTensors: outside the contexts, in `for_dtensor`, and with the fallback."""
+"""Times of operators and of a training step on DTensors, outside and inside of the contexts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from meshwright.comm.collectives import barrier
 from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.mesh.process_groups import process_group
@@ -26,6 +26,7 @@ from meshwright_bench.operators.step import training_step
 Step = Callable[[], object]
 
 TIMEOUT_S = 120.0
+"""Timeout of a collective, generous because ranks warm up at different speeds."""
 
 CONTEXTS: dict[TimedSide, Callable[[], AbstractContextManager[Any]]] = {
     TimedSide.OUTSIDE: nullcontext,
@@ -71,7 +72,7 @@ def _block(step: Step, enter: Callable[[], AbstractContextManager[Any]], steps: 
 
 
 def _wall_seconds(work: Work) -> float:
-    dist.barrier()
+    barrier()
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

@@ -31,6 +31,7 @@ from meshwright.dtensor_ops.private import (
     is_alias,
     is_view,
     local_tensor,
+    memory_key,
     out_of_place_view,
     schema_of,
     wrap_local,
@@ -136,7 +137,8 @@ class ViewRegistry:
         self.is_tracking = True
         memory = base.untyped_storage()
         family = _ViewFamily(local_tensor(base), spec_of(base))
-        _, families = self.families.setdefault(memory._cdata, (StorageWeakRef(memory), []))
+        reference = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+        _, families = self.families.setdefault(memory_key(memory), (reference, []))
         families.append(family)
         origin = self.origins[base] = _ViewOrigin(family, memory)
         return origin
@@ -144,14 +146,17 @@ class ViewRegistry:
     def families_of(self, tensor: DTensor) -> list[_ViewFamily]:
         """Return the families of the tensor's memory: views may have been made before any view was tracked."""
         self.drop_expired()
-        _, families = self.families.get(tensor.untyped_storage()._cdata, (None, []))
+        _, families = self.families.get(memory_key(tensor.untyped_storage()), (None, []))
         origin = self.origins.get(tensor)
         return families if origin is None or origin.family in families else [*families, origin.family]
 
     def drop_expired(self) -> None:
         """Forget the families, and free the bases, of which no tensor is alive."""
-        for key in [key for key, (memory, _) in self.families.items() if memory.expired()]:
-            del self.families[key]
+        self.families = {key: value for key, value in self.families.items() if not _is_expired(value[0])}
+
+
+def _is_expired(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
 
 
 class GatheredViews:
@@ -239,7 +244,7 @@ class GatheredViews:
         result = self._write_through(call, families) if is_gathered else run(call)
         touched = {id(family): family for tensor in written for family in self.registry.families_of(tensor)}
         for origin in (origin for _, origin in known):
-            _, others = self.registry.families.get(origin.memory._cdata, (None, []))
+            _, others = self.registry.families.get(memory_key(origin.memory), (None, []))
             touched.update({id(family): family for family in others})
         for family in touched.values():
             if not is_gathered or family not in families:

@@ -6,8 +6,7 @@ The interception itself is in `reshard.dtensor.private`.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from meshwright.dtensor_ops.private import (
     spec_has_default_order,
     tree_leaves,
 )
-from meshwright.reshard.dtensor import DTensorSpec, Handler, active_interceptor
+from meshwright.reshard.dtensor import DTensorSpec, Handler, active_interceptor, is_tracing, run_below
 from meshwright.reshard.dtensor.placements import layout_of_placements
 
 READ_METADATA = (torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.default)
@@ -30,7 +29,11 @@ READ_METADATA = (torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.d
 
 
 def _run_intercepted(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return active_interceptor().run(operator, args, kwargs)
+    context = active_interceptor()
+    if is_tracing():
+        context.note_tracing()
+        return run_below(context, lambda call: operator(*args, **kwargs), None)
+    return context.run(operator, args, kwargs)
 
 
 class Handlers(dict[OpOverload, Handler]):
@@ -68,35 +71,6 @@ class Handlers(dict[OpOverload, Handler]):
 
     def __delitem__(self, operator: OpOverload) -> None:
         self.pop(operator)
-
-
-class Patches:
-    """Reference-counted replacement of attributes, shared by all threads.
-
-    Args:
-        make: function that returns the owners, names and replacements, called when the first user acquires them.
-    """
-
-    def __init__(self, make: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._num_users += 1
-            if self._num_users == 1:
-                for owner, name, value in self._make():
-                    self._originals.append((owner, name, vars(owner).get(name)))
-                    setattr(owner, name, value)
-
-    def release(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            while self._num_users == 0 and self._originals:
-                owner, name, value = self._originals.pop()
-                delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 def depends_on_context(

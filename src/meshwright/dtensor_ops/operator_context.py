@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+from meshwright.comm.collectives import rank
 from meshwright.dtensor_ops.gathered_views import GatheredViews, OnGather
 from meshwright.dtensor_ops.interception import Handlers, depends_on_context
 from meshwright.dtensor_ops.mean_losses import MEAN_LOSSES, correct_mean_losses
@@ -20,8 +21,11 @@ from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.dtensor_ops.shard_order_ops import ShardOrders
 from meshwright.dtensor_ops.sharded_slices import ShardedSlices
 from meshwright.dtensor_ops.sharding_rules import register_rules
+from meshwright.log import get_logger
 from meshwright.reshard.dtensor import HandlerTable, active_interceptor, intercepted, redistribution_hook, run_below
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
+
+_log = get_logger(__name__)
 
 OpLayer = Callable[[OpCall, RunOp], Any]
 """Function that computes the result of an operator call, given the next layer."""
@@ -43,6 +47,8 @@ class OperatorContext:
         views: the layer that tracks gathered views.
     """
 
+    views: GatheredViews
+
     def __init__(
         self,
         layers: Sequence[OpLayer] = (),
@@ -55,7 +61,7 @@ class OperatorContext:
         outer: OperatorContext | None = None,
     ) -> None:
         self.mover = Redistributor(self)
-        self.views = GatheredViews(self.mover, on_gather, outer.views.registry if outer else None)
+        self.views = GatheredViews(self.mover, on_gather, None if outer is None else outer.views.registry)
         self.recovers = recovers
         self.replicates_plain_tensors = replicates_plain_tensors
         self.intercepts_functions = intercepts_functions
@@ -63,7 +69,7 @@ class OperatorContext:
         self._handlers: dict[bool, Handlers] = {}
         self._run: RunOp = OpCall.run
         orders, slices = ShardOrders(self.mover), ShardedSlices(self.mover)
-        all_layers = [self.views, correct_mean_losses, correct_partial_ops, orders, slices, *layers]
+        all_layers: list[OpLayer] = [self.views, correct_mean_losses, correct_partial_ops, orders, slices, *layers]
         for layer in reversed(all_layers):
             self._run = partial(_run_layer, layer, self._run)
 
@@ -76,9 +82,22 @@ class OperatorContext:
             handlers = self._handlers[tracks_writes] = Handlers(own, (*self._operators, *more))
         return handlers.refresh()
 
+    def note_tracing(self) -> None:
+        """Warn once a process that compiled functions run as outside of the context."""
+        _warn_compiled()
+
     def run(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call through the layers."""
         return run_below(self, self._run, OpCall(operator, args, kwargs))
+
+
+@cache
+def _warn_compiled() -> None:
+    if rank() == 0:
+        _log.warning(
+            "torch.compile within for_dtensor or replicate_fallback: compiled functions run DTensor's operators and "
+            "redistributions as outside of the context"
+        )
 
 
 def _run_layer(layer: OpLayer, run: RunOp, call: OpCall) -> Any:

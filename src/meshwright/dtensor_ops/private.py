@@ -1,10 +1,10 @@
 """Adapter for private PyTorch APIs: DTensor's sharding propagation and operator dispatch.
 
-Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators), `torch._C._dispatch_get_all_op_names`,
-`RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
-`TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
-of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`, operators' `_schema` and
-`_qualified_op_name`. Checked on 2.11 and 2.13.
+Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables and its random operators),
+`torch._C._dispatch_get_all_op_names`, `RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`,
+`DTensorSpec`, `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`,
+the constructor of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`,
+`UntypedStorage._cdata`, and operators' `_schema` and `_qualified_op_name`. Checked on 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -121,6 +121,11 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
 def is_alias(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors share memory."""
     return bool(cast(Any, torch._C)._is_alias_of(a, b))
+
+
+def memory_key(memory: torch.UntypedStorage) -> int:
+    """Return a key that is the same for all references to the memory while it is alive."""
+    return int(memory._cdata)
 
 
 def gather_full(tensor: DTensor) -> Tensor:

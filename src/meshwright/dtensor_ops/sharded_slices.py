@@ -1,9 +1,9 @@
 """Layer that slices along a sharded dim by moving only the slice's rows.
 
-DTensor gathers the dim and slices the gathered copy. A sharding rule cannot do better, since it can only name placements
-of the inputs. Here each rank sends the rows of the slice that it holds to the ranks that shard the dim with it, so a rank
-receives the slice less its own rows, the least that can give every rank the slice. The placements of the result are
-those of DTensor: replicated over the axis that shards the dim, unchanged over the others.
+DTensor gathers the dim and slices the gathered copy. A sharding rule cannot do better, since it can only name
+placements of the inputs. Here each rank sends the rows of the slice that it holds to the ranks that shard the dim with
+it, so a rank receives the slice less its own rows, the least that can give every rank the slice. The placements of the
+result are those of DTensor: replicated over the axis that shards the dim, unchanged over the others.
 """
 
 from __future__ import annotations

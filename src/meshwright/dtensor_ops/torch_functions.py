@@ -1,8 +1,8 @@
 """Interception by `replicate_fallback` of torch functions on DTensors before they decompose into operators.
 
 Some functions read memory before they dispatch any operator, and einsum turns into matrix products of flattened dims.
-DTensor's own `__torch_function__`, which does nothing, is replaced while the fallback is active on some thread. A function
-mode would also intercept the functions of plain tensors, which takes about a tenth of a training step.
+DTensor's own `__torch_function__`, which does nothing, is replaced while the fallback is active on some thread. A
+function mode would also intercept the functions of plain tensors, which takes about a tenth of a training step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.dtensor_ops.interception import Patches
 from meshwright.dtensor_ops.private import tree_leaves, tree_map_only
 from meshwright.dtensor_ops.refused_ops import storage_error
 from meshwright.dtensor_ops.sharded_einsum import einsum_on_shards
 from meshwright.reshard.dtensor import active_interceptor, run_torch_function
+from meshwright.reshard.dtensor.interceptor import Patches
 
 
 def _refuse_pointer(*args: Any) -> Any:

@@ -11,8 +11,8 @@ Private PyTorch names: `DTensorSpec`, `TensorMeta`, `ShardOrderEntry`, `_Strided
 of `torch.distributed.tensor` look it up, `_are_we_tracing` and `AsyncCollectiveTensor` of `_functional_collectives`,
 `_stash_obj_in_tls`, `_is_key_in_tls`, `_get_obj_in_tls` and `_disabled_torch_function_impl` of `torch._C`,
 `DTensor._op_dispatcher`, its class `OpDispatcher` with its handlers, planning and implicit replication, `OpInfo`,
-`OutputSharding`, `_clear_sharding_prop_cache`, operators' `_schema`, and `return_and_correct_aliasing`. Checked on 2.13;
-2.11 has the same names, and its redistributions were run.
+`OutputSharding`, `_clear_sharding_prop_cache`, operators' `_schema`, and `return_and_correct_aliasing`. Checked
+on 2.13; 2.11 has the same names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-from meshwright.reshard.dtensor.interceptor import HandlerTable, Interceptor
+from meshwright.reshard.dtensor.interceptor import DispatchState, HandlerTable, Interceptor, Patches
 
 StridedShard = _StridedShard
 """PyTorch's strided shard placement, re-exported for conversion to and from layouts."""
@@ -104,46 +104,23 @@ _MODULES = (_redistribute, _dispatch, _api)
 _KEY = "meshwright.reshard.hook"
 
 
-class _Patch:
-    """Reference-counted patch of PyTorch's `redistribute_local_tensor`, shared by all threads that use a hook."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._original = _redistribute.redistribute_local_tensor
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._num_users += 1
-            if self._num_users == 1:
-                self._original = _redistribute.redistribute_local_tensor
-                self._set(self._hooked)
-
-    def release(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                self._set(self._original)
-
-    def _set(self, function: Callable[..., Tensor]) -> None:
-        for module in _MODULES:
-            module.redistribute_local_tensor = function  # type: ignore[attr-defined]
-
-    def _hooked(
-        self, local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
-    ) -> Tensor:
-        hook = active_hook()
-        if hook is not None and not options.get("async_op") and _is_plain(local_tensor, current_spec, target_spec):
-            moved = hook(local_tensor, current_spec, target_spec)
-            if moved is not None:
-                return moved
-        return self._original(local_tensor, current_spec, target_spec, **options)
+def _hooked(local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any) -> Tensor:
+    hook = active_hook()
+    owner: Interceptor | None = getattr(hook, "owner", None)
+    if owner is not None and is_tracing():
+        owner.note_tracing()
+    if hook is not None and not options.get("async_op") and _is_plain(local_tensor, current_spec, target_spec):
+        moved = hook(local_tensor, current_spec, target_spec)
+        if moved is not None:
+            return moved
+    original: Callable[..., Tensor] = _patch().original(_redistribute, "redistribute_local_tensor")
+    return original(local_tensor, current_spec, target_spec, **options)
 
 
 @cache
-def _patch() -> _Patch:
-    """Return the process-wide patch."""
-    return _Patch()
+def _patch() -> Patches:
+    """Return the process-wide patch of PyTorch's `redistribute_local_tensor`."""
+    return Patches(lambda: [(module, "redistribute_local_tensor", _hooked) for module in _MODULES])
 
 
 def active_hook() -> Hook | None:
@@ -191,7 +168,7 @@ def _is_plain(local: Tensor, current: DTensorSpec, target: DTensorSpec) -> bool:
     """Return whether `local` is a plain tensor of static size, both specs share a mesh, and nothing is being traced."""
     return (
         type(local) in (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
-        and not _are_we_tracing()
+        and not is_tracing()
         and current.mesh == target.mesh
         and current.tensor_meta is not None
         and all(type(size) is int for size in current.shape)
@@ -203,6 +180,11 @@ DependsOnContext = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Sequen
 """Function of a call and the specs of its DTensors."""
 PLANNING = OpDispatcher._propagate_op_sharding_dispatch_slow_path
 """Function in which DTensor plans an operator, before it communicates or computes anything."""
+
+
+def is_tracing() -> bool:
+    """Return True while `torch.compile` traces."""
+    return bool(_are_we_tracing())
 
 
 def own_handlers() -> HandlerTable:
@@ -217,21 +199,6 @@ def _depends(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _interception().depends_on_context(operator, args, kwargs, [x for x in specs if isinstance(x, DTensorSpec)])
 
 
-class _DispatchState(threading.local):
-    """State of one thread.
-
-    Attributes:
-        handlers: the table that DTensor's dispatcher looks up on this thread; None if it is to be found from the
-            redistribution hook, as on a thread that only runs backward.
-        num_running: number of interceptors that are running.
-        has_clean_cache: True if all plans cached by this thread are from after the first context.
-    """
-
-    handlers: HandlerTable | None = None
-    num_running = 0
-    has_clean_cache = False
-
-
 class _Interception:
     """Reference-counted installation of the interceptors, shared by all threads.
 
@@ -244,7 +211,7 @@ class _Interception:
         self.depends_on_context: DependsOnContext = lambda operator, args, kwargs, specs: False
         self._lock = threading.Lock()
         self._num_users = 0
-        self.thread = _DispatchState()
+        self.thread = DispatchState()
 
     def acquire(self) -> None:
         with self._lock:
@@ -292,10 +259,10 @@ def intercepted(interceptor: Interceptor, depends_on_context: DependsOnContext) 
         _interception().release()
 
 
-def _clean_cache(thread: _DispatchState) -> None:
+def _clean_cache(thread: DispatchState) -> None:
     """Drop the plans that this thread cached before the first context of the process."""
     if not thread.has_clean_cache:
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         thread.has_clean_cache = True
 
 
@@ -352,7 +319,7 @@ class _InterceptedDispatcher(_ObservedDispatcher):
     """DTensor's dispatcher while a context is active on some thread."""
 
     @property
-    def _custom_op_handlers(self) -> HandlerTable:  # type: ignore[override]
+    def _custom_op_handlers(self) -> Any:
         thread = _interception().thread
         if thread.handlers is not None:
             return thread.handlers
@@ -364,7 +331,7 @@ class _InterceptedDispatcher(_ObservedDispatcher):
         return handlers
 
     @_custom_op_handlers.setter
-    def _custom_op_handlers(self, handlers: HandlerTable) -> None:
+    def _custom_op_handlers(self, handlers: Any) -> None:
         self.__dict__["_custom_op_handlers"] = handlers
 
     def _propagate_op_sharding_dispatch_slow_path(
@@ -372,7 +339,10 @@ class _InterceptedDispatcher(_ObservedDispatcher):
     ) -> object:
         interceptor = active_interceptor()
         plan = super()._propagate_op_sharding_dispatch_slow_path
-        if interceptor is None or _are_we_tracing():
+        if interceptor is not None and is_tracing():
+            interceptor.note_tracing()
+            interceptor = None
+        if interceptor is None:
             return plan(op_call, args, kwargs, op_info, try_cache)
         if _depends(op_call, args, kwargs, op_info):
             return interceptor.run(op_call, args, kwargs)
@@ -400,7 +370,7 @@ def _is_gathered_view(operator: OpOverload, op_info: OpInfo, plan: OutputShardin
 
 def _changes_placements(operator: OpOverload, args: tuple[Any, ...], plan: OutputSharding) -> bool:
     """Return True if an in-place operator would redistribute its tensor; 2.11 finds that out only after computing."""
-    spec = plan.output_spec
+    spec: Any = plan.output_spec
     return (
         operator._schema.name.endswith("_")
         and isinstance(spec, DTensorSpec)
