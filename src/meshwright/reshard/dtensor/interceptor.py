@@ -31,7 +31,7 @@ class Interceptor(Protocol):
         """Run a call; within, DTensor runs operators by itself."""
 
 
-class _DispatchState(threading.local):
+class DispatchState(threading.local):
     """State of one thread.
 
     Attributes:
