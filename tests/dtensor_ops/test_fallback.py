@@ -149,7 +149,7 @@ def refused(rank, world_size):
     calls = {
         "resize_": lambda: place(x, mesh, [Shard(0)]).resize_(4, 4),
         "set_": lambda: place(x, mesh, [Shard(0)]).set_(d),
-        "data_ptr": lambda: d.data_ptr(),
+        "data_ptr": d.data_ptr,
         "strides of a transposed": lambda: d.t().as_strided((2, 2), (1, 1)),
         "cauchy_": lambda: place(x, mesh, [Shard(0)]).cauchy_(),
         "normal": lambda: torch.normal(d, d.abs()),

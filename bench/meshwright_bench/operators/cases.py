@@ -48,7 +48,7 @@ class TimesTask:
     """
 
     result: Path
-    rounds: int = 20
+    rounds: int = 10
     steps: int = 2
     calls: int = 1000
     sizes: StepSizes = StepSizes()

@@ -290,7 +290,8 @@ class _ObservedDispatcher(OpDispatcher):
         self, op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: OpInfo, try_cache: bool
     ) -> object:
         depends = _depends(op_call, args, kwargs, op_info)
-        found = super()._propagate_op_sharding_dispatch_slow_path(op_call, args, kwargs, op_info, try_cache or depends)
+        try_cache = try_cache or depends or op_call.is_view  # the Python cache, if not the C++ one
+        found = super()._propagate_op_sharding_dispatch_slow_path(op_call, args, kwargs, op_info, try_cache)
         if isinstance(found, OutputSharding) and (depends or _is_gathered_view(op_call, op_info, found)):
             return self._run_uncached(op_call, args, kwargs, op_info, found)
         return found
